@@ -1,0 +1,63 @@
+# make demo    trains a small GPT on two processes (or on every GPU)
+# make test    the test suite             make lint    ruff
+# make build   installs and compiles      make clean   removes what was built, and $(VENV)
+# make sanitize  the C++ runtime's own tests, and random calls of its operators, under ASan and UBSan (minutes)
+#
+# `make test PYTEST_ARGS='-m "not slow" -k demo'` chooses tests. MAX_JOBS limits the compilers at work.
+# By default everything lives in a virtual environment, $(VENV). With `VENV=` (empty) the Python that is there is used as
+# it is and nothing is downloaded: `make test VENV= PYTHON=python3.12`.
+
+VENV ?= .venv
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+
+PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
+SOURCES := setup.py pyproject.toml $(wildcard csrc/*)
+STAMP := build/stamp
+# An extension fits one Python and one torch: the stamp says which, and another one makes it out of date.
+IDENTITY = $(PY) -c 'import sys, importlib.metadata as m; print(sys.prefix, sys.version_info[:2], m.version("torch"))'
+ifneq ($(shell $(IDENTITY) 2>/dev/null),$(shell cat $(STAMP) 2>/dev/null))
+.PHONY: $(STAMP)
+endif
+
+.PHONY: demo test lint sanitize build clean
+.DEFAULT_GOAL := build
+
+build: $(STAMP)
+
+demo: build
+	$(PY) examples/demo_gpt.py
+
+test: build
+	$(PY) -m pytest -q $$($(PY) -c 'import xdist' 2>/dev/null && printf %s '-n2 --dist loadgroup') $(PYTEST_ARGS)
+
+sanitize: build
+	$(PY) tests/cpp/sanitize.py
+
+lint: $(if $(VENV),$(VENV)/.tools)
+	$(PY) -m ruff check --output-format concise .
+
+ifeq ($(VENV),)
+# Not installed: Python finds the package here, and its entry points through the metadata folder that egg_info writes.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+$(STAMP): $(SOURCES)
+	$(PY) setup.py -q egg_info build_ext --inplace --force
+	mkdir -p $(@D) && $(IDENTITY) > $@
+else
+$(VENV)/.tools:
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q $(TORCH)
+	$(PY) -m pip install -q "setuptools>=77" wheel pybind11 ninja ruff
+	touch $@
+
+# Installing compiles from scratch in a temporary folder; later changes of C++ alone are compiled where they are.
+$(STAMP): $(VENV)/.tools $(SOURCES)
+	if [ $(VENV)/.installed -nt pyproject.toml ]; then $(PY) setup.py -q build_ext --inplace --force; \
+	else $(PY) -m pip install -q --no-build-isolation -e '.[test]' && touch $(VENV)/.installed; fi
+	mkdir -p $(@D) && $(IDENTITY) > $@
+endif
+
+clean:
+	rm -rf build dist *.egg-info lightning_deepcompile/_C*.so .pytest_cache .ruff_cache $(VENV)
+	find lightning_deepcompile examples tests -name __pycache__ -prune -exec rm -rf {} +

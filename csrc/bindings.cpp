@@ -1,0 +1,130 @@
+// The Python side of the runtime: lifecycle calls. What programs execute are the operators in ops.cpp.
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "build_info.h"
+#include "runtime.h"
+
+namespace py = pybind11;
+using namespace pybind11::literals;
+
+namespace {
+
+using ldc::Runtime;
+using NoGil = py::call_guard<py::gil_scoped_release>;  // every method may wait for a peer or for the device
+
+/// Python's ProcessGroup holds its object by a holder type that torch keeps to itself; go through the plain pointer.
+ldc::Group share(c10d::ProcessGroup& group) {
+  return c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(&group);
+}
+
+std::shared_ptr<Runtime> make_runtime(c10d::ProcessGroup& gather_group, c10d::ProcessGroup& reduce_group,
+                                      at::Device device, const ldc::RuntimeOptions& options) {
+  auto runtime = Runtime::create(share(gather_group), share(reduce_group), device, options);
+  // Python drops the last reference with its lock held; the end of a runtime may wait for the device, so let go of it.
+  Runtime* address = runtime.get();
+  return {address, [runtime = std::move(runtime)](Runtime*) mutable {
+            if (!PyGILState_Check()) return runtime.reset();
+            const py::gil_scoped_release no_gil;
+            runtime.reset();
+          }};
+}
+
+template <typename Class>
+void bind_lifecycle(Class& runtime) {
+  runtime
+      .def("start_backward", py::overload_cast<const ldc::Ids&, bool>(&Runtime::start_backward), "reset_ids"_a,
+           "update"_a = true, NoGil(),
+           "Open a backward pass: `reset_ids` start a new accumulation (their next reduction overwrites, later ones "
+           "add). Without `update`, graphs that reduce at the boundary hold their gradients back.")
+      .def("finish_backward", &Runtime::finish_backward, NoGil(),
+           "Order the current stream behind all reductions (CPU: complete them). Raises their failures.")
+      .def("ids_with_grad", &Runtime::ids_with_grad, NoGil(), "Parameters whose gradient shard is valid, ascending.")
+      .def("free_grads", &Runtime::free_grads, "ids"_a, NoGil(),
+           "Forget accumulations; storages without any are resized to 0 bytes until the next reduction.")
+      .def("invalidate", &Runtime::invalidate, NoGil(), "The weights changed: forget all gathered parameters.")
+      .def("refetch", &Runtime::refetch, NoGil(),
+           "Start gathering what invalidate() took from parameters that stay whole, in the order of their first use.")
+      .def("start_forward", &Runtime::start_forward, NoGil())
+      .def("end_forward", &Runtime::end_forward, NoGil())
+      .def("start_pass", py::overload_cast<bool>(&Runtime::start_backward), "update"_a, NoGil(),
+           "Open a backward pass whose graphs end it, each by end_backward(graph_id).")
+      .def("end_backward", &Runtime::end_backward, "graph_id"_a, NoGil())
+      .def("invalidate_gathered_param", &Runtime::invalidate_gathered_param, "ds_id"_a, NoGil())
+      .def("clear_all_gathered_params", &Runtime::clear_all_gathered_params, NoGil())
+      .def("enable_profiling", &Runtime::enable_profiling, "enable"_a, NoGil())
+      .def_property_readonly("profiling", &Runtime::is_profiling)
+      .def("free_tensors", &Runtime::free_tensors, "tensors"_a, NoGil(),
+           "Turn tensors of at least `free_activation_threshold` elements into empty ones.")
+      .def("reset", &Runtime::reset, NoGil(), "Forget all graphs and what a step has left; parameters stay.")
+      .def("clear_arena", &Runtime::clear_arena, NoGil(), "Give free buffers back to torch's allocator.")
+      .def("stats", &Runtime::stats, NoGil(), "Counters since the last reset_stats().")
+      .def("reset_stats", &Runtime::reset_stats, NoGil())
+      .def("abort", &Runtime::abort, NoGil(), "Fail pending and later operations instead of waiting for peers.")
+      .def("close", &Runtime::close, NoGil(), "End the runtime together with its peers. Idempotent.");
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.doc() = "C++ runtime of lightning_deepcompile: gathers, reductions and their buffers.";
+  m.def("build_info", &ldc::build_info, "How this extension was built: mode, reason, nccl, compiler, torch.");
+
+  m.def(
+      "like_gathered", [](int64_t id, ldc::Dtype dtype) { return Runtime::of(id)->like_gathered(id, dtype); }, "ds_id"_a,
+      "dtype"_a = py::none(), NoGil(), "A meta tensor like the gathered parameter.");
+
+  m.def(
+      "device_of", [](int64_t id) { return Runtime::of(id)->device(); }, "graph_id"_a, NoGil(),
+      "The device of the runtime that a graph belongs to.");
+
+  py::class_<Runtime, std::shared_ptr<Runtime>> runtime(
+      m, "Runtime",
+      "Communicators, streams, buffers and executors of one strategy. Creating one is collective over both groups.");
+  runtime
+      .def(py::init([](c10d::ProcessGroup& gather_group, c10d::ProcessGroup& reduce_group, at::Device device,
+                       std::string communicator, int64_t reduce_window, int64_t reduce_bucket_size, int64_t max_ctas, double timeout,
+                       int64_t free_activation_threshold, int64_t offload_limit, bool sync_before_reduce, bool sync_after_reduce,
+                       bool sync_before_allgather, bool sync_after_allgather, int64_t serial) {
+             return make_runtime(gather_group, reduce_group, device,
+                                 {.communicator = std::move(communicator),
+                                  .reduce_window = reduce_window,
+                                  .reduce_bucket_size = reduce_bucket_size,
+                                  .max_ctas = max_ctas,
+                                  .timeout = timeout,
+                                  .free_activation_threshold = free_activation_threshold,
+                                  .offload_limit = offload_limit,
+                                  .sync_before_reduce = sync_before_reduce,
+                                  .sync_after_reduce = sync_after_reduce,
+                                  .sync_before_allgather = sync_before_allgather,
+                                  .sync_after_allgather = sync_after_allgather,
+                                  .serial = serial});
+           }),
+           "gather_group"_a, "reduce_group"_a, "device"_a, py::kw_only(), "communicator"_a = "auto",
+           "reduce_window"_a = 2, "reduce_bucket_size"_a = 0, "max_ctas"_a = 0, "timeout"_a = 0.0, "free_activation_threshold"_a = 0,
+           "offload_limit"_a = 0, "sync_before_reduce"_a = false, "sync_after_reduce"_a = false, "sync_before_allgather"_a = false,
+           "sync_after_allgather"_a = false, "serial"_a = -1, NoGil())
+      .def_property_readonly("serial", &Runtime::serial, "Upper 32 bits of every parameter and graph id.")
+      .def_property_readonly("world_size", &Runtime::world_size)
+      .def_property_readonly("rank", &Runtime::rank)
+      .def_property_readonly("communicator", &Runtime::communicator, "'nccl' or 'process_group'.")
+      .def("register_param", &Runtime::register_param, "ds_id"_a, "name"_a, "shape"_a, "shard"_a,
+           "grad"_a = py::none(), "reduce_dtype"_a = py::none(), "persistent"_a = false, NoGil(),
+           "Register a parameter: its shard, and its gradient shard with memory (whose size is remembered) or None.")
+      .def("update_param_grad_buffer", &Runtime::update_param_grad_buffer, "ds_id"_a, "grad"_a, NoGil(),
+           "Give a parameter another gradient buffer; the old one keeps its values.")
+      .def("set_persistent", &Runtime::set_persistent, "ds_id"_a, "persistent"_a = true, NoGil(),
+           "Keep a parameter gathered from its next use until the weights change.")
+      .def(
+          "register_graph",
+          [](Runtime& self, int64_t graph_id, const ldc::Ids& ds_ids, int64_t stage,
+             const std::optional<std::string>& reduce) {
+            self.register_graph(graph_id, ds_ids, stage, reduce.value_or(""));
+          },
+          "graph_id"_a, "ds_ids"_a, py::kw_only(), "stage"_a = 3, "reduce"_a = py::none(), NoGil(),
+          "Register a graph and the parameters it uses, under a ZeRO stage. `reduce`: 'every' micro-batch, or at the "
+          "'boundary' (by default stage 1 alone). The same id again replaces it.")
+      .def("validate_registration", &Runtime::validate_registration, NoGil(),
+           "Raise on every rank if ranks registered different parameters or graphs. Collective.");
+  bind_lifecycle(runtime);
+}

@@ -1,0 +1,12 @@
+// How this extension was built. Bug reports and error messages quote it.
+#pragma once
+
+#include <map>
+#include <string>
+
+namespace ldc {
+
+/// Keys: mode ("cpu" or "cuda"), reason (why this mode), nccl (header version, or "none"), compiler, torch.
+const std::map<std::string, std::string>& build_info();
+
+}  // namespace ldc

@@ -1,0 +1,77 @@
+#include "host_pool.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <unistd.h>
+
+#include <bit>
+
+namespace ldc {
+namespace {
+
+constexpr int64_t kSmallest = 4096;
+
+int64_t half_of_memory() { return sysconf(_SC_PHYS_PAGES) / 2 * sysconf(_SC_PAGE_SIZE); }
+
+}  // namespace
+
+HostPool::HostPool(Device device, int64_t limit) : device_(device), limit_(limit > 0 ? limit : half_of_memory()) {}
+
+HostPool::Lease HostPool::acquire(const Tensor& like, const Stream& writer) {
+  const auto bytes = static_cast<uint64_t>(std::max<int64_t>(static_cast<int64_t>(like.nbytes()), kSmallest));
+  const auto capacity = static_cast<int64_t>(std::bit_ceil(bytes));
+  std::unique_ptr<Buffer> buffer;
+  {
+    const std::lock_guard lock(mutex_);
+    if (const auto found = free_.find(capacity); found != free_.end()) {
+      buffer = std::move(found->second);
+      free_.erase(found);
+    } else {
+      if (bytes_ + capacity > limit_) trim_locked();  // buffers of other sizes may be what is in the way
+      TORCH_CHECK_WITH(OutOfMemoryError, bytes_ + capacity <= limit_, "lightning_deepcompile: no host memory for ",
+                       capacity, " bytes of offloaded tensors: ", bytes_, " of at most ", limit_,
+                       " bytes are in use. Offload less, or raise `offload_limit`.");
+      buffer = std::make_unique<Buffer>();
+      buffer->memory = at::empty({capacity}, at::TensorOptions().dtype(c10::kByte).pinned_memory(has_streams(device_)));
+      bytes_ += capacity;
+    }
+  }
+  buffer->used.block(writer);
+  Buffer* address = buffer.get();
+  // std::function wants something it could copy, so the buffer goes by address; the deleter runs exactly once.
+  auto deleter = [pool = shared_from_this(), owned = buffer.release()](void*) {
+    pool->give_back(std::unique_ptr<Buffer>(owned));
+  };
+  const bool dense = like.is_non_overlapping_and_dense();
+  const std::vector<int64_t> strides =
+      dense ? like.strides().vec() : at::empty(like.sizes(), like.options().device(c10::kMeta)).strides().vec();
+  return {at::from_blob(address->memory.mutable_data_ptr(), like.sizes(), strides, std::move(deleter),
+                        at::TensorOptions().dtype(like.scalar_type())),
+          address};
+}
+
+void HostPool::give_back(std::unique_ptr<Buffer> buffer) {
+  const std::lock_guard lock(mutex_);
+  const int64_t capacity = buffer->memory.numel();
+  free_.emplace(capacity, std::move(buffer));
+}
+
+int64_t HostPool::bytes() const {
+  const std::lock_guard lock(mutex_);
+  return bytes_;
+}
+
+void HostPool::trim() {
+  const std::lock_guard lock(mutex_);
+  trim_locked();
+}
+
+void HostPool::trim_locked() {
+  for (auto& [capacity, buffer] : free_) {
+    buffer->used.synchronize();
+    bytes_ -= capacity;
+  }
+  free_.clear();
+}
+
+}  // namespace ldc

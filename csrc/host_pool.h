@@ -1,0 +1,51 @@
+// Host memory for tensors that leave the device for a while: pinned where the device has streams, reused, bounded.
+//
+// A buffer returns to the pool when the last tensor over it is gone, on whatever thread that happens. The copies that
+// still run then are its `used` event's business: the next writer's stream waits for it, the host never does.
+// Capacities are powers of two, since torch's allocator of pinned memory rounds up to them anyway: like this the bound
+// counts what is really held, and sizes that differ a little share buffers.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "common.h"
+
+namespace ldc {
+
+class HostPool : public std::enable_shared_from_this<HostPool> {
+ public:
+  struct Buffer {
+    Tensor memory;
+    Event used;  // the last copy from or to it
+  };
+  /// A tensor over a buffer. The buffer is valid as long as the tensor is alive.
+  struct Lease {
+    Tensor tensor;
+    Buffer* buffer = nullptr;
+  };
+
+  /// `limit`: most bytes held, free buffers included; 0: half of the host's memory.
+  HostPool(Device device, int64_t limit);
+
+  /// A host tensor with the layout of `like`, for work that is queued on `writer` from now on.
+  Lease acquire(const Tensor& like, const Stream& writer);
+
+  int64_t bytes() const;  // held, free buffers included
+  int64_t limit() const { return limit_; }
+  /// Frees the buffers that nobody holds; waits for their last copies.
+  void trim();
+
+ private:
+  void give_back(std::unique_ptr<Buffer> buffer);
+  void trim_locked();
+
+  const Device device_;
+  const int64_t limit_;
+  mutable std::mutex mutex_;
+  std::multimap<int64_t, std::unique_ptr<Buffer>> free_;  // by capacity
+  int64_t bytes_ = 0;
+};
+
+}  // namespace ldc

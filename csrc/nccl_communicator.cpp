@@ -1,0 +1,229 @@
+#include "nccl_communicator.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/view_as_real.h>
+#include <c10/core/DeviceGuard.h>
+#include <nccl.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <span>
+
+namespace ldc {
+namespace {
+
+ncclDataType_t nccl_dtype(ScalarType dtype) {
+  switch (dtype) {
+    case c10::kFloat: return ncclFloat32;
+    case c10::kDouble: return ncclFloat64;
+    case c10::kHalf: return ncclFloat16;
+    case c10::kBFloat16: return ncclBfloat16;
+    default: LDC_CHECK_ARG(false, "NCCL cannot reduce ", dtype, ". Set `reduce_dtype` to a floating dtype.");
+  }
+}
+
+class NcclCommunicator final : public Communicator {
+ public:
+  NcclCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group, Device device, int64_t max_ctas)
+      : Communicator(group->getRank(), group->getSize()), device_(device) {
+    const ncclUniqueId unique_id = share_unique_id(group);
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 1;
+    if (max_ctas > 0) config.maxCTAs = static_cast<int>(max_ctas);
+    const c10::DeviceGuard guard(device_);
+    ncclComm_t comm = nullptr;
+    check(ncclCommInitRankConfig(&comm, static_cast<int>(world_size()), unique_id, static_cast<int>(rank()), &config),
+          "ncclCommInitRankConfig", {});
+    comm_ = comm;
+  }
+
+  ~NcclCommunicator() override { abort(); }  // after close() there is nothing left to abort
+
+  Completion all_gather(const std::vector<Transfer>& group) override {
+    return submit("gather", group, [this](const Transfer& transfer, cudaStream_t stream) {
+      return ncclAllGather(transfer.in.const_data_ptr(), transfer.out.mutable_data_ptr(), transfer.in.nbytes(),
+                           ncclInt8, comm_, stream);
+    });
+  }
+
+  Completion reduce_scatter_mean(const std::vector<Transfer>& group) override {
+    return submit("reduction", group, [this](const Transfer& transfer, cudaStream_t stream) {
+      const Tensor out = transfer.out.is_complex() ? at::view_as_real(transfer.out) : transfer.out;
+      return ncclReduceScatter(transfer.in.const_data_ptr(), out.mutable_data_ptr(),
+                               static_cast<size_t>(out.numel()), nccl_dtype(out.scalar_type()), ncclAvg, comm_, stream);
+    });
+  }
+
+  void check_health() override {
+    const std::lock_guard lock(calls_);
+    ncclResult_t state = ncclSuccess;
+    if (ncclComm_t comm = comm_.load()) check(ncclCommGetAsyncError(comm, &state), "ncclCommGetAsyncError", {});
+    check(state, "an earlier operation", {});
+  }
+
+  std::string diagnose(std::chrono::milliseconds limit) override {
+    if (aborted_) return {};
+    if (std::unique_lock lock(calls_, std::try_to_lock); lock.owns_lock()) {  // else a thread is inside: see below
+      ncclResult_t state = ncclSuccess;
+      if (ncclComm_t comm = comm_.load(); comm != nullptr && ncclCommGetAsyncError(comm, &state) == ncclSuccess &&
+                                          state != ncclSuccess && state != ncclInProgress) {
+        return c10::str("communication failed on rank ", rank(), " of ", world_size(), ": ", ncclGetErrorString(state),
+                        in_flight_text());
+      }
+    }
+    const std::lock_guard lock(in_flight_mutex_);
+    const auto now = std::chrono::steady_clock::now();
+    while (!in_flight_.empty() && in_flight_.front().queued && in_flight_.front().done.reached()) {
+      spare_events_.push_back(std::move(in_flight_.front().done));
+      in_flight_.pop_front();
+      // The host runs ahead of the device: an operation's time starts when the one before it is done.
+      if (!in_flight_.empty()) in_flight_.front().since = now;
+    }
+    if (in_flight_.empty() || now - in_flight_.front().since <= limit) return {};
+    return c10::str(in_flight_.front().what, " did not finish within ",
+                    static_cast<double>(limit.count()) / 1000, " s on rank ", rank(), " of ", world_size(),
+                    ". Another rank died, hangs, or went another way.");
+  }
+
+  void abort() noexcept override {
+    aborted_ = true;
+    // A thread that has been inside a call for this long is stuck in NCCL, waiting for a peer: the case for which
+    // ncclCommAbort may be called beside it. A thread that is merely passing through leaves within the time.
+    std::unique_lock lock(calls_, std::chrono::milliseconds(500));
+    if (ncclComm_t comm = comm_.exchange(nullptr)) ncclCommAbort(comm);
+  }
+
+  void close() override {
+    const std::lock_guard lock(calls_);
+    ncclComm_t comm = comm_.exchange(nullptr);
+    if (comm == nullptr) return;
+    const c10::DeviceGuard guard(device_);
+    const ncclResult_t finalized = ncclCommFinalize(comm);
+    const ncclResult_t destroyed = ncclCommDestroy(comm);
+    check(finalized, "ncclCommFinalize", {});
+    check(destroyed, "ncclCommDestroy", {});
+  }
+
+ private:
+  /// Ends the NCCL group whatever happens in between: an open group would swallow every later call of this thread.
+  class Bracket {
+   public:
+    Bracket() : open_(ncclGroupStart() == ncclSuccess) {}
+    ~Bracket() {
+      if (open_) ncclGroupEnd();
+    }
+    Bracket(const Bracket&) = delete;
+    Bracket& operator=(const Bracket&) = delete;
+    bool open() const { return open_; }
+    ncclResult_t end() {
+      open_ = false;
+      return ncclGroupEnd();
+    }
+
+   private:
+    bool open_;
+  };
+
+  struct InFlight {
+    std::string what;
+    std::chrono::steady_clock::time_point since;
+    Event done;
+    bool queued = false;  // else a thread is still inside NCCL with it, perhaps waiting for a peer
+  };
+
+  /// Makes an operation known to diagnose() from before it is handed to NCCL, and forgets it if that fails.
+  class Watched {
+   public:
+    Watched(NcclCommunicator& owner, std::string_view operation, const std::vector<Transfer>& group) : owner_(owner) {
+      const std::lock_guard lock(owner_.in_flight_mutex_);
+      InFlight& entry = owner_.in_flight_.emplace_back();
+      entry.what = c10::str(operation, " of ", names(group));
+      entry.since = std::chrono::steady_clock::now();
+      if (owner_.spare_events_.empty()) return;
+      entry.done = std::move(owner_.spare_events_.back());
+      owner_.spare_events_.pop_back();
+    }
+    ~Watched() {
+      const std::lock_guard lock(owner_.in_flight_mutex_);
+      if (!queued_ && !owner_.in_flight_.empty()) owner_.in_flight_.pop_back();
+    }
+    Watched(const Watched&) = delete;
+    Watched& operator=(const Watched&) = delete;
+    void queued() {
+      const std::lock_guard lock(owner_.in_flight_mutex_);
+      InFlight& entry = owner_.in_flight_.back();  // one thread at a time submits
+      entry.done.record(current_stream(owner_.device_));
+      entry.queued = queued_ = true;
+    }
+
+   private:
+    NcclCommunicator& owner_;
+    bool queued_ = false;
+  };
+
+  std::string in_flight_text() {
+    const std::lock_guard lock(in_flight_mutex_);
+    return in_flight_.empty() ? "." : c10::str(", during ", in_flight_.front().what, ".");
+  }
+
+  template <typename Call>
+  Completion submit(std::string_view operation, const std::vector<Transfer>& group, Call call) {
+    const std::lock_guard lock(calls_);
+    LDC_CHECK_WIRE(!aborted_ && comm_ != nullptr, operation, " of ", names(group), ": the communicator of rank ",
+                   rank(), " was ", aborted_ ? "aborted." : "closed.");
+    const auto stream = static_cast<cudaStream_t>(current_stream(device_).native_handle());
+    Watched watched(*this, operation, group);
+    Bracket bracket;
+    LDC_CHECK_WIRE(bracket.open(), "ncclGroupStart failed on rank ", rank(), ".");
+    for (const Transfer& transfer : group) {
+      if (transfer.in.numel() > 0) check(call(transfer, stream), operation, {&transfer, 1});
+    }
+    check(bracket.end(), operation, {group.data(), group.size()});
+    watched.queued();
+    return {};  // in stream order
+  }
+
+  void check(ncclResult_t result, std::string_view operation, std::span<const Transfer> group) const {
+    if (result == ncclSuccess) return;
+    const char* detail = ncclGetLastError(comm_);
+    LDC_CHECK_WIRE(false, operation, group.empty() ? "" : " of " + names({group.begin(), group.end()}),
+                   " failed on rank ", rank(), " of ", world_size(), ": ", ncclGetErrorString(result), " (",
+                   detail != nullptr && *detail != '\0' ? detail : "no detail; set NCCL_DEBUG=WARN", ").");
+  }
+
+  ncclUniqueId share_unique_id(const c10::intrusive_ptr<c10d::ProcessGroup>& group) const {
+    ncclUniqueId id{};
+    if (rank() == 0) check(ncclGetUniqueId(&id), "ncclGetUniqueId", {});
+    // Through host memory where the group can do that (gloo), else through the device.
+    const auto devices = group->getDeviceTypes();
+    const bool host = std::any_of(devices.begin(), devices.end(), [](Device d) { return d.is_cpu(); });
+    Tensor message = at::empty({static_cast<int64_t>(sizeof(id))}, at::TensorOptions().dtype(c10::kByte));
+    std::memcpy(message.mutable_data_ptr(), &id, sizeof(id));
+    std::vector<Tensor> messages = {host ? message : message.to(device_)};
+    group->getBackend(host ? c10::DeviceType::CPU : device_.type())->broadcast(messages)->wait();
+    message = messages[0].cpu();
+    std::memcpy(&id, message.const_data_ptr(), sizeof(id));
+    return id;
+  }
+
+  Device device_;
+  std::atomic<ncclComm_t> comm_ = nullptr;  // abort() may take it while another thread is inside NCCL
+  std::atomic<bool> aborted_ = false;
+  std::mutex in_flight_mutex_;
+  std::deque<InFlight> in_flight_;  // emptied by diagnose()
+  std::vector<Event> spare_events_;
+  std::timed_mutex calls_;  // held while a thread is inside NCCL with this communicator
+};
+
+}  // namespace
+
+std::shared_ptr<Communicator> make_nccl_communicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group, Device device,
+                                                     int64_t max_ctas) {
+  return std::make_shared<NcclCommunicator>(group, device, max_ctas);
+}
+
+}  // namespace ldc

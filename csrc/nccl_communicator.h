@@ -1,0 +1,21 @@
+// Collectives over NCCL communicators of our own (torch's process groups do not let the caller choose the stream).
+// Compiled only with -DLDC_WITH_NCCL; the one place that knows CUDA headers is nccl_communicator.cpp.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <memory>
+
+#include "communicator.h"
+
+namespace ldc {
+
+/// Collective over `group`: rank 0 makes the unique id and the group broadcasts it. `max_ctas` limits the thread blocks
+/// of one collective (0: NCCL decides); fewer leave more of the GPU to compute that runs beside.
+///
+/// Operations are queued on the current stream and done in its order. Outside torch's process groups nobody watches
+/// them: diagnose() tells a watchdog which operation is stuck, and abort() frees a rank that waits for a dead peer.
+std::shared_ptr<Communicator> make_nccl_communicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group, Device device,
+                                                     int64_t max_ctas);
+
+}  // namespace ldc

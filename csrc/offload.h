@@ -1,0 +1,90 @@
+// The offload engine: tensors and shards that wait in host memory, copied out and in on streams of their own.
+//
+// A tensor: offload → wait_offload → reload → wait_reload. A parameter's shard: offload_param frees the shard's memory
+// once it is copied, reload_param brings it back; what has not changed since is not copied out again.
+//
+// Order on the device, and what would break without it:
+//   source written → copy out       an event of the compute stream
+//   copy out → source freed         the engine holds the source until the compute stream has waited (wait_offload), as
+//                                   its memory returns to that stream's pool
+//   copy out → copy in              the entry's `done` event
+//   target free → copy in           targets come from the compute stream's pool, which may still be using them
+//   copy in → target read           wait_reload; gathers wait for the shards that they read themselves
+//   gather → shard freed            the copy-out stream waits for the gather stream
+// On a device without streams every copy is finished when its call returns.
+#pragma once
+
+#include <memory>
+#include <unordered_map>
+
+#include "gather.h"
+#include "host_pool.h"
+
+namespace ldc {
+
+class OffloadEngine {
+ public:
+  /// `limit`: most bytes of host memory; 0: half of it.
+  OffloadEngine(Device device, Registry& registry, GatherEngine& gathers, Stats& stats, int64_t limit);
+
+  /// Starts copying to the host; returns the host tensor, to be read after wait_offload (and a device synchronisation).
+  Tensor offload(const Tensor& tensor, int64_t id);
+  /// From here on the memory of the source may be used for something else.
+  Tensor wait_offload(int64_t id);
+  /// Starts copying back what offload(id) returned; returns the device tensor, to be used after wait_reload.
+  Tensor reload(const Tensor& host, int64_t id);
+  Tensor wait_reload(int64_t id);
+
+  /// Starts copying a shard to the host; its memory is freed when that is done, at one of the next calls.
+  void offload_param(int64_t id);
+  void reload_param(int64_t id);
+  /// The parameter gets another shard.
+  void forget(int64_t id) { shards_.erase(id); }
+  /// The weights changed: copies on the host are out of date.
+  void invalidate();
+  /// Frees the shards whose copies are done. Does not wait.
+  void free_departed();
+  /// Orders the current stream behind all copies of shards and frees those that left.
+  void settle();
+
+  int64_t host_bytes() const { return pool_->bytes(); }
+  void trim() { pool_->trim(); }
+  /// Drops what is in flight, ordered behind it; shards come back. For the end of a step that was given up.
+  void abandon();
+  void clear();  // drops everything; for the end of a runtime
+
+ private:
+  struct Entry {
+    Tensor source;         // until the compute stream has waited for the copy
+    HostPool::Lease host;
+    Tensor target;         // set by reload()
+    Event done;
+  };
+  enum class Place { device, leaving, host };
+  struct Shard {
+    HostPool::Lease copy;
+    std::optional<uint32_t> version;  // of the shard when it was equal to `copy`
+    Place place = Place::device;
+    int64_t bytes = 0;
+    std::shared_ptr<Event> done = std::make_shared<Event>();
+  };
+
+  Entry& entry(std::string_view operation, int64_t id);
+  void check_own_storage(const Param& param) const;
+  void copy_out(const Tensor& source, HostPool::Lease& host, Event& done);
+  void copy_in(const Tensor& target, HostPool::Lease& host, Event& done);
+  static std::optional<uint32_t> version_of(const Tensor& tensor);
+  void free_shard(int64_t id, Shard& shard);
+
+  Device device_;
+  Registry& registry_;
+  GatherEngine& gathers_;
+  Stats& stats_;
+  Stream out_, in_;
+  std::shared_ptr<HostPool> pool_;
+  Event scratch_;
+  std::unordered_map<int64_t, Entry> entries_;
+  std::unordered_map<int64_t, Shard> shards_;
+};
+
+}  // namespace ldc

@@ -1,0 +1,26 @@
+// What one runtime can be told at its creation.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace ldc {
+
+struct RuntimeOptions {
+  std::string communicator = "auto";  // "auto", "nccl" or "process_group"
+  int64_t reduce_window = 2;          // groups of gradients that may be pending
+  int64_t reduce_bucket_size = 0;     // elements that are collected or copied for one group of reductions; 0: no bound,
+                                      // and single gradients travel at once
+  int64_t max_ctas = 0;               // NCCL: most thread blocks per collective; 0 leaves it to NCCL
+  double timeout = 0;  // seconds that an operation may take; 0: 30 minutes, or what the process groups say
+  int64_t free_activation_threshold = 0;  // elements; free_tensors leaves smaller tensors alone
+  int64_t offload_limit = 0;  // most bytes of host memory for offloaded tensors; 0: half of the host's memory
+  // For debugging: wait for the device (CPU: for the operation) before or after each group.
+  bool sync_before_reduce = false;
+  bool sync_after_reduce = false;
+  bool sync_before_allgather = false;
+  bool sync_after_allgather = false;
+  int64_t serial = -1;  // -1: the lowest free number from 1 on
+};
+
+}  // namespace ldc

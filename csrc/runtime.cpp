@@ -1,0 +1,378 @@
+#include "runtime.h"
+
+#include "build_info.h"
+#include "process_group_communicator.h"
+#include "same_on_all_ranks.h"
+#ifdef LDC_WITH_NCCL
+#include "nccl_communicator.h"
+#endif
+
+namespace ldc {
+
+namespace {
+
+Device with_index(Device device) {
+  if (!has_streams(device) || device.has_index()) return device;
+  return c10::impl::VirtualGuardImpl(device.type()).getDevice();
+}
+
+std::string resolve_kind(const std::string& wanted, Device device) {
+  LDC_CHECK_ARG(wanted == "auto" || wanted == "nccl" || wanted == "process_group",
+                "Runtime: `communicator` must be 'auto', 'nccl' or 'process_group', got '", wanted, "'.");
+  if (wanted == "process_group" || (wanted == "auto" && !device.is_cuda())) return "process_group";
+  LDC_CHECK_ARG(device.is_cuda(), "Runtime: communicator 'nccl' needs a CUDA device, got ", device, ".");
+#ifndef LDC_WITH_NCCL
+  LDC_CHECK(false, "this build has no NCCL, which ", device, " needs: ", build_info().at("reason"),
+            ". Rebuild with LDC_BUILD=cuda (it names what is missing), for example: LDC_BUILD=cuda pip install "
+            "--no-build-isolation --force-reinstall --no-deps . ; or pass communicator='process_group'.");
+#endif
+  return "nccl";
+}
+
+std::chrono::milliseconds milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+}
+
+std::shared_ptr<Communicator> make_communicator(const std::string& kind, const Group& group, Device device,
+                                                [[maybe_unused]] const RuntimeOptions& options) {
+#ifdef LDC_WITH_NCCL
+  if (kind == "nccl") return make_nccl_communicator(group, device, options.max_ctas);
+#endif
+  return std::make_shared<ProcessGroupCommunicator>(group, device, milliseconds(options.timeout));
+}
+
+}  // namespace
+
+std::shared_ptr<Runtime> Runtime::create(Group gather_group, Group reduce_group, Device device,
+                                         const RuntimeOptions& options) {
+  LDC_CHECK_ARG(options.reduce_window >= 0, "Runtime: `reduce_window` must not be negative, got ",
+                options.reduce_window, ".");
+  LDC_CHECK_ARG(options.reduce_bucket_size >= 0, "Runtime: `reduce_bucket_size` must not be negative, got ",
+                options.reduce_bucket_size, ".");
+  LDC_CHECK_ARG(options.free_activation_threshold >= 0,
+                "Runtime: `free_activation_threshold` must not be negative, got ", options.free_activation_threshold,
+                ".");
+  LDC_CHECK_ARG(options.timeout >= 0 && options.timeout < 1e9, "Runtime: `timeout` must be in [0, 1e9) seconds, got ",
+                options.timeout, ".");
+  LDC_CHECK_ARG(options.offload_limit >= 0, "Runtime: `offload_limit` must not be negative, got ",
+                options.offload_limit, ".");
+  LDC_CHECK_ARG(options.max_ctas >= 0, "Runtime: `max_ctas` must not be negative, got ", options.max_ctas, ".");
+  const int64_t serial = reserve_serial(options.serial);
+  try {
+    auto runtime = std::make_shared<Runtime>(gather_group, reduce_group, with_index(device), options, serial);
+    enter_runtime(serial, runtime);
+    return runtime;
+  } catch (...) {
+    forget_serial(serial);
+    throw;
+  }
+}
+
+Runtime::Runtime(const Group& gather_group, const Group& reduce_group, Device device, const RuntimeOptions& options,
+                 int64_t serial)
+    : serial_(serial),
+      device_(device),
+      communicator_kind_(resolve_kind(options.communicator, device)),
+      gather_communicator_(make_communicator(communicator_kind_, gather_group, device, options)),
+      reduce_communicator_(make_communicator(communicator_kind_, reduce_group, device, options)),
+      free_threshold_(options.free_activation_threshold),
+      registry_(device, gather_communicator_->world_size()),
+      gathers_(device, gather_communicator_, registry_, stats_, options),
+      reductions_(device, reduce_communicator_, registry_, stats_, options),
+      offloads_(device, registry_, gathers_, stats_, options.offload_limit) {
+  LDC_CHECK_ARG(gather_communicator_->world_size() == reduce_communicator_->world_size() &&
+                    gather_communicator_->rank() == reduce_communicator_->rank(),
+                "Runtime: `gather_group` (rank ", gather_communicator_->rank(), " of ",
+                gather_communicator_->world_size(), ") and `reduce_group` (rank ", reduce_communicator_->rank(), " of ",
+                reduce_communicator_->world_size(), ") must have the same ranks.");
+  constexpr double kDefaultTimeout = 30 * 60;
+  if (communicator_kind_ == "nccl") {
+    watchdog_ = std::make_unique<Watchdog>(std::vector{gather_communicator_, reduce_communicator_},
+                                           milliseconds(options.timeout > 0 ? options.timeout : kDefaultTimeout),
+                                           [this](const std::string& reason) { give_up(reason); });
+  }
+}
+
+Runtime::~Runtime() {
+  try {
+    shut_down(/*orderly=*/false);
+  } catch (const std::exception& error) {
+    TORCH_WARN("lightning_deepcompile: runtime ", serial_, " did not end cleanly: ", error.what());
+  }
+}
+
+std::unique_lock<std::mutex> Runtime::enter() {
+  std::unique_lock lock(mutex_);
+  LDC_CHECK(!closed_, "runtime ", serial_, " was closed.");
+  if (aborted_) {
+    const std::lock_guard failure(failure_mutex_);
+    LDC_CHECK_WIRE(false, "runtime ", serial_, " was aborted on rank ", rank(), failure_.empty() ? "." : ": ",
+                   failure_);
+  }
+  return lock;
+}
+
+Executor& Runtime::executor(int64_t graph_id) {
+  const auto found = executors_.find(graph_id);
+  LDC_CHECK_ARG(found != executors_.end(), "graph ", graph_id, " (local ", local_of(graph_id),
+                ") is not registered with runtime ", serial_,
+                ". Call register_graph (register_graph_z1, _z2, _z3) first.");
+  return *found->second;
+}
+
+std::string Runtime::name_of(int64_t id) const {
+  return registry_.contains(id) ? registry_.params().at(id).name : c10::str("id ", id);
+}
+
+void Runtime::check_serial(std::string_view operation, int64_t id) const {
+  LDC_CHECK_ARG(id >= 0 && serial_of(id) == serial_, operation, ": id ", id, " does not carry serial ", serial_,
+                ". Ids are (serial << 32) | local, and never negative.");
+}
+
+void Runtime::register_param(int64_t id, std::string name, std::vector<int64_t> shape, const Tensor& shard,
+                             const std::optional<Tensor>& grad, Dtype reduce_dtype, bool persistent) {
+  const auto lock = enter();
+  check_serial("register_param", id);
+  if (registry_.contains(id)) {  // nothing may hold on to the tensors that are replaced
+    reductions_.forget(id);
+    gathers_.invalidate(id);
+    offloads_.forget(id);
+  }
+  registry_.add(id, std::move(name), std::move(shape), shard, grad.value_or(Tensor()), reduce_dtype, persistent);
+}
+
+void Runtime::update_param_grad_buffer(int64_t id, const Tensor& grad) {
+  const auto lock = enter();
+  reductions_.drain();  // none may still be writing to the old buffer
+  registry_.replace_grad(id, grad);
+}
+
+void Runtime::set_persistent(int64_t id, bool persistent) {
+  const auto lock = enter();
+  registry_.at(id).persistent = persistent;
+}
+
+void Runtime::register_graph(int64_t graph_id, const Ids& ids, int64_t stage, const std::string& reduce) {
+  const auto lock = enter();
+  check_serial("register_graph", graph_id);
+  executors_[graph_id] =
+      make_executor(stage, reduce, graph_id, ids, phase_.boundary, registry_, gathers_, reductions_);
+}
+
+void Runtime::validate_registration() {
+  const auto lock = enter();
+  std::vector<std::string> lines;
+  for (const int64_t id : registry_.ids()) {
+    const Param& param = registry_.at(id);
+    lines.push_back(c10::str("parameter ", local_of(id), " '", param.name, "' of shape ", Shape(param.shape), " in ",
+                             param.shard.scalar_type(), " shards of shape ", param.shard.sizes(), ", ",
+                             param.grad.defined() ? "trained in " : "frozen",
+                             param.grad.defined() ? c10::toString(param.grad.scalar_type()) : "", ", reduced in ",
+                             param.reduce_dtype ? c10::toString(*param.reduce_dtype) : "its gradient's dtype"));
+  }
+  for (const auto& [id, executor] : executors_) {
+    std::string line = c10::str("graph ", local_of(id), " of stage ", executor->stage(), ", reduced ",
+                                executor->reduction() == Reduction::at_boundary ? "at the boundary" : "every time",
+                                ", with parameters");
+    for (const int64_t member : executor->ids()) line += c10::str(" ", local_of(member));
+    lines.push_back(std::move(line));
+  }
+  require_same_on_all_ranks(*gather_communicator_, device_, "what is registered", lines);
+}
+
+void Runtime::start_backward(const Ids& reset_ids, bool update) {
+  const auto lock = enter();
+  reductions_.start_accumulation(reset_ids);
+  phase_.backward = true;
+  phase_.boundary = update;
+  phase_.graphs_end_it = false;
+}
+
+void Runtime::finish_backward() {
+  const auto lock = enter();
+  phase_.backward = false;
+  if (phase_.boundary) reductions_.reduce_held(registry_.ids());
+  reductions_.drain();
+  offloads_.settle();  // the optimizer reads the shards
+  check_health();
+}
+
+void Runtime::check_health() {
+  gather_communicator_->check_health();
+  reduce_communicator_->check_health();
+}
+
+void Runtime::start_forward() {
+  const auto lock = enter();
+  if (phase_.new_weights) {
+    LDC_CHECK(reductions_.any_held().empty(), "start_forward: the gradient of '", reductions_.any_held(),
+              "' was accumulated but not reduced in the last step. Call end_backward for every graph that it used, or "
+              "reset() to drop it.");
+    forget_gathered();
+    phase_.new_weights = false;
+  }
+  phase_.forward = true;
+  phase_.backward = false;
+  gathers_.refetch();
+}
+
+void Runtime::end_forward() {
+  const auto lock = enter();
+  LDC_CHECK(phase_.forward, "end_forward: no forward pass is under way. Call start_forward() first.");
+  phase_.forward = false;
+}
+
+void Runtime::start_backward(bool update) {
+  const auto lock = enter();
+  phase_.forward = false;
+  phase_.backward = true;
+  phase_.boundary = update;
+  phase_.graphs_end_it = true;
+  if (std::exchange(phase_.new_gradients, false)) reductions_.start_accumulation(registry_.ids());
+}
+
+void Runtime::end_backward(int64_t graph_id) {
+  const auto lock = enter();
+  Executor& ending = executor(graph_id);
+  check_in_backward("end_backward");
+  ending.end_backward();
+  if (!phase_.graphs_end_it) return;
+  reductions_.drain();
+  offloads_.settle();
+  check_health();
+  if (phase_.boundary) phase_.new_weights = phase_.new_gradients = true;
+}
+
+void Runtime::check_in_backward(std::string_view operation) const {
+  LDC_CHECK(phase_.backward, operation, ": no backward pass is under way. Call start_backward(update) first.");
+}
+
+void Runtime::invalidate_gathered_param(int64_t id) {
+  const auto lock = enter();
+  registry_.at(id);  // raises for an id that nobody registered
+  gathers_.invalidate(id);
+}
+
+void Runtime::clear_all_gathered_params() { invalidate(); }
+
+void Runtime::enable_profiling(bool enable) {
+  const auto lock = enter();
+  if (enable == profiling_) return;
+  reductions_.drain();
+  gathers_.set_dry(enable);
+  reductions_.set_dry(enable);
+  profiling_ = enable;
+}
+
+bool Runtime::is_profiling() {
+  const std::lock_guard lock(mutex_);
+  return profiling_;
+}
+
+void Runtime::reset() {
+  const std::lock_guard lock(mutex_);
+  if (closed_) return;
+  executors_.clear();
+  phase_ = {};
+  reductions_.abandon();
+  try {
+    if (!aborted_) gathers_.invalidate();
+    offloads_.abandon();
+  } catch (const std::exception& error) {
+    TORCH_WARN("lightning_deepcompile: dropped parameters whose gather had failed: ", message_of(error));
+  }
+  gathers_.clear();
+}
+
+Ids Runtime::ids_with_grad() {
+  const auto lock = enter();
+  return reductions_.ids_with_grad();
+}
+
+void Runtime::free_grads(const Ids& ids) {
+  const auto lock = enter();
+  reductions_.free_grads(ids);
+}
+
+void Runtime::invalidate() {
+  const auto lock = enter();
+  forget_gathered();
+}
+
+void Runtime::forget_gathered() {
+  for (const auto& [id, executor] : executors_) executor->reset();
+  gathers_.invalidate();
+  offloads_.invalidate();
+}
+
+void Runtime::refetch() {
+  const auto lock = enter();
+  gathers_.refetch();
+}
+
+void Runtime::clear_arena() {
+  const auto lock = enter();
+  gathers_.arena().clear();
+  reductions_.arena().clear();
+  offloads_.trim();
+}
+
+std::map<std::string, int64_t> Runtime::stats() {
+  const std::lock_guard lock(mutex_);  // readable after the end, too
+  return {
+      {"gathers", stats_.gathers},
+      {"gather_groups", stats_.gather_groups},
+      {"gathered_bytes", stats_.gathered_bytes},
+      {"gather_hits", stats_.gather_hits},
+      {"reductions", stats_.reductions},
+      {"reduce_groups", stats_.reduce_groups},
+      {"reduced_bytes", stats_.reduced_bytes},
+      {"copied_grads", stats_.copied_grads},
+      {"offloaded_bytes", stats_.offloaded_bytes},
+      {"reloaded_bytes", stats_.reloaded_bytes},
+      {"host_bytes", offloads_.host_bytes()},
+      {"arena_bytes", gathers_.arena().bytes() + reductions_.arena().bytes()},
+      {"arena_peak_bytes", gathers_.arena().peak_bytes() + reductions_.arena().peak_bytes()},
+  };
+}
+
+void Runtime::reset_stats() {
+  const std::lock_guard lock(mutex_);
+  stats_ = {};
+  gathers_.arena().reset_peak();
+  reductions_.arena().reset_peak();
+}
+
+void Runtime::abort() noexcept {
+  aborted_ = true;
+  gather_communicator_->abort();
+  reduce_communicator_->abort();
+}
+
+void Runtime::give_up(const std::string& reason) noexcept {
+  {
+    const std::lock_guard lock(failure_mutex_);
+    failure_ = reason;
+  }
+  abort();
+}
+
+void Runtime::close() { shut_down(/*orderly=*/true); }
+
+void Runtime::shut_down(bool orderly) {
+  const std::lock_guard lock(mutex_);
+  if (std::exchange(closed_, true)) return;
+  forget_serial(serial_);
+  if (!orderly) abort();
+  if (!aborted_) synchronize_device(device_);  // buffers and communicators are in use until the device is idle
+  watchdog_.reset();  // until here it frees this thread from operations that hang
+  executors_.clear();
+  offloads_.clear();
+  reductions_.clear();
+  gathers_.clear();
+  registry_.clear();
+  gather_communicator_->close();
+  reduce_communicator_->close();
+}
+
+}  // namespace ldc

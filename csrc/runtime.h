@@ -1,0 +1,149 @@
+// The Runtime: everything one strategy has running below its programs. Two runtimes in a process share nothing but the
+// table that maps a serial to a Runtime, through which operators find theirs.
+//
+// Threads: operators arrive from the main thread and from autograd's; a mutex admits one at a time. Nothing here takes
+// Python's interpreter lock, and every caller has released it, so waiting for the mutex or for a peer cannot deadlock
+// with Python. `abort` alone does not take the mutex: it must get through while another thread is stuck in a
+// collective.
+//
+// Lifetime: Python owns the Runtime (shared_ptr), the table holds a weak reference, an operator keeps it alive while it
+// runs. close() ends it together with the peers. A Runtime that is dropped without close() aborts instead, since its
+// peers may be gone.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "executor.h"
+#include "offload.h"
+#include "runtime_table.h"
+#include "watchdog.h"
+
+namespace ldc {
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+class Runtime {
+ public:
+  /// Makes a runtime and enters it into the table. Collective: all ranks of the groups call it together.
+  static std::shared_ptr<Runtime> create(Group gather_group, Group reduce_group, Device device,
+                                         const RuntimeOptions& options);
+  /// The runtime that a parameter or graph id belongs to.
+  static std::shared_ptr<Runtime> of(int64_t id) { return find_runtime(id); }
+
+  Runtime(const Group& gather_group, const Group& reduce_group, Device device, const RuntimeOptions& options,
+          int64_t serial);
+  ~Runtime();
+  Runtime(const Runtime&) = delete;
+  Runtime& operator=(const Runtime&) = delete;
+
+  int64_t serial() const { return serial_; }
+  Device device() const { return device_; }
+  int64_t world_size() const { return gather_communicator_->world_size(); }
+  int64_t rank() const { return gather_communicator_->rank(); }
+  const std::string& communicator() const { return communicator_kind_; }
+
+  void register_param(int64_t id, std::string name, std::vector<int64_t> shape, const Tensor& shard,
+                      const std::optional<Tensor>& grad, Dtype reduce_dtype, bool persistent);
+  void update_param_grad_buffer(int64_t id, const Tensor& grad);
+  void set_persistent(int64_t id, bool persistent);
+  void register_graph(int64_t graph_id, const Ids& ids, int64_t stage, const std::string& reduce);
+  void validate_registration();
+
+  // A strategy brackets its passes itself: it knows which gradients start anew, and when all graphs are done.
+  void start_backward(const Ids& reset_ids, bool update);
+  void finish_backward();
+  Ids ids_with_grad();
+  void free_grads(const Ids& ids);
+  void invalidate();
+  void refetch();
+
+  // The lifecycle of the `dc` functions. start_backward(update) opens a pass whose graphs end one by one; gradients
+  // start anew, and weights are gathered anew, in the step after an update.
+  void start_forward();
+  void end_forward();
+  void start_backward(bool update);
+  void end_backward(int64_t graph_id);  // also an operator
+  void invalidate_gathered_param(int64_t id);
+  void clear_all_gathered_params();
+  void enable_profiling(bool enable);
+  bool is_profiling();
+  void reset();
+
+  void clear_arena();
+  std::map<std::string, int64_t> stats();
+  void reset_stats();
+  void abort() noexcept;
+  void close();
+
+  // The operators (see ops.cpp for their schemas).
+  Tensor allgather_param(int64_t graph_id, int64_t id, Dtype dtype);
+  void prefetch_params_fused(int64_t graph_id, const Ids& ids, const std::vector<Dtype>& dtypes);
+  std::vector<Tensor> wait_allgather_fused(int64_t graph_id, const Ids& ids);
+  void release_param(int64_t graph_id, int64_t id, int64_t n_users);
+  void release_params_fused(int64_t graph_id, const Ids& ids);
+  void reduce_grads_fused(int64_t graph_id, const Ids& ids, const std::vector<Tensor>& grads);
+  void free_tensors(const std::vector<Tensor>& tensors);
+  void reduce_grad(int64_t graph_id, int64_t id, const Tensor& grad);
+  Tensor offload_tensor(const Tensor& tensor, int64_t graph_id, int64_t id);
+  Tensor wait_offload(int64_t graph_id, int64_t id);
+  Tensor reload_tensor(const Tensor& tensor, int64_t graph_id, int64_t id);
+  Tensor wait_reload(int64_t graph_id, int64_t id);
+  void offload_parameter(int64_t graph_id, int64_t id);
+  void reload_parameter(int64_t graph_id, int64_t id);
+  Tensor gather(const Tensor& shard, int64_t id, c10::IntArrayRef size, ScalarType dtype);
+  Tensor reduce(const Tensor& grad, int64_t id, c10::IntArrayRef shard_size, ScalarType dtype);
+  /// An empty tensor like the gathered parameter, for fake kernels.
+  Tensor like_gathered(int64_t id, Dtype dtype);
+
+ private:
+  std::unique_lock<std::mutex> enter();  // the mutex; raises after close() or abort()
+  Executor& executor(int64_t graph_id);
+  std::string name_of(int64_t id) const;
+  void check_in_backward(std::string_view operation) const;
+  void check_health();
+  void forget_gathered();
+  void check_serial(std::string_view operation, int64_t id) const;
+  void shut_down(bool orderly);
+  void give_up(const std::string& reason) noexcept;
+
+  /// Where in a step we are.
+  struct Phase {
+    bool forward = false;
+    bool backward = false;
+    bool boundary = true;        // the optimizer steps after this backward
+    bool graphs_end_it = false;  // end_backward() completes the reductions; else finish_backward() does
+    // A boundary's backward is over, or nothing has happened yet:
+    bool new_weights = true;    // the next forward gathers anew
+    bool new_gradients = true;  // the next pass starts new accumulations
+  };
+
+  const int64_t serial_;
+  const Device device_;
+  std::string communicator_kind_;
+  std::mutex mutex_;
+  std::atomic<bool> aborted_ = false;
+  std::mutex failure_mutex_;
+  std::string failure_;  // what the watchdog saw
+  bool closed_ = false;
+
+  // Members are destroyed from the last to the first: executors, engines, then the wires that engines use.
+  std::shared_ptr<Communicator> gather_communicator_;
+  std::shared_ptr<Communicator> reduce_communicator_;
+  Phase phase_;
+  bool profiling_ = false;
+  const int64_t free_threshold_;
+  Stats stats_;
+  Registry registry_;
+  GatherEngine gathers_;
+  ReduceEngine reductions_;
+  OffloadEngine offloads_;
+  std::map<int64_t, std::unique_ptr<Executor>> executors_;
+  std::unique_ptr<Watchdog> watchdog_;
+};
+
+}  // namespace ldc

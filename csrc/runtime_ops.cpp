@@ -1,0 +1,118 @@
+// What the operators do with a runtime: one at a time, with the executor that the graph has.
+#include <ATen/ops/empty.h>
+
+#include "runtime.h"
+
+namespace ldc {
+
+Tensor Runtime::allgather_param(int64_t graph_id, int64_t id, Dtype dtype) {
+  const auto lock = enter();
+  return executor(graph_id).allgather(id, dtype);
+}
+
+void Runtime::prefetch_params_fused(int64_t graph_id, const Ids& ids, const std::vector<Dtype>& dtypes) {
+  const auto lock = enter();
+  LDC_CHECK_ARG(dtypes.empty() || dtypes.size() == ids.size(), "prefetch_params_fused: ", ids.size(), " ids but ",
+                dtypes.size(), " dtypes.");
+  executor(graph_id).prefetch(ids, dtypes);
+}
+
+std::vector<Tensor> Runtime::wait_allgather_fused(int64_t graph_id, const Ids& ids) {
+  const auto lock = enter();
+  return executor(graph_id).wait(ids);
+}
+
+void Runtime::release_param(int64_t graph_id, int64_t id, int64_t n_users) {
+  const auto lock = enter();
+  executor(graph_id).release_use(id, n_users);
+}
+
+void Runtime::release_params_fused(int64_t graph_id, const Ids& ids) {
+  const auto lock = enter();
+  executor(graph_id).release(ids);
+}
+
+void Runtime::reduce_grads_fused(int64_t graph_id, const Ids& ids, const std::vector<Tensor>& grads) {
+  const auto lock = enter();
+  Executor& owner = executor(graph_id);
+  check_in_backward("reduce_grads_fused");
+  owner.reduce(ids, grads);
+}
+
+void Runtime::reduce_grad(int64_t graph_id, int64_t id, const Tensor& grad) {
+  const auto lock = enter();
+  Executor& owner = executor(graph_id);
+  check_in_backward("reduce_grad");
+  owner.reduce(id, grad);
+}
+
+void Runtime::free_tensors(const std::vector<Tensor>& tensors) {
+  const auto lock = enter();
+  const auto freeable = [&](const Tensor& tensor) { return tensor.defined() && tensor.numel() >= free_threshold_; };
+  for (const Tensor& tensor : tensors) {
+    LDC_CHECK_ARG(!freeable(tensor) || !(registry_.owns(tensor.storage()) || gathers_.owns(tensor.storage())),
+                  "free_tensors: a tensor of shape ", tensor.sizes(), " is in use: it is a gathered parameter, a shard ",
+                  "or a gradient. Release parameters with release_param.");
+  }
+  if (profiling_) return;
+  // Nobody but the compute stream reads an activation (copies to the host keep their source themselves), so its memory
+  // may return to that stream's pool at once.
+  for (const Tensor& tensor : tensors) {
+    if (freeable(tensor)) tensor.set_data(at::empty({0}, tensor.options()));
+  }
+}
+
+Tensor Runtime::offload_tensor(const Tensor& tensor, int64_t graph_id, int64_t id) {
+  const auto lock = enter();
+  executor(graph_id);  // raises for a graph that nobody registered
+  return offloads_.offload(tensor, id);
+}
+
+Tensor Runtime::wait_offload(int64_t graph_id, int64_t id) {
+  const auto lock = enter();
+  executor(graph_id);
+  return offloads_.wait_offload(id);
+}
+
+Tensor Runtime::reload_tensor(const Tensor& tensor, int64_t graph_id, int64_t id) {
+  const auto lock = enter();
+  executor(graph_id);
+  return offloads_.reload(tensor, id);
+}
+
+Tensor Runtime::wait_reload(int64_t graph_id, int64_t id) {
+  const auto lock = enter();
+  executor(graph_id);
+  return offloads_.wait_reload(id);
+}
+
+void Runtime::offload_parameter(int64_t graph_id, int64_t id) {
+  const auto lock = enter();
+  executor(graph_id).check_members({id});
+  offloads_.offload_param(id);
+}
+
+void Runtime::reload_parameter(int64_t graph_id, int64_t id) {
+  const auto lock = enter();
+  executor(graph_id).check_members({id});
+  offloads_.reload_param(id);
+}
+
+Tensor Runtime::like_gathered(int64_t id, Dtype dtype) {
+  const auto lock = enter();
+  const Param& param = registry_.at(id);
+  return at::empty(param.shape, param.shard.options().dtype(dtype.value_or(param.shard.scalar_type())).device(c10::kMeta));
+}
+
+Tensor Runtime::gather(const Tensor& shard, int64_t id, c10::IntArrayRef size, ScalarType dtype) {
+  const auto lock = enter();
+  return gathers_.gather_now(shard, size, dtype, name_of(id));
+}
+
+Tensor Runtime::reduce(const Tensor& grad, int64_t id, c10::IntArrayRef shard_size, ScalarType dtype) {
+  const auto lock = enter();
+  const Dtype wire = registry_.contains(id) ? registry_.at(id).reduce_dtype : Dtype{};
+  return reductions_.reduce_now(grad, shard_size, dtype, wire, name_of(id));
+}
+
+}  // namespace ldc

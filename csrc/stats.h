@@ -1,0 +1,21 @@
+// Counters that tests assert on and users see.
+#pragma once
+
+#include <cstdint>
+
+namespace ldc {
+
+struct Stats {
+  int64_t gathers = 0;         // parameters
+  int64_t gather_groups = 0;   // collectives issued for them
+  int64_t gathered_bytes = 0;  // of whole parameters, padding included
+  int64_t gather_hits = 0;     // requests for parameters that were gathered already
+  int64_t reductions = 0;      // gradients
+  int64_t reduce_groups = 0;
+  int64_t reduced_bytes = 0;   // of whole gradients as they travelled
+  int64_t offloaded_bytes = 0;
+  int64_t reloaded_bytes = 0;
+  int64_t copied_grads = 0;    // gradients that needed a send buffer: uneven rows, another dtype, or strides
+};
+
+}  // namespace ldc

@@ -1,0 +1,138 @@
+"""What is measured (shapes, cases, systems) and the order the driver hands to a group of workers; imports no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+SYSTEMS = {
+    "deepcompile": "Lightning Trainer, DeepCompileStrategy with its defaults (or the options named after @)",
+    "fsdp": "Lightning Trainer, FSDPStrategy(auto_wrap_policy={LlamaDecoderLayer}, FULL_SHARD, limit_all_gathers, "
+    "forward_prefetch, backward_prefetch=BACKWARD_PRE, use_orig_params)",
+    "fsdp2": "plain loop, fully_shard per block and root, every block compiled, default prefetch, "
+    "gradients reduced every micro-batch",
+    "fsdp2-noreshard": "as fsdp2, parameters stay gathered until the step's last backward, gradients reduced once a "
+    "step (FSDP2's fastest setting, at the price of memory)",
+    "ddp": "Lightning Trainer, DDPStrategy: nothing sharded, the reference for losses of small models",
+    "roofline": "no training: the bound described in roofline.py",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Llama model."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    layers: int
+
+    def flops_per_token(self, seq: int) -> int:
+        """Model FLOPs of forward plus backward for one token: no recomputation, causal attention at half its square."""
+        attention = 2 * self.hidden * self.hidden * (1 + self.kv_heads / self.heads)
+        matmul = self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden
+        return int(6 * matmul + 6 * self.layers * self.hidden * seq)
+
+
+SHAPES = {
+    "llama3-8b": Shape(hidden=4096, intermediate=14336, heads=32, kv_heads=8, vocab=128256, layers=32),
+    "tiny": Shape(hidden=64, intermediate=160, heads=4, kv_heads=2, vocab=259, layers=2),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch shape: sequence length x micro-batch per GPU x micro-batches per optimizer step."""
+
+    seq: int
+    batch: int
+    accumulation: int
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """Reads ``SEQxBATCHxACCUMULATION``."""
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", text):
+            raise ValueError(f"case {text!r} is not SEQxBATCHxACCUMULATION with positive numbers, e.g. 1024x1x4")
+        return cls(*map(int, text.split("x")))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one rank in one optimizer step."""
+        return self.seq * self.batch * self.accumulation
+
+    def __str__(self) -> str:
+        return f"{self.seq}x{self.batch}x{self.accumulation}"
+
+
+@dataclass(frozen=True)
+class System:
+    """A way to train the model, and the options given with it."""
+
+    name: str
+    kind: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> System:
+        """Reads ``KIND`` or ``deepcompile@option=value+option=value`` (values are JSON, else strings)."""
+        kind, _, tail = text.partition("@")
+        if kind not in SYSTEMS:
+            raise ValueError(f"system {kind!r} is not one of {', '.join(SYSTEMS)}")
+        if tail and kind != "deepcompile":
+            raise ValueError(f"system {text!r}: only deepcompile takes options after @")
+        pairs = [item.partition("=")[::2] for item in tail.split("+") if item]
+        if any(not name or not value for name, value in pairs):
+            raise ValueError(f"system {text!r}: write options as deepcompile@name=value+name=value")
+        return cls(text, kind, {name: _value(value) for name, value in pairs})
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+@dataclass(frozen=True)
+class Job:
+    """The order for one group of workers: one system, some cases, one model.
+
+    Attributes:
+        folder: Where the workers leave their records and logs.
+        out: Where a kept profile goes.
+        spawned: ``time.time()`` at the start of the workers.
+        deadline: ``time.time()`` after which no further case is started.
+        profile: The case to profile, if any.
+    """
+
+    system: System
+    cases: list[Case]
+    shape: Shape
+    world: int
+    device: str
+    precision: str
+    steps: int
+    warmup: int
+    folder: str
+    out: str
+    spawned: float
+    deadline: float
+    profile: Case | None = None
+
+    def save(self, path: Path) -> None:
+        """Writes the job as JSON."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> Job:
+        """Reads what :meth:`save` wrote."""
+        raw = json.loads(path.read_text())
+        raw["system"], raw["shape"] = System(**raw["system"]), Shape(**raw["shape"])
+        raw["cases"] = [Case(**case) for case in raw["cases"]]
+        raw["profile"] = raw["profile"] and Case(**raw["profile"])
+        return cls(**raw)

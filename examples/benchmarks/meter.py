@@ -1,0 +1,150 @@
+"""Times the optimizer steps of one case and leaves the numbers where the driver finds them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jobs import Case, Job
+from profile_trace import StepProfiler
+
+ISSUE_STEPS = 3
+"""Steps begun with an empty queue, to see how long the host needs to issue one."""
+LOSS_STEPS = 3
+_GIB = 2**30
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the device, where there is something to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def agree(flag: bool, device: torch.device) -> bool:
+    """True on every rank if it is true on one; doubles as the barrier between phases, with an idle device after it."""
+    synchronize(device)  # collectives of other communicators must not be in flight beside this one
+    if not dist.is_initialized():
+        return flag
+    votes = torch.tensor([float(flag)], device=device)
+    dist.all_reduce(votes)
+    return votes.item() > 0
+
+
+class StepMeter:
+    """Follows one case from its first, compiling step to the last measured one.
+
+    The steps are, in order: ``warmup`` (the first is the cold one), ``ISSUE_STEPS`` each begun with an empty queue,
+    ``steps`` measured back to back (an event after each, no synchronisation between them), and those of a profiler.
+    """
+
+    def __init__(self, job: Job, case: Case, device: torch.device, rank: int) -> None:
+        self._job, self._device = job, device
+        profiled = rank == 0 and case == job.profile
+        self._profiler = StepProfiler(device) if profiled else None
+        self._settled = max(job.warmup, 1)
+        self._issued = self._settled + ISSUE_STEPS
+        self._measured = self._issued + job.steps
+        self.total = self._measured + (StepProfiler.STEPS if case == job.profile else 0)
+        self._done = 0
+        self._losses: list[torch.Tensor] = []
+        self._marks: list[Any] = []
+        self._host_ms: list[float] = []
+        self._numbers: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        """To be called right before the first step of the case."""
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        agree(False, self._device)
+        self._began = self._since = time.perf_counter()
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Takes the loss of a micro-batch, already divided by the number of micro-batches."""
+        if self._done >= LOSS_STEPS:
+            return
+        if len(self._losses) == self._done:
+            self._losses.append(loss.detach().float().clone())
+        else:
+            self._losses[-1] += loss.detach()
+
+    def end_step(self) -> None:
+        """To be called after each optimizer step."""
+        done = self._done = self._done + 1
+        if done == 1:
+            synchronize(self._device)
+            self._numbers["first_step_s"] = time.perf_counter() - self._began
+        if self._settled < done <= self._issued:
+            self._host_ms.append((time.perf_counter() - self._since) * 1e3)
+        if self._settled <= done <= self._issued:
+            agree(False, self._device)
+            if done == self._issued and self._device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self._device)
+            self._since = time.perf_counter()
+        if self._issued <= done <= self._measured:
+            self._mark()
+        if done == self._measured:
+            self._collect()
+        if self._profiler and done >= self._measured:
+            self._profiler.boundary()
+
+    def record(self) -> dict[str, Any]:
+        """The numbers of this rank."""
+        losses = [loss.item() for loss in self._losses]
+        record = {**self._numbers, "losses": losses, "wall_s": time.perf_counter() - self._began}
+        if self._profiler:
+            name = re.sub(r"[^\w.-]", "_", f"profile_{self._job.system.name}_{self._job.profile}")
+            record["profile"] = self._profiler.save(Path(self._job.out), name)
+        return record
+
+    def _mark(self) -> None:
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def _collect(self) -> None:
+        synchronize(self._device)
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            self._numbers |= {
+                "ms": [a.elapsed_time(b) for a, b in pairs],
+                "peak_gib": torch.cuda.max_memory_allocated(self._device) / _GIB,
+                "reserved_gib": torch.cuda.max_memory_reserved(self._device) / _GIB,
+                "device_gib": (total - free) / _GIB,
+            }
+        else:
+            self._numbers["ms"] = [(b - a) * 1e3 for a, b in pairs]
+        self._numbers["host_ms"] = self._host_ms
+
+
+class Recorder:
+    """The workers' side of the job folder: which case is running, and a file per finished case and rank."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self._job, self._rank, self._folder = job, rank, Path(job.folder)
+
+    def start(self, case: Case) -> None:
+        """Notes that a case begins, so that the driver knows what a dead group was doing."""
+        if self._rank == 0:
+            with (self._folder / "started").open("a") as file:
+                file.write(f"{case} {time.time() - self._job.spawned:.2f}\n")
+
+    def save(self, case: Case, record: dict[str, Any]) -> None:
+        """Writes the numbers of a finished case; the file appears whole or not at all."""
+        path = self._folder / f"{case}.rank{self._rank}.json"
+        path.with_suffix(".part").write_text(json.dumps(record))
+        path.with_suffix(".part").rename(path)
+
+    def out_of_time(self, device: torch.device) -> bool:
+        """Whether any rank sees the deadline passed: all ranks get the same answer."""
+        return agree(time.time() > self._job.deadline, device)

@@ -1,0 +1,54 @@
+"""The model, the optimizer and the batches: the same for every system."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from jobs import Case, Shape
+from transformers import LlamaConfig, LlamaForCausalLM
+
+COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def build_model(shape: Shape, device: torch.device | str) -> LlamaForCausalLM:
+    """Builds the model in fp32 right on the device, with the same random weights on every rank of every system."""
+    config = LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        return LlamaForCausalLM(config).train()
+
+
+def adamw(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.AdamW:
+    """The optimizer of every system."""
+    return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0, fused=True)
+
+
+class Batches:
+    """Random tokens that already sit on the device, so that no system pays for loading data."""
+
+    POOL = 2
+    """So few that the third step sees the first tokens again: its loss shows what the optimizer did."""
+
+    def __init__(self, shape: Shape, case: Case, length: int, rank: int, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(1000 * rank + case.seq)
+        size = (self.POOL, case.batch, case.seq)
+        self._pool = list(torch.randint(shape.vocab, size, generator=generator).to(device))
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self._pool[index % self.POOL] for index in range(self._length))

@@ -1,0 +1,171 @@
+"""How each system trains: Lightning systems through ``Trainer.fit``, FSDP2 in the plain loop its users write."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from jobs import Job
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, Strategy
+from meter import Recorder, StepMeter
+from models import COMPUTE_DTYPE, Batches, adamw, build_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+TIMEOUT = timedelta(seconds=240)
+COMPILE_COUNTERS = ("graphs", "regions_compiled", "regions_total", "compile_seconds")
+"""Counters of the strategy's summary that grow from case to case: a case counts with what it added."""
+
+
+def make_strategy(job: Job) -> Strategy:
+    """The strategy of a Lightning system."""
+    if job.system.kind == "deepcompile":
+        from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+
+        return DeepCompileStrategy(compile=CompileConfig(**job.system.options), timeout=TIMEOUT)
+    if job.system.kind == "fsdp":
+        # The remaining fast settings are defaults: full shard, backward prefetch, limited gathers, original parameters.
+        return FSDPStrategy(auto_wrap_policy={LlamaDecoderLayer}, forward_prefetch=True, timeout=TIMEOUT)
+    return DDPStrategy(timeout=TIMEOUT)
+
+
+class LlamaModule(pl.LightningModule):
+    """A plain module: each epoch is one case, fed from batches that sit on the device."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        super().__init__()
+        self._job, self._rank = job, rank
+        self.meter: StepMeter
+        self.model: LlamaForCausalLM | None = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = build_model(self._job.shape, self.trainer.strategy.root_device)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self.parameters())
+
+    def train_dataloader(self) -> Batches:
+        device = self.trainer.strategy.root_device
+        case = self._job.cases[self.trainer.current_epoch]
+        self.meter = StepMeter(self._job, case, device, self._rank)
+        return Batches(self._job.shape, case, self.meter.total * case.accumulation, self._rank, device)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.model(input_ids=batch, labels=batch).loss
+
+
+class CaseCallback(pl.Callback):
+    """Tells the meter where optimizer steps end, and the recorder where cases do."""
+
+    def __init__(self, job: Job, recorder: Recorder) -> None:
+        self._job, self._recorder = job, recorder
+        self._steps = 0
+        self._compiled: dict[str, float] = {}
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: LlamaModule) -> None:
+        self._recorder.start(self._job.cases[trainer.current_epoch])
+        pl_module.meter.begin()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: LlamaModule, outputs: dict[str, Any], batch: Any, batch_idx: int
+    ) -> None:
+        pl_module.meter.add_loss(outputs["loss"])
+        if trainer.global_step != self._steps:
+            self._steps = trainer.global_step
+            pl_module.meter.end_step()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: LlamaModule) -> None:
+        record = pl_module.meter.record()
+        if self._job.system.kind == "deepcompile":
+            record["summary"] = asdict(trainer.strategy.summary())
+            counters = {key: record["summary"][key] for key in COMPILE_COUNTERS}
+            record["compiled"] = {key: count - self._compiled.get(key, 0) for key, count in counters.items()}
+            self._compiled = counters
+        self._recorder.save(self._job.cases[trainer.current_epoch], record)
+        trainer.should_stop = self._recorder.out_of_time(trainer.strategy.root_device)
+
+
+def run_lightning(job: Job, rank: int, recorder: Recorder) -> None:
+    """Trains all cases in one ``fit``, an epoch each."""
+    trainer = pl.Trainer(
+        accelerator=job.device,
+        devices=job.world,
+        strategy=make_strategy(job),
+        precision="bf16-mixed" if job.precision == "bf16" else "32-true",
+        plugins=[LightningEnvironment()],
+        max_epochs=len(job.cases),
+        reload_dataloaders_every_n_epochs=1,
+        callbacks=[
+            GradientAccumulationScheduler({epoch: case.accumulation for epoch, case in enumerate(job.cases)}),
+            CaseCallback(job, recorder),
+        ],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(LlamaModule(job, rank))
+
+
+def start_process_group(job: Job, rank: int) -> torch.device:
+    """Joins the group of a system that does without Lightning; returns this rank's device."""
+    if job.device == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    return device
+
+
+def run_fsdp2(job: Job, rank: int, recorder: Recorder) -> None:
+    """Trains all cases with ``fully_shard``, one model for all of them."""
+    device = start_process_group(job, rank)
+    keep = job.system.kind == "fsdp2-noreshard"
+    dtype = COMPUTE_DTYPE[job.precision]
+    model = build_model(job.shape, device)
+    sharding = {
+        "mesh": init_device_mesh(job.device, (job.world,)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype),
+    }
+    for block in model.model.layers:
+        block.compile(dynamic=False)
+        fully_shard(block, reshard_after_forward=not keep, **sharding)
+    fully_shard(model, **sharding)
+    optimizer = adamw(model.parameters())
+    for case in job.cases:
+        if recorder.out_of_time(device):
+            break
+        meter = StepMeter(job, case, device, rank)
+        batches = iter(Batches(job.shape, case, meter.total * case.accumulation, rank, device))
+        recorder.start(case)
+        meter.begin()
+        for _ in range(meter.total):
+            for micro in range(case.accumulation):
+                last = micro == case.accumulation - 1
+                model.set_is_last_backward(last)
+                if keep:
+                    model.set_reshard_after_backward(last)
+                    model.set_requires_gradient_sync(last)
+                tokens = next(batches)
+                loss = model(input_ids=tokens, labels=tokens).loss / case.accumulation
+                loss.backward()
+                meter.add_loss(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            meter.end_step()
+        record = meter.record()
+        record["dynamo_graphs"] = torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
+        recorder.save(case, record)
+    dist.destroy_process_group()

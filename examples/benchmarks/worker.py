@@ -1,0 +1,61 @@
+"""One rank of one system. Started by the driver, never by hand: ``worker.py JOB.json`` with RANK in the environment."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from jobs import Job
+
+
+def main() -> None:
+    """Runs the job as the rank that the environment names."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the driver asks stuck workers where they are
+    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+    job, rank = Job.load(Path(sys.argv[1])), int(os.environ["RANK"])
+
+    import torch
+    from meter import Recorder
+    from roofline import run_roofline
+    from runners import run_fsdp2, run_lightning
+
+    torch.set_float32_matmul_precision("high")
+    # Users train at one shape: a second case in the same process must not turn any system's graphs dynamic. And a
+    # system that would silently fall back to eager code is not what its column says.
+    torch._dynamo.config.automatic_dynamic_shapes = False
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    if rank == 0:
+        Path(job.folder, "environment.json").write_text(json.dumps(_describe()))
+    runners = {"fsdp2": run_fsdp2, "fsdp2-noreshard": run_fsdp2, "roofline": run_roofline}
+    runners.get(job.system.kind, run_lightning)(job, rank, Recorder(job, rank))
+
+
+def _describe() -> dict[str, Any]:
+    import torch
+
+    cuda = torch.cuda.is_available()
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "device": torch.cuda.get_device_name() if cuda else platform.processor(),
+    }
+
+
+def _follow(parent: int) -> None:
+    """Ends the worker when the driver is gone, so that no GPU stays taken."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

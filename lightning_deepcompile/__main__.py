@@ -1,0 +1,195 @@
+"""``python -m lightning_deepcompile``: what a bug report needs, and what is missing for training.
+
+``python -m lightning_deepcompile simulate`` predicts steps instead; see `plan.offline`.
+
+Everything here must work on a broken installation too, since that is where it is needed: each section stands on its
+own, and a failure becomes an entry of the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["collect", "main", "render"]
+
+Report = dict[str, Any]
+
+_PACKAGES = ("lightning-deepcompile", "torch", "lightning", "transformers", "jsonargparse", "numpy", "setuptools")
+_VARIABLES = ("NCCL_", "TORCH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LDC_", "PYTORCH_", "GLOO_")
+
+
+def collect() -> Report:
+    """Gathers the report.
+
+    Returns:
+        Sections by name, each a dict of plain values; ``missing`` is a list of sentences, empty if all is well.
+    """
+    torch, torch_error = _import("torch")
+    extension, extension_error = _import("lightning_deepcompile._C") if torch else (None, "PyTorch is needed first")
+    build = _build(extension, extension_error)
+    devices = _devices(torch)
+    backends = _backends(torch)
+    communicators = _communicators(build, devices, backends)
+    return {
+        "versions": _versions(),
+        "extension": build,
+        "devices": devices,
+        "c10d backends": backends,
+        "communicators": communicators,
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
+        "missing": _missing(torch_error, build, devices, communicators),
+    }
+
+
+def render(report: Report) -> str:
+    """Lays the report out as a table.
+
+    Args:
+        report: What :func:`collect` returned.
+
+    Returns:
+        Lines of text; the last section says in words what is missing.
+    """
+    width = max(len(key) for section in report.values() if isinstance(section, dict) for key in section) + 2
+    lines = []
+    for title, section in report.items():
+        lines.append(title)
+        if isinstance(section, dict):
+            lines += [f"  {key:<{width}}{value}" for key, value in section.items()] or ["  none"]
+        else:
+            lines += [f"  - {sentence}" for sentence in section] or ["  nothing"]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Prints the report; with ``--json``, as JSON. ``simulate --help`` tells of the other command."""
+    if sys.argv[1:2] == ["simulate"]:
+        from lightning_deepcompile.plan import offline  # needs torch, which the report must do without
+
+        offline.main(sys.argv[2:])
+        return
+    parser = argparse.ArgumentParser(prog="python -m lightning_deepcompile", description=main.__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    arguments = parser.parse_args()
+    report = collect()
+    print(json.dumps(report, indent=2) if arguments.json else render(report))
+
+
+def _import(name: str) -> tuple[ModuleType | None, str]:
+    try:
+        return importlib.import_module(name), ""
+    except Exception as error:  # a library built for another torch raises more than ImportError
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _versions() -> Report:
+    versions: Report = {"python": f"{platform.python_version()} ({sys.executable})", "os": platform.platform()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def _build(extension: ModuleType | None, error: str) -> Report:
+    if extension is None:
+        return {"state": "not usable", "error": error, "rebuild": _rebuild_command()}
+    return {"state": "loaded", "file": extension.__file__, **extension.build_info(), "rebuild": _rebuild_command()}
+
+
+def _rebuild_command() -> str:
+    """The command that builds the extension for this Python, as it was installed."""
+    python, checkout = shlex.quote(sys.executable), Path(__file__).resolve().parent.parent
+    if (checkout / "setup.py").is_file():
+        return f"cd {shlex.quote(str(checkout))} && {python} setup.py build_ext --inplace --force"
+    # Without the cache, which may hold a wheel that was built for another PyTorch.
+    flags = "--no-build-isolation --no-deps --no-cache-dir --force-reinstall"
+    return f"{python} -m pip install {flags} lightning-deepcompile"
+
+
+def _devices(torch: ModuleType | None) -> Report:
+    devices: Report = {"cpu": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}"}
+    if torch is None:
+        return devices
+    devices["torch's CUDA"] = torch.version.cuda or "no"
+    try:
+        for index in range(torch.cuda.device_count()):
+            p = torch.cuda.get_device_properties(index)
+            devices[f"cuda:{index}"] = f"{p.name}, {p.total_memory / 2**30:.0f} GiB, capability {p.major}.{p.minor}"
+    except Exception as error:  # a driver that does not match the build
+        devices["cuda"] = f"{type(error).__name__}: {error}"
+    return devices
+
+
+def _backends(torch: ModuleType | None) -> Report:
+    if torch is None or not torch.distributed.is_available():
+        return {"torch.distributed": "not available"}
+    names = ("gloo", "nccl", "mpi")
+    backends = {name: "yes" if getattr(torch.distributed, f"is_{name}_available")() else "no" for name in names}
+    if backends["nccl"] == "yes":
+        try:
+            backends["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        except Exception as error:  # the library is there but does not load
+            backends["nccl"] = f"{type(error).__name__}: {error}"
+    return backends
+
+
+def _communicators(build: Report, devices: Report, backends: Report) -> Report:
+    """Says for each of the runtime's two communicators "yes", or what stands in its way."""
+    no_runtime = None if build["state"] == "loaded" else "no: the extension is not usable"
+    reason = build.get("reason")
+    built_without = f"no: the extension was built without NCCL{f' ({reason})' if reason else ''}"
+    return {
+        "process_group": no_runtime or ("yes" if "torch.distributed" not in backends else "no: no torch.distributed"),
+        "nccl": no_runtime
+        or (built_without if build.get("mode") != "cuda" else None)
+        or ("yes" if "cuda:0" in devices else "no: no CUDA device"),
+    }
+
+
+def _missing(torch_error: str, build: Report, devices: Report, communicators: Report) -> list[str]:
+    missing = []
+    if torch_error:
+        missing.append(f'PyTorch does not load ({torch_error}): pip install "torch>=2.11,<2.14".')
+    lightning, lightning_error = _import("lightning.pytorch.strategies") if not torch_error else (None, "")
+    if lightning_error:
+        missing.append(f'Lightning does not load ({lightning_error}): pip install "lightning>=2.6,<2.7".')
+    if build["state"] != "loaded" and not torch_error:
+        missing.append(
+            f"The C++ runtime does not load ({build['error']}). It needs g++ with C++20 and has to be built for the "
+            f"PyTorch that is installed: {build['rebuild']}"
+        )
+    elif "cuda:0" in devices and communicators["nccl"] != "yes":
+        missing.append(
+            f"GPUs cannot be used: {communicators['nccl'].removeprefix('no: ')}. The headers of CUDA and NCCL come "
+            "from pip packages or a CUDA toolkit. With LDC_BUILD=cuda the build stops at what it misses: "
+            f"{build['rebuild']}"
+        )
+    if lightning is not None and (problem := _autoload_problem()):
+        missing.append(f"{problem} Until then, `import lightning_deepcompile` before making the Trainer.")
+    return missing
+
+
+def _autoload_problem() -> str:
+    """Why ``Trainer(strategy="deepcompile")`` needs an import of this package here; empty if it does not."""
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        return 'TORCH_DEVICE_BACKEND_AUTOLOAD=0 hides strategy="deepcompile" from the Trainer: unset it.'
+    if importlib.metadata.entry_points(group="torch.backends", name="lightning_deepcompile"):
+        return ""
+    return 'The package is not installed, so the Trainer does not know strategy="deepcompile": pip install it.'
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""From an ordinary module to graphs that read sharded parameters: sharding, access, capture, gradients."""

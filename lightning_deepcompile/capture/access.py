@@ -1,0 +1,153 @@
+"""Reading ``module.weight`` of a sharded module: a gather while a step or the module itself runs, else the shard.
+
+The owning module's class is replaced by a subclass with one property per sharded parameter. Dynamo inlines the
+property, so the graph shows ``dc.gather(shard, ...)`` where the parameter was read, without graph breaks, hooks or
+patches. `state_dict`, `named_parameters` and checkpoints read ``_parameters`` and keep their keys. The idea is
+SimpleFSDP's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["StepState", "install_access", "sharded_class"]
+
+_log = logging.getLogger(__name__)
+_LIBRARIES = re.compile(r"[/\\](torch|lightning|pytorch_lightning|lightning_deepcompile)[/\\]|<")
+_META = "_dc_gather"
+_STATE = "_dc_step_state"
+_RNN_WEIGHTS = "_flat_weights"
+
+
+class StepState:
+    """Tells eager code what reading a parameter means.
+
+    Attributes:
+        inside: True while the strategy runs a training, validation, test or predict step: gather, for its arithmetic.
+        calling: True while a module that a user called outside of a step runs: gather, as it is stored.
+        whole: True while whole parameters are in place of the shards: nothing is gathered.
+    """
+
+    __slots__ = ("_warned", "calling", "inside", "whole")
+
+    def __init__(self) -> None:
+        self.inside = self.calling = self.whole = False
+        self._warned: set[int] = set()
+
+    def warn_uncompiled(self, ds_id: int, name: str) -> None:
+        """Says, once per parameter, that it is gathered outside of any program, and which line of whose code does it.
+
+        Args:
+            ds_id: The parameter's id.
+            name: Its local name.
+        """
+        if ds_id in self._warned:
+            return
+        self._warned.add(ds_id)
+        frames = [frame for frame in traceback.extract_stack() if not _LIBRARIES.search(frame.filename)]
+        where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
+        _log.warning(
+            "The parameter %r is read by code that was not compiled (%s): it is gathered at once and alone, which is "
+            "correct and slow. TORCH_LOGS=graph_breaks says why Dynamo left that code out.",
+            name,
+            where,
+        )
+
+    @contextlib.contextmanager
+    def set(self, attribute: str) -> Iterator[None]:
+        """One of the attributes is true for the duration; may be nested."""
+        before = getattr(self, attribute)
+        setattr(self, attribute, True)
+        try:
+            yield
+        finally:
+            setattr(self, attribute, before)
+
+
+def _parameter_property(name: str) -> property:
+    def read(self: nn.Module) -> Tensor:
+        # Compiled code always gathers: the tracer takes this branch as a constant, without a guard.
+        if torch.compiler.is_compiling():
+            leaf, ds_id, size, dtype = self.__dict__[_META][name]
+            return torch.ops.dc.gather(leaf, ds_id, size, dtype)
+        # Eager code outside of a step and of the module's own call gets the shard: reading an attribute must never
+        # start a collective that other ranks know nothing of.
+        state = self.__dict__[_STATE]
+        if state.whole or not (state.inside or state.calling):
+            return self._parameters[name]
+        leaf, ds_id, size, dtype = self.__dict__[_META][name]
+        if state.inside:
+            state.warn_uncompiled(ds_id, name)
+        return torch.ops.dc.gather(leaf, ds_id, size, dtype if state.inside else leaf.dtype)
+
+    return property(read, doc=f"The parameter `{name}`: gathered while it is computed with, else this rank's shard.")
+
+
+def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # Users call parts of their model in hooks, to generate a sample, say; all ranks must, as with FSDP. Dynamo does not
+    # come by here: it takes modules apart itself.
+    state = self.__dict__[_STATE]
+    if state.inside or state.calling:
+        return nn.Module.__call__(self, *args, **kwargs)
+    with state.set("calling"):
+        return nn.Module.__call__(self, *args, **kwargs)
+
+
+def _rnn_weights(self: nn.Module) -> list[Tensor]:
+    # torch.nn.RNNBase keeps a list of its parameters beside them; built on read, it cannot hold stale tensors.
+    return [getattr(self, name) for name in self.__dict__["_flat_weights_names"]]
+
+
+# One subclass per original class and set of names, shared by all layers: a class of its own for every layer would make
+# Dynamo guard on, and compile for, every layer separately.
+_classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+
+
+def sharded_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """Returns the subclass of `original` whose attributes `names` are read through gathers; cached.
+
+    Args:
+        original: Class of the owning module.
+        names: Local names of its sharded parameters, in registration order.
+
+    Returns:
+        A subclass named ``Sharded<Original>``, importable from this module.
+    """
+    key = (original, names)
+    if key not in _classes:
+        body: dict[str, Any] = {name: _parameter_property(name) for name in names}
+        if original.__call__ is nn.Module.__call__:
+            body["__call__"] = _call
+        if issubclass(original, nn.RNNBase):
+            body[_RNN_WEIGHTS] = property(_rnn_weights, lambda self, value: None)
+        label = f"Sharded{original.__name__}"
+        if label in globals():
+            label = f"{label}_{len(_classes)}"
+        body["__module__"] = __name__
+        _classes[key] = globals()[label] = type(label, (original,), body)
+    return _classes[key]
+
+
+def install_access(
+    module: nn.Module, entries: dict[str, tuple[Tensor, int, tuple[int, ...], torch.dtype]], state: StepState
+) -> None:
+    """Makes `module` read its parameters through gathers.
+
+    Args:
+        module: The module that owns the parameters directly.
+        entries: Local parameter name to (leaf, parameter id, full size, compute dtype).
+        state: Shared by all modules of one strategy.
+    """
+    module.__dict__[_META] = dict(entries)
+    module.__dict__[_STATE] = state
+    if isinstance(module, nn.RNNBase):
+        module.__dict__.pop(_RNN_WEIGHTS, None)
+    module.__class__ = sharded_class(type(module), tuple(entries))

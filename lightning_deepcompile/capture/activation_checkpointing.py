@@ -1,0 +1,58 @@
+"""Activation checkpointing by policy: chosen modules keep their inputs and run again in the backward pass."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["CheckpointingPolicy", "checkpoint_activations"]
+
+CheckpointingPolicy = set[type[nn.Module]] | Callable[..., bool]
+
+
+def checkpoint_activations(module: nn.Module, policy: CheckpointingPolicy) -> int:
+    """Makes modules run under ``torch.utils.checkpoint``, in place; names in state dicts stay as they are.
+
+    Args:
+        module: The model.
+        policy: Classes of the modules to checkpoint; or a function of a module, or one as FSDP takes (such as
+            ``ModuleWrapPolicy``), that tells whether to.
+
+    Returns:
+        How many modules were chosen.
+
+    Raises:
+        ValueError: If the policy chooses none, or one inside another.
+    """
+    chosen = {child: path for path, child in module.named_modules() if child is not module and _chooses(policy, child)}
+    if not chosen:
+        raise ValueError(
+            f"`activation_checkpointing_policy={policy!r}` chooses no module of {type(module).__name__}. Name the "
+            f"classes of its layers; among its modules are {_class_names(module.modules())}."
+        )
+    for child, path in chosen.items():
+        inner = next((p for m, p in chosen.items() if m is not child and p.startswith(f"{path}.")), None)
+        if inner is not None:
+            raise ValueError(
+                f"`activation_checkpointing_policy` chooses {path!r} and {inner!r} inside of it: the inner one would "
+                "run three times. Choose one of the two classes."
+            )
+        child.forward = functools.partial(checkpoint, child.forward, use_reentrant=False)
+    return len(chosen)
+
+
+def _chooses(policy: CheckpointingPolicy, module: nn.Module) -> bool:
+    if not callable(policy):
+        return isinstance(module, tuple(policy))
+    if "recurse" in inspect.signature(policy).parameters:
+        return policy(module=module, recurse=False, nonwrapped_numel=0)
+    return policy(module)
+
+
+def _class_names(modules: Iterable[Any]) -> str:
+    return ", ".join(sorted({type(m).__name__ for m in modules})[:8])

@@ -1,0 +1,242 @@
+"""The compiler backend behind the strategy's steps: Dynamo's graphs in, executables out.
+
+Nothing here communicates, and nothing here may: a compile hook runs when a rank happens to compile, and ranks need not
+compile at the same moment (one finds a cached artefact, or meets a new shape first).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.capture.causal_mask import recognize_causal_masks
+from lightning_deepcompile.capture.gradients import GradientSession
+from lightning_deepcompile.capture.graph_checks import check_graph
+from lightning_deepcompile.capture.partition import count_saved_parameters, partition
+from lightning_deepcompile.capture.sharding import ShardedModel
+from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.plan.pass_manager import DEFAULT_PASSES, Pass, apply_passes
+from lightning_deepcompile.plan.settings import PlanSettings
+from lightning_deepcompile.program.executable import Executable
+from lightning_deepcompile.program.graph import is_gather, is_reduce
+from lightning_deepcompile.program.live import live_bytes
+from lightning_deepcompile.program.lower import RegionCompiler, lower
+from lightning_deepcompile.program.program import ParamInfo, Program, ProgramKind
+from lightning_deepcompile.program.schedule import Schedule, read_schedule, reschedule
+
+__all__ = ["Capture"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Frame:
+    """One graph that Dynamo captured: its parameters, its programs, and what forward leaves gathered for backward."""
+
+    index: int
+    ids: set[int] = field(default_factory=set)
+    kept: tuple[int, ...] = ()
+    executables: list[Executable] = field(default_factory=list)
+
+
+@dataclass(eq=False, repr=False)
+class Capture:
+    """Compiles graphs that read sharded parameters.
+
+    Args:
+        config: Settings.
+        model: The sharded model.
+        runtime: ``_C.Runtime`` that executes the programs.
+        gradients: Brackets backward passes.
+        check: Compares a program with the other ranks' before its first run.
+        stage: ZeRO stage under which the runtime executes the programs.
+        progress: Told what is being compiled.
+
+    Attributes:
+        executables: One per program, in order of compilation.
+        saved_parameters: Gathered parameters among saved activations; a full parameter there would defeat sharding.
+        seconds: Time spent in compilation after Dynamo: tracing with AOTAutograd, partitioning, regions.
+    """
+
+    config: CompileConfig
+    model: ShardedModel
+    runtime: Any
+    gradients: GradientSession
+    check: Callable[[Program], None]
+    stage: int = 3
+    progress: Callable[[str], None] | None = None
+    executables: list[Executable] = field(default_factory=list)
+    saved_parameters: int = 0
+    causal_masks: int = 0
+    seconds: float = 0.0
+    _frames: list[_Frame] = field(default_factory=list)
+    _timing: bool = False
+
+    def __post_init__(self) -> None:
+        self.regions = RegionCompiler(self.config.region_backend)
+        self.settings = PlanSettings(self.config.prefetch_blocks, self.config.keep_last_block)
+        self.passes: tuple[Pass, ...] = DEFAULT_PASSES
+        self.plan: Mapping[str, Schedule] = {}
+        self._planned_bytes: dict[str, int] = {}  # what the values of planned programs take, by structure
+        world = self.model.mesh.size()
+        self.params = {
+            p.ds_id: ParamInfo(
+                p.ds_id,
+                p.name,
+                p.layout.spec.block,
+                p.layout.shard_numel * world * p.gather_dtype.itemsize,
+                p.gather_dtype,
+            )
+            for p in self.model.parameters
+        }
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+        """The backend function that ``torch.compile`` calls."""
+        frame = _Frame(self.frames)
+        self._frames.append(frame)
+        with self._timed():
+            check_graph(gm, example_inputs, {ds_id: info.name for ds_id, info in self.params.items()})
+            if self.config.recognize_causal_masks:
+                self.causal_masks += recognize_causal_masks(gm)
+            return compat.capture(
+                gm,
+                example_inputs,
+                forward=functools.partial(self._compile, frame, "forward"),
+                backward=functools.partial(self._compile, frame, "backward"),
+                inference=functools.partial(self._compile_inference, frame),
+                partitioner=self._partition,
+                eager_random=self.config.region_backend == "eager",
+            )
+
+    @property
+    def frames(self) -> int:
+        """Graphs that Dynamo captured."""
+        return len(self._frames)
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        # A backward graph compiles inside a backward pass as a rule, but inside __call__ where it saves symbolic sizes.
+        if self._timing:
+            yield
+            return
+        self._timing, start = True, time.perf_counter()
+        try:
+            yield
+        finally:
+            self._timing = False
+            self.seconds += time.perf_counter() - start
+
+    def replan(
+        self,
+        settings: PlanSettings | None = None,
+        passes: Sequence[Pass] | None = None,
+        plan: Mapping[str, Schedule] | None = None,
+    ) -> None:
+        """Swaps every program for one planned anew; nothing is traced or compiled again.
+
+        Args:
+            settings: New choices; None keeps those in use. Call between optimizer steps, on all ranks alike.
+            passes: What programs go through from now on; step passes are left to whoever has a profile.
+            plan: Schedules by content or structure of the programs that they are for. Programs without one, now and
+                later, have what the passes make of them.
+        """
+        self.settings = settings or self.settings
+        self.passes = self.passes if passes is None else tuple(passes)
+        self.plan = {} if plan is None else plan
+        self._planned_bytes.clear()
+        for executable in self.executables:
+            schedule = read_schedule(executable.program)
+            if schedule.content in self.plan:
+                self._planned_bytes[schedule.structure] = _most_bytes(executable.program)
+        self.runtime.invalidate()
+        for frame in self._frames:
+            for executable in frame.executables:
+                executable.swap(self._plan(frame, executable.base))
+
+    def _partition(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = partition(gm, joint_inputs, **kwargs)
+        self.saved_parameters += count_saved_parameters(forward, kwargs["num_fwd_outputs"])
+        return forward, backward
+
+    def _compile_inference(self, frame: _Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> compat.BoxedCallable:
+        compat.inference_joint_passes(gm)
+        return self._compile(frame, "inference", gm, inputs)
+
+    def _compile(
+        self, frame: _Frame, kind: ProgramKind, gm: fx.GraphModule, inputs: Sequence[Any]
+    ) -> compat.BoxedCallable:
+        graph_id = (self.runtime.serial << 32) | len(self.executables)
+        with self._timed():
+            # A backward program also releases what the forward program left, whether it reads it or not.
+            frame.ids |= {n.args[1] for n in gm.graph.nodes if is_gather(n) or is_reduce(n)}
+            name = f"frame{frame.index}.{kind}"
+            base = lower(
+                gm,
+                name=name,
+                kind=kind,
+                graph_id=graph_id,
+                params=self.params,
+                compile_region=self.regions,
+                progress=self.progress,
+            )
+            base = replace(base, frame=frame.index)
+            self.runtime.register_graph(graph_id, sorted(frame.ids), stage=self.stage)
+            before = self.gradients.begin if kind == "backward" else _nothing
+            executable = Executable(base, self._plan(frame, base), before, self.check)
+        self.executables.append(executable)
+        frame.executables.append(executable)
+        return executable
+
+    def schedules(self, names: Iterable[str], passes: Sequence[Pass]) -> dict[str, Schedule]:
+        """What `passes`, without those that need a profile, make of programs; nothing is swapped.
+
+        Args:
+            names: Names of programs.
+            passes: The passes.
+        """
+        wanted, found = set(names), {}
+        for frame in self._frames:
+            kept: tuple[int, ...] = ()
+            for executable in frame.executables:
+                program = self._apply(executable.base.copy(kept=kept), passes)
+                kept = program.kept if program.kind == "forward" else kept
+                if program.name in wanted:
+                    found[program.name] = read_schedule(program)
+        return found
+
+    def _apply(self, base: Program, passes: Sequence[Pass]) -> Program:
+        return apply_passes(base, self.settings, [one for one in passes if "profile" not in one.needs])
+
+    def _plan(self, frame: _Frame, base: Program) -> Program:
+        # Forward comes first, also when all are planned anew: a backward program must know what is left to it.
+        program = self._apply(base.copy(kept=frame.kept), self.passes)
+        if self.plan:
+            current = read_schedule(program)
+            wanted = self.plan.get(current.content)
+            # For other shapes of the same program its plan is the nearest that there is; for larger ones it might need
+            # more memory than there is.
+            if wanted is None and _most_bytes(program) <= self._planned_bytes.get(current.structure, -1):
+                wanted = self.plan.get(current.structure)
+            if wanted is not None:
+                program = reschedule(program, wanted, "plan")
+        if program.kind == "forward":
+            frame.kept = program.kept
+        return program
+
+
+def _most_bytes(program: Program) -> int:
+    return max((peak for _, peak, _ in live_bytes(program).values()), default=0)
+
+
+def _nothing() -> None:
+    """Forward programs need no preparation."""

@@ -1,0 +1,110 @@
+"""Models that cannot be sharded are refused before anything is changed, with the parameter or module named."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_deepcompile.capture.sharding import collect_parameters
+
+__all__ = ["check_module", "check_same_model"]
+
+
+def check_module(module: nn.Module) -> None:
+    """Raises for models that this strategy cannot shard.
+
+    Args:
+        module: The model as the user built it.
+
+    Raises:
+        ValueError: For a model without parameters, or with complex or uninitialised ones.
+        TypeError: For a model that FSDP, `fully_shard` or tensor parallelism already distributes.
+    """
+    for path, child in module.named_modules():
+        kinds = {base.__name__ for base in type(child).__mro__}
+        if kinds & {"FullyShardedDataParallel", "FSDPModule", "DistributedDataParallel"}:
+            raise TypeError(
+                f"The module {path or 'itself'!r} ({type(child).__name__}) is already distributed by FSDP or DDP. "
+                "DeepCompileStrategy shards the model itself: remove the wrapping (`FSDP(...)`, `fully_shard(...)`)."
+            )
+    parameters = collect_parameters(module)
+    for parameter, owners in parameters.items():
+        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+            raise ValueError(
+                f"The parameter {owners[0].fqn!r} is lazy. Run one forward pass before handing the model to the "
+                "Trainer."
+            )
+    if not any(parameter.numel() for parameter in parameters):
+        raise ValueError(
+            f"{type(module).__name__} has no parameters to shard. Build the layers in `__init__` or `configure_model`."
+        )
+    for parameter, owners in parameters.items():
+        name = owners[0].fqn
+        if isinstance(parameter, DTensor):
+            raise TypeError(
+                f"The parameter {name!r} is already a DTensor. DeepCompileStrategy needs an undistributed model."
+            )
+        if parameter.is_complex():
+            raise ValueError(
+                f"The parameter {name!r} is complex ({parameter.dtype}), which no collective supports. Store its real "
+                "and imaginary parts (`torch.view_as_real`)."
+            )
+    _check_no_hidden_references(module, set(parameters))
+
+
+def _check_no_hidden_references(module: nn.Module, parameters: set[nn.Parameter]) -> None:
+    """A parameter that is kept outside ``_parameters`` would go on being used unsharded, and never be trained."""
+    for path, child in module.named_modules():
+        if isinstance(child, nn.RNNBase):
+            continue  # its list of weights is rebuilt from the sharded ones on every read
+        for attribute, value in vars(child).items():
+            if attribute in ("_parameters", "_buffers", "_modules"):
+                continue
+            items = (
+                value
+                if isinstance(value, list | tuple)
+                else list(value.values())
+                if isinstance(value, dict)
+                else [value]
+            )
+            if any(isinstance(item, nn.Parameter) and item in parameters for item in items):
+                raise ValueError(
+                    f"{type(child).__name__} {path!r} keeps a parameter in its attribute {attribute!r}, beside the "
+                    "registered ones; after sharding it would be used unsharded and never be trained. Read it through "
+                    "the module that owns it, or keep it in a ParameterList."
+                )
+
+
+def check_same_model(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Raises on every rank if the ranks built different models.
+
+    Args:
+        module: The model, before sharding.
+        group: Process group of the data-parallel ranks; None is the default one.
+
+    Raises:
+        RuntimeError: Names the first parameter or buffer that differs, and the ranks.
+    """
+    tensors: list[tuple[str, Tensor]] = [
+        (owner.fqn, parameter) for parameter, owners in collect_parameters(module).items() for owner in owners
+    ]
+    tensors += module.named_buffers()
+    lines = [f"{name}: shape {tuple(t.shape)}, {t.dtype}, requires_grad={t.requires_grad}" for name, t in tensors]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    world = dist.get_world_size(group)
+    digests: list[str] = [""] * world
+    dist.all_gather_object(digests, digest, group=group)
+    if len(set(digests)) == 1:
+        return
+    every: list[list[str]] = [[] for _ in range(world)]
+    dist.all_gather_object(every, lines, group=group)
+    other = next(rank for rank in range(world) if every[rank] != every[0])
+    for mine, theirs in zip(every[0] + ["nothing"], every[other] + ["nothing"], strict=False):
+        if mine != theirs:
+            raise RuntimeError(
+                f"The ranks built different models. First difference: rank 0 has {mine}; rank {other} has {theirs}. "
+                "Build the same model on every rank (no rank-dependent configuration)."
+            )

@@ -1,0 +1,55 @@
+"""Small questions about Dynamo's graphs: PyTorch's functions and tensors' methods, as users called them."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+__all__ = ["VIEWS", "checkpoint_body", "checkpoint_operands", "leaves", "name_of"]
+
+#: Functions and methods that may return their argument's memory.
+VIEWS = frozenset(
+    "getitem unsqueeze squeeze expand expand_as broadcast_to view view_as reshape transpose permute t swapaxes movedim "
+    "flatten unflatten narrow select diagonal contiguous to type type_as bool int long float detach".split()
+)
+
+
+def name_of(node: fx.Node) -> str:
+    """The name of the method, or of the function if it is PyTorch's or Python's own; else empty."""
+    if node.op == "call_method":
+        name = str(node.target)
+        if name.startswith("__") and name.endswith("__"):  # torch 2.11 writes `a == b` as a call of `__eq__`
+            name = name[2:-2] + ("_" if name in ("__and__", "__or__") else "")
+        return name
+    name = getattr(node.target, "__name__", "")
+    return name if any(getattr(owner, name, None) is node.target for owner in (torch, operator, F)) else ""
+
+
+def leaves(value: Any) -> list[Any]:
+    """What is in nested lists, dicts and slices of arguments, except other nodes."""
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in leaves(item)]
+    if isinstance(value, tuple | list):
+        return [leaf for item in value for leaf in leaves(item)]
+    if isinstance(value, slice):
+        return [leaf for item in (value.start, value.stop, value.step) for leaf in leaves(item)]
+    return [] if isinstance(value, fx.Node) else [value]
+
+
+def checkpoint_body(gm: fx.GraphModule, checkpoint: fx.Node) -> fx.GraphModule:
+    """The subgraph that a node of activation checkpointing runs; see `compat.is_checkpoint`."""
+    return gm.get_submodule(checkpoint.args[0].target)
+
+
+def checkpoint_operands(gm: fx.GraphModule, checkpoint: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """Pairs of a checkpointed graph's placeholder and what it is called with; none if others call that graph too."""
+    name = checkpoint.args[0].target
+    calls = [user for n in gm.graph.nodes if n.op == "get_attr" and n.target == name for user in n.users]
+    if len(calls) != 1:
+        return []
+    inner = [n for n in checkpoint_body(gm, checkpoint).graph.nodes if n.op == "placeholder"]
+    return [(i, o) for i, o in zip(inner, checkpoint.args[1:], strict=True) if isinstance(o, fx.Node)]

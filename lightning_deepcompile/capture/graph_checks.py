@@ -1,0 +1,105 @@
+"""Steps that would train silently wrong on shards are refused while they are compiled, with the place named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import DTensor
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.capture.dynamo_graph import VIEWS, checkpoint_body, checkpoint_operands, name_of
+
+__all__ = ["UnsupportedStepError", "check_graph", "ungathered_message"]
+
+# Methods that end in an underscore, and write to no memory.
+_HARMLESS = frozenset({"requires_grad_", "and_", "or_"})
+
+
+class UnsupportedStepError(RuntimeError):
+    """A step does with its parameters what cannot be done with shards."""
+
+
+def check_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], names: Mapping[int, str]) -> None:
+    """Raises for a graph that writes to a gathered parameter, or reads a parameter without gathering it.
+
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: Its inputs.
+        names: Parameter names by id.
+
+    Raises:
+        UnsupportedStepError: Names the parameter and the line.
+    """
+    if any(isinstance(value, DTensor) for value in example_inputs):
+        raise UnsupportedStepError(ungathered_message())
+    _check_writes(gm, {}, names)
+
+
+def ungathered_message() -> str:
+    """What to say of a step that takes its parameters from ``self.parameters()`` rather than from their modules."""
+    return (
+        "The step reads parameters through `parameters()`, `named_parameters()` or `_parameters`. Under "
+        "DeepCompileStrategy that gives this rank's shards; only an attribute of the module that owns it "
+        "(`self.layer.weight`) gives the whole parameter, with its gradient. Read it that way, use the optimizer's "
+        "`weight_decay` for a penalty on all weights, or move the code to a hook outside of the step, such as "
+        "`on_train_batch_end` (for an average of weights, say), where it can work on the shards."
+    )
+
+
+def _check_writes(gm: fx.GraphModule, inherited: Mapping[fx.Node, str], names: Mapping[int, str]) -> None:
+    # Which nodes are (views of) gathered parameters. `inherited`: placeholders of a checkpointed graph that are.
+    gathered: dict[fx.Node, str] = dict(inherited)
+    for node in gm.graph.nodes:
+        if compat.is_checkpoint(node):
+            inner = {i: gathered[o] for i, o in checkpoint_operands(gm, node) if o in gathered}
+            _check_writes(checkpoint_body(gm, node), inner, names)
+        elif node.op == "call_function" and node.target in (torch.ops.dc.gather, torch.ops.dc.gather.default):
+            gathered[node] = names[_number(node.args[1])]
+        elif node.op in ("call_function", "call_method"):
+            for written in _written(node):
+                if written in gathered:
+                    raise UnsupportedStepError(_write_message(gathered[written], node))
+            source = next(iter(node.all_input_nodes), None)
+            if source in gathered and name_of(node) in VIEWS | {"data", "getattr"}:
+                gathered[node] = gathered[source]
+
+
+def _written(node: fx.Node) -> Iterable[fx.Node]:
+    """The arguments that `node` may write to."""
+    if "out" in node.kwargs:
+        yield from _nodes(node.kwargs["out"])
+    name = name_of(node) or getattr(node.target, "__name__", "")
+    max_norm = node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")
+    if name == "embedding" and max_norm is not None:
+        yield from _nodes(node.args[1] if len(node.args) > 1 else node.kwargs["weight"])
+    in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
+    augmented = node.op == "call_function" and name.startswith("i") and name[1:] in _AUGMENTED
+    if (in_place or augmented or name == "setitem") and node.args:
+        yield from _nodes(node.args[0])
+
+
+_AUGMENTED = frozenset("add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split())
+
+
+def _number(value: Any) -> int:
+    # Dynamo makes an integer an input where the same code was compiled with another one (for another model).
+    return int(value.meta["example_value"]) if isinstance(value, fx.Node) else value
+
+
+def _nodes(value: Any) -> list[fx.Node]:
+    if isinstance(value, tuple | list):
+        return [node for item in value for node in _nodes(item)]
+    return [value] if isinstance(value, fx.Node) else []
+
+
+def _write_message(parameter: str, node: fx.Node) -> str:
+    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    where = "\n".join(lines[-2:]) if lines else f"  {node.format_node()}"
+    return (
+        f"The step writes to the parameter {parameter!r} in place:\n{where}\nInside a step that is a gathered copy, "
+        "and what is written to it would be lost. Move the change to a hook outside of the step, such as "
+        "`on_train_batch_end`, where the parameter is this rank's shard and element-wise changes work."
+    )

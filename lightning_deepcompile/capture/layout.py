@@ -1,0 +1,172 @@
+"""Where every parameter's shard lies: blocks of parameters that communicate together, rows per rank, flat offsets.
+
+Pure arithmetic without tensors, so that it can be tested for any world size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+__all__ = ["ChunkLayout", "ParamSpec", "ShardLayout", "assign_blocks", "plan_chunks"]
+
+ALIGNMENT = 128
+"""Elements: shards start on multiples of it, which aligns every start to 16 bytes (vector loads, NCCL) in any dtype."""
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What is known of a parameter before sharding.
+
+    Args:
+        name: Fully qualified name; of tied names the first.
+        shape: Global shape, at least one dimension.
+        dtype: Storage dtype of the shards.
+        requires_grad: Whether gradient shards are needed.
+        block: The block it communicates with.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    block: str
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """One parameter's place: each rank holds ``rows_padded`` rows, contiguous, from ``offset`` of its chunk.
+
+    Args:
+        spec: The parameter.
+        rows_padded: Rows per rank, ``ceil(rows / world)``; the last ranks' surplus rows are zero.
+        offset: Start of the shard in the chunk, in elements.
+    """
+
+    spec: ParamSpec
+    rows_padded: int
+    offset: int
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of every rank's shard, the padding included: equal on all ranks."""
+        return (self.rows_padded, *self.spec.shape[1:])
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of every rank's shard, the padding included."""
+        return math.prod(self.shard_shape)
+
+    def rows_of(self, rank: int) -> tuple[int, int]:
+        """The half-open range of the parameter's rows that `rank` holds; empty where ranks outnumber rows."""
+        rows = self.spec.shape[0]
+        return min(rank * self.rows_padded, rows), min((rank + 1) * self.rows_padded, rows)
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """The shards of one block and dtype, one after another in one flat buffer per rank.
+
+    Neighbours in memory are gathered, cast and reduced together, so one block costs few kernel launches.
+    """
+
+    block: str
+    dtype: torch.dtype
+    shards: tuple[ShardLayout, ...]
+    numel: int
+
+
+def plan_chunks(specs: Iterable[ParamSpec], world_size: int) -> list[ChunkLayout]:
+    """Lays out `specs` for `world_size` ranks, in order, one chunk per block, dtype and ``requires_grad``.
+
+    Args:
+        specs: Parameters in registration order.
+        world_size: Number of ranks, at least 1.
+
+    Returns:
+        The chunks in order of first appearance. Frozen parameters have chunks of their own, as they need no gradient
+        buffer.
+    """
+    groups: dict[tuple[str, torch.dtype, bool], list[ParamSpec]] = {}
+    for spec in specs:
+        groups.setdefault((spec.block, spec.dtype, spec.requires_grad), []).append(spec)
+    chunks = []
+    for (block, dtype, _), members in groups.items():
+        offset, shards = 0, []
+        for spec in members:
+            shard = ShardLayout(spec, rows_padded=-(-spec.shape[0] // world_size), offset=offset)
+            shards.append(shard)
+            offset += -(-shard.shard_numel // ALIGNMENT) * ALIGNMENT
+        chunks.append(ChunkLayout(block, dtype, tuple(shards), offset))
+    return chunks
+
+
+def assign_blocks(module: nn.Module, names: Sequence[str]) -> dict[str, str]:
+    """Assigns each parameter to a block: the entry of the outermost repeated list of modules that it belongs to.
+
+    A list counts as repeated if it has two entries or more. An entry that is nothing but a stage, with a stack of
+    layers of one class inside, gives way to its layers: as one block a whole encoder would be gathered at once.
+    Parameters outside any list (embeddings, final norm and head) form a block per uninterrupted run in registration
+    order, so that a final norm travels with the head rather than alone.
+
+    Args:
+        module: The model; its ``ModuleList`` and ``Sequential`` children are the lists.
+        names: Parameter names in registration order.
+
+    Returns:
+        Parameter name to block name. An entry of a list is named after its path (``model.layers.3``), a run after its
+        first and last module.
+    """
+    entries = set(_entries(module, ""))
+    blocks: dict[str, str] = {}
+    run: list[str] = []
+
+    def close_run() -> None:
+        owners = [name.rpartition(".")[0] or name for name in run]
+        label = owners[0] if owners[0] == owners[-1] else f"{owners[0]}+{owners[-1]}"
+        blocks.update(dict.fromkeys(run, label))
+        run.clear()
+
+    for name in names:
+        parts = name.split(".")
+        entry = next((path for n in range(1, len(parts)) if (path := ".".join(parts[:n])) in entries), None)
+        if entry is None:
+            run.append(name)
+            continue
+        if run:
+            close_run()
+        blocks[name] = entry
+    if run:
+        close_run()
+    return blocks
+
+
+def _entries(module: nn.Module, path: str) -> Iterator[str]:
+    """Paths of the list entries inside `module` that are blocks."""
+    children = list(module.named_children())
+    repeated = isinstance(module, _LISTS) and len(children) >= 2
+    classes = Counter(type(child) for _, child in children)
+    for name, child in children:
+        below = f"{path}.{name}" if path else name
+        # A stage is a stack, or the only entry of its class that holds one (an encoder between an embedding and a
+        # head). Layers are alike, and may hold stacks themselves (of experts).
+        stage = _is_stack(child) or (classes[type(child)] == 1 and any(map(_is_stack, child.modules())))
+        if repeated and not stage:
+            yield below
+        else:
+            yield from _entries(child, below)
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Whether `module` is a list with two entries of one class that have modules inside."""
+    if not isinstance(module, _LISTS):
+        return False
+    layers = Counter(type(entry) for entry in module.children() if next(entry.children(), None) is not None)
+    return any(count >= 2 for count in layers.values())

@@ -1,0 +1,108 @@
+"""Deferred initialisation: modules on the meta device get memory and values block by block, right before sharding.
+
+No rank ever holds more than one block of whole parameters. Values come from where they come from without deferral: each
+module's ``reset_parameters``, and, in models of Hugging Face's kind, ``_init_weights(module)`` of the model around it.
+Memory is filled with a mark first, so that a module whose initialisation misses something is found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Materializer", "has_meta_tensors"]
+
+_RESETS = ("reset_parameters", "_reset_parameters")
+
+
+def has_meta_tensors(module: nn.Module) -> bool:
+    """Whether `module` itself, without its children, has a parameter or buffer on the meta device."""
+    return any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values()))
+
+
+class Materializer:
+    """Initialises modules of one model.
+
+    Args:
+        root: The model.
+        device: Where the tensors shall be.
+    """
+
+    def __init__(self, root: nn.Module, device: torch.device) -> None:
+        self._device = device
+        # Order of initialisation: children before their parents, as constructors run.
+        self._order: dict[nn.Module, tuple[int, str]] = {}
+        self._initializers: dict[nn.Module, nn.Module] = {}
+        self._visit(root, "", None)
+
+    def _visit(self, module: nn.Module, path: str, initializer: nn.Module | None) -> None:
+        if module in self._order:
+            return
+        initializer = module if callable(getattr(module, "_init_weights", None)) else initializer
+        if initializer is not None:
+            self._initializers[module] = initializer
+        for name, child in module.named_children():
+            self._visit(child, f"{path}.{name}" if path else name, initializer)
+        self._order[module] = len(self._order), path
+
+    @torch.no_grad()
+    def materialize(self, modules: Iterable[nn.Module]) -> None:
+        """Gives the tensors of `modules` (without their children) memory and initial values; others are left alone.
+
+        Args:
+            modules: Modules of the model.
+
+        Raises:
+            ValueError: For a module that nothing initialises; names it and the tensor.
+        """
+        chosen = sorted({m for m in modules if has_meta_tensors(m)}, key=self._order.__getitem__)
+        for module in chosen:
+            self._initialize(module)
+
+    def _initialize(self, module: nn.Module) -> None:
+        # A tensor that has its value already (a tied parameter, sharded with its first owner) must keep it.
+        finished = {name: p for name, p in module._parameters.items() if p is not None and not p.is_meta}
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = self._allocate(parameter)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = _marked(torch.empty_like(buffer, device=self._device))
+        for reset in _RESETS:
+            if callable(getattr(module, reset, None)):
+                getattr(module, reset)()
+                break
+        if module in self._initializers:
+            self._initializers[module]._init_weights(module)
+        module._parameters.update(finished)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name not in finished and _has_mark(tensor):
+                path = self._order[module][1]
+                raise ValueError(
+                    "The model was built on the meta device (`empty_init=True`), and nothing initialises "
+                    f"{f'{path}.{name}' if path else name!r} of {type(module).__name__}. Give that module a method "
+                    "`reset_parameters()`, or build the model without `empty_init`."
+                )
+
+    def _allocate(self, parameter: nn.Parameter) -> nn.Parameter:
+        memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
+        allocated = nn.Parameter(_marked(memory), requires_grad=parameter.requires_grad)
+        allocated.__dict__.update(parameter.__dict__)
+        return allocated
+
+
+def _marked(tensor: Tensor) -> Tensor:
+    if tensor.dtype == torch.bool:
+        return tensor.zero_()
+    floating = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.fill_(float("nan") if floating else torch.iinfo(tensor.dtype).max)
+
+
+def _has_mark(tensor: Tensor) -> bool:
+    if tensor.numel() == 0 or tensor.dtype == torch.bool:
+        return False
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    return bool((tensor == torch.iinfo(tensor.dtype).max).any())

@@ -1,0 +1,106 @@
+"""Cuts the joint graph so that no gathered parameter is saved for backward, nor anything that is overwritten by then.
+
+A gather is not on the partitioner's list of cheap operators: left alone, it saves every full parameter as an
+activation. Tagging the gather alone is not enough: the partitioner then saves what follows it and is as large, such as
+the cast under autocast, the transpose, or the concatenation of several weights.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.program.graph import is_gather, is_reduce, output_node
+
+__all__ = ["count_saved_parameters", "partition", "protect_written_inputs", "tag_gathers"]
+
+# One constant for all: the partitioner turns a tag into "must save" where two adjacent nodes carry rising numbers.
+_GRAPH_ID = 100_000
+
+# A product of parameters (a low-rank update) is worth its memory: what it costs to compute is not known here.
+_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution"})
+
+
+def tag_gathers(gm: fx.GraphModule) -> None:
+    """Marks every gather, and all that is computed from parameters alone, as to be recomputed in backward.
+
+    Args:
+        gm: The joint graph.
+    """
+    for node in _of_parameters_alone(gm.graph):
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta["ac_graph_id"] = _GRAPH_ID
+
+
+def protect_written_inputs(gm: fx.GraphModule) -> None:
+    """Lets backward see buffers as they were before the step wrote to them.
+
+    The write comes last in the forward graph. The partitioner may all the same save the buffer itself, which by then
+    holds the new value, and compute again from it what forward had computed from the old one: wrong gradients.
+
+    Args:
+        gm: The joint graph.
+    """
+    copies = [n for n in gm.graph.nodes if n.target is torch.ops.aten.copy_.default and n.args[0].op == "placeholder"]
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    for written in dict.fromkeys(node.args[0] for node in copies):
+        readers = [user for user in written.users if user not in copies and user.op != "output"]
+        if readers:
+            with gm.graph.inserting_after(placeholders[-1]):
+                before = gm.graph.call_function(torch.ops.aten.clone.default, (written,))
+            before.meta.update(val=torch.empty_like(written.meta["val"]), recompute=CheckpointPolicy.MUST_SAVE)
+            for reader in readers:
+                reader.replace_input_with(written, before)
+
+
+def count_saved_parameters(forward: fx.GraphModule, num_outputs: int) -> int:
+    """Counts gathered parameters, and what was computed from them alone, among the tensors saved for backward.
+
+    Args:
+        forward: The partitioned forward graph.
+        num_outputs: How many of its outputs are not saved tensors.
+    """
+    derived = _of_parameters_alone(forward.graph)
+    return sum(node in derived for node in output_node(forward.graph).args[0][num_outputs:])
+
+
+def _of_parameters_alone(graph: fx.Graph) -> set[fx.Node]:
+    """The gathers, and nodes that read nothing but them and constants. Products and random operators end a chain."""
+    derived: set[fx.Node] = set()
+    constants: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            constants.add(node)
+        elif is_gather(node):
+            derived.add(node)
+        elif node.op == "call_function" and not is_reduce(node) and not _must_run_once(node):
+            sources = set(node.all_input_nodes)
+            if sources <= constants:
+                constants.add(node)
+            elif all(source in derived or source in constants for source in sources):
+                derived.add(node)
+    return derived
+
+
+def _must_run_once(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is not operator.getitem
+    name = target._schema.name.partition("::")[2]
+    return name in _PRODUCTS or torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable
+
+
+def partition(gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Partitions the joint graph for AOTAutograd; see `compat.partition` for the arguments."""
+    return compat.partition(gm, joint_inputs, _prepare, **kwargs)
+
+
+def _prepare(gm: fx.GraphModule) -> None:
+    tag_gathers(gm)
+    protect_written_inputs(gm)

@@ -1,0 +1,272 @@
+"""Turns a module's parameters into shards, in place, and registers them with the runtime.
+
+Every sharded parameter has three faces that share one storage:
+
+* ``dtensor``: what the module holds (``Shard(0)``, global shape): state dicts, summaries and users see it.
+* ``leaf``: what graphs read: a plain tensor with the padded shape, equal on all ranks, so that neither a rank nor
+  a DTensor appears in any graph (a DTensor input costs guards and host time on every call).
+* ``local``: what an optimizer's arithmetic sees: this rank's true rows as a plain tensor, without the padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_deepcompile.capture.access import StepState, install_access
+from lightning_deepcompile.capture.grad_buffers import GradBuffer
+from lightning_deepcompile.capture.layout import ChunkLayout, ParamSpec, ShardLayout, assign_blocks, plan_chunks
+from lightning_deepcompile.capture.materialize import Materializer
+
+__all__ = ["Owner", "ShardedModel", "ShardedParameter", "collect_parameters", "shard_module"]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Where a parameter is registered: a tied parameter has several."""
+
+    path: str
+    module: nn.Module
+    name: str
+
+    @property
+    def fqn(self) -> str:
+        """Fully qualified parameter name."""
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+
+@dataclass(eq=False, repr=False)
+class ShardedParameter:
+    """One parameter in its three faces, and the gradient shard that belongs to it (None if frozen)."""
+
+    ds_id: int
+    layout: ShardLayout
+    owners: tuple[Owner, ...]
+    gather_dtype: torch.dtype
+    mesh: DeviceMesh
+    dtensor: nn.Parameter
+    leaf: Tensor
+    local: Tensor
+    grad_offset: int = 0
+    grad_buffer: GradBuffer | None = None
+    grad_padded: Tensor | None = None
+    grad_local: Tensor | None = None
+    grad_dtensor: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        """Fully qualified name; of tied names the first."""
+        return self.layout.spec.name
+
+    def distribute(self, rows: Tensor) -> DTensor:
+        """This rank's `rows` of a tensor that is sharded like the parameter, as a DTensor; no communication."""
+        return _distribute(rows, self.layout.spec.shape, self.mesh)
+
+    def install(self, tensor: nn.Parameter) -> None:
+        """Makes `tensor` what the modules hold under the parameter's names."""
+        for owner in self.owners:
+            owner.module._parameters[owner.name] = tensor
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """This rank's rows of `tensor`, of the parameter's shape: a DTensor of any placement, or a whole tensor."""
+        if isinstance(tensor, DTensor):
+            with torch.no_grad():
+                return tensor.redistribute(self.mesh, [Shard(0)]).to_local()
+        low, high = self.layout.rows_of(self.mesh.get_local_rank())
+        return tensor.detach()[low:high]
+
+
+@dataclass(eq=False, repr=False)
+class ShardedModel:
+    """A sharded module: its parameters by id, the replicated rest, and the state its accessors share."""
+
+    parameters: list[ShardedParameter]
+    replicated: list[nn.Parameter]
+    chunks: list[ChunkLayout]
+    grad_buffers: list[GradBuffer]
+    state: StepState
+    mesh: DeviceMesh
+    by_id: dict[int, ShardedParameter] = field(init=False)
+    by_name: dict[str, ShardedParameter] = field(init=False)
+    by_parameter: dict[Tensor, ShardedParameter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.by_id = {parameter.ds_id: parameter for parameter in self.parameters}
+        self.by_name = {parameter.name: parameter for parameter in self.parameters}
+        self.by_parameter = {parameter.dtensor: parameter for parameter in self.parameters}
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of parameter shards that this rank holds, padding included."""
+        return sum(chunk.numel * chunk.dtype.itemsize for chunk in self.chunks)
+
+
+def collect_parameters(module: nn.Module) -> dict[nn.Parameter, list[Owner]]:
+    """Finds all parameters and everywhere they are registered, in registration order."""
+    found: dict[nn.Parameter, list[Owner]] = {}
+    for path, owner in module.named_modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                found.setdefault(parameter, []).append(Owner(path, owner, name))
+    return found
+
+
+def shard_module(
+    module: nn.Module,
+    runtime: Any,
+    mesh: DeviceMesh,
+    *,
+    gather_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> ShardedModel:
+    """Shards every parameter of `module` on dim 0 over `mesh`, in place.
+
+    All ranks end up with rank 0's values (as with DDP): ranks that were seeded differently would otherwise train a
+    patchwork. One full parameter at a time is on the device, of a model on the meta device one block, which is
+    initialised there. Parameters without rows to distribute (0-dim or empty) stay replicated.
+
+    Args:
+        module: The model, on any device.
+        runtime: ``_C.Runtime`` of this rank.
+        mesh: 1-D device mesh of the data-parallel ranks.
+        gather_dtype: Compute dtype of floating-point parameters, cast before the wire; None keeps the storage dtype.
+        reduce_dtype: Dtype on the wire of gradients; None takes the dtype they are computed in.
+
+    Returns:
+        The sharded model.
+    """
+    device = (
+        torch.device(mesh.device_type, torch.cuda.current_device())
+        if mesh.device_type == "cuda"
+        else torch.device("cpu")
+    )
+    found = collect_parameters(module)
+    owners_of = {owners[0].fqn: tuple(owners) for p, owners in found.items() if p.dim() > 0 and p.numel() > 0}
+    rest = [owners[0] for p, owners in found.items() if p.dim() == 0 or p.numel() == 0]
+    blocks = assign_blocks(module, list(owners_of))
+    specs = [
+        ParamSpec(owners[0].fqn, tuple(p.shape), p.dtype, p.requires_grad, blocks[owners[0].fqn])
+        for p, owners in found.items()
+        if owners[0].fqn in owners_of
+    ]
+    del found  # the only reference to the whole parameters shall be the module's
+    chunks = plan_chunks(specs, mesh.size())
+    materializer = Materializer(module, device)
+    state = StepState()
+    parameters: dict[str, ShardedParameter] = {}
+    buffers: list[GradBuffer] = []
+    next_id = runtime.serial << 32
+    for chunk in chunks:
+        materializer.materialize(owners_of[name][0].module for name, block in blocks.items() if block == chunk.block)
+        values = torch.zeros(chunk.numel, dtype=chunk.dtype, device=device)
+        buffer = GradBuffer(torch.empty_like(values)) if chunk.shards[0].spec.requires_grad else None
+        for layout in chunk.shards:
+            spec = layout.spec
+            parameter = _shard_parameter(owners_of[spec.name], layout, values, mesh, next_id, gather_dtype)
+            next_id += 1
+            if buffer is not None:
+                buffer.add(parameter)
+            runtime.register_param(
+                parameter.ds_id,
+                spec.name,
+                list(spec.shape),
+                parameter.leaf.detach(),
+                parameter.grad_padded,
+                reduce_dtype if spec.dtype.is_floating_point else None,
+            )
+            parameters[spec.name] = parameter
+            parameter.install(parameter.dtensor)  # at once, which frees the whole one
+        if buffer is not None:
+            buffer.settle()
+            buffers.append(buffer)
+    materializer.materialize(module.modules())  # those without parameters that are sharded
+    _move_rest(module, mesh, device)
+    _install(list(parameters.values()), state)
+    replicated = [owner.module._parameters[owner.name] for owner in rest]
+    return ShardedModel([parameters[spec.name] for spec in specs], replicated, chunks, buffers, state, mesh)
+
+
+def _move_rest(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+    """Moves buffers and replicated parameters to `device` and gives all ranks rank 0's values."""
+    seen: dict[Tensor, Tensor] = {}
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                if buffer not in seen:
+                    seen[buffer] = buffer.to(device)
+                    _broadcast(seen[buffer], mesh)
+                owner._buffers[name] = seen[buffer]
+        for parameter in owner._parameters.values():
+            if parameter is not None and not isinstance(parameter, DTensor) and parameter not in seen:
+                seen[parameter] = parameter
+                parameter.data = parameter.data.to(device)
+                _broadcast(parameter.data, mesh)
+
+
+def _broadcast(tensor: Tensor, mesh: DeviceMesh) -> None:
+    if tensor.numel() and mesh.size() > 1:
+        dist.broadcast(tensor, src=dist.get_global_rank(mesh.get_group(), 0), group=mesh.get_group())
+
+
+@torch.no_grad()
+def _shard_parameter(
+    owners: tuple[Owner, ...],
+    layout: ShardLayout,
+    values: Tensor,
+    mesh: DeviceMesh,
+    ds_id: int,
+    gather_dtype: torch.dtype | None,
+) -> ShardedParameter:
+    spec = layout.spec
+    original = owners[0].module._parameters[owners[0].name]
+    assert original is not None
+    full = original.detach().to(values.device, copy=True).contiguous()
+    _broadcast(full, mesh)
+    low, high = layout.rows_of(mesh.get_local_rank())
+
+    padded = values[layout.offset : layout.offset + layout.shard_numel].view(layout.shard_shape)
+    rows = padded.narrow(0, 0, high - low)
+    rows.copy_(full[low:high])
+    floating = spec.dtype.is_floating_point
+    parameter = ShardedParameter(
+        ds_id=ds_id,
+        layout=layout,
+        owners=owners,
+        gather_dtype=gather_dtype if gather_dtype is not None and floating else spec.dtype,
+        mesh=mesh,
+        dtensor=nn.Parameter(_distribute(rows, spec.shape, mesh), requires_grad=spec.requires_grad),
+        leaf=padded.detach().requires_grad_(spec.requires_grad),
+        local=rows.detach().requires_grad_(spec.requires_grad),
+        grad_offset=layout.offset,
+    )
+    parameter.dtensor.__dict__.update(original.__dict__)  # marks such as `no_weight_decay` that users hang on them
+    return parameter
+
+
+def _distribute(rows: Tensor, shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(
+        rows, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=_dense_strides(shape)
+    )
+
+
+def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return tuple(strides)
+
+
+def _install(parameters: list[ShardedParameter], state: StepState) -> None:
+    entries: dict[nn.Module, dict[str, tuple[Tensor, int, tuple[int, ...], torch.dtype]]] = {}
+    for parameter in parameters:
+        for owner in parameter.owners:
+            entry = (parameter.leaf, parameter.ds_id, parameter.layout.spec.shape, parameter.gather_dtype)
+            entries.setdefault(owner.module, {})[owner.name] = entry
+    for module, names in entries.items():
+        install_access(module, names, state)

@@ -1,0 +1,67 @@
+"""Saving while training goes on: the state is copied to the host, and a thread writes the copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+__all__ = ["BackgroundSaves", "copy_to_host"]
+
+
+@torch.no_grad()
+def copy_to_host(state: Any) -> Any:
+    """A nested state with copies on the CPU of all its tensors; DTensors stay DTensors."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor.detach().to("cpu", copy=True)
+        host = torch.empty_like(tensor.detach(), device="cpu")
+        host.to_local().copy_(tensor.to_local())
+        return host
+
+    return apply_to_collection(state, Tensor, copy)
+
+
+class BackgroundSaves:
+    """Runs actions one after another in a thread; on every rank the same ones, so they may communicate.
+
+    They have a process group of their own: collectives of two threads in one group would be taken for each other.
+    """
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+        self._pending: list[Future[None]] = []
+        self._group: dist.ProcessGroup | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of the actions; the first use is a collective."""
+        if self._group is None and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")
+        return self._group
+
+    def submit(self, action: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Runs `action` after those that were submitted before."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepcompile-save")
+        self._pending.append(self._executor.submit(action, *args, **kwargs))
+
+    def finish(self) -> None:
+        """Waits for all actions.
+
+        Raises:
+            Exception: The first that an action raised. What fails on one rank must fail on all.
+        """
+        pending, self._pending = self._pending, []
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)
+            self._executor = None
+        for future in pending:
+            future.result()

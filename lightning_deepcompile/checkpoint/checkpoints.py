@@ -1,0 +1,278 @@
+"""What the strategy does when Lightning saves or loads a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch.optim import Optimizer
+
+from lightning_deepcompile.checkpoint.background import BackgroundSaves
+from lightning_deepcompile.checkpoint.file import FileCheckpointIO, explain_weights_only
+from lightning_deepcompile.checkpoint.location import META, find_kind, remove, resolve
+from lightning_deepcompile.checkpoint.module_state import (
+    full_state_dict,
+    load_state_dict,
+    plain_name,
+    sharded_state_dict,
+)
+from lightning_deepcompile.checkpoint.optimizer_state import (
+    full_optimizer_state,
+    load_optimizer_state,
+    sharded_optimizer_state,
+)
+from lightning_deepcompile.checkpoint.sharded import ShardedCheckpoint, save_sharded
+from lightning_deepcompile.checkpoint.together import raise_together
+
+if TYPE_CHECKING:
+    from lightning_deepcompile.strategy import DeepCompileStrategy
+
+__all__ = ["Checkpoints", "StateDictType", "with_default"]
+
+StateDictType = Literal["full", "sharded"]
+
+# Under these keys other strategies keep the state of their gradient scaler.
+_PRECISION_KEYS = ("MixedPrecision", "FSDPPrecision")
+
+
+class Checkpoints:
+    """Saves and loads for a strategy.
+
+    Lightning calls `load` before the hooks ``on_load_checkpoint``, and `load_module` and `load_optimizers` after them,
+    so the hooks see the state dict and may change it.
+
+    Args:
+        strategy: The strategy; its engine is used once it is set up.
+        state_dict_type: ``"full"``: one file. ``"sharded"``: a directory to which every rank writes its shards.
+        save_distributed_checkpoint: ModelParallelStrategy's name for the same; True means ``"sharded"``.
+        async_save: Whether a thread writes sharded checkpoints while training goes on.
+
+    Raises:
+        ValueError: For another type, and if arguments contradict each other.
+    """
+
+    def __init__(
+        self,
+        strategy: DeepCompileStrategy,
+        state_dict_type: StateDictType = "full",
+        save_distributed_checkpoint: bool | None = None,
+        async_save: bool = False,
+    ) -> None:
+        if state_dict_type not in ("full", "sharded"):
+            raise ValueError(f"Unknown state_dict_type: {state_dict_type!r}. Use 'full' or 'sharded'.")
+        if save_distributed_checkpoint is False and state_dict_type == "sharded":
+            raise ValueError(
+                "`state_dict_type='sharded'` and `save_distributed_checkpoint=False` contradict each other. Give only "
+                "`state_dict_type`."
+            )
+        self.sharded = state_dict_type == "sharded" or bool(save_distributed_checkpoint)
+        if async_save and not self.sharded:
+            raise ValueError(
+                "`async_save=True` needs `state_dict_type='sharded'`. For full checkpoints use Lightning's plugin: "
+                "`Trainer(plugins=[AsyncCheckpointIO()])`."
+            )
+        self._background = BackgroundSaves() if async_save else None
+        self._strategy = strategy
+
+    def finish(self) -> None:
+        """Waits for what is still being written.
+
+        Raises:
+            Exception: If it could not be written.
+        """
+        if self._background is not None:
+            self._background.finish()
+
+    def _finish_together(self) -> None:
+        if self._background is not None:
+            with raise_together("Saving an earlier checkpoint"):
+                self._background.finish()
+
+    def module_state(self) -> dict[str, Any]:
+        """The module's state dict: DTensors if sharded; else whole tensors on rank 0 and nothing elsewhere."""
+        engine = self._strategy.engine
+        if self.sharded:
+            return sharded_state_dict(engine.module)
+        return full_state_dict(engine.module, engine.model, keep=self._strategy.is_global_zero)
+
+    def optimizer_state(self, optimizer: Optimizer | LightningOptimizer) -> dict[str, Any]:
+        """As `module_state`, for an optimizer."""
+        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        engine = self._strategy.engine
+        if self.sharded:
+            return sharded_optimizer_state(plain, engine.module, engine.model)
+        return full_optimizer_state(plain, engine.module, engine.model, keep=self._strategy.is_global_zero)
+
+    def save(self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None) -> None:
+        """Writes a checkpoint that Lightning assembled on all ranks; a collective.
+
+        Raises:
+            TypeError: If `storage_options` are given.
+            IsADirectoryError: If a full checkpoint would replace a directory that is not a checkpoint.
+        """
+        strategy = self._strategy
+        if storage_options is not None:
+            name = type(strategy).__name__
+            raise TypeError(
+                f"`{name}.save_checkpoint(..., storage_options=...)` is not supported because `{name}` does not hand "
+                "them to a `CheckpointIO` on every rank. Configure a `CheckpointIO` plugin instead."
+            )
+        path = strategy.broadcast(filepath)
+        checkpoint = self._with_known_precision_keys(checkpoint)
+        if self.sharded:
+            self._finish_together()  # one copy at a time in host memory
+            is_global_zero, background = strategy.is_global_zero, self._background
+            save_sharded(checkpoint, path, is_global_zero=is_global_zero, background=background)
+            module = strategy.lightning_module
+            if module is not None and module.trainer.state.status != TrainerStatus.RUNNING:
+                self._finish_together()  # nothing goes on meanwhile
+            return
+        with raise_together(f"Saving the checkpoint {os.fspath(path)!r}"):
+            kind = find_kind(path)
+            if kind == "directory":
+                raise IsADirectoryError(f"The checkpoint path exists and is a directory: {path}")
+        with raise_together(f"Saving the checkpoint {os.fspath(path)!r}"):  # apart: all have looked before one writes
+            if strategy.is_global_zero:
+                if kind == "sharded" and not isinstance(strategy.checkpoint_io, FileCheckpointIO):
+                    remove(path)  # ours replaces it once the new one is whole
+                strategy.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=None)
+
+    def load(self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint of either kind, by this or another strategy; a collective.
+
+        Args:
+            checkpoint_path: Must be reachable from all ranks.
+            weights_only: As for ``torch.load``: only False admits pickled objects of any class.
+
+        Returns:
+            Lightning's checkpoint. Its tensors are in host memory, or in a memory-mapped file.
+
+        Raises:
+            ValueError: If there is no checkpoint or a broken one.
+            RuntimeError: If it holds another number of optimizers.
+        """
+        self._finish_together()
+        strategy = self._strategy
+        path = resolve(strategy.broadcast(checkpoint_path))
+        assert strategy.lightning_module is not None
+        fitting = strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        with raise_together(f"Loading the checkpoint {os.fspath(path)!r}"):
+            opened = self._open(path, weights_only)
+            if fitting:
+                self._check_number_of_optimizers(opened)
+        if isinstance(opened, ShardedCheckpoint):
+            mesh = strategy.engine.model.mesh
+            checkpoint = opened.load(mesh, self._is_sharded_here(), with_optimizers=fitting)
+        else:
+            checkpoint = opened
+        own = type(strategy.precision_plugin).__qualname__
+        theirs = next((key for key in _PRECISION_KEYS if key in checkpoint), None)
+        if theirs is not None:
+            checkpoint.setdefault(own, checkpoint[theirs])
+        return checkpoint
+
+    def load_module(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+        """Copies the state dict of a loaded checkpoint into the shards; see `load_state_dict`."""
+        engine = self._strategy.engine
+        with raise_together("Loading the model's state"):
+            load_state_dict(engine.module, checkpoint["state_dict"], engine.model, strict=strict)
+        engine.parameters_changed()
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Copies the optimizer states of a loaded checkpoint into the optimizers; see `load_optimizer_state`."""
+        self._check_number_of_optimizers(checkpoint)
+        engine = self._strategy.engine
+        with raise_together("Loading the optimizers' states"):
+            for optimizer, state in zip(self._strategy.optimizers, checkpoint["optimizer_states"], strict=True):
+                load_optimizer_state(optimizer, state, engine.module, engine.model)
+
+    def remove(self, filepath: str | os.PathLike[str]) -> None:
+        """Removes a checkpoint of either kind; only rank 0 does something."""
+        if self._strategy.is_global_zero:
+            if self._background is not None:
+                self._background.submit(remove, filepath)  # once the one that takes its place is whole
+            elif _is_plain(self._strategy.checkpoint_io) or find_kind(filepath) == "sharded":
+                remove(filepath)
+            else:
+                self._strategy.checkpoint_io.remove_checkpoint(filepath)
+
+    def _open(self, path: str | os.PathLike[str], weights_only: bool | None) -> ShardedCheckpoint | dict[str, Any]:
+        kind = find_kind(path)
+        try:
+            if kind == "sharded":
+                return ShardedCheckpoint.open(path, weights_only)
+            if kind != "file" and _is_plain(self._strategy.checkpoint_io):
+                found = "there is nothing" if kind is None else f"the directory has no '{META}' (an interrupted save?)"
+                raise ValueError(
+                    f"The path {os.fspath(path)!r} does not point to a valid checkpoint: {found}. Make sure that it "
+                    "points to a directory with a sharded checkpoint or to a file with a full one."
+                )
+            checkpoint = self._strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        except pickle.UnpicklingError as error:
+            raise explain_weights_only(error, path) from error
+        except (EOFError, RuntimeError) as error:
+            raise ValueError(
+                f"The path {os.fspath(path)!r} does not point to a valid checkpoint: it cannot be read (truncated?): "
+                f"{error}"
+            ) from error
+        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+            raise ValueError(
+                f"The path {os.fspath(path)!r} does not point to a valid checkpoint: the file has no 'state_dict'. It "
+                "was not saved by a Trainer."
+            )
+        return checkpoint
+
+    def _is_sharded_here(self) -> Callable[[str, torch.Size], bool]:
+        """Whether a tensor that belongs to a name in a checkpoint is distributed like a parameter of this model."""
+        engine = self._strategy.engine
+        shapes = {plain_name(o.fqn): p.layout.spec.shape for p in engine.model.parameters for o in p.owners}
+        whole = {plain_name(name) for name in engine.module.state_dict()} - shapes.keys()
+
+        def is_sharded(name: str, shape: torch.Size) -> bool:
+            # What this model does not know may be a parameter that `on_load_checkpoint` is going to rename.
+            name = plain_name(name)
+            return name not in whole and shapes.get(name, shape) == shape
+
+        return is_sharded
+
+    def _check_number_of_optimizers(self, checkpoint: ShardedCheckpoint | Mapping[str, Any]) -> None:
+        if isinstance(checkpoint, ShardedCheckpoint):
+            found = checkpoint.optimizers
+        else:
+            found = len(checkpoint["optimizer_states"]) if "optimizer_states" in checkpoint else None
+        configured = len(self._strategy.optimizers)
+        if found is not None and found != configured:
+            raise RuntimeError(
+                f"You have configured {configured} optimizers but the checkpoint contains {found} optimizers to load. "
+                "Resume with the optimizers that it was saved with."
+            )
+
+    def _with_known_precision_keys(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Adds the names under which other strategies look for the gradient scaler's state."""
+        own = type(self._strategy.precision_plugin).__qualname__
+        if not isinstance(checkpoint, dict) or own not in checkpoint:
+            return checkpoint
+        return checkpoint | dict.fromkeys(_PRECISION_KEYS, checkpoint[own])
+
+
+def with_default(checkpoint_io: CheckpointIO | None) -> CheckpointIO:
+    """`checkpoint_io`, or what is used if the user configured none; also inside a wrapper such as AsyncCheckpointIO."""
+    if checkpoint_io is None:
+        return FileCheckpointIO()
+    if isinstance(checkpoint_io, _WrappingCheckpointIO):
+        checkpoint_io.checkpoint_io = FileCheckpointIO()  # ignored if there is one
+    return checkpoint_io
+
+
+def _is_plain(checkpoint_io: CheckpointIO) -> bool:
+    """Whether checkpoints are plain files, rather than what a plugin of the user makes of them."""
+    while isinstance(checkpoint_io, _WrappingCheckpointIO) and checkpoint_io.checkpoint_io is not None:
+        checkpoint_io = checkpoint_io.checkpoint_io
+    return type(checkpoint_io) in (FileCheckpointIO, TorchCheckpointIO)

@@ -1,0 +1,104 @@
+"""Checkpoints that are one file."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_deepcompile.checkpoint.location import commit, local_path, staging_path
+
+__all__ = ["FileCheckpointIO", "explain_weights_only", "open_synced"]
+
+_LAZY_KEYS = ("state_dict", "optimizer_states")
+
+
+class FileCheckpointIO(TorchCheckpointIO):
+    """Lightning's plain checkpoint files, written and read without a second copy in memory.
+
+    A local file is streamed to a place beside its own and renamed, so that a crash leaves the old file or the new one.
+    It is read through a memory map: ranks on one machine share its pages, and each touches only the rows that it
+    needs. Remote URLs are Lightning's business.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Writes `checkpoint` to `path`, which may hold an older checkpoint of any kind."""
+        target = local_path(path)
+        if target is None or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staged = staging_path(target)
+        with open_synced(staged) as file:
+            torch.save(checkpoint, file)
+        commit(staged, target)
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: Callable[..., Any] | None = lambda storage, location: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Reads `path`; the tensors of the model and of the optimizers stay in the file until they are used.
+
+        Raises:
+            EOFError: If a local file is truncated.
+        """
+        local = local_path(path)
+        if local is None and weights_only is None and os.fspath(path).startswith("http"):
+            weights_only = True  # Lightning would unpickle anything
+        if local is None or not _is_zip(local):
+            return super().load_checkpoint(path, map_location, weights_only)
+        if not zipfile.is_zipfile(local):
+            raise EOFError("the file's end, where its contents are listed, is missing")
+        checkpoint = torch.load(local, map_location=map_location, mmap=True, weights_only=weights_only)
+        if isinstance(checkpoint, dict):
+            # The rest may live on; it must not depend on what becomes of the file.
+            for key in checkpoint.keys() - set(_LAZY_KEYS):
+                checkpoint[key] = apply_to_collection(checkpoint[key], Tensor, Tensor.clone)
+        return checkpoint
+
+
+@contextmanager
+def open_synced(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a file for writing; at the end it is on the disk, not only on its way there."""
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def explain_weights_only(error: pickle.UnpicklingError, path: Any) -> pickle.UnpicklingError:
+    """The error with what a user of the Trainer can do about it.
+
+    Args:
+        error: Of ``torch.load``.
+        path: The file.
+    """
+    if "Weights only load failed" not in str(error):
+        return error
+    return pickle.UnpicklingError(
+        f"The checkpoint {os.fspath(path)!r} holds objects that are neither tensors nor plain data. If you trust it, "
+        "allow their classes with `torch.serialization.add_safe_globals([...])`, or all with the environment variable "
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1. (`trainer.fit(weights_only=False)` does not reach strategies that restore "
+        f"checkpoints after setup.)\n{error}"
+    )
+
+
+def _is_zip(path: Path) -> bool:
+    """Whether the file begins like those of ``torch.save``; files of its legacy format cannot be mapped."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"

@@ -1,0 +1,155 @@
+"""The module's state dict: full, sharded, and the way back into the shards."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_deepcompile.capture.sharding import ShardedModel, ShardedParameter
+
+__all__ = ["full_state_dict", "gather", "load_state_dict", "plain_name", "sharded_state_dict"]
+
+
+def plain_name(name: str) -> str:
+    """A state dict key without the marks that ``torch.compile`` leaves on compiled submodules."""
+    return name.replace("_orig_mod.", "")
+
+
+@torch.no_grad()
+def gather(tensor: DTensor, *, keep: bool) -> Tensor | None:
+    """The whole of a tensor sharded on dim 0, on the CPU; a collective.
+
+    Args:
+        tensor: Sharded like a parameter. On its device there is room for one whole tensor, padded.
+        keep: Whether this rank wants the result.
+
+    Returns:
+        The tensor, in storage of its own; None if not kept.
+    """
+    if tuple(tensor.placements) != (Shard(0),):
+        whole = tensor.full_tensor()
+        return whole.cpu().clone() if keep else None
+    local, mesh, rows = tensor.to_local(), tensor.device_mesh, tensor.shape[0]
+    device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+    rows_padded = -(-rows // mesh.size())
+    send = local.to(device).contiguous()
+    if local.shape[0] < rows_padded:
+        send = torch.cat([send, send.new_zeros(rows_padded - local.shape[0], *local.shape[1:])])
+    if mesh.size() == 1:
+        return send.cpu().clone() if keep else None
+    whole = send.new_empty(rows_padded * mesh.size(), *local.shape[1:])
+    dist.all_gather_into_tensor(whole, send, group=mesh.get_group())
+    # A view would take the padding along into the file.
+    return whole[:rows].to("cpu", copy=True) if keep else None
+
+
+def full_state_dict(module: nn.Module, model: ShardedModel, *, keep: bool) -> dict[str, Any]:
+    """The module's state dict with whole tensors on the CPU; a collective.
+
+    Args:
+        module: The sharded module.
+        model: How it is sharded.
+        keep: Whether this rank keeps the tensors (rank 0) or only takes part.
+
+    Returns:
+        The state dict, empty where `keep` is false. Tied parameters share their memory, and so take space once.
+    """
+    first_name = {owner.fqn: parameter.name for parameter in model.parameters for owner in parameter.owners}
+    state = module.state_dict()
+    result: dict[str, Any] = OrderedDict()
+    if keep and hasattr(state, "_metadata"):
+        result._metadata = state._metadata  # type: ignore[attr-defined] # the versions of the modules' formats
+    for name, value in state.items():
+        if isinstance(value, DTensor):
+            value = gather(value.detach(), keep=keep)
+        elif isinstance(value, Tensor):
+            value = value.detach().cpu()
+        if keep:
+            twin = result.get(first_name.get(name, name))
+            result[name] = twin if isinstance(twin, Tensor) and torch.equal(twin, value) else value
+    return result
+
+
+def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
+    """The module's state dict with parameters as DTensors, on every rank."""
+    return dict(module.state_dict())
+
+
+class _Destination(Tensor):
+    """Stands for a sharded parameter while a state dict is loaded: it looks whole, and keeps this rank's rows.
+
+    So that ``Module.load_state_dict`` can do its work, with the hooks and overrides that a model may have.
+    """
+
+    parameter: ShardedParameter
+    filled: bool
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def of(parameter: ShardedParameter) -> _Destination:
+        local = parameter.local
+        destination = Tensor._make_wrapper_subclass(
+            _Destination, parameter.layout.spec.shape, dtype=local.dtype, device=local.device
+        )
+        destination.parameter, destination.filled = parameter, False
+        return destination
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and isinstance(args[0], cls):
+            destination, source = args[0], args[1]
+            if source.shape != destination.shape:
+                raise RuntimeError(
+                    f"A tensor of shape {tuple(source.shape)} was copied into {destination.parameter.name!r} of shape "
+                    f"{tuple(destination.shape)} while the state dict was loaded."
+                )
+            destination.parameter.local.copy_(destination.parameter.rows(source))
+            destination.filled = True
+            return destination
+        raise NotImplementedError(
+            f"While a state dict is loaded into sharded parameters, {func} cannot be applied to them: load hooks may "
+            "rename, drop and change the checkpoint's tensors, and `copy_` into the module's."
+        )
+
+
+def load_state_dict(module: nn.Module, state: Mapping[str, Any], model: ShardedModel, *, strict: bool) -> None:
+    """Loads a state dict through ``module.load_state_dict``; each rank copies its rows.
+
+    Args:
+        module: The sharded module.
+        state: By name, whole tensors or DTensors sharded like the parameters. Keys may lack or have the ``_orig_mod.``
+            of compiled submodules.
+        model: How the module is sharded.
+        strict: Whether missing and unexpected keys raise.
+
+    Raises:
+        RuntimeError: For keys that do not match (if strict) or shapes that differ; names them. Also if a parameter was
+            not loaded although its key was there (a `load_state_dict` that assigns instead of copying).
+    """
+    own = module.state_dict()
+    keys = {plain_name(key): key for key in own}
+    renamed = OrderedDict((keys.get(plain_name(key), key), value) for key, value in state.items())
+    # Sharded checkpoints do not tell the versions of the modules' formats; modules would take them for ancient ones.
+    renamed._metadata = getattr(state, "_metadata", getattr(own, "_metadata", None))  # type: ignore[attr-defined]
+    destinations = {p: _Destination.of(p) for p in model.parameters}
+    try:
+        for parameter, destination in destinations.items():
+            parameter.install(destination)  # type: ignore[arg-type]
+        with torch.no_grad():
+            module.load_state_dict(renamed, strict=strict)
+    finally:
+        for parameter in destinations:
+            parameter.install(parameter.dtensor)
+    lost = [p.name for p, d in destinations.items() if not d.filled and any(o.fqn in renamed for o in p.owners)]
+    if lost:
+        raise RuntimeError(
+            f"The parameters {lost} were not loaded, though the checkpoint has them. Under DeepCompileStrategy "
+            "`load_state_dict` must copy into parameters: remove `assign=True`."
+        )

@@ -1,0 +1,204 @@
+"""Optimizer states: this rank's rows of every parameter's state, as DTensors or whole, and the way back.
+
+Optimizers hold plain tensors, one row for each of this rank's rows of the parameter. A state of another shape (a step
+counter) belongs to the whole parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_deepcompile.capture.sharding import ShardedModel, ShardedParameter
+from lightning_deepcompile.checkpoint.module_state import gather, plain_name
+from lightning_deepcompile.checkpoint.together import gather_objects
+
+__all__ = ["full_optimizer_state", "load_optimizer_state", "sharded_optimizer_state"]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """In the table that ranks exchange: a state with this rank's rows of its parameter."""
+
+    dtype: torch.dtype
+
+
+def full_optimizer_state(optimizer: Optimizer, module: nn.Module, model: ShardedModel, *, keep: bool) -> dict[str, Any]:
+    """The optimizer's state dict with whole tensors on the CPU, as plain PyTorch would write it; a collective.
+
+    Args:
+        optimizer: Holds the module's parameters; its state tensors are this rank's rows.
+        module: The sharded module.
+        model: How it is sharded.
+        keep: Whether this rank keeps the tensors.
+
+    Returns:
+        The state dict, empty where `keep` is false.
+    """
+    states, groups = _distributed_states(optimizer, module, model)
+    full: dict[int, dict[str, Any]] = {}
+    for index, entries in states.items():
+        values = {k: gather(v, keep=keep) if isinstance(v, DTensor) else v for k, v in entries.items()}
+        if keep:
+            full[index] = values
+    return {"state": full, "param_groups": groups} if keep else {}
+
+
+def sharded_optimizer_state(optimizer: Optimizer, module: nn.Module, model: ShardedModel) -> dict[str, Any]:
+    """The optimizer's state dict on every rank, keyed by parameter names, with DTensors; a collective."""
+    names = [name for name, _ in _parameters_of(optimizer, module, model)]
+    states, groups = _distributed_states(optimizer, module, model)
+    return {
+        "state": {names[index]: entries for index, entries in states.items()},
+        "param_groups": [{**group, "params": [names[index] for index in group["params"]]} for group in groups],
+    }
+
+
+def load_optimizer_state(
+    optimizer: Optimizer, state: Mapping[str, Any], module: nn.Module, model: ShardedModel
+) -> None:
+    """Loads an optimizer state dict; each rank takes its rows.
+
+    Args:
+        optimizer: The optimizer.
+        state: A plain state dict, or one keyed by names, with whole tensors or DTensors.
+        module: The sharded module.
+        model: How it is sharded.
+
+    Raises:
+        ValueError: If the parameter groups differ; names what does.
+    """
+    parameters = _parameters_of(optimizer, module, model)
+    groups = _matching_groups(optimizer, state["param_groups"], [name for name, _ in parameters])
+    saved = chain.from_iterable(group["params"] for group in groups)
+    local: dict[int, dict[str, Any]] = {}
+    for index, key in enumerate(saved):
+        if key in state["state"]:
+            _, parameter = parameters[index]
+            local[index] = {k: _localize(v, parameter) for k, v in state["state"][key].items()}
+    numbers = iter(range(len(parameters)))
+    groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
+    optimizer.load_state_dict({"state": local, "param_groups": groups})
+
+
+def _parameters_of(
+    optimizer: Optimizer, module: nn.Module, model: ShardedModel
+) -> list[tuple[str, ShardedParameter | None]]:
+    """Name and shard (None: replicated) of each of the optimizer's parameters, in its order."""
+    replicated = {parameter: name for name, parameter in module.named_parameters()}
+    found: list[tuple[str, ShardedParameter | None]] = []
+    for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        sharded = model.by_parameter.get(parameter)
+        found.append((sharded.name if sharded is not None else replicated[parameter], sharded))
+    return found
+
+
+def _distributed_states(
+    optimizer: Optimizer, module: nn.Module, model: ShardedModel
+) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
+    """States by parameter number, equal in structure on all ranks: rows as DTensors, the rest as it is on rank 0.
+
+    Args:
+        optimizer: The optimizer.
+        module: The sharded module.
+        model: How it is sharded.
+
+    Returns:
+        The states, and the parameter groups.
+
+    Raises:
+        RuntimeError: For a state that is neither of the parameter's shape nor equal on all ranks.
+    """
+    parameters = _parameters_of(optimizer, module, model)
+    packed = optimizer.state_dict()
+    plain = {index: dict(entries) for index, entries in packed["state"].items()}
+    table: dict[tuple[int, str], Any] = {}
+    for index, entries in plain.items():
+        parameter = parameters[index][1]
+        for key, value in entries.items():
+            if isinstance(value, DTensor) and parameter is not None:
+                # Someone stepped on the DTensors themselves; the next step will make its state plain.
+                entries[key] = value = parameter.rows(value)
+            if parameter is not None and isinstance(value, Tensor) and value.shape == parameter.local.shape:
+                table[index, key] = _Rows(value.dtype)
+            else:
+                table[index, key] = value.detach().cpu() if isinstance(value, Tensor) else value
+    # A rank may lack a state: an optimizer skips parameters without gradients. What to gather must not depend on it.
+    tables = gather_objects(table)
+    states: dict[int, dict[str, Any]] = {}
+    for index, key in dict.fromkeys(chain.from_iterable(tables)):
+        name, parameter = parameters[index]
+        found = [ranks[index, key] for ranks in tables if (index, key) in ranks]
+        value = found[0]
+        if any(_differs(value, other) for other in found[1:]):
+            raise RuntimeError(
+                f"The state {key!r} of {name!r} in {type(optimizer).__name__} has not the shape of the parameter's "
+                "shard, and differs between ranks: it cannot be saved. Use an element-wise optimizer."
+            )
+        if isinstance(value, _Rows):
+            assert parameter is not None
+            local = plain.get(index, {}).get(key)
+            local = torch.zeros_like(parameter.local, dtype=value.dtype) if local is None else local
+            value = parameter.distribute(local.detach())
+        states.setdefault(index, {})[key] = value
+    return dict(sorted(states.items())), packed["param_groups"]
+
+
+def _differs(value: Any, other: Any) -> bool:
+    if isinstance(value, _Rows) or isinstance(other, _Rows):
+        return value != other
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        # Counters of one element may differ where ranks skip different parameters.
+        return value.shape != other.shape or (value.numel() > 1 and not torch.equal(value, other))
+    return isinstance(value, Tensor) != isinstance(other, Tensor)
+
+
+def _localize(value: Any, parameter: ShardedParameter | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if parameter is not None and value.dim() and value.shape == parameter.dtensor.shape:
+        value = parameter.rows(value)
+    # A copy: what the optimizer keeps must not hang on a memory-mapped file.
+    return value.clone()
+
+
+def _matching_groups(optimizer: Optimizer, saved: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
+    """The saved groups with their parameters in the optimizer's order.
+
+    Groups keyed by numbers are in that order already: the numbers are names, as other strategies count parameters that
+    this optimizer does not have. Groups keyed by names need not be.
+    """
+    if len(saved) != len(optimizer.param_groups):
+        raise ValueError(
+            f"The checkpoint's {type(optimizer).__name__} has {len(saved)} parameter groups, yours "
+            f"{len(optimizer.param_groups)}. Resume with the optimizer that the checkpoint was saved with."
+        )
+    groups, rest = [], iter(names)
+    for number, (theirs, ours) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
+        mine = [next(rest) for _ in ours["params"]]
+        params = theirs["params"]
+        if params and isinstance(params[0], str):
+            by_name = {plain_name(name): name for name in params}
+            missing = [name for name in mine if plain_name(name) not in by_name]
+            unexpected = sorted(by_name.keys() - {plain_name(name) for name in mine})
+            if missing or unexpected:
+                raise ValueError(
+                    f"Parameter group {number} of {type(optimizer).__name__} differs from the checkpoint's. Missing "
+                    f"there: {missing}; unexpected: {unexpected}. Resume with the parameter groups that the checkpoint "
+                    "was saved with."
+                )
+            params = [by_name[plain_name(name)] for name in mine]
+        elif len(params) != len(mine):
+            raise ValueError(
+                f"Parameter group {number} of the checkpoint's {type(optimizer).__name__} has {len(params)} "
+                f"parameters, yours {len(mine)}. Resume with the optimizer that the checkpoint was saved with."
+            )
+        groups.append({**theirs, "params": params})
+    return groups

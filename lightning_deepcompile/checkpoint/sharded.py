@@ -1,0 +1,308 @@
+"""Checkpoints that are a directory: every rank writes its shards (torch.distributed.checkpoint), rank 0 the rest.
+
+The keys are those of Lightning's FSDP strategy, ``model.*`` and ``optimizer_{i}.*``. Directories of its FSDP2 strategy
+(``state_dict.*``) are read as well. A checkpoint can be read by any number of ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import posixpath
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fsspec.core import url_to_fs
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_deepcompile.checkpoint.background import BackgroundSaves, copy_to_host
+from lightning_deepcompile.checkpoint.file import open_synced
+from lightning_deepcompile.checkpoint.location import META, commit, discard, local_path, remove, staging_path
+from lightning_deepcompile.checkpoint.together import raise_together
+
+__all__ = ["ShardedCheckpoint", "save_sharded"]
+
+_MODEL_KEYS = ("model", "state_dict")
+
+
+def save_sharded(
+    checkpoint: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    is_global_zero: bool,
+    background: BackgroundSaves | None = None,
+) -> None:
+    """Writes a sharded checkpoint; a collective.
+
+    Args:
+        checkpoint: Lightning's checkpoint; ``state_dict`` and ``optimizer_states`` hold DTensors.
+        path: A directory that all ranks reach, or a URL. What is there is replaced once the new checkpoint is whole; at
+            a URL, where nothing can be renamed, it is removed first.
+        is_global_zero: Whether this is rank 0.
+        background: If given, the state is only copied now, and this thread writes the copy.
+
+    Raises:
+        OSError: If rank 0 cannot write there.
+        RuntimeError: If any rank cannot write; on all of them.
+    """
+    meta = io.BytesIO()
+    with raise_together(f"Saving the checkpoint {os.fspath(path)!r}"):
+        if is_global_zero:
+            torch.save({k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}, meta)
+    states = {"model": checkpoint["state_dict"]}
+    states |= {f"optimizer_{i}": state for i, state in enumerate(checkpoint.get("optimizer_states", []))}
+    if background is None:
+        _write(states, meta.getvalue(), path, is_global_zero, None)
+    else:
+        group = background.group
+        background.submit(_write, copy_to_host(states), meta.getvalue(), path, is_global_zero, group)
+
+
+def _write(
+    states: dict[str, Any],
+    meta: bytes,
+    path: str | os.PathLike[str],
+    is_global_zero: bool,
+    group: dist.ProcessGroup | None,
+) -> None:
+    target = local_path(path)
+    staged = path if target is None else staging_path(target)
+    action = f"Saving the checkpoint {os.fspath(path)!r}"
+    with raise_together(action, group):
+        if is_global_zero:
+            _make_room(staged)
+    try:
+        dcp.save(states, checkpoint_id=staged, process_group=group)
+    except CheckpointException as error:
+        raise RuntimeError(f"{action} failed: {error}") from error
+    with raise_together(action, group):
+        if is_global_zero:
+            if isinstance(staged, Path) and target is not None:
+                with open_synced(staged / META) as file:
+                    file.write(meta)
+                commit(staged, target)
+            else:
+                fs, folder = url_to_fs(os.fspath(path))
+                fs.pipe(posixpath.join(folder, META), meta)
+
+
+def _make_room(staged: str | os.PathLike[str]) -> None:
+    if isinstance(staged, Path):
+        discard(staged)
+        staged.mkdir(parents=True)
+    else:
+        remove(staged)
+
+
+@dataclass
+class ShardedCheckpoint:
+    """A sharded checkpoint that was opened: checked to be whole, and nothing of its tensors read yet.
+
+    Args:
+        path: The directory.
+        meta: What ``meta.pt`` holds.
+        metadata: What ``.metadata`` holds.
+        weights_only: As for ``torch.load``.
+    """
+
+    path: str | os.PathLike[str]
+    meta: dict[str, Any]
+    metadata: Metadata
+    weights_only: bool | None
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], weights_only: bool | None) -> ShardedCheckpoint:
+        """Reads what is small, and checks that the rest is there; no collective.
+
+        Args:
+            path: The directory.
+            weights_only: As for ``torch.load``: only False admits pickled objects of any class.
+
+        Raises:
+            ValueError: If a file is missing or truncated, or the keys are not those of a Lightning checkpoint.
+        """
+        fs, folder = url_to_fs(os.fspath(path))
+        if not fs.isfile(posixpath.join(folder, ".metadata")):
+            raise _invalid(path, "it has no file '.metadata'")
+        with fs.open(posixpath.join(folder, META), "rb") as file:
+            meta = torch.load(file, map_location="cpu", weights_only=weights_only)
+        metadata = _Reader(path, weights_only).read_metadata()
+        ends: dict[str, int] = {}
+        for info in metadata.storage_data.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        for name, end in ends.items():
+            file = posixpath.join(folder, name)
+            size = fs.size(file) if fs.isfile(file) else None
+            if size is None or size < end:
+                found = "is missing" if size is None else f"is truncated ({size} bytes of {end})"
+                raise _invalid(path, f"its file {name!r} {found}")
+        checkpoint = cls(path, meta, metadata, weights_only)
+        if checkpoint.model_key is None:
+            found = sorted({key[0] for key in checkpoint._paths().values()})
+            raise _invalid(path, f"it holds neither 'model' nor 'state_dict', but {found}")
+        return checkpoint
+
+    def _paths(self) -> dict[str, tuple[Any, ...]]:
+        """For every flat key where its value belongs, such as ``("optimizer_0", "state", "head.weight", "step")``."""
+        return self.metadata.planner_data or {
+            key: tuple(key.split(".", 1)) for key in self.metadata.state_dict_metadata
+        }
+
+    @property
+    def model_key(self) -> str | None:
+        """Under which key the model lies."""
+        found = {key[0] for key in self._paths().values()}
+        return next((key for key in _MODEL_KEYS if key in found), None)
+
+    @property
+    def optimizers(self) -> int | None:
+        """How many optimizers' states there are; None if only the model was saved."""
+        count = len({path[0] for path in self._paths().values() if re.fullmatch(r"optimizer_\d+", str(path[0]))})
+        return count if count or "lr_schedulers" in self.meta else None
+
+    def load(
+        self, mesh: DeviceMesh, is_sharded: Callable[[str, torch.Size], bool], *, with_optimizers: bool
+    ) -> dict[str, Any]:
+        """Reads this rank's part into host memory; a collective.
+
+        Args:
+            mesh: 1-D mesh of the ranks.
+            is_sharded: Tells by a parameter's or buffer's name and a tensor's shape whether to read this rank's rows
+                only.
+            with_optimizers: Whether to read optimizer states.
+
+        Returns:
+            Lightning's checkpoint: `meta`, ``state_dict`` and, if asked, ``optimizer_states``. Tensors are on the CPU;
+            those of which only rows were read are DTensors, sharded on dim 0.
+
+        Raises:
+            RuntimeError: If any rank cannot read; on all of them.
+        """
+        optimizers = [f"optimizer_{i}" for i in range(self.optimizers or 0)] if with_optimizers else []
+        wanted = {self.model_key, *optimizers}
+        paths = {key: path for key, path in self._paths().items() if path[0] in wanted}
+        flat: dict[str, Any] = {}
+        for key, path in paths.items():
+            stored = self.metadata.state_dict_metadata[key]
+            if isinstance(stored, BytesStorageMetadata):
+                flat[key] = None  # will be an object
+                continue
+            shape, dtype = stored.size, stored.properties.dtype
+            name = str(path[1] if path[0] == self.model_key else path[2])
+            rows_only = shape.numel() > 0 and len(shape) > 0 and is_sharded(name, shape)
+            flat[key] = _empty_rows(shape, dtype, mesh) if rows_only else torch.empty(shape, dtype=dtype)
+        try:
+            dcp.load(flat, storage_reader=_Reader(self.path, self.weights_only), planner=_Planner(self.weights_only))
+        except CheckpointException as error:
+            raise RuntimeError(f"The checkpoint {os.fspath(self.path)!r} could not be read: {error}") from error
+        nested: dict[str, Any] = {}
+        for key, path in paths.items():
+            _insert(nested, path, flat[key])
+        checkpoint = dict(self.meta)
+        checkpoint["state_dict"] = nested.get(str(self.model_key), {})
+        if with_optimizers and self.optimizers is not None:
+            # Without any state (SGD) there is no key for it.
+            checkpoint["optimizer_states"] = [{"state": {}, **nested[key]} for key in optimizers]
+        return checkpoint
+
+
+def _invalid(path: str | os.PathLike[str], reason: str) -> ValueError:
+    return ValueError(
+        f"The path {os.fspath(path)!r} does not point to a valid checkpoint: {reason}. Was it saved by another "
+        "program, or copied incompletely?"
+    )
+
+
+def _empty_rows(shape: torch.Size, dtype: torch.dtype, mesh: DeviceMesh) -> DTensor:
+    """A DTensor of global `shape`, sharded on dim 0, on the CPU."""
+    rows_padded = -(-shape[0] // mesh.size())
+    low = min(mesh.get_local_rank() * rows_padded, shape[0])
+    rows = torch.empty(min(rows_padded, shape[0] - low), *shape[1:], dtype=dtype, device="meta")
+    strides = torch.empty(shape, device="meta").stride()
+    # `from_local` would move real memory to the mesh's device.
+    sharded = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=shape, stride=strides)
+    return torch.empty_like(sharded, device="cpu")
+
+
+def _insert(root: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
+    """Sets ``root[path[0]][path[1]]...``; where a number follows, the container is a list."""
+    here: Any = root
+    for key, following in zip(path, (*path[1:], None), strict=True):
+        fresh = value if following is None else [] if isinstance(following, int) else {}
+        if isinstance(here, list):
+            here.extend([None] * (key + 1 - len(here)))
+            here[key] = fresh if here[key] is None else here[key]
+        else:
+            here.setdefault(key, fresh)
+        here = here[key]
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """Reads pickled entries as ``torch.load`` would, which is not what DCP does: it unpickles anything."""
+
+    def __init__(self, weights_only: bool | None) -> None:
+        super().__init__()
+        self._weights_only = weights_only
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=self._weights_only)
+
+
+class _Reader(FsspecReader):
+    """Reads from local and remote places, and unpickles nothing but DCP's own classes."""
+
+    def __init__(self, path: str | os.PathLike[str], weights_only: bool | None) -> None:
+        super().__init__(os.fspath(path))
+        self._weights_only = weights_only
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._weights_only is False:
+            return super().read_metadata(*args, **kwargs)
+        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    _ALLOWED = {
+        "collections": {"OrderedDict"},
+        "pathlib": {"PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
+        "pathlib._local": {"PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
+        "torch": {"Size", "device"},
+        "torch.serialization": {"_get_layout"},
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+        "torch.distributed.checkpoint.metadata": {
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        },
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in self._ALLOWED.get(module, ()) or (
+            module == "torch" and isinstance(getattr(torch, name), torch.dtype)
+        ):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(
+            f"The file '.metadata' refers to {module}.{name}, which no distributed checkpoint needs. It is not loaded."
+        )

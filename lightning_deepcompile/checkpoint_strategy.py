@@ -1,0 +1,63 @@
+"""The hooks through which Lightning saves and loads checkpoints, for a strategy whose model is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from torch.optim import Optimizer
+
+from lightning_deepcompile.checkpoint import Checkpoints, with_default
+from lightning_deepcompile.processes import ProcessStrategy
+
+__all__ = ["CheckpointStrategy"]
+
+
+class CheckpointStrategy(ProcessStrategy):
+    """Base that hands checkpoints to a `Checkpoints` object, which a subclass sets as ``_checkpoints``."""
+
+    _checkpoints: Checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Checkpoints are loaded into shards, which exist after setup."""
+        return True
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Reads and writes full checkpoints."""
+        self._checkpoint_io = with_default(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state dict: full on rank 0 and empty on others, or sharded; all ranks must call it."""
+        return self._checkpoints.module_state()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state dict: full on rank 0 and empty on others, or sharded; all ranks must call it."""
+        return self._checkpoints.optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Saves a full or sharded checkpoint; all ranks must call it."""
+        self._checkpoints.save(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a full or sharded checkpoint, which this strategy, FSDP or a single device saved."""
+        return self._checkpoints.load(checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Copies a checkpoint's state dict into the shards."""
+        self._checkpoints.load_module(checkpoint, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Copies a checkpoint's optimizer states into the optimizers."""
+        self._checkpoints.load_optimizers(checkpoint)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a full or sharded checkpoint."""
+        self._checkpoints.remove(filepath)

@@ -1,0 +1,234 @@
+"""Every private part of PyTorch that this package leans on, in one place, with what differs between 2.11 and 2.13.
+
+Each function has a test that fails when PyTorch moves what it uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
+
+__all__ = [
+    "BoxedCallable",
+    "capture",
+    "compile_region",
+    "current_fake_mode",
+    "inference_joint_passes",
+    "is_checkpoint",
+    "partition",
+    "real_tensors",
+    "step_settings",
+    "storage_uses",
+    "store",
+    "unscale",
+    "with_own_code",
+]
+
+BoxedCallable = Callable[[list[Any]], Sequence[Any]]
+"""A compiled function that takes its arguments as one list and empties it, so that they can be freed while it runs."""
+
+
+def capture(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    forward: Callable[[fx.GraphModule, Sequence[Any]], BoxedCallable],
+    backward: Callable[[fx.GraphModule, Sequence[Any]], BoxedCallable],
+    inference: Callable[[fx.GraphModule, Sequence[Any]], BoxedCallable],
+    partitioner: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    eager_random: bool = False,
+) -> Callable[..., Any]:
+    """Runs AOTAutograd on a Dynamo graph with our compilers for the partitioned graphs.
+
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: Its (fake) inputs.
+        forward: Compiles the forward graph of a graph that needs gradients.
+        backward: Compiles its backward graph; called when the first backward pass runs.
+        inference: Compiles graphs that need no gradients.
+        partitioner: Cuts the joint graph in two; takes the graph, its inputs and keywords.
+        eager_random: Keep PyTorch's own random operators. Inductor's, which replace them otherwise, mean what they say
+            only when Inductor compiles them: run eagerly they ignore their seed, so that a dropout mask that backward
+            computes again would be another one.
+
+    Returns:
+        The callable that replaces `gm`.
+    """
+    import torch._inductor.config as inductor_config
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.utils import detect_fake_mode
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+
+    # Inductor's joint passes (dropout's random numbers) look the fake mode up here.
+    with (
+        V.set_fake_mode(detect_fake_mode(example_inputs)),
+        inductor_config.patch(fallback_random=True) if eager_random else contextlib.nullcontext(),
+    ):
+        backend = aot_autograd(
+            fw_compiler=forward,
+            bw_compiler=backward,
+            inference_compiler=inference,
+            partition_fn=partitioner,
+            decompositions=select_decomp_table(),
+            keep_inference_input_mutations=True,
+        )
+        return backend(gm, example_inputs)
+
+
+def partition(
+    gm: fx.GraphModule, joint_inputs: Sequence[Any], prepare: Callable[[fx.GraphModule], None], **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Inductor's joint-graph passes, then `prepare`, then the min-cut partitioner.
+
+    Args:
+        gm: The joint graph.
+        joint_inputs: Its inputs.
+        prepare: Marks nodes with what the partitioner must recompute or save. After the passes, which replace nodes.
+        **kwargs: Passed on; new keywords have appeared with every PyTorch release.
+
+    Returns:
+        Forward and backward graph.
+    """
+    import torch._inductor.config as inductor_config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.compile_fx import partition_fn
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class PrepareAndCut(CustomPartitionerFn):
+        def __call__(
+            self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **inner: Any
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            prepare(gm)
+            return min_cut_rematerialization_partition(gm, joint_inputs, **inner)
+
+        def uuid(self) -> None:
+            return None  # part of cache keys, of which none is made here
+
+    with inductor_config.patch(custom_partitioner_fn=PrepareAndCut()):
+        return partition_fn(gm, joint_inputs, **kwargs)
+
+
+def inference_joint_passes(gm: fx.GraphModule) -> None:
+    """Inductor's joint-graph passes for a graph that is not partitioned; without them random operators do not lower."""
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes
+
+    _recursive_joint_graph_passes(gm)
+
+
+def current_fake_mode() -> FakeTensorMode:
+    """The fake mode of the compilation in progress."""
+    mode = TracingContext.get().fake_mode
+    if mode is None:
+        raise RuntimeError("No fake tensor mode is active: a graph was lowered outside of a compilation.")
+    return mode
+
+
+def real_tensors() -> contextlib.AbstractContextManager[None]:
+    """Inside, operators compute with real tensors, also while a graph is being traced."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a bound method whose compilations are counted, and cached, apart from those of the original's code.
+
+    Dynamo keeps what it compiled with the code object. Without this, every model of a class, and every training run in
+    a process, would use up the recompile limit of the others, and slow their guards down.
+
+    Args:
+        method: A method written in Python; anything else is returned as it is.
+    """
+    function = getattr(method, "__func__", None)
+    if not isinstance(function, types.FunctionType):
+        return method
+    copy = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__.update(function.__dict__)
+    copy.__doc__, copy.__qualname__, copy.__module__ = function.__doc__, function.__qualname__, function.__module__
+    return types.MethodType(copy, method.__self__)
+
+
+def storage_uses(tensor: Tensor) -> int:
+    """How many tensors share the memory of `tensor`, itself included; temporary Python objects count, too."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def unscale(scaler: ShardedGradScaler, optimizer: Optimizer) -> None:
+    """Unscales the gradients of `optimizer` and lets all ranks know whether one found any that is not finite.
+
+    PyTorch's scaler for shards keeps that as a vector of one element, the number of such ranks. Fused optimizers want
+    what its other scaler gives them: a scalar that is 0 or 1.
+    """
+    scaler.unscale_(optimizer)
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    for device, value in found.items():
+        found[device] = value.reshape(()).clamp(max=1)
+
+
+def store() -> dist.Store:
+    """The key-value store that the ranks of the default process group met at."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def is_checkpoint(node: fx.Node) -> bool:
+    """Whether `node` of a Dynamo graph runs a subgraph under activation checkpointing: ``(subgraph, *operands)``."""
+    return node.op == "call_function" and node.target is torch.ops.higher_order.tag_activation_checkpoint
+
+
+def compile_region(
+    gm: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool, is_inference: bool
+) -> BoxedCallable:
+    """Compiles one region with Inductor, apart from the compilation that is in progress.
+
+    The tracing context must be a fresh one: AOTAutograd's own names the outer backward graph's donated inputs by index,
+    and Inductor would overwrite the region's inputs at the same indices: silently wrong gradients.
+
+    Args:
+        gm: The region; its output node carries ``user_visible_output_idxs``.
+        inputs: Fake inputs.
+        is_backward: Whether it belongs to a backward graph.
+        is_inference: Whether no gradients will be needed.
+
+    Returns:
+        The compiled region.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    with tracing(TracingContext(current_fake_mode())):
+        return compile_fx_inner(gm, inputs, is_backward=is_backward, is_inference=is_inference, static_input_idxs=())
+
+
+@contextlib.contextmanager
+def step_settings(recompile_limit: int) -> Iterator[None]:
+    """Dynamo's settings around a compiled step.
+
+    A function that is compiled too often must raise: Dynamo's silent way out is to run it eagerly, where sharded
+    parameters are gathered one by one. Integers on modules (``self.global_step``) become inputs instead of guards.
+
+    Args:
+        recompile_limit: Compilations of one function before the step is refused.
+    """
+    with torch._dynamo.config.patch(
+        fail_on_recompile_limit_hit=True,
+        recompile_limit=recompile_limit,
+        allow_unspec_int_on_nn_module=True,
+    ):
+        yield

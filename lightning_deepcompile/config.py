@@ -1,0 +1,96 @@
+"""Settings of the compiler and of the runtime, as they appear in code, in YAML and on the command line."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from lightning_deepcompile.plan.budget import parse_budget
+
+__all__ = ["CompileConfig"]
+
+
+@dataclass
+class CompileConfig:
+    """How the step is compiled and how its program is scheduled.
+
+    Args:
+        region_backend: What compiles the compute between two collectives. ``"inductor"`` is the fast one; ``"eager"``
+            runs the captured operators one by one: slow, and useful to tell a compiler problem from one of ours.
+        prefetch_blocks: How many blocks ahead of its use a block's parameters are gathered. 0 gathers right before the
+            use; each block ahead costs the memory of one gathered block.
+        reduce_window: How many groups of full gradients may wait for their reduce-scatter before the compute stream
+            waits for the oldest. Bounds the memory that gradients take during backward.
+        keep_last_block: Keep the last gathered block of a forward pass for the backward pass that starts with it,
+            instead of gathering it twice in a row.
+        recompile_limit: How often Dynamo may compile one function anew (new shapes, changed attributes) before the
+            step is refused. Beyond it Dynamo would run the function eagerly without saying so.
+        max_ctas: Upper limit of GPU thread blocks that a NCCL collective may occupy; 0 leaves the choice to NCCL.
+        recognize_causal_masks: Replace an attention mask that provably is the causal one by ``is_causal=True``, which
+            admits the flash attention kernels.
+        schedule: Which passes plan the programs, and when: a list of ``{"step": n, "passes": [...]}``, in optimizer
+            steps since the start or the resuming. The entry of step 0 applies from the first step on. Each later one
+            profiles steps n and n + 1, plans with what they measured, and swaps the programs before step n + 2.
+            Passes are names (``zero3``, ``prefetch``, ``fuse``, ``unshard``, ``proactive_prefetch``) or
+            ``"package.module:name"`` of your own. ``"auto"``: `plan.DEFAULT_SCHEDULE`, which plans at step 3. None:
+            nothing is measured, unless `plan` or `memory_budget` is given, which is as ``"auto"``.
+        memory_budget: What plans may use of each device's memory: bytes, a text like ``"24GiB"``, or a fraction. None
+            is 0.9 of it; anything else is held to: if no plan fits, training stops with an error that says what would.
+            Where torch's allocator does not count (CPU), only what programs hold between regions is known.
+        plan: File of a plan. If it exists and fits, training starts with it and does not profile; the plan of a run
+            that did profile is written to it. ``"auto"``: ``deepcompile_plan.json`` in the Trainer's root directory.
+
+    Raises:
+        ValueError: If a value is out of range; the message names the argument and the value seen.
+    """
+
+    region_backend: Literal["inductor", "eager"] = "inductor"
+    prefetch_blocks: int = 2
+    reduce_window: int = 2
+    keep_last_block: bool = True
+    recompile_limit: int = 16
+    max_ctas: int = 0
+    recognize_causal_masks: bool = True
+    schedule: list[dict[str, Any]] | Literal["auto"] | None = None
+    memory_budget: int | float | str | None = None
+    plan: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.region_backend not in ("inductor", "eager"):
+            raise ValueError(f"CompileConfig(region_backend={self.region_backend!r}): use 'inductor' or 'eager'.")
+        for name, least in (("prefetch_blocks", 0), ("reduce_window", 0), ("recompile_limit", 1), ("max_ctas", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"CompileConfig({name}={value!r}): expected an integer of at least {least}.")
+        parse_budget(self.memory_budget, total=1)
+        if self.schedule is not None and self.schedule != "auto":
+            _check_schedule(self.schedule)
+
+    @property
+    def measures(self) -> bool:
+        """Whether steps are to be profiled where the schedule itself does not say."""
+        return self.schedule == "auto" or self.plan is not None or self.memory_budget is not None
+
+    def in_folder(self, root: str) -> CompileConfig:
+        """The settings of a run whose root directory is `root`, in which ``plan="auto"`` is a file."""
+        if self.plan != "auto":
+            return self
+        return replace(self, plan=os.path.join(root, "deepcompile_plan.json"))
+
+
+def _check_schedule(schedule: list[dict[str, Any]]) -> None:
+    steps = []
+    for entry in schedule:
+        if not isinstance(entry, dict) or entry.keys() != {"step", "passes"} or not isinstance(entry["step"], int):
+            raise ValueError(
+                f"CompileConfig(schedule=...): {entry!r} should be like {{'step': 3, 'passes': ['zero3', 'unshard']}}."
+            )
+        steps.append(entry["step"])
+    if not steps or steps[0] != 0:
+        raise ValueError(f"CompileConfig(schedule=...) begins at step {steps[:1]}; its first entry must be of step 0.")
+    if any(later - earlier < 3 for earlier, later in zip(steps, steps[1:], strict=False)):
+        raise ValueError(
+            f"CompileConfig(schedule=...) has entries at steps {steps}; each must be 3 or more after the one before, "
+            "since the steps before are measured."
+        )

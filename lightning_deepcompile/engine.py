@@ -1,0 +1,342 @@
+"""What makes one module run sharded: runtime, shards, gradients, compiled steps. Knows nothing of Lightning."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.agreement import Agreement
+from lightning_deepcompile.capture.backend import Capture
+from lightning_deepcompile.capture.checks import check_module, check_same_model
+from lightning_deepcompile.capture.gradients import GradientSession
+from lightning_deepcompile.capture.graph_checks import UnsupportedStepError, ungathered_message
+from lightning_deepcompile.capture.sharding import shard_module
+from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.optimizers import LocalShards, check_optimizer
+from lightning_deepcompile.plan.report import Round
+from lightning_deepcompile.plan.settings import PlanSettings
+from lightning_deepcompile.program.printer import format_program
+from lightning_deepcompile.runtime import load_extension
+from lightning_deepcompile.summary import Summary
+from lightning_deepcompile.tuner import Tuner
+
+__all__ = ["Engine"]
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Shards `module` and compiles its steps.
+
+    Args:
+        module: The model; sharded in place.
+        mesh: 1-D device mesh of the ranks.
+        config: Settings.
+        gather_dtype: Dtype in which floating-point parameters are gathered; None keeps their own.
+        reduce_dtype: Dtype in which gradients are reduced; None keeps the one they are computed in.
+        stage: ZeRO stage: what stays whole between uses (1, 2: parameters; 1: also gradients while they accumulate).
+        timeout: How long to wait for other ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        config: CompileConfig,
+        *,
+        gather_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        stage: int = 3,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        extension = load_extension()
+        check_module(module)
+        group = mesh.get_group()
+        check_same_model(module, group)
+        self.module = module
+        self.config = config
+        self.stage = stage
+        self.device = device = torch.device(
+            mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None
+        )
+        gather_group, reduce_group = group, group
+        if mesh.device_type == "cpu" and mesh.size() > 1:
+            # Separate groups, so that gathers and reductions need not wait for each other.
+            ranks = dist.get_process_group_ranks(group)
+            gather_group, reduce_group = (dist.new_group(ranks, timeout=timeout) for _ in range(2))
+        self.runtime = extension.Runtime(
+            gather_group,
+            reduce_group,
+            device,
+            reduce_window=config.reduce_window,
+            max_ctas=config.max_ctas,
+            timeout=timeout.total_seconds(),
+        )
+        self._close = weakref.finalize(self, self.runtime.close)
+        self.model = shard_module(module, self.runtime, mesh, gather_dtype=gather_dtype, reduce_dtype=reduce_dtype)
+        self.gradients = GradientSession(self.runtime, self.model, group)
+        store = compat.store()
+        # Engines are made in the same order on all ranks; a number of its own keeps one's keys from another's.
+        number = store.add(f"lightning_deepcompile/engines/{dist.get_rank()}", 1)
+        prefix = f"lightning_deepcompile/engine{number}"
+        agreement = Agreement(store, mesh.get_local_rank(), mesh.size(), timeout, prefix)
+        self.capture = Capture(config, self.model, self.runtime, self.gradients, agreement.check, stage)
+        self.tuner = Tuner(self.capture, self.runtime, group, device)
+        self._local_shards: weakref.WeakKeyDictionary[Optimizer, LocalShards] = weakref.WeakKeyDictionary()
+        self._compiled: dict[str, Callable[..., Any]] = {}
+        self._before_step: dict[str, int] = {}
+        self._last_step: dict[str, int] = {}
+        self._stale_gradients = False
+        # One tensor per flat buffer of parameters: all views of a buffer share its count of in-place changes.
+        self._watched = [self.model.by_name[chunk.shards[0].spec.name].leaf for chunk in self.model.chunks]
+        self._versions: list[int] | None = None
+        self._aborted = False
+
+    def run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's method `name` compiled, with sharded parameters.
+
+        Args:
+            name: ``training_step``, ``validation_step`` and so on.
+            *args: The method's arguments.
+            **kwargs: The method's keyword arguments.
+
+        Returns:
+            What the method returns.
+
+        Raises:
+            RuntimeError: If Dynamo compiled the step too often.
+            UnsupportedStepError: If the step does with parameters what cannot be done with shards.
+        """
+        if name not in self._compiled:
+            step = compat.with_own_code(getattr(self.module, name))
+            self._compiled[name] = torch.compile(step, backend=self.capture)
+        if name == "training_step":
+            self.tuner.begin_micro_batch()
+        self._renew_gathered()
+        if name == "training_step":
+            self._before_step = self.runtime.stats()
+        self.gradients.follow_requires_grad()
+        try:
+            with self.model.state.set("inside"), compat.step_settings(self.config.recompile_limit):
+                return self._compiled[name](*args, **kwargs)
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            raise RuntimeError(
+                f"`{name}` was compiled more than {self.config.recompile_limit} times. Something that it reads changes "
+                "with every step: see the guard named above (`TORCH_LOGS=recompiles` lists all), keep it out of the "
+                "step or pass it as a tensor; or raise CompileConfig(recompile_limit=...) if there are that many "
+                "shapes."
+            ) from error
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, UnsupportedStepError):
+                raise error.inner_exception from None
+            raise
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" in str(error):
+                raise UnsupportedStepError(ungathered_message()) from error
+            raise
+
+    def _renew_gathered(self) -> None:
+        # Whoever changed a parameter since the last step did so on the compute stream: the gathers must come after it.
+        # Where parameters stay whole between steps (of one accumulation, or in evaluation) they are kept as long as
+        # nobody has written to one. Looked at here and not after the optimizer step, so that a hook's changes count.
+        versions = [leaf._version for leaf in self._watched]
+        if self.stage == 3 or versions != self._versions:
+            self.runtime.invalidate()
+            self.runtime.refetch()
+            self._versions = versions
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Inside, backward passes are not the last ones before the optimizer steps: stage 1 reduces nothing yet."""
+        self.gradients.update = False
+        try:
+            yield
+        finally:
+            self.gradients.update = True
+
+    def attach_optimizer(self, optimizer: Optimizer) -> None:
+        """Makes `optimizer` step on this rank's shards; see `LocalShards`.
+
+        Args:
+            optimizer: Built from the module's (sharded) parameters.
+
+        Raises:
+            ValueError: For optimizers that need whole tensors, and for parameters that are not the module's.
+        """
+        if optimizer not in self._local_shards:
+            check_optimizer(optimizer, self.model)
+            self._local_shards[optimizer] = LocalShards(
+                optimizer, self.model, self.gradients, after_step=self.parameters_changed
+            )
+
+    @contextlib.contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around a step of `optimizer`: whatever happens inside, it holds the parameters again afterwards."""
+        try:
+            yield
+        finally:
+            if optimizer in self._local_shards:
+                self._local_shards[optimizer].restore()
+
+    def local_shards(self, optimizer: Optimizer) -> LocalShards:
+        """The context in which `optimizer`, which was attached, holds plain shards."""
+        return self._local_shards[optimizer]
+
+    def backward(self, run: Callable[[], Any]) -> Any:
+        """Runs a backward pass; afterwards every ``.grad`` is set.
+
+        Args:
+            run: Runs the pass.
+        """
+        self.gradients.begin_now()
+        try:
+            with self.model.state.set("inside"):  # eager code under activation checkpointing runs, and gathers, again
+                result = run()
+        except BaseException:
+            self.gradients.abandon()
+            raise
+        self.gradients.finish()
+        self._last_step = {key: value - self._before_step.get(key, 0) for key, value in self.runtime.stats().items()}
+        return result
+
+    @contextlib.contextmanager
+    def full_parameters(self, module: nn.Module | None = None, *, writeback: bool = True) -> Iterator[None]:
+        """Inside, the parameters are whole, plain tensors on every rank; all ranks must enter and leave together.
+
+        Args:
+            module: Whose parameters; by default the whole model's, which must then fit into memory.
+            writeback: Keep what was written to them, each rank's own rows; else it is dropped.
+        """
+        wanted = {p for m in (module or self.module).modules() for p in m._parameters.values() if p is not None}
+        chosen = [p for p in self.model.parameters if p.dtensor in wanted]
+        wholes = {p: nn.Parameter(p.dtensor.detach().full_tensor(), p.dtensor.requires_grad) for p in chosen}
+        for parameter, whole in wholes.items():
+            parameter.install(whole)
+        try:
+            with self.model.state.set("whole"):
+                yield
+        finally:
+            for parameter, whole in wholes.items():
+                parameter.install(parameter.dtensor)
+                if writeback:
+                    with torch.no_grad():
+                        parameter.local.copy_(parameter.rows(whole))
+
+    def parameters_changed(self) -> None:
+        """Call when parameters were written to: what is gathered is out of date, gradients may be dropped."""
+        self._versions = None
+        self.runtime.invalidate()
+        self._stale_gradients = True
+        self.tuner.end_step()
+
+    def drop_stale_gradients(self) -> None:
+        """Frees gradients that an optimizer step has consumed, before a forward pass needs the memory."""
+        if self._stale_gradients:
+            self.gradients.drop()
+            self._stale_gradients = False
+        # One tensor per flat buffer of parameters: all views of a buffer share its count of in-place changes.
+        self._watched = [self.model.by_name[chunk.shards[0].spec.name].leaf for chunk in self.model.chunks]
+        self._versions: list[int] | None = None
+
+    def replan(self, settings: PlanSettings) -> None:
+        """Swaps all programs for ones planned with `settings`; call on all ranks, between optimizer steps."""
+        self.capture.replan(settings)
+
+    def clip_norm(self, parameters: Iterable[Tensor], limit: float) -> Tensor:
+        """Scales gradients so that their 2-norm over all ranks is at most `limit`; one collective, no host wait.
+
+        Args:
+            parameters: The module's, sharded or replicated; those without a gradient are left out.
+            limit: Largest allowed norm.
+
+        Returns:
+            The norm before; a 0-dim tensor, equal on all ranks.
+        """
+        sharded, replicated = self._local_grads(parameters)
+        total = _square_sum(sharded, self.device)
+        if self.model.mesh.size() > 1:
+            dist.all_reduce(total, group=self.model.mesh.get_group())
+        norm = (total + _square_sum(replicated, self.device)).sqrt()
+        if sharded or replicated:
+            # As torch.nn.utils.clip_grad_norm_: no branch on the norm, for which the host would have to wait.
+            torch._foreach_mul_(sharded + replicated, torch.clamp(limit / (norm + 1e-6), max=1.0))
+        return norm
+
+    def clip_value(self, parameters: Iterable[Tensor], limit: float) -> None:
+        """Clamps every element of the gradients to ``[-limit, limit]``; arguments as of `clip_norm`."""
+        sharded, replicated = self._local_grads(parameters)
+        if sharded or replicated:
+            torch._foreach_clamp_min_(sharded + replicated, -limit)
+            torch._foreach_clamp_max_(sharded + replicated, limit)
+
+    @torch.no_grad()
+    def _local_grads(self, parameters: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        sharded: list[Tensor] = []
+        replicated: list[Tensor] = []
+        for parameter in parameters:
+            grad = self.gradients.local_grad(parameter)
+            if grad is not None and grad.numel():
+                (sharded if parameter in self.model.by_parameter else replicated).append(grad)
+        return sharded, replicated
+
+    def report(self) -> list[Round]:
+        """What each round of profiling and planning did."""
+        return list(self.tuner.rounds)
+
+    def programs(self) -> dict[str, str]:
+        """The current programs, printed, by name."""
+        return {e.program.name: format_program(e.program) for e in self.capture.executables}
+
+    def summary(self) -> Summary:
+        """Counters; see `Summary`."""
+        last = self._last_step
+        return Summary(
+            world_size=self.model.mesh.size(),
+            communicator=self.runtime.communicator,
+            graphs=self.capture.frames,
+            programs=len(self.capture.executables),
+            regions_compiled=self.capture.regions.compiled,
+            regions_total=self.capture.regions.requested,
+            gathers_per_step=last.get("gathers", 0),
+            gather_groups_per_step=last.get("gather_groups", 0),
+            reductions_per_step=last.get("reductions", 0),
+            reduce_groups_per_step=last.get("reduce_groups", 0),
+            sharded_bytes_per_rank=self.model.shard_bytes,
+            saved_parameters=self.capture.saved_parameters,
+            causal_masks=self.capture.causal_masks,
+            compile_seconds=self.capture.seconds,
+            region_compile_seconds=self.capture.regions.seconds,
+        )
+
+    def release_memory(self) -> None:
+        """Gives back what is only needed while steps run."""
+        if self._aborted:
+            return
+        self.runtime.invalidate()
+        self.runtime.clear_arena()
+
+    def abort(self) -> None:
+        """Ends communication at once: pending collectives of this rank will not complete."""
+        self._aborted = True
+        self.runtime.abort()
+
+    def close(self) -> None:
+        """Frees communicators and buffers; the module cannot run afterwards."""
+        self._close()
+
+
+def _square_sum(tensors: list[Tensor], device: torch.device) -> Tensor:
+    if not tensors:
+        return torch.zeros((), device=device)
+    return torch.stack([norm.float() for norm in torch._foreach_norm(tensors)]).square().sum()

@@ -1,0 +1,86 @@
+"""Arguments of Lightning's FSDPStrategy that mean something else here: mapped, or accepted with one warning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+__all__ = ["ShardingStrategyName", "check_cpu_offload", "stage_for", "warn_about_ignored"]
+
+ShardingStrategyName = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
+
+_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 1}
+_INSTEAD = {
+    "auto_wrap_policy": "blocks are found in the model's lists of layers",
+    "use_orig_params": "parameters keep their names and shapes",
+    "backward_prefetch": "CompileConfig(prefetch_blocks=...) says how far ahead parameters are gathered",
+    "forward_prefetch": "CompileConfig(prefetch_blocks=...) says how far ahead parameters are gathered",
+    "limit_all_gathers": "CompileConfig(prefetch_blocks=...) says how far ahead parameters are gathered",
+    "sync_module_states": "all ranks always start with rank 0's values",
+}
+
+
+def stage_for(sharding_strategy: Any, stage: int | None) -> int:
+    """The ZeRO stage that an FSDP sharding strategy amounts to.
+
+    Args:
+        sharding_strategy: A name, or a member of ``torch.distributed.fsdp.ShardingStrategy``; None if not given.
+        stage: The stage, if it was given.
+
+    Raises:
+        ValueError: For an unknown or unsupported strategy or stage, and where the two contradict each other.
+    """
+    if stage not in (None, 1, 2, 3):
+        raise ValueError(f"DeepCompileStrategy(stage={stage!r}): use 1, 2 or 3.")
+    if sharding_strategy is None:
+        return stage or 3
+    name = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
+    if name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+        raise ValueError(
+            f"DeepCompileStrategy(sharding_strategy={name!r}): sharding inside a node and replicating across nodes "
+            "does not exist here yet. Use 'FULL_SHARD' (stage 3) or 'SHARD_GRAD_OP' (stage 2) over all ranks."
+        )
+    if name not in _STAGES:
+        raise ValueError(f"DeepCompileStrategy(sharding_strategy={sharding_strategy!r}): use one of {[*_STAGES]}.")
+    if stage is not None and stage != _STAGES[name]:
+        raise ValueError(
+            f"DeepCompileStrategy(stage={stage}, sharding_strategy={name!r}): that strategy is stage {_STAGES[name]}. "
+            "Give one of the two."
+        )
+    if name == "NO_SHARD":
+        rank_zero_warn(
+            "DeepCompileStrategy(sharding_strategy='NO_SHARD') runs as stage 1: parameters and gradients are whole on "
+            "every rank, optimizer states are sharded all the same."
+        )
+    return _STAGES[name]
+
+
+def check_cpu_offload(cpu_offload: Any) -> None:
+    """Raises where FSDP would keep parameters in host memory.
+
+    Args:
+        cpu_offload: A bool, or ``torch.distributed.fsdp.CPUOffload``.
+
+    Raises:
+        ValueError: If it asks for offloading.
+    """
+    if getattr(cpu_offload, "offload_params", cpu_offload):
+        raise ValueError(
+            f"DeepCompileStrategy(cpu_offload={cpu_offload!r}): offloading does not exist here yet. Leave it out; "
+            "activation checkpointing (`activation_checkpointing_policy`) and 16-bit parameters (`bf16-true`) save "
+            "memory."
+        )
+
+
+def warn_about_ignored(arguments: Mapping[str, Any]) -> None:
+    """Warns, once for all, about arguments that change nothing here.
+
+    Args:
+        arguments: Values by name; None means that the argument was not given.
+    """
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        reasons = "; ".join(f"`{name}`: {_INSTEAD[name]}" for name in given)
+        rank_zero_warn(f"DeepCompileStrategy does not need these arguments of FSDP and ignores them. {reasons}.")

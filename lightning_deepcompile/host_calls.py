@@ -1,0 +1,73 @@
+"""Manual optimization inside a compiled step: what drives the training runs outside of the graphs.
+
+A step with ``automatic_optimization = False`` calls the optimizer and the backward pass itself. Dynamo must not trace
+into those: they belong to the host. Each loss between them is still one graph, with its model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+
+__all__ = ["HostCalls", "HostOptimizer"]
+
+_TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
+_CALLS = ("manual_backward", "optimizers", "lr_schedulers", "clip_gradients", *_TOGGLES)
+
+
+class HostOptimizer(LightningOptimizer):
+    """What ``self.optimizers()`` gives to users; its step is not traced."""
+
+    @torch.compiler.disable
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Steps the optimizer; see `LightningOptimizer.step`."""
+        return super().step(closure, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zeroes the gradients, also those that accumulate whole until the last batch; see `Optimizer.zero_grad`."""
+        self._optimizer.zero_grad(set_to_none)
+        if self._strategy.stage == 1:
+            self._strategy.engine.gradients.forget(p for group in self._optimizer.param_groups for p in group["params"])
+
+
+class HostCalls:
+    """Keeps a LightningModule's own calls of optimizers out of graphs; one per module, as Dynamo guards on functions.
+
+    Args:
+        module: The LightningModule.
+        after_toggle: Called when ``requires_grad`` of parameters may have changed.
+    """
+
+    def __init__(self, module: pl.LightningModule, after_toggle: Callable[[], None]) -> None:
+        self._module = module
+        self._calls = {name: _untraced(getattr(module, name)) for name in _CALLS}
+        self._calls |= {name: _untraced(getattr(module, name), after_toggle) for name in _TOGGLES}
+
+    @contextlib.contextmanager
+    def outside_graphs(self) -> Iterator[None]:
+        """For the duration of a step; does nothing under automatic optimization."""
+        if self._module.automatic_optimization:
+            yield
+            return
+        self._module.__dict__.update(self._calls)
+        try:
+            yield
+        finally:
+            for name in self._calls:
+                self._module.__dict__.pop(name, None)
+
+
+def _untraced(call: Callable[..., Any], then: Callable[[], None] | None = None) -> Callable[..., Any]:
+    @torch.compiler.disable
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        if then is not None:
+            then()
+        return result
+
+    return run

@@ -1,0 +1,143 @@
+"""Optimizers hold the module's parameters, and step on this rank's plain shards of them.
+
+To users an optimizer looks as ever: its groups hold the tensors that ``module.parameters()`` gives, so that toggling,
+freezing, adding groups and looking at ``.grad`` work. While it computes, each is replaced by the plain tensor of the
+same memory: elementwise arithmetic needs no more, and DTensor's dispatch would cost milliseconds of host time a step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_deepcompile.capture.gradients import GradientSession
+from lightning_deepcompile.capture.sharding import ShardedModel
+
+__all__ = ["LocalShards", "check_optimizer"]
+
+# Optimizers whose update of one element depends on the whole tensor (or on all of them): on shards they would compute
+# something else without saying so.
+_WHOLE_TENSOR_OPTIMIZERS = frozenset({"LBFGS", "Adafactor", "Muon"})
+
+
+def check_optimizer(optimizer: Optimizer, model: ShardedModel) -> None:
+    """Raises for optimizers that cannot step on shards.
+
+    Args:
+        optimizer: Built from the module's (sharded) parameters.
+        model: How they are sharded.
+
+    Raises:
+        ValueError: For optimizers that need whole tensors, and for parameters that are not the module's.
+    """
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in _WHOLE_TENSOR_OPTIMIZERS and kind.__module__.startswith("torch.optim"):
+            raise ValueError(
+                f"The optimizer {type(optimizer).__name__} needs whole parameters, but each rank holds a part of "
+                "every one. Use an element-wise optimizer (SGD, Adam, AdamW, ...)."
+            )
+    known = {*model.by_parameter, *model.replicated}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in known:
+                raise ValueError(
+                    f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is not the "
+                    "module's, or was taken before the module was sharded. Build optimizers in "
+                    "`configure_optimizers` from `self.parameters()`."
+                )
+
+
+class LocalShards:
+    """Lets an optimizer see this rank's plain shards, with their gradients, during its steps.
+
+    Args:
+        optimizer: Its groups and its state are changed in place for a step, and changed back.
+        model: How the parameters are sharded.
+        gradients: Knows their gradients.
+        after_step: Called after each step, however it was started.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, model: ShardedModel, gradients: GradientSession, after_step: Callable[[], None]
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)  # whose hooks keep this object alive
+        self._model = model
+        self._gradients = gradients
+        self._after_step = after_step
+        self._swapped: dict[Tensor, Tensor] = {}
+        self._plain_state = True
+        optimizer.register_step_pre_hook(self._on_step)
+        optimizer.register_step_post_hook(self._on_stepped)
+
+    def __enter__(self) -> None:
+        self.restore()
+        by_parameter = self._model.by_parameter
+        for group in self._held().param_groups:
+            for parameter in group["params"]:
+                if parameter in by_parameter:
+                    local = by_parameter[parameter].local
+                    local.grad = self._gradients.local_grad(parameter)
+                    self._swapped[parameter] = local
+        if not self._plain_state:
+            _make_plain(self._held())
+            self._plain_state = True
+        self._exchange(self._swapped)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Puts the parameters back; does nothing where they are in place, so it also mends what an error left."""
+        if not self._swapped:
+            return
+        swapped, self._swapped = self._swapped, {}
+        self._exchange({local: parameter for parameter, local in swapped.items()})
+        for local in swapped.values():
+            local.grad = None
+
+    def _on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs["closure"] if "closure" in kwargs else args[1] if len(args) > 1 else None
+        if closure is None:
+            self.__enter__()
+            return None
+
+        def run() -> Any:
+            # It runs the forward and the backward pass and users' hooks, which shall see the parameters.
+            self.restore()
+            result = closure()
+            self.__enter__()
+            return result
+
+        return (args, {**kwargs, "closure": run}) if "closure" in kwargs else ((args[0], run, *args[2:]), kwargs)
+
+    def _on_stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Whoever does not call the closure has stepped on DTensors, and made its state of them.
+        self._plain_state = bool(self._swapped)
+        self.restore()
+        self._after_step()
+
+    def _held(self) -> Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None  # it is stepping
+        return optimizer
+
+    def _exchange(self, replacements: dict[Tensor, Tensor]) -> None:
+        optimizer = self._held()
+        for group in optimizer.param_groups:
+            group["params"][:] = [replacements.get(p, p) for p in group["params"]]
+        state = optimizer.state
+        for parameter, replacement in replacements.items():
+            if parameter in state:
+                state[replacement] = state.pop(parameter)
+
+
+def _make_plain(optimizer: Optimizer) -> None:
+    for entries in optimizer.state.values():
+        for key, value in entries.items():
+            if isinstance(value, DTensor):
+                entries[key] = value.to_local()

@@ -1,0 +1,59 @@
+"""How much memory a plan may use."""
+
+from __future__ import annotations
+
+import math
+import re
+
+__all__ = ["MemoryBudgetError", "check_budget", "parse_budget"]
+
+_UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+class MemoryBudgetError(RuntimeError):
+    """No schedule fits into the memory budget."""
+
+
+def parse_budget(value: int | float | str | None, total: int) -> int:
+    """Bytes that `value` stands for.
+
+    Args:
+        value: Bytes, a text like ``"24GiB"``, or a fraction of `total` (a float of at most 1); None means 0.9.
+        total: Bytes of the device.
+
+    Raises:
+        ValueError: If it is none of these; the message names the value.
+    """
+    if value is None:
+        value = 0.9
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]+)\s*", value)
+        if match and match[2].lower() in _UNITS and float(match[1]) > 0:
+            return int(float(match[1]) * _UNITS[match[2].lower()])
+    elif isinstance(value, float):
+        if 0 < value <= 1 and math.isfinite(value):
+            return int(value * total)
+    elif isinstance(value, int) and not isinstance(value, bool) and value > 1:
+        return value
+    raise ValueError(
+        f"CompileConfig(memory_budget={value!r}): expected bytes, a text like '24GiB', or a fraction up to 1.0."
+    )
+
+
+def check_budget(least: int, budget: int, chosen: object) -> None:
+    """Raises if the smallest schedule does not fit into a budget that the user chose.
+
+    Args:
+        least: Peak of the smallest schedule.
+        budget: Bytes that may be used.
+        chosen: ``CompileConfig.memory_budget``; None, if the budget is the default, which is never an error.
+
+    Raises:
+        MemoryBudgetError: States the least budget that would do.
+    """
+    if chosen is not None and least > budget:
+        raise MemoryBudgetError(
+            f"CompileConfig(memory_budget={chosen!r}) allows {budget} bytes, but this model and batch need {least} "
+            f"({least / 2**30:.2f} GiB) even with one block gathered at a time. Raise the budget to at least that, use "
+            "a smaller batch, or activation checkpointing."
+        )

@@ -1,0 +1,43 @@
+"""What passes are told besides the program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.settings import PlanSettings
+
+__all__ = ["NO_LIMIT", "PlanContext"]
+
+NO_LIMIT = 1 << 62
+"""A budget that everything fits into."""
+
+
+@dataclass(frozen=True)
+class PlanContext:
+    """What step passes are told.
+
+    Args:
+        settings: What the user chose.
+        profile: A measured step; None before there is one.
+    """
+
+    settings: PlanSettings = field(default_factory=PlanSettings)
+    profile: Profile | None = None
+
+    @property
+    def budget(self) -> int:
+        """Bytes that may be allocated."""
+        return NO_LIMIT if self.profile is None or self.profile.budget is None else self.profile.budget
+
+    def require_profile(self, name: str) -> Profile:
+        """The profile of a step of one micro-batch, for the pass `name` that cannot do without.
+
+        More micro-batches run the same programs again: they would change no decision, and simulating them takes time.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        if self.profile is None:
+            raise ValueError(f"The pass {name!r} needs a profile: give it a `step` of at least 1 in the schedule.")
+        return replace(self.profile, micro_batches=1)

@@ -1,0 +1,184 @@
+"""What planning knows of the machine and of the program: measured times, sizes and memory, as data."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from lightning_deepcompile.program.schedule import Instruction, Schedule
+
+__all__ = ["PROFILE_VERSION", "Contention", "Link", "Profile", "ProfileError", "RegionCost", "schedule_from_dict"]
+
+PROFILE_VERSION = 1
+
+
+class ProfileError(ValueError):
+    """A profile that cannot be read, or does not cover the program that is planned."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How long a group of collectives takes.
+
+    Args:
+        latency: Seconds for a group of no bytes.
+        bandwidth: Bytes per second and rank that a ring moves (NCCL's bus bandwidth).
+    """
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, size: int, world_size: int) -> float:
+        """Seconds to gather, or to reduce, `size` bytes (of the whole tensors) over `world_size` ranks."""
+        return self.latency + size * (world_size - 1) / world_size / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Contention:
+    """How much slower things get while others run.
+
+    Args:
+        compute: Factor on compute while a gather or a reduction runs: they take memory bandwidth and multiprocessors.
+        communication: Factor on gathers and reductions while compute runs.
+        shared_link: Factor on gathers and reductions while the other of the two runs; 2 means that they share a link.
+    """
+
+    compute: float = 1.0
+    communication: float = 1.0
+    shared_link: float = 2.0
+
+
+@dataclass(frozen=True)
+class RegionCost:
+    """What a region costs each time it runs.
+
+    Args:
+        seconds: Time on the device, without communication beside it.
+        host: Time that the host needs to launch it; 0 where the host computes itself.
+        before: Bytes allocated when it starts, gathered parameters excluded.
+        peak: The most bytes while it runs, likewise.
+        after: Bytes when it is over, likewise.
+    """
+
+    seconds: float
+    host: float = 0.0
+    before: int = 0
+    peak: int = 0
+    after: int = 0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A measured training step.
+
+    Args:
+        world_size: Ranks that share the parameters.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        schedules: The programs of one micro-batch, in the order in which they ran.
+        regions: Costs by ``"<program name>/<region name>"``.
+        gather: Model of gathers.
+        reduce: Model of reductions.
+        contention: What runs at the same time slows down.
+        micro_batches: Forward and backward passes per optimizer step.
+        optimizer_seconds: From the end of the last backward pass to the end of the optimizer's step.
+        launch_seconds: Time that the host needs for an instruction that is not a region.
+        reduce_window: Groups of gradients that may be on their way before compute waits for the oldest.
+        budget: Bytes that may be allocated; None if there is no limit.
+        step_seconds: Duration of ordinary steps before this profile was taken; 0 if unknown.
+        exposed_seconds: How long compute stood still for communication in such a step; 0 if unknown.
+    """
+
+    world_size: int
+    device_type: str
+    schedules: tuple[Schedule, ...]
+    regions: dict[str, RegionCost]
+    gather: Link
+    reduce: Link
+    contention: Contention = field(default_factory=Contention)
+    micro_batches: int = 1
+    optimizer_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    reduce_window: int = 2
+    budget: int | None = None
+    step_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+
+    @property
+    def host_computes(self) -> bool:
+        """Whether the host is the device: it issues an instruction only when what came before is done."""
+        return self.device_type == "cpu"
+
+    def cost(self, schedule: Schedule, region: str) -> RegionCost:
+        """The cost of `region` of `schedule`.
+
+        Raises:
+            ProfileError: If it was not measured.
+        """
+        key = f"{schedule.name}/{region}"
+        if key not in self.regions:
+            raise ProfileError(f"The profile has no times of {key}: it was taken of other programs. Take a new one.")
+        return self.regions[key]
+
+    def for_ranks(self, world_size: int) -> Profile:
+        """What the same program would cost on `world_size` ranks: smaller shards, other collectives."""
+        optimizer = self.optimizer_seconds * self.world_size / world_size
+        return replace(self, world_size=world_size, optimizer_seconds=optimizer)
+
+    def to_json(self) -> str:
+        """The profile as text that `from_json` reads."""
+        return json.dumps({"version": PROFILE_VERSION, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ProfileError: If the text is no profile, is of another version, or holds values that cannot be.
+        """
+        try:
+            data = json.loads(text)
+            version = data.pop("version")
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ProfileError(f"This is no profile ({type(error).__name__}: {error}).") from error
+        if version != PROFILE_VERSION:
+            raise ProfileError(f"The profile has version {version!r}; this release reads version {PROFILE_VERSION}.")
+        try:
+            data["schedules"] = tuple(schedule_from_dict(s) for s in data["schedules"])
+            data["regions"] = {name: RegionCost(**cost) for name, cost in data["regions"].items()}
+            for name, kind in (("gather", Link), ("reduce", Link), ("contention", Contention)):
+                data[name] = kind(**data[name])
+            profile = cls(**data)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ProfileError(f"The profile is damaged ({type(error).__name__}: {error}). Take a new one.") from error
+        profile.check()
+        return profile
+
+    def check(self) -> None:
+        """Raises for values that no measurement gives.
+
+        Raises:
+            ProfileError: Names the value.
+        """
+        if not isinstance(self.world_size, int) or self.world_size < 1:
+            raise ProfileError(f"The profile's world_size is {self.world_size!r}; expected a positive integer.")
+        for name, link in (("gather", self.gather), ("reduce", self.reduce)):
+            if not (link.bandwidth > 0 and 0 <= link.latency < math.inf):
+                raise ProfileError(f"The profile's model of {name} is {link}: bandwidth must be positive.")
+        if min(asdict(self.contention).values()) < 1:
+            raise ProfileError(f"The profile's {self.contention} has a factor below 1.")
+        for key, cost in self.regions.items():
+            if min(asdict(cost).values()) < 0 or not math.isfinite(cost.seconds + cost.host):
+                raise ProfileError(f"The profile's {key} has {cost}: times and sizes cannot be negative.")
+        for schedule in self.schedules:
+            for position in schedule.at("compute"):
+                self.cost(schedule, schedule.instructions[position].region)
+
+
+def schedule_from_dict(data: dict[str, Any]) -> Schedule:
+    """Reads what `dataclasses.asdict` made of a schedule, also after a way through JSON."""
+    instructions = tuple(
+        Instruction(i["op"], tuple(i["ids"]), tuple(i["sizes"]), i["region"]) for i in data["instructions"]
+    )
+    return Schedule(**{**data, "instructions": instructions, "kept": tuple(data["kept"])})

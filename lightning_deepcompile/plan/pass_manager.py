@@ -1,0 +1,267 @@
+"""Chooses passes by name, checks that their order makes sense, and applies them."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from lightning_deepcompile.plan.context import PlanContext
+from lightning_deepcompile.plan.passes.fuse import fuse
+from lightning_deepcompile.plan.passes.prefetch import prefetch
+from lightning_deepcompile.plan.passes.proactive_prefetch import proactive_prefetch
+from lightning_deepcompile.plan.passes.unshard import unshard
+from lightning_deepcompile.plan.passes.zero3 import zero3
+from lightning_deepcompile.plan.settings import PlanSettings
+from lightning_deepcompile.plan.simulate import Prediction, simulate
+from lightning_deepcompile.program.printer import format_program
+from lightning_deepcompile.program.program import Program
+from lightning_deepcompile.program.schedule import Schedule, read_schedule, reschedule
+
+__all__ = [
+    "BUILTIN_PASSES",
+    "DEFAULT_PASSES",
+    "DEFAULT_SCHEDULE",
+    "Pass",
+    "PassEffect",
+    "PassError",
+    "apply_passes",
+    "optimize",
+    "program_pass",
+    "resolve_passes",
+    "step_pass",
+]
+
+_log = logging.getLogger(__name__)
+
+ProgramPass = Callable[[Program, PlanSettings], Program]
+"""Rewrites one program's graph."""
+StepPass = Callable[[list[Schedule], PlanContext], list[Schedule]]
+"""Changes the schedules of a training step together, in the order in which its programs run."""
+
+
+class PassError(ValueError):
+    """Passes that do not exist, or that cannot be applied in the order given."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass and what it relies on.
+
+    Args:
+        name: How schedules and logs refer to it.
+        run: What it does: a `ProgramPass` or a `StepPass`.
+        level: Which of the two.
+        needs: What must be there: names that earlier passes provide, or ``"profile"``.
+        provides: What later passes may rely on.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    level: Literal["program", "step"]
+    needs: frozenset[str] = field(default_factory=frozenset)
+    provides: frozenset[str] = field(default_factory=frozenset)
+
+
+def program_pass(name: str, needs: Sequence[str] = (), provides: Sequence[str] = ()) -> Callable[[ProgramPass], Pass]:
+    """Makes a function ``(program, settings) -> program`` a pass."""
+    return lambda run: Pass(name, run, "program", frozenset(needs), frozenset(provides))
+
+
+def step_pass(name: str, needs: Sequence[str] = (), provides: Sequence[str] = ()) -> Callable[[StepPass], Pass]:
+    """Makes a function ``(schedules, context) -> schedules`` a pass.
+
+    The function may move, merge, add and drop gathers and releases; a schedule that would read what is not there is
+    refused. It must come to the same result on every rank: let it look at nothing but its arguments.
+
+    Args:
+        name: Name of the pass.
+        needs: What must be there; ``"profile"`` for passes that look at ``context.profile``.
+        provides: What later passes may rely on.
+    """
+    return lambda run: Pass(name, run, "step", frozenset(needs), frozenset(provides))
+
+
+BUILTIN_PASSES: dict[str, Pass] = {
+    made.name: made
+    for made in (
+        program_pass("zero3", provides=["gathers"])(zero3),
+        program_pass("prefetch", needs=["gathers"])(prefetch),
+        step_pass("fuse", needs=["gathers", "profile"])(fuse),
+        step_pass("unshard", needs=["gathers", "profile"])(unshard),
+        step_pass("proactive_prefetch", needs=["gathers", "profile"])(proactive_prefetch),
+    )
+}
+"""The passes that come with the package."""
+
+DEFAULT_PASSES: tuple[Pass, ...] = (BUILTIN_PASSES["zero3"], BUILTIN_PASSES["prefetch"])
+"""What every program goes through when it is compiled."""
+
+DEFAULT_SCHEDULE: tuple[dict[str, Any], ...] = (
+    {"step": 0, "passes": ["zero3", "prefetch"]},
+    {"step": 3, "passes": ["zero3", "prefetch", "fuse", "unshard", "proactive_prefetch"]},
+)
+"""What `CompileConfig.schedule` means by ``"auto"``."""
+
+
+def resolve_passes(passes: Sequence[str | Pass], *, profiled: bool) -> tuple[Pass, ...]:
+    """Finds passes and checks their order.
+
+    Args:
+        passes: Names of `BUILTIN_PASSES`, ``"package.module:name"`` of a `Pass` of your own, or passes.
+        profiled: Whether there will be a profile.
+
+    Returns:
+        The passes.
+
+    Raises:
+        PassError: For a name that is not known, for needs that nothing before provides, for needs in a circle, and for
+            a program pass behind a step pass.
+    """
+    found = tuple(entry if isinstance(entry, Pass) else _find(entry) for entry in passes)
+    provided = {"profile"} if profiled else set()
+    for position, one in enumerate(found):
+        for need in sorted(one.needs - provided):
+            raise PassError(_explain(one, need, found, position))
+        if one.level == "program" and any(earlier.level == "step" for earlier in found[:position]):
+            raise PassError(f"The pass {one.name!r} rewrites programs and must come before passes that plan a step.")
+        provided |= one.provides
+    if "gathers" not in provided:
+        names = ", ".join(repr(one.name) for one in found) or "none"
+        raise PassError(f"No pass schedules the communication (passes: {names}). Begin with 'zero3'.")
+    return found
+
+
+def _find(name: str) -> Pass:
+    if name in BUILTIN_PASSES:
+        return BUILTIN_PASSES[name]
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        known = ", ".join(sorted(BUILTIN_PASSES))
+        raise PassError(f"There is no pass {name!r}. Use one of {known}, or 'package.module:name' for one of yours.")
+    try:
+        value = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise PassError(f"The pass {name!r} cannot be imported: {error}") from error
+    if not isinstance(value, Pass):
+        raise PassError(f"{name!r} is a {type(value).__name__}, no pass: decorate the function with `step_pass`.")
+    return value
+
+
+def _explain(one: Pass, need: str, passes: Sequence[Pass], position: int) -> str:
+    if need == "profile":
+        return f"The pass {one.name!r} needs a profile: give it a `step` of at least 1 in the schedule."
+    providers = [later for later in passes[position + 1 :] if need in later.provides]
+    if not providers:
+        known = [p.name for p in BUILTIN_PASSES.values() if need in p.provides]
+        remedy = f"put {known[0]!r} before it" if known else "no pass provides that"
+        return f"The pass {one.name!r} needs {need!r}, which no pass before it provides: {remedy}."
+    circle = _circle(one, passes)
+    if circle:
+        return f"The passes {' -> '.join(repr(name) for name in circle)} need one another: no order satisfies them."
+    return f"The pass {one.name!r} needs {need!r} from {providers[0].name!r}, which comes after it: swap them."
+
+
+def _circle(start: Pass, passes: Sequence[Pass]) -> list[str]:
+    """Names along a path of needs from `start` back to it, if there is one."""
+    path = [(start, [start.name])]
+    seen: set[str] = set()
+    while path:
+        one, names = path.pop()
+        for other in passes:
+            if not one.needs & other.provides:
+                continue
+            if other.name == start.name:
+                return [*names, start.name]
+            if other.name not in seen:
+                seen.add(other.name)
+                path.append((other, [*names, other.name]))
+    return []
+
+
+def apply_passes(program: Program, settings: PlanSettings, passes: Sequence[Pass] = DEFAULT_PASSES) -> Program:
+    """Applies `passes` to one program, before anything is known of its times, and logs each result at DEBUG level.
+
+    Args:
+        program: Program in functional form, as `lower` returns it.
+        settings: What the user chose.
+        passes: The passes, none of which needs a profile.
+
+    Returns:
+        The scheduled program; `program` is left as it is.
+    """
+    context = PlanContext(settings)
+    for one in passes:
+        if one.level == "program":
+            program = one.run(program, settings)
+        else:
+            (schedule,) = _run_step_pass(one, [read_schedule(program)], context)
+            program = reschedule(program, schedule, one.name)
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("after %s:\n%s", program.history[-1], format_program(program))
+    return program
+
+
+@dataclass(frozen=True)
+class PassEffect:
+    """What one pass did to a step.
+
+    Args:
+        name: The pass.
+        changed: What changed, in words.
+        prediction: The step as simulated afterwards.
+    """
+
+    name: str
+    changed: str
+    prediction: Prediction
+
+
+def optimize(
+    schedules: Sequence[Schedule], passes: Sequence[Pass], context: PlanContext
+) -> tuple[list[Schedule], list[PassEffect]]:
+    """Applies the step passes among `passes` to the schedules of a training step.
+
+    Args:
+        schedules: Schedules as the program passes leave them, in the order in which the programs run.
+        passes: The passes; program passes are counted as applied.
+        context: Settings and a profile.
+
+    Returns:
+        The new schedules, and what each pass did; the program passes come first, as one entry.
+    """
+    profile = context.profile
+    if profile is None:
+        raise ValueError("Planning a step needs a profile of it.")
+    current = list(schedules)
+    applied = " -> ".join(one.name for one in passes if one.level == "program")
+    effects = [PassEffect(applied, "", simulate(current, profile))]
+    for one in passes:
+        if one.level == "step":
+            before, current = current, _run_step_pass(one, current, context)
+            effects.append(PassEffect(one.name, _difference(before, current), simulate(current, profile)))
+    return current, effects
+
+
+def _run_step_pass(one: Pass, schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
+    result = one.run(list(schedules), context)
+    if [s.name for s in result] != [s.name for s in schedules]:
+        raise PassError(f"The pass {one.name!r} must return a schedule for each program that it was given, in order.")
+    kept = {s.frame: s.kept for s in result if s.kind == "forward"}
+    return [replace(s, kept=kept.get(s.frame, s.kept)) if s.kind == "backward" else s for s in result]
+
+
+def _difference(before: Sequence[Schedule], after: Sequence[Schedule]) -> str:
+    parts = []
+    groups = [sum(len(s.at("gather")) for s in step) for step in (before, after)]
+    if groups[0] != groups[1]:
+        parts.append(f"{groups[0]} groups of gathers become {groups[1]}")
+    kept = [sum(len(s.kept) for s in step if s.kind == "forward") for step in (before, after)]
+    if kept[0] != kept[1]:
+        parts.append(f"parameters kept for backward: {kept[0]} become {kept[1]}")
+    moved = sum(a.instructions != b.instructions for a, b in zip(before, after, strict=True))
+    if moved and not parts:
+        parts.append(f"launches moved in {moved} of {len(after)} programs")
+    return "; ".join(parts) or "nothing"

@@ -1,0 +1,109 @@
+"""What a round of planning did, as data and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_deepcompile.plan.pass_manager import PassEffect
+from lightning_deepcompile.program.printer import format_bytes
+
+__all__ = ["PassReport", "Round", "format_passes", "format_round"]
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass changed, and the step as predicted afterwards.
+
+    Args:
+        name: The pass; the program passes are one entry.
+        changed: What changed, in words.
+        step_seconds: Predicted duration of the step.
+        exposed_seconds: Predicted time in which compute waits for communication.
+        peak_bytes: Predicted peak memory.
+    """
+
+    name: str
+    changed: str
+    step_seconds: float
+    exposed_seconds: float
+    peak_bytes: int
+
+    @classmethod
+    def of(cls, effect: PassEffect) -> PassReport:
+        """The report of `effect`."""
+        prediction = effect.prediction
+        return cls(effect.name, effect.changed, prediction.seconds, prediction.exposed_seconds, prediction.peak_bytes)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of profiling and planning.
+
+    Args:
+        step: Optimizer steps done, since the start or the resuming, when the new programs took over.
+        passes: What each pass did.
+        budget: Bytes that the plan could use; None without a limit.
+        before_seconds: Measured duration of steps before.
+        before_exposed_seconds: Measured time that compute waited for communication before.
+        after_seconds: Measured duration of steps with the new programs; None before it is known.
+        after_peak_bytes: Measured peak memory with the new programs; None where the allocator does not count.
+        outcome: ``"measuring"``, ``"kept"``, ``"reverted"`` or ``"unchanged"``, or why there was no plan.
+    """
+
+    step: int
+    passes: tuple[PassReport, ...]
+    budget: int | None
+    before_seconds: float
+    before_exposed_seconds: float
+    after_seconds: float | None = None
+    after_peak_bytes: int | None = None
+    outcome: str = "measuring"
+
+    def misses(self) -> list[str]:
+        """Predictions that were more than 10 % off in time, or 5 % in memory; in words."""
+        found = []
+        if self.outcome == "kept" and self.passes and self.after_seconds:
+            predicted = self.passes[-1].step_seconds
+            if abs(predicted - self.after_seconds) > 0.1 * self.after_seconds:
+                found.append(
+                    f"a step of {predicted * 1e3:.1f} ms was predicted, {self.after_seconds * 1e3:.1f} measured"
+                )
+            peak = self.passes[-1].peak_bytes
+            if self.after_peak_bytes and abs(peak - self.after_peak_bytes) > 0.05 * self.after_peak_bytes:
+                found.append(f"{format_bytes(peak)} were predicted, {format_bytes(self.after_peak_bytes)} measured")
+        return found
+
+
+def format_passes(passes: Sequence[PassReport]) -> str:
+    """Lays out what passes did as a table."""
+    return _table([_predicted(entry) for entry in passes])
+
+
+def format_round(one: Round) -> str:
+    """Lays out a round as a table."""
+    rows = [_predicted(entry) for entry in one.passes]
+    rows.append(_row("measured before", one.before_seconds, one.before_exposed_seconds, None, ""))
+    if one.after_seconds is not None:
+        rows.append(_row("measured after", one.after_seconds, None, one.after_peak_bytes, one.outcome))
+    state = "" if one.after_seconds is not None else f" ({one.outcome})"
+    return f"plan at step {one.step}{state}\n{_table(rows)}"
+
+
+def _predicted(entry: PassReport) -> Sequence[str]:
+    return _row(entry.name, entry.step_seconds, entry.exposed_seconds, entry.peak_bytes, entry.changed)
+
+
+def _row(name: str, step: float, exposed: float | None, peak: int | None, remark: str) -> Sequence[str]:
+    times = ["-" if seconds is None else f"{seconds * 1e3:.1f} ms" for seconds in (step, exposed)]
+    return name, *times, "-" if peak is None else format_bytes(peak), remark
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    rows = [("pass", "step", "exposed", "peak", "changed"), *rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = []
+    for name, *cells, remark in rows:
+        numbers = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        lines.append(f"  {name.ljust(widths[0])}  {numbers}  {remark}".rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,20 @@
+"""What passes are told besides the program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["PlanSettings"]
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """Choices that passes follow.
+
+    Args:
+        prefetch_blocks: How many groups ahead of their use gathers are launched.
+        keep_last_block: Whether a forward program leaves its last group gathered for the backward program.
+    """
+
+    prefetch_blocks: int = 2
+    keep_last_block: bool = True

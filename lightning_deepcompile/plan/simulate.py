@@ -1,0 +1,315 @@
+"""Predicts the time and the memory of a training step from its schedules and a profile.
+
+The model is the runtime's: the host issues instructions one after another; compute, gathers and reductions are streams;
+slots of the arena are taken and given back in the host's order, and reused behind their last reader. Time comes from
+discrete events (`events`), memory from the host's order alone, as the allocator's bookkeeping is the host's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_deepcompile.plan.arena import ArenaModel, Slot, group_bytes
+from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
+from lightning_deepcompile.plan.events import StreamName, Task, run_tasks
+from lightning_deepcompile.program.schedule import Instruction, Schedule
+
+__all__ = [
+    "MemoryPoint",
+    "Prediction",
+    "Span",
+    "arena_bytes",
+    "just_in_time",
+    "least_budget",
+    "memory_excess",
+    "simulate",
+]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that a stream did, from `start` to `end` in seconds."""
+
+    stream: StreamName
+    label: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """The most memory while an instruction was issued.
+
+    Args:
+        schedule: Index of the schedule within the step.
+        instruction: Position of the instruction.
+        seconds: When the device gets there.
+        arena: Bytes of slots for gathered parameters.
+        bytes: All allocated bytes.
+    """
+
+    schedule: int
+    instruction: int
+    seconds: float
+    arena: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step is expected to do.
+
+    Args:
+        seconds: Its duration.
+        compute_seconds: How long compute, the optimizer included, is busy.
+        exposed_seconds: How long compute stands still for communication.
+        gather_seconds: How long gathers take.
+        reduce_seconds: How long reductions take.
+        peak_bytes: The most memory.
+        memory: Memory, in the host's order.
+        spans: What ran when.
+    """
+
+    seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    gather_seconds: float
+    reduce_seconds: float
+    peak_bytes: int
+    memory: tuple[MemoryPoint, ...]
+    spans: tuple[Span, ...]
+
+    def over(self, budget: int | None) -> int:
+        """Bytes by which the peak exceeds `budget`; at most 0 if it fits."""
+        return self.peak_bytes - budget if budget is not None else -1
+
+
+def simulate(schedules: Sequence[Schedule], profile: Profile) -> Prediction:
+    """Predicts a training step that runs `schedules` once per micro-batch, then the optimizer.
+
+    Args:
+        schedules: The programs of a micro-batch, in order.
+        profile: Costs of their regions, models of the links.
+
+    Returns:
+        Times and memory.
+
+    Raises:
+        ProfileError: If the profile does not cover a region.
+    """
+    return _Simulation(profile).run(schedules)
+
+
+def memory_excess(schedules: Sequence[Schedule], profile: Profile, limit: int) -> list[tuple[int, int]]:
+    """Where more than `limit` bytes are allocated, as indices of schedules and instructions; needs no events."""
+    return _Simulation(profile).excess(schedules, limit)
+
+
+def arena_bytes(schedules: Sequence[Schedule]) -> list[list[int]]:
+    """Bytes of the arena's slots after every instruction of every schedule, in a micro-batch that runs them."""
+    regions = {f"{s.name}/{s.instructions[p].region}": RegionCost(0.0) for s in schedules for p in s.at("compute")}
+    link = Link(0.0, 1.0)
+    prediction = simulate(schedules, Profile(1, "cpu", tuple(schedules), regions, link, link))
+    return [[m.arena for m in prediction.memory if m.schedule == index] for index in range(len(schedules))]
+
+
+def least_budget(schedules: Sequence[Schedule], profile: Profile) -> int:
+    """The least memory that these programs run in: every group is gathered right before its use, and nothing kept."""
+    return simulate([just_in_time(schedule) for schedule in schedules], profile).peak_bytes
+
+
+def just_in_time(schedule: Schedule) -> Schedule:
+    """`schedule` with every group gathered right before it is waited for, and nothing left for backward."""
+    groups = [instruction for instruction in schedule.instructions if instruction.op == "gather"]
+    result: list[Instruction] = []
+    gathered: set[int] = set()
+    sizes: dict[int, int] = {i: size for g in groups for i, size in zip(g.ids, g.sizes, strict=True)}
+    for instruction in schedule.instructions:
+        if instruction.op == "gather":
+            continue
+        if instruction.op == "wait":
+            absent = tuple(i for i in instruction.ids if i not in gathered)
+            if absent:
+                result.append(Instruction("gather", absent, tuple(sizes[i] for i in absent)))
+            gathered.update(absent)
+        elif instruction.op == "release":
+            gathered.difference_update(instruction.ids)
+        result.append(instruction)
+    if gathered:
+        left = tuple(sorted(gathered))
+        result.append(Instruction("release", left, tuple(sizes[i] for i in left)))
+    return schedule.with_instructions(result, kept=())
+
+
+@dataclass(eq=False)
+class _Group:
+    slot: Slot
+    done: int  # the task that gathers it
+    resident: int  # members that are not released yet
+    waited: bool = False
+
+
+class _Simulation:
+    """Turns instructions into tasks while following what the host sees of memory."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._tasks: list[Task] = []
+        self._arena = ArenaModel()
+        self._gathered: dict[int, _Group] = {}
+        self._barrier: list[int] = []  # what the next task on the compute stream has to wait for
+        self._computed: int | None = None  # the last task on the compute stream
+        self._pending: deque[int] = deque()  # reductions
+        self._refresh: list[int] = []  # what the first gather of a micro-batch has to wait for
+        self._memory: list[tuple[int, int, int, int, int]] = []  # the task is the next one, the optimizer if none
+
+    def run(self, schedules: Sequence[Schedule]) -> Prediction:
+        self._issue_step(schedules)
+        timing = run_tasks(self._tasks, self._profile.contention)
+        spans = [
+            Span(task.stream, task.label, start, end)
+            for task, start, end in zip(self._tasks, timing.start, timing.end, strict=True)
+            if task.seconds > 0
+        ]
+        memory = [
+            MemoryPoint(schedule, position, timing.start[task], arena, arena + other)
+            for schedule, position, task, arena, other in self._memory
+        ]
+        return Prediction(
+            seconds=max(timing.end, default=0.0),
+            compute_seconds=timing.busy["compute"],
+            exposed_seconds=timing.exposed,
+            gather_seconds=timing.busy["gather"],
+            reduce_seconds=timing.busy["reduce"],
+            peak_bytes=max((point.bytes for point in memory), default=0),
+            memory=tuple(memory),
+            spans=tuple(spans),
+        )
+
+    def excess(self, schedules: Sequence[Schedule], limit: int) -> list[tuple[int, int]]:
+        self._issue_step(schedules)
+        return [(index, position) for index, position, _, arena, other in self._memory if arena + other > limit]
+
+    def _issue_step(self, schedules: Sequence[Schedule]) -> None:
+        last_backward = max((k for k, s in enumerate(schedules) if s.kind == "backward"), default=len(schedules) - 1)
+        for _ in range(self._profile.micro_batches):
+            self._invalidate()
+            for index, schedule in enumerate(schedules):
+                self._run_schedule(index, schedule)
+                if index == last_backward:
+                    self._barrier.extend(self._pending)
+                    self._pending.clear()
+        self._compute(self._profile.optimizer_seconds, 0.0, "optimizer")
+
+    def _run_schedule(self, index: int, schedule: Schedule) -> None:
+        costs = [
+            self._profile.cost(schedule, instruction.region) if instruction.op == "compute" else None
+            for instruction in schedule.instructions
+        ]
+        other = next((cost.before for cost in costs if cost is not None), 0)
+        for position, (instruction, cost) in enumerate(zip(schedule.instructions, costs, strict=True)):
+            task = len(self._tasks)
+            held = other
+            if cost is not None:
+                self._compute(cost.seconds, cost.host, f"{schedule.name}/{instruction.region}")
+                held, other = _peak(cost), cost.after
+            else:
+                self._communicate(schedule, instruction)
+            self._memory.append((index, position, task, self._arena.bytes, held))
+
+    def _communicate(self, schedule: Schedule, instruction: Instruction) -> None:
+        host = self._issue(self._profile.launch_seconds)
+        label = f"{schedule.name}/{instruction.op} {instruction.ids}"
+        if instruction.op in ("gather", "gather_now"):
+            self._gather(instruction, host, label)
+        elif instruction.op == "wait":
+            for group in {self._gathered[i]: None for i in instruction.ids if i in self._gathered}:
+                if not group.waited:
+                    self._barrier.append(group.done)
+                    group.waited = True
+        elif instruction.op == "release":
+            for i in instruction.ids:
+                self._release(i)
+        elif instruction.op in ("reduce", "reduce_now"):
+            self._reduce(instruction, host, label)
+
+    def _issue(self, seconds: float) -> list[int]:
+        """The host's part of an instruction; what the device's part has to wait for."""
+        if self._profile.host_computes:
+            return self._compute_point()
+        if seconds <= 0:
+            return []
+        return [self._add("host", seconds, [], "launch")]
+
+    def _add(self, stream: StreamName, seconds: float, after: list[int], label: str) -> int:
+        self._tasks.append(Task(stream, seconds, after, label))
+        return len(self._tasks) - 1
+
+    def _compute(self, seconds: float, host: float, label: str) -> None:
+        issued = self._issue(host)
+        self._computed = self._add("compute", seconds, [*issued, *self._barrier], label)
+        self._barrier = []
+
+    def _compute_point(self) -> list[int]:
+        """Where the compute stream stands: behind its last task and what it was told to wait for."""
+        return [*self._barrier, *([] if self._computed is None else [self._computed])]
+
+    def _gather(self, instruction: Instruction, host: list[int], label: str) -> None:
+        now = instruction.op == "gather_now"
+        absent = [
+            (i, size)
+            for i, size in zip(instruction.ids, instruction.sizes, strict=True)
+            if now or i not in self._gathered
+        ]
+        if not absent:
+            return
+        sizes = [size for _, size in absent]
+        after = [*host, *self._refresh, *(self._compute_point() if now else [])]
+        self._refresh = []
+        slot = None
+        if not now:  # else the memory belongs to the caller
+            slot = self._arena.acquire(group_bytes(sizes))
+            # Kernels launched before may still use new memory; of a slot that is reused, the last reader is known.
+            after += self._compute_point() if slot.last_user is None else [slot.last_user]
+        seconds = self._profile.gather.seconds(sum(sizes), self._profile.world_size)
+        done = self._add("gather", seconds, after, label)
+        if slot is None:
+            self._barrier.append(done)
+            return
+        group = _Group(slot, done, len(absent))
+        for i, _ in absent:
+            self._gathered[i] = group
+
+    def _release(self, ds_id: int) -> None:
+        self._drop(ds_id)
+        if not self._gathered:
+            self._arena.clear()
+
+    def _drop(self, ds_id: int) -> None:
+        group = self._gathered.pop(ds_id, None)
+        if group is None:
+            return
+        group.resident -= 1
+        if group.resident == 0:
+            if not group.waited:  # the runtime waits for a gather that nobody waited for
+                self._barrier.append(group.done)
+            self._arena.release(group.slot, group.done if self._computed is None else self._computed)
+
+    def _reduce(self, instruction: Instruction, host: list[int], label: str) -> None:
+        seconds = self._profile.reduce.seconds(instruction.bytes, self._profile.world_size)
+        self._pending.append(self._add("reduce", seconds, [*host, *self._compute_point()], label))
+        window = 0 if instruction.op == "reduce_now" else self._profile.reduce_window
+        while len(self._pending) > window:
+            self._barrier.append(self._pending.popleft())
+
+    def _invalidate(self) -> None:
+        """A micro-batch begins: what is still gathered is dropped, and gathers follow whatever wrote the shards."""
+        for ds_id in list(self._gathered):
+            self._drop(ds_id)
+        self._refresh = self._compute_point()
+
+
+def _peak(cost: RegionCost) -> int:
+    return max(cost.before, cost.peak, cost.after)

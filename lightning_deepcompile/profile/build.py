@@ -1,0 +1,194 @@
+"""From marks to a profile: one step as scheduled, one in which everything ran by itself."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from lightning_deepcompile.plan.costs import Contention, Link, Profile, ProfileError, RegionCost
+from lightning_deepcompile.plan.simulate import arena_bytes
+from lightning_deepcompile.profile.fit import fit_link
+from lightning_deepcompile.profile.probe import Run, StepProbe
+from lightning_deepcompile.program.schedule import Schedule
+
+__all__ = ["build_profile", "merge_profiles"]
+
+
+def build_profile(
+    observed: StepProbe,
+    isolated: StepProbe,
+    schedules: Mapping[str, Schedule],
+    isolated_schedules: Mapping[str, Schedule],
+    *,
+    world_size: int,
+    reduce_window: int,
+    budget: int | None,
+    step_seconds: float,
+    live: Mapping[str, Mapping[str, tuple[int, int, int]]],
+) -> Profile:
+    """Makes a profile of two steps.
+
+    Args:
+        observed: A step that ran as scheduled.
+        isolated: A step whose programs waited for every gather and every reduction at once.
+        schedules: What ran in `observed`, by program name.
+        isolated_schedules: What ran in `isolated`, by program name.
+        world_size: Number of ranks.
+        reduce_window: As configured.
+        budget: Bytes that may be allocated.
+        step_seconds: Duration of ordinary steps.
+        live: Estimated memory of regions by program name, for devices whose allocator does not count.
+
+    Returns:
+        The profile of this rank.
+
+    Raises:
+        ProfileError: If the steps did not run the programs that they should have.
+    """
+    isolated.synchronize()
+    observed.synchronize()
+    order = [run.program for run in isolated.runs if run.micro_batch == 0]
+    if not order or {run.program for run in isolated.runs} - isolated_schedules.keys():
+        raise ProfileError("The profiled step ran no program of the training step, or one that is not known.")
+    by_name: dict[str, list[Run]] = {}
+    for run in isolated.runs:
+        by_name.setdefault(run.program, []).append(run)
+    gathers: list[tuple[int, float]] = []
+    reductions: list[tuple[int, float]] = []
+    launches: list[float] = []
+    regions: dict[str, RegionCost] = {}
+    on_device = isolated.device.type == "cuda"
+    arenas = arena_bytes([isolated_schedules[name] for name in order])
+    for name, runs in by_name.items():
+        schedule = isolated_schedules[name]
+        seconds = _typical([run.seconds() for run in runs], schedule)
+        host = _typical([run.host_seconds() for run in runs], schedule)
+        for position, instruction in enumerate(schedule.instructions):
+            if instruction.op == "compute":
+                memory = live[name][instruction.region]
+                if on_device:
+                    memory = _allocated(runs, position, arenas[order.index(name)] if name in order else None)
+                launched = host[position] if on_device else 0.0
+                regions[f"{name}/{instruction.region}"] = RegionCost(seconds[position], launched, *memory)
+            elif instruction.op == "gather":
+                # The wait comes right behind it.
+                gathers.append((instruction.bytes, seconds[position] + seconds[position + 1]))
+            elif instruction.op == "reduce":
+                reductions.append((instruction.bytes, seconds[position]))
+            elif instruction.op == "release":
+                launches.append(host[position])
+    inside = sum(sum(run.seconds()) for run in isolated.runs)
+    profile = Profile(
+        world_size=world_size,
+        device_type=isolated.device.type,
+        schedules=tuple(schedules[name] for name in order),
+        regions=regions,
+        gather=fit_link(gathers, world_size),
+        reduce=fit_link(reductions, world_size),
+        micro_batches=isolated.micro_batches,
+        optimizer_seconds=max(isolated.seconds() - inside, 0.0),
+        launch_seconds=statistics.median(launches) if on_device and launches else 0.0,
+        reduce_window=reduce_window,
+        budget=budget,
+        step_seconds=step_seconds,
+        exposed_seconds=_exposed(observed, schedules),
+    )
+    return replace(profile, contention=_contention(observed, schedules, profile))
+
+
+def _typical(rows: Sequence[Sequence[float]], schedule: Schedule) -> list[float]:
+    """The median over the runs, per instruction."""
+    if any(len(row) != len(schedule.instructions) for row in rows):
+        raise ProfileError(f"A run of {schedule.name} was cut short, or ran another program than it should have.")
+    return [max(statistics.median(column), 0.0) for column in zip(*rows, strict=True)]
+
+
+def _allocated(runs: Sequence[Run], position: int, arena: Sequence[int] | None) -> tuple[int, int, int]:
+    """Bytes before, at the peak of and after an instruction, without the slots of gathered parameters."""
+    slots = arena[position] if arena is not None else 0
+    before = max(run.marks[position].allocated for run in runs)
+    peak = max(run.marks[position + 1].peak for run in runs)
+    after = max(run.marks[position + 1].allocated for run in runs)
+    return max(before - slots, 0), max(peak - slots, 0), max(after - slots, 0)
+
+
+def _exposed(probe: StepProbe, schedules: Mapping[str, Schedule]) -> float:
+    """How long compute stood still in waits, as scheduled."""
+    total = 0.0
+    for run in probe.runs:
+        schedule = schedules.get(run.program)
+        if schedule is None:
+            continue
+        for instruction, seconds in zip(schedule.instructions, run.seconds(), strict=False):
+            total += seconds if instruction.op in ("wait", "gather_now", "reduce_now") else 0.0
+    return total
+
+
+def _contention(probe: StepProbe, schedules: Mapping[str, Schedule], profile: Profile) -> Contention:
+    """How much slower regions were with communication beside them, if there was enough of it to tell."""
+    beside = alone = wires = 0.0
+    for run in probe.runs:
+        schedule = schedules.get(run.program)
+        if schedule is None:
+            continue
+        for instruction, seconds in zip(schedule.instructions, run.seconds(), strict=False):
+            if instruction.op == "compute":
+                beside += seconds
+                alone += profile.cost(schedule, instruction.region).seconds
+            elif instruction.op == "gather":
+                wires += profile.gather.seconds(instruction.bytes, profile.world_size)
+            elif instruction.op == "reduce":
+                wires += profile.reduce.seconds(instruction.bytes, profile.world_size)
+    hidden = min(max(wires - profile.exposed_seconds, 0.0), alone)
+    if hidden < 0.05 * alone or alone == 0:
+        return Contention()
+    return Contention(compute=min(max(1 + (beside - alone) / hidden, 1.0), 2.0))
+
+
+def merge_profiles(profiles: Sequence[Profile]) -> Profile:
+    """What all ranks plan with: the slowest rank's times, the most memory, the least budget.
+
+    Args:
+        profiles: One per rank.
+
+    Returns:
+        The same on every rank.
+
+    Raises:
+        ProfileError: If ranks ran different programs in the profiled step.
+    """
+    first = profiles[0]
+    for rank, other in enumerate(profiles):
+        if [s.structure for s in other.schedules] != [s.structure for s in first.schedules]:
+            raise ProfileError(
+                f"Rank 0 ran {[s.name for s in first.schedules]} in the profiled step and rank {rank} "
+                f"{[s.name for s in other.schedules]}, which communicate differently."
+            )
+    regions = {}
+    for position, schedule in enumerate(first.schedules):
+        for index in schedule.at("compute"):
+            region = schedule.instructions[index].region
+            # A rank that recompiled has other numbers in its programs' names.
+            costs = [p.cost(p.schedules[position], region) for p in profiles]
+            fields = ("seconds", "host", "before", "peak", "after")
+            regions[f"{schedule.name}/{region}"] = RegionCost(*(max(getattr(c, f) for c in costs) for f in fields))
+    budgets = [p.budget for p in profiles if p.budget is not None]
+    return replace(
+        first,
+        regions=regions,
+        gather=_shared([p.gather for p in profiles]),
+        reduce=_shared([p.reduce for p in profiles]),
+        contention=Contention(compute=max(p.contention.compute for p in profiles)),
+        micro_batches=max(p.micro_batches for p in profiles),
+        optimizer_seconds=max(p.optimizer_seconds for p in profiles),
+        launch_seconds=max(p.launch_seconds for p in profiles),
+        budget=min(budgets, default=None),
+        step_seconds=max(p.step_seconds for p in profiles),
+        exposed_seconds=max(p.exposed_seconds for p in profiles),
+    )
+
+
+def _shared(links: Sequence[Link]) -> Link:
+    # A rank that comes late makes all others wait: the shortest time that any rank saw is the transfer's own.
+    return Link(min(link.latency for link in links), max(link.bandwidth for link in links))

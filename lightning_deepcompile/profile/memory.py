@@ -1,0 +1,30 @@
+"""How many bytes a device has for us."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from lightning_deepcompile.plan.budget import parse_budget
+
+__all__ = ["memory_limit"]
+
+
+def memory_limit(device: torch.device, budget: int | float | str | None) -> int:
+    """Bytes that torch's allocator may hand out on `device`.
+
+    Args:
+        device: The device.
+        budget: `CompileConfig.memory_budget`. Of a fraction, what others than the allocator use (communicators, other
+            processes) is taken off.
+    """
+    if device.type != "cuda":
+        return parse_budget(budget, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    total = torch.cuda.get_device_properties(device).total_memory
+    limit = parse_budget(budget, total)
+    if budget is not None and not isinstance(budget, float):
+        return limit
+    free, _ = torch.cuda.mem_get_info(device)
+    others = max(total - free - torch.cuda.memory_reserved(device), 0)
+    return max(limit - others, 1)

@@ -1,0 +1,136 @@
+"""Marks in time and memory that profiled programs set behind every instruction."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["Mark", "ProgramMarks", "Run", "StepProbe"]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment of a step.
+
+    Args:
+        host: The host's clock, in seconds.
+        event: An event on the compute stream; None where the host computes.
+        allocated: Bytes that torch's allocator has handed out; 0 where it does not count.
+        peak: The most since the mark before.
+    """
+
+    host: float
+    event: Any = None
+    allocated: int = 0
+    peak: int = 0
+
+    def since(self, earlier: Mark) -> float:
+        """Seconds from `earlier` on the compute stream. The device must have passed both."""
+        if self.event is None:
+            return self.host - earlier.host
+        return earlier.event.elapsed_time(self.event) / 1e3
+
+
+@dataclass
+class Run:
+    """One run of a program: a mark at its start and one behind every instruction."""
+
+    program: str
+    micro_batch: int
+    marks: list[Mark] = field(default_factory=list)
+
+    def seconds(self) -> list[float]:
+        """Time per instruction, on the compute stream."""
+        return [b.since(a) for a, b in zip(self.marks, self.marks[1:], strict=False)]
+
+    def host_seconds(self) -> list[float]:
+        """Time per instruction that the host took to issue it."""
+        return [b.host - a.host for a, b in zip(self.marks, self.marks[1:], strict=False)]
+
+
+@dataclass(eq=False)
+class StepProbe:
+    """Everything that is marked during one optimizer step.
+
+    Args:
+        device: Where the programs run.
+        drain: Makes the compute stream wait for all reductions; None lets them overlap as ever.
+
+    Attributes:
+        runs: Runs of programs, in order.
+        start: Begin of the step.
+        end: End of the optimizer's step.
+        micro_batches: Forward and backward passes seen.
+    """
+
+    device: torch.device
+    drain: Callable[[], None] | None = None
+    runs: list[Run] = field(default_factory=list)
+    start: Mark | None = None
+    end: Mark | None = None
+    micro_batches: int = 0
+
+    def begin_micro_batch(self) -> None:
+        """A forward pass is about to start."""
+        if self.start is None:
+            self.start = self.mark()
+        self.micro_batches += 1
+
+    def finish(self) -> None:
+        """The optimizer has stepped."""
+        self.end = self.mark()
+
+    def seconds(self) -> float:
+        """Duration of the step; waits for the device."""
+        if self.start is None or self.end is None:
+            return 0.0
+        self.synchronize()
+        return self.end.since(self.start)
+
+    def synchronize(self) -> None:
+        """Waits until the device has passed all marks."""
+        if self.end is not None and self.end.event is not None:
+            self.end.event.synchronize()
+
+    def mark(self, memory: bool = False) -> Mark:
+        """Marks this moment."""
+        if self.device.type != "cuda":
+            return Mark(time.perf_counter())
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        if not memory:
+            return Mark(time.perf_counter(), event)
+        allocated, peak = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return Mark(time.perf_counter(), event, allocated, peak)
+
+    def marks_of(self, program: str) -> ProgramMarks:
+        """What the program of that name calls."""
+        return ProgramMarks(self, program)
+
+
+@dataclass(eq=False)
+class ProgramMarks:
+    """The marks of one program within a step."""
+
+    probe: StepProbe
+    program: str
+
+    def begin(self) -> None:
+        """A run starts."""
+        self.probe.runs.append(Run(self.program, self.probe.micro_batches - 1))
+        self.mark()
+
+    def mark(self) -> None:
+        """An instruction was issued."""
+        # Another program may run within this one's backward pass, but not between two of its instructions.
+        self.probe.runs[-1].marks.append(self.probe.mark(memory=self.probe.drain is not None))
+
+    def drain(self) -> None:
+        """A reduction was launched."""
+        if self.probe.drain is not None:
+            self.probe.drain()

@@ -1,0 +1,80 @@
+"""A program ready to run, whose program can be swapped while its regions stay compiled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_deepcompile.program.codegen import Marks, generate
+from lightning_deepcompile.program.printer import format_program
+from lightning_deepcompile.program.program import Program
+
+__all__ = ["Executable"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, repr=False)
+class Executable:
+    """What AOTAutograd calls for one graph.
+
+    Args:
+        base: The program in functional form, from which every schedule is planned anew.
+        program: The current schedule.
+        before: Called before every run: begins the backward pass, or does nothing.
+        check: Called with the program before its first run; compares it with the other ranks'.
+
+    Attributes:
+        calls: Number of runs.
+    """
+
+    base: Program
+    program: Program
+    before: Callable[[], None]
+    check: Callable[[Program], None]
+    calls: int = 0
+    source: str = field(init=False, default="")
+    _run: Callable[[list[Any]], Sequence[Any]] = field(init=False)
+    _running: Program = field(init=False)
+    _checked: bool = field(init=False, default=False)
+    _boxed_call: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        # AOTAutograd looks for this mark in the instance (not the class) and then hands its argument list over.
+        self._boxed_call = True
+        self.swap(self.program)
+
+    def swap(self, program: Program) -> None:
+        """Replaces the schedule; nothing is traced or compiled again. Call between optimizer steps, on all ranks.
+
+        Args:
+            program: A schedule planned from `base`.
+        """
+        if program.graph_id != self.base.graph_id:
+            raise ValueError(f"The program {program.name!r} belongs to another graph than {self.base.name!r}.")
+        self.program = self._running = program
+        self._run, self.source = generate(program)
+        self._checked = False
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("%s", format_program(program))
+
+    def profile(self, program: Program, marks: Marks) -> None:
+        """Runs `program` in place of the current one, with marks, until `swap`.
+
+        Args:
+            program: A schedule planned from `base`.
+            marks: What it calls while it runs.
+        """
+        self._run, _ = generate(program, marks)
+        self._running, self._checked = program, False
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        """Runs the program on `args`, which is emptied."""
+        if not self._checked:
+            self.check(self._running)
+            self._checked = True
+        self.calls += 1
+        self.before()
+        return self._run(args)

@@ -1,0 +1,195 @@
+"""A region as a graph of its own, with a key that equal regions share.
+
+Nodes are renamed by position and keys are made of operators, arguments and tensor metadata alone, so that the same
+layer at another depth, in another process or on another rank has the same key: it is compiled once here, and found in
+Inductor's cache on disk by the next run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.program.regions import Region
+
+__all__ = ["ExtractedRegion", "add_symbol_inputs", "extract_region", "symbol_sources"]
+
+
+@dataclass
+class ExtractedRegion:
+    """A region ready to be compiled.
+
+    Args:
+        gm: Its graph; its placeholders are `Region.inputs` in order.
+        fake_inputs: Their metadata (fake tensors and symbolic integers).
+        key: Content key.
+        shape_env: Torch's shape environment whose symbols it is written in; None where all sizes are numbers.
+    """
+
+    gm: fx.GraphModule
+    fake_inputs: list[Any]
+    key: str
+    shape_env: object | None
+
+
+class _Name(str):
+    """A node reference inside printed arguments."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def extract_region(parent: fx.GraphModule, region: Region) -> ExtractedRegion:
+    """Copies `region` out of `parent`.
+
+    Args:
+        parent: The graph module it was cut from.
+        region: The region.
+
+    Returns:
+        A standalone graph module that computes `region.outputs` from `region.inputs`.
+    """
+    graph, root = fx.Graph(), nn.Module()
+    copies: dict[fx.Node, fx.Node] = {}
+    names: dict[fx.Node, str] = {}
+    lines: list[str] = []
+    fake_inputs: list[Any] = []
+    for index, source in enumerate(region.inputs):
+        placeholder = graph.placeholder(f"a{index}")
+        placeholder.meta["val"] = source.meta["val"]
+        copies[source], names[source] = placeholder, f"a{index}"
+        fake_inputs.append(source.meta["val"])
+        lines.append(f"a{index}: {_describe(source.meta['val'])}")
+    for index, node in enumerate(region.nodes):
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and source not in copies:
+                _copy_attribute(parent, source, graph, root, copies, names, lines)
+        copy = graph.create_node(
+            node.op,
+            node.target,
+            fx.map_arg(node.args, lambda n: copies[n]),
+            fx.map_arg(node.kwargs, lambda n: copies[n]),
+            name=f"n{index}",
+        )
+        copy.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
+        copies[node], names[node] = copy, f"n{index}"
+        args = fx.map_arg(node.args, lambda n: _Name(names[n]))
+        kwargs = fx.map_arg(node.kwargs, lambda n: _Name(names[n]))
+        lines.append(f"n{index} = {node.target}{args!r}{kwargs!r}: {_describe(node.meta.get('val'))}")
+    output = graph.output(tuple(copies[node] for node in region.outputs))
+    # Inductor may otherwise choose other strides for outputs than the next region was traced with.
+    output.meta["user_visible_output_idxs"] = list(range(len(region.outputs)))
+    lines.append("return " + ", ".join(names[node] for node in region.outputs))
+    key = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    sizes = _symbolic_sizes([*region.inputs, *region.nodes])
+    return ExtractedRegion(fx.GraphModule(root, graph), fake_inputs, key, sizes[0].node.shape_env if sizes else None)
+
+
+def _copy_attribute(
+    parent: fx.GraphModule,
+    source: fx.Node,
+    graph: fx.Graph,
+    root: nn.Module,
+    copies: dict[fx.Node, fx.Node],
+    names: dict[fx.Node, str],
+    lines: list[str],
+) -> None:
+    """Copies a subgraph (of a higher-order operator) or a constant that the region refers to."""
+    value: Any = parent
+    for part in str(source.target).split("."):
+        value = getattr(value, part)
+    name = f"c{len(root._modules) + len(root._buffers)}"
+    if isinstance(value, nn.Module):
+        root.add_module(name, value)
+    else:
+        root.register_buffer(name, value)
+    copies[source], names[source] = graph.get_attr(name), name
+    copies[source].meta = dict(source.meta)
+    lines.append(f"{name} = {_content(value)}")
+
+
+def _content(value: nn.Module | torch.Tensor) -> str:
+    """What a subgraph computes, or a constant holds."""
+    if isinstance(value, torch.Tensor):
+        with compat.real_tensors():
+            data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return f"{_describe(value)} {hashlib.sha256(data).hexdigest()}"
+    parts = [value.code if isinstance(value, fx.GraphModule) else repr(value)]
+    parts += [f"{name} = {_content(tensor)}" for name, tensor in (*value.named_buffers(), *value.named_parameters())]
+    parts += [f"{name} = {child.code}" for name, child in value.named_modules() if name and hasattr(child, "code")]
+    return "\n".join(parts)
+
+
+def symbol_sources(graph: fx.Graph) -> dict[str, fx.Node]:
+    """Makes every symbolic size of `graph` available as a node: an integer placeholder, else a size of a tensor one.
+
+    Sizes that the graph reads off other tensors are taken from there, too: they are known before anything is computed.
+
+    Args:
+        graph: The graph that regions are cut from; nodes may be added behind its placeholders.
+
+    Returns:
+        Symbol name to the node that computes it.
+    """
+    sources: dict[str, fx.Node] = {}
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for node in placeholders:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and value.node.expr.is_symbol:
+            sources.setdefault(str(value.node.expr), node)
+    for node in placeholders:
+        value = node.meta.get("val")
+        for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol and str(size.node.expr) not in sources:
+                with graph.inserting_after(placeholders[-1]):
+                    source = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                source.meta["val"] = size
+                sources[str(size.node.expr)] = source
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.op == "call_function" and isinstance(value, torch.SymInt):
+            source = sources.get(str(value.node.expr))
+            if source is not None and source is not node:
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+    return sources
+
+
+def add_symbol_inputs(region: Region, sources: dict[str, fx.Node]) -> None:
+    """Puts the symbolic sizes that `region` needs in front of its inputs: Inductor binds symbols to integer inputs.
+
+    Args:
+        region: The region; its inputs are extended.
+        sources: From `symbol_sources`. A symbol without a source (in the state of a random generator) is left out.
+    """
+    sizes = _symbolic_sizes([*region.inputs, *region.nodes])
+    needed = {str(symbol) for size in sizes for symbol in size.node.expr.free_symbols}
+    extra = [sources[name] for name in sorted(needed) if name in sources and sources[name] not in region.inputs]
+    region.inputs[:0] = extra
+
+
+def _symbolic_sizes(nodes: list[fx.Node]) -> list[torch.SymInt]:
+    """All symbolic integers among the values of `nodes` and in their sizes and strides."""
+    found = []
+    for node in nodes:
+        value = node.meta.get("val")
+        for leaf in value if isinstance(value, tuple | list) else (value,):
+            sizes = (*leaf.shape, *leaf.stride(), leaf.storage_offset()) if isinstance(leaf, torch.Tensor) else (leaf,)
+            found += [size for size in sizes if isinstance(size, torch.SymInt)]
+    return found
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        shape, strides = tuple(map(str, value.shape)), tuple(map(str, value.stride()))
+        return f"{value.dtype}{shape}{strides}@{value.storage_offset()} {value.device}"
+    if isinstance(value, tuple | list):
+        return "(" + ", ".join(_describe(item) for item in value) + ")"
+    if isinstance(value, torch.Generator):
+        return f"generator {value.device}"  # its text would be its address
+    return str(value)

@@ -1,0 +1,104 @@
+"""Small questions about FX graphs that capture, regions and lowering share."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_deepcompile.runtime.ops import gather_op, reduce_op
+
+__all__ = [
+    "is_compute",
+    "is_element",
+    "is_gather",
+    "is_reduce",
+    "is_scalar",
+    "is_view",
+    "nbytes",
+    "output_node",
+    "source_gather",
+]
+
+aten = torch.ops.aten
+
+
+def is_gather(node: fx.Node) -> bool:
+    """Whether `node` gathers a parameter."""
+    return node.op == "call_function" and node.target is gather_op()
+
+
+def is_reduce(node: fx.Node) -> bool:
+    """Whether `node` reduces a gradient."""
+    return node.op == "call_function" and node.target is reduce_op()
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether `node` returns (parts of) its first argument's memory under another shape."""
+    if node.op != "call_function":
+        return False
+    if is_element(node):
+        return is_view(node.args[0])
+    return _target_is_view(node.target)
+
+
+@functools.cache
+def _target_is_view(target: Any) -> bool:
+    if target is aten._unsafe_view.default:
+        return True
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    returns = target._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def is_scalar(node: fx.Node) -> bool:
+    """Whether `node` computes sizes or other Python numbers rather than tensors."""
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
+
+
+def is_element(node: fx.Node) -> bool:
+    """Whether `node` takes an element of a tuple that another node returns."""
+    return node.op == "call_function" and node.target is operator.getitem and isinstance(node.args[0], fx.Node)
+
+
+def is_compute(node: fx.Node) -> bool:
+    """Whether `node` belongs into a region: it is neither communication nor arithmetic of sizes.
+
+    Numbers that a region's tensors are needed for (flash attention's lengths, the size of an intermediate result) stay
+    with those tensors.
+    """
+    if node.op != "call_function" or is_gather(node) or is_reduce(node):
+        return False
+    return not is_scalar(node) or any(is_compute(source) for source in node.all_input_nodes)
+
+
+def nbytes(node: fx.Node) -> int:
+    """Bytes of a node's tensor; 0 for anything else. Symbolic sizes count with their hints."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 0
+    numel = value.numel()
+    if isinstance(numel, torch.SymInt):
+        numel = numel.node.hint if numel.node.hint is not None else 0
+    return int(numel) * value.element_size()
+
+
+def source_gather(node: fx.Node) -> fx.Node | None:
+    """The gather that `node` is a chain of views of, or None."""
+    current: Any = node
+    while isinstance(current, fx.Node):
+        if is_gather(current):
+            return current
+        if not is_view(current):
+            return None
+        current = current.args[0]
+    return None
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    """The graph's output node."""
+    return next(node for node in reversed(graph.nodes) if node.op == "output")

@@ -1,0 +1,173 @@
+"""Lowers a partitioned graph to a program: cuts regions, compiles each distinct one once, lines everything up."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.program.extract import ExtractedRegion, add_symbol_inputs, extract_region, symbol_sources
+from lightning_deepcompile.program.graph import is_compute, is_gather, is_reduce, output_node
+from lightning_deepcompile.program.normalize import normalize
+from lightning_deepcompile.program.program import ParamInfo, Program, ProgramKind, RegionInfo, RegionModule
+from lightning_deepcompile.program.regions import Region, cut_regions
+
+__all__ = ["RegionCompiler", "lower"]
+
+
+@dataclass
+class RegionCompiler:
+    """Compiles regions, each distinct one once.
+
+    Args:
+        backend: ``"inductor"`` or ``"eager"``, as in `CompileConfig.region_backend`.
+
+    Attributes:
+        compiled: Number of distinct regions compiled.
+        requested: Number of regions asked for.
+        seconds: Time spent compiling.
+    """
+
+    backend: str = "inductor"
+    compiled: int = 0
+    requested: int = 0
+    seconds: float = 0.0
+    _cache: dict[tuple[str, ProgramKind, object], compat.BoxedCallable] = field(default_factory=dict)
+
+    def __call__(self, extracted: ExtractedRegion, kind: ProgramKind) -> compat.BoxedCallable:
+        """Returns the compiled form of `extracted` for a program of `kind`."""
+        self.requested += 1
+        # Code for symbolic sizes holds under the guards of the frame it was compiled in, which are those of its shape
+        # environment: another frame's sizes may break them. (Across frames Inductor's own cache checks the guards.)
+        key = (extracted.key, kind, extracted.shape_env)
+        if key not in self._cache:
+            start = time.perf_counter()
+            if self.backend == "eager":
+                self._cache[key] = _run_eagerly(extracted.gm)
+            else:
+                self._cache[key] = compat.compile_region(
+                    extracted.gm,
+                    extracted.fake_inputs,
+                    is_backward=kind == "backward",
+                    is_inference=kind == "inference",
+                )
+            self.compiled += 1
+            self.seconds += time.perf_counter() - start
+        return self._cache[key]
+
+
+def _run_eagerly(gm: fx.GraphModule) -> compat.BoxedCallable:
+    def run(args: list[Any]) -> Any:
+        inputs = tuple(args)
+        args.clear()
+        return gm(*inputs)
+
+    return run
+
+
+def lower(
+    gm: fx.GraphModule,
+    *,
+    name: str,
+    kind: ProgramKind,
+    graph_id: int,
+    params: dict[int, ParamInfo],
+    compile_region: Callable[[ExtractedRegion, ProgramKind], compat.BoxedCallable],
+    progress: Callable[[str], None] | None = None,
+) -> Program:
+    """Lowers `gm` to a program in its functional form: regions between ``dc.gather`` and ``dc.reduce``.
+
+    Args:
+        gm: Forward, backward or inference graph from AOTAutograd; rewritten in place.
+        name: The program's name.
+        kind: Its kind.
+        graph_id: Runtime id of the graph.
+        params: Parameters by id.
+        compile_region: Compiles a region, usually a `RegionCompiler`.
+        progress: Told which region is being compiled.
+
+    Returns:
+        The program. It is correct as it stands (each gather and reduction blocks); passes schedule it.
+    """
+    graph = gm.graph
+    normalize(graph)
+    symbols = symbol_sources(graph)
+    regions = cut_regions(graph, lambda ds_id: params[ds_id].block)
+    for region in regions:
+        add_symbol_inputs(region, symbols)
+    compiled = []
+    for index, region in enumerate(regions):
+        if progress is not None:
+            progress(f"compiling {name}, region {index + 1}/{len(regions)}")
+        extracted = extract_region(gm, region)
+        info = RegionInfo(extracted.key, tuple(region.blocks), len(region.nodes))
+        compiled.append(RegionModule(compile_region(extracted, kind), info))
+    return _Builder(gm, name, kind, graph_id, params).build(regions, compiled)
+
+
+class _Builder:
+    """Writes the program's graph region by region, pulling in what each one reads."""
+
+    def __init__(
+        self, parent: fx.GraphModule, name: str, kind: ProgramKind, graph_id: int, params: dict[int, ParamInfo]
+    ) -> None:
+        self._parent, self._name, self._kind, self._graph_id, self._params = parent, name, kind, graph_id, params
+        self._graph = fx.Graph()
+        self._root = fx.GraphModule(parent, fx.Graph())
+        self._done: dict[fx.Node, fx.Node] = {}
+
+    def build(self, regions: list[Region], compiled: list[RegionModule]) -> Program:
+        for node in self._parent.graph.nodes:
+            if node.op == "placeholder":
+                copy = self._graph.placeholder(node.name)
+                copy.meta = dict(node.meta)
+                self._done[node] = copy
+        for index, (region, module) in enumerate(zip(regions, compiled, strict=True)):
+            self._root.add_module(f"region_{index}", module)
+            self._call(f"region_{index}", region)
+        output = output_node(self._parent.graph)
+        values = fx.map_arg(output.args[0], self._value)
+        self._graph.output(values).meta = dict(output.meta)
+        gm = fx.GraphModule(self._root, self._graph)
+        return Program(self._name, self._kind, self._graph_id, gm, self._params).finish("lower")
+
+    def _call(self, name: str, region: Region) -> None:
+        # A gather is written anew for every region that reads it: how long a parameter stays is for passes to decide.
+        inputs = [self._copy(node) if is_gather(node) else self._value(node) for node in region.inputs]
+        call = self._graph.call_module(name, tuple(inputs))
+        call.meta["val"] = tuple(node.meta["val"] for node in region.outputs)
+        for position, node in enumerate(region.outputs):
+            element = self._graph.call_function(operator.getitem, (call, position))
+            element.meta = {"val": node.meta.get("val")}
+            self._done[node] = element
+        for node in region.outputs:
+            for user in node.users:
+                if is_reduce(user):
+                    self._value(user)
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        if node not in self._done:
+            self._done[node] = self._copy(node)
+        return self._done[node]
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        """Copies a node that belongs to no region: a gather, a reduction, a constant, arithmetic of sizes."""
+        if is_compute(node):
+            raise RuntimeError(f"{self._name}: {node.name} is read before the region that computes it: a defect.")
+        for source in node.all_input_nodes:
+            self._value(source)
+        if node.op == "get_attr":
+            value = functools.reduce(getattr, str(node.target).split("."), self._parent)
+            name = f"constant_{str(node.target).replace('.', '_')}"
+            setattr(self._root, name, value)
+            copy = self._graph.get_attr(name)
+        else:
+            copy = self._graph.node_copy(node, lambda n: self._done[n])
+        copy.meta = dict(node.meta)
+        return copy

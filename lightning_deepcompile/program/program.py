@@ -1,0 +1,141 @@
+"""The program: a straight line of compiled regions and communication, as an FX graph that passes rewrite.
+
+Node kinds, all in one flat graph:
+
+* ``placeholder``/``output``: those of the graph that AOTAutograd handed over;
+* ``call_module region_k``: a compiled region, returning a tuple;
+* ``torch.ops.dc.*``: communication. Right after lowering there are only the functional ``dc.gather`` and ``dc.reduce``;
+  passes replace them by scheduled instructions;
+* arithmetic of symbolic sizes, and ``operator.getitem`` of tuples.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+
+__all__ = ["ParamInfo", "Program", "ProgramKind", "RegionInfo", "RegionModule", "collective_sequence"]
+
+ProgramKind = Literal["forward", "backward", "inference"]
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """What passes know of a parameter.
+
+    Args:
+        ds_id: Runtime id.
+        name: Fully qualified name.
+        block: Block it communicates with.
+        gathered_bytes: Bytes of the gathered parameter in its compute dtype, padding included.
+        dtype: Compute dtype, which is the dtype on the wire.
+    """
+
+    ds_id: int
+    name: str
+    block: str
+    gathered_bytes: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class RegionInfo:
+    """What is known of a region besides its code.
+
+    Args:
+        key: Content key; equal regions share it.
+        blocks: Blocks that it works for.
+        nodes: Number of operators before compilation.
+    """
+
+    key: str
+    blocks: tuple[str, ...]
+    nodes: int
+
+
+class RegionModule(nn.Module):
+    """A compiled region inside a program's graph module.
+
+    Args:
+        run: The compiled function, taking its inputs as one list that it empties.
+        info: What is known of it.
+    """
+
+    def __init__(self, run: Callable[[list[Any]], Sequence[Any]], info: RegionInfo) -> None:
+        super().__init__()
+        self.run = run
+        self.info = info
+
+    def forward(self, *args: Any) -> Sequence[Any]:
+        """Runs the region; programs call `run` directly instead."""
+        return self.run(list(args))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program and what it belongs to. Passes return new programs and leave their argument as it is.
+
+    Args:
+        name: For people: frame and kind.
+        kind: Whether it is a forward program (a backward follows), a backward, or neither needs gradients.
+        graph_id: Runtime id of the graph.
+        gm: The instructions.
+        params: Parameters by id, those of the whole model.
+        kept: Ids that the forward program of the same frame leaves gathered for this backward program.
+        history: Passes applied so far.
+        frame: Number of the captured graph; a forward and its backward program share it.
+    """
+
+    name: str
+    kind: ProgramKind
+    graph_id: int
+    gm: fx.GraphModule
+    params: dict[int, ParamInfo]
+    kept: tuple[int, ...] = ()
+    history: tuple[str, ...] = field(default=())
+    frame: int = 0
+
+    def copy(self, **changes: Any) -> Program:
+        """A program with a graph of its own (regions are shared), and `changes` to its fields."""
+        graph = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        output = graph.graph_copy(self.gm.graph, values)
+        source_output = next(n for n in reversed(self.gm.graph.nodes) if n.op == "output")
+        node = graph.output(output)
+        node.meta = dict(source_output.meta)
+        return replace(self, gm=fx.GraphModule(self.gm, graph), **changes)
+
+    def regions(self) -> list[fx.Node]:
+        """The nodes that call regions, in order."""
+        return [node for node in self.gm.graph.nodes if node.op == "call_module"]
+
+    def region(self, node: fx.Node) -> RegionModule:
+        """The region that `node` calls."""
+        return self.gm.get_submodule(node.target)
+
+    def finish(self, history: str) -> Program:
+        """Checks and recompiles the graph after a pass named `history`."""
+        self.gm.graph.lint()
+        self.gm.recompile()
+        return replace(self, history=(*self.history, history))
+
+
+def collective_sequence(program: Program) -> list[tuple[str, tuple[int, ...]]]:
+    """The collectives that a program issues, in order, with parameter ids local to the model: equal on all ranks."""
+    sequence = []
+    for node in program.gm.graph.nodes:
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        name = str(node.target)
+        if name.startswith("dc.prefetch"):
+            sequence.append(("gather", tuple(i & 0xFFFFFFFF for i in node.args[2])))
+        elif name.startswith("dc.reduce_grads"):
+            sequence.append(("reduce", tuple(i & 0xFFFFFFFF for i in node.args[2])))
+        elif name.startswith(("dc.gather", "dc.reduce.")):
+            sequence.append((name, (node.args[1] & 0xFFFFFFFF,)))
+    return sequence

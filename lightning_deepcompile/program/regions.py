@@ -1,0 +1,176 @@
+"""Cuts a normalized graph into regions: the pieces of compute between which parameters are gathered and released.
+
+A region belongs to one block of parameters (a transformer layer). A new one starts where the graph turns to the gathers
+or the gradients of another block; of all positions between the two uses the cut takes the one across which the fewest
+bytes are alive, so that regions exchange little (usually the hidden states alone).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from lightning_deepcompile.program.graph import (
+    is_compute,
+    is_element,
+    is_gather,
+    is_reduce,
+    is_scalar,
+    is_view,
+    nbytes,
+    source_gather,
+)
+
+__all__ = ["Region", "cut_regions"]
+
+# A value that two regions share may be one layer's own: hoisted, all layers' would be alive at once.
+_MAX_SHARED_BY_TWO = 1 << 20
+_MAX_SHARED_BY_MANY = 128 << 20
+_LOOKUP_SEED = "inductor_lookup_seed"
+
+
+@dataclass
+class Region:
+    """A run of compute nodes.
+
+    Args:
+        nodes: Its nodes, in order.
+        blocks: Names of the blocks whose parameters it reads or whose gradients it produces, in order of use.
+        inputs: Nodes outside of it that it reads, gathers included, in order of first use.
+        outputs: Its nodes that others read.
+    """
+
+    nodes: list[fx.Node]
+    blocks: list[str] = field(default_factory=list)
+    inputs: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+
+
+def cut_regions(graph: fx.Graph, block_of: Callable[[int], str]) -> list[Region]:
+    """Cuts `graph` into regions.
+
+    Args:
+        graph: Normalized graph.
+        block_of: Parameter id to block name.
+
+    Returns:
+        The regions in execution order. Gathers, reductions, placeholders and the arithmetic of sizes belong to none.
+    """
+    order = [n for n in graph.nodes if is_compute(n)]
+    if not order:
+        return []
+    labels = _labels(order, block_of)
+    bounds = [0, *_cuts(order, labels), len(order)]
+    pieces = [order[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
+    shared = _shared_by_regions(pieces)
+    if shared:
+        moved = set(shared)
+        pieces = [shared, *([n for n in piece if n not in moved] for piece in pieces)]
+    label_of = dict(zip(order, labels, strict=True))
+    return [_describe(piece, label_of) for piece in pieces if piece]
+
+
+def _labels(order: list[fx.Node], block_of: Callable[[int], str]) -> list[str | None]:
+    """The block that each node works for, where it reads a parameter or produces a gradient; else None."""
+    gathered = {block_of(n.args[1]) for node in order for n in node.all_input_nodes if is_gather(n)}
+    labels: list[str | None] = []
+    for node in order:
+        label = None
+        if not is_view(node):
+            for source in node.all_input_nodes:
+                gather = source_gather(source)
+                if gather is not None:
+                    label = block_of(gather.args[1])
+        if label is None:
+            for user in node.users:
+                # A gradient of a block that is gathered anyway says nothing: weight gradients may come late.
+                if is_reduce(user) and (block := block_of(user.args[1])) not in gathered:
+                    label = block
+        labels.append(label)
+    return labels
+
+
+def _cuts(order: list[fx.Node], labels: list[str | None]) -> list[int]:
+    """Positions of the cuts: between two labels, where the fewest bytes are alive."""
+    alive = _live_bytes(order)
+    cuts: list[int] = []
+    previous, at = None, 0
+    for position, label in enumerate(labels):
+        if label is None:
+            continue
+        if previous is not None and label != previous:
+            allowed = [c for c in range(at + 1, position + 1) if not is_element(order[c])]
+            if allowed:
+                cuts.append(min(allowed, key=lambda c: (alive[c], c)))
+        previous, at = label, position
+    return cuts
+
+
+def _live_bytes(order: list[fx.Node]) -> list[int]:
+    """``live[c]``: bytes produced before position c and read at or after it (graph outputs are alive to the end)."""
+    position = {node: i for i, node in enumerate(order)}
+    change = [0] * (len(order) + 2)
+    for i, node in enumerate(order):
+        last = max((position.get(user, -1) for user in node.users), default=-1)
+        if last > i:
+            size = nbytes(node)
+            change[i + 1] += size
+            change[last + 1] -= size
+    live, total = [], 0
+    for delta in change[: len(order) + 1]:
+        total += delta
+        live.append(total)
+    return live
+
+
+def _shared_by_regions(pieces: list[list[fx.Node]]) -> list[fx.Node]:
+    """Nodes to compute once, before all regions: independent of parameters, small, and read by several regions.
+
+    Rotary tables and masks are built in the region of the first layer; moved out, the first layer is like all others
+    and is compiled once with them. Seed look-ups carry the layer's number as a constant and are moved, too.
+    """
+    region_of = {node: k for k, piece in enumerate(pieces) for node in piece}
+    independent: set[fx.Node] = set()
+    for node in region_of:
+        if all(_is_free(source, independent) for source in node.all_input_nodes):
+            independent.add(node)
+    wanted: set[fx.Node] = set()
+    for node in independent:
+        readers = {region_of[user] for user in node.users if user in region_of} - {region_of[node]}
+        limit = _MAX_SHARED_BY_TWO if len(readers) == 1 else _MAX_SHARED_BY_MANY
+        if (readers and nbytes(node) <= limit) or _LOOKUP_SEED in str(node.target):
+            wanted.add(node)
+    pending = list(wanted)
+    while pending:
+        node = pending.pop()
+        elements = [user for user in node.users if is_element(user)]  # a tuple and its elements stay together
+        for other in (*node.all_input_nodes, *elements):
+            if other in independent and other not in wanted:
+                wanted.add(other)
+                pending.append(other)
+    return [node for piece in pieces for node in piece if node in wanted]
+
+
+def _is_free(source: fx.Node, independent: set[fx.Node]) -> bool:
+    """Whether `source` is there before the first region: neither a parameter nor computed from one, nor a gradient."""
+    if source.op == "placeholder":
+        return "tangents" not in source.name
+    return source.op == "get_attr" or source in independent or (is_scalar(source) and not is_compute(source))
+
+
+def _describe(nodes: list[fx.Node], label_of: Mapping[fx.Node, str | None]) -> Region:
+    region = Region(nodes)
+    inside = set(nodes)
+    seen: set[fx.Node] = set()
+    for node in nodes:
+        label = label_of[node]
+        if label is not None and label not in region.blocks:
+            region.blocks.append(label)
+        for source in node.all_input_nodes:
+            if source not in inside and source not in seen and source.op != "get_attr":
+                seen.add(source)
+                region.inputs.append(source)
+    region.outputs = [node for node in nodes if any(user not in inside for user in node.users)]
+    return region

@@ -1,0 +1,256 @@
+"""A program's schedule as plain data: which instruction comes when, without the code that computes.
+
+Schedules are what planning works on. They are read from a program, changed freely, checked, and written back: a program
+with another schedule has the same regions in the same order, so nothing is compiled again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from lightning_deepcompile.program.graph import is_element, nbytes, output_node
+from lightning_deepcompile.program.program import Program, ProgramKind
+
+__all__ = [
+    "Instruction",
+    "Operation",
+    "Schedule",
+    "ScheduleError",
+    "check_schedule",
+    "instruction_nodes",
+    "read_schedule",
+    "reschedule",
+]
+
+Operation = Literal["gather", "wait", "compute", "release", "reduce", "end", "gather_now", "reduce_now"]
+
+_OPERATIONS: dict[str, Operation] = {
+    "dc.prefetch_params_fused.default": "gather",
+    "dc.wait_allgather_fused.default": "wait",
+    "dc.release_params_fused.default": "release",
+    "dc.reduce_grads_fused.default": "reduce",
+    "dc.end_backward.default": "end",
+    "dc.gather.default": "gather_now",
+    "dc.reduce.default": "reduce_now",
+}
+_LOCAL = 0xFFFFFFFF
+
+
+class ScheduleError(ValueError):
+    """A schedule that would compute something else, or use memory that is not there."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One step of a schedule.
+
+    Args:
+        op: What happens. ``gather`` launches one group, ``wait`` makes the compute stream wait for it, ``reduce``
+            launches the reduction of one group of gradients; ``gather_now`` and ``reduce_now`` also wait.
+        ids: Parameters concerned, numbered within the model; of a ``compute``, those it reads.
+        sizes: Bytes per parameter: gathered, or of its whole gradient.
+        region: Name of the region that a ``compute`` runs.
+    """
+
+    op: Operation
+    ids: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    region: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all its parameters."""
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The schedule of one program.
+
+    Args:
+        name: The program's name.
+        kind: The program's kind.
+        frame: Which captured graph it belongs to; a forward and its backward program share it.
+        instructions: What runs, in the order in which the host issues it.
+        kept: Parameters that a forward schedule leaves gathered, or that a backward schedule finds gathered.
+        content: Key of what the program computes and communicates, equal on all ranks and in every run.
+        structure: The same without what its regions compute: programs for other shapes share it.
+    """
+
+    name: str
+    kind: ProgramKind
+    frame: int
+    instructions: tuple[Instruction, ...]
+    kept: tuple[int, ...] = ()
+    content: str = ""
+    structure: str = ""
+
+    def at(self, op: Operation) -> list[int]:
+        """Positions of the instructions `op`."""
+        return [i for i, instruction in enumerate(self.instructions) if instruction.op == op]
+
+    def with_instructions(self, instructions: Iterable[Instruction], **changes: Any) -> Schedule:
+        """A copy that runs `instructions`."""
+        return replace(self, instructions=tuple(instructions), **changes)
+
+
+def read_schedule(program: Program) -> Schedule:
+    """Reads the schedule of `program`.
+
+    Args:
+        program: A program after `zero3` or another pass that schedules communication.
+
+    Returns:
+        Its schedule; ids are numbered within the model.
+    """
+    instructions = tuple(_read(program, node, op) for node, op in instruction_nodes(program))
+    kept = tuple(i & _LOCAL for i in program.kept)
+    fixed = [i for i in instructions if i.op in ("compute", "reduce", "reduce_now", "gather_now")]
+    structure = [program.kind, *(f"{i.op} {_parameters(program, i)}" for i in fixed)]
+    regions = [program.region(node).info.key for node in program.regions()]
+    return Schedule(
+        program.name,
+        program.kind,
+        program.frame,
+        instructions,
+        kept,
+        content=_digest([*structure, *regions]),
+        structure=_digest(structure),
+    )
+
+
+def instruction_nodes(program: Program) -> list[tuple[fx.Node, Operation]]:
+    """The nodes of a program that are instructions of its schedule, in order."""
+    found: list[tuple[fx.Node, Operation]] = []
+    for node in program.gm.graph.nodes:
+        if node.op == "call_module":
+            found.append((node, "compute"))
+        elif node.op == "call_function" and str(node.target) in _OPERATIONS:
+            found.append((node, _OPERATIONS[str(node.target)]))
+    return found
+
+
+def _read(program: Program, node: fx.Node, op: Operation) -> Instruction:
+    if op == "compute":
+        ids = [source.args[0].args[1][source.args[1]] for source in node.all_input_nodes if _is_parameter(source)]
+        return Instruction(op, tuple(i & _LOCAL for i in dict.fromkeys(ids)), region=str(node.target))
+    if op == "end":
+        return Instruction(op)
+    if op in ("gather_now", "reduce_now"):
+        size = program.params[node.args[1]].gathered_bytes if op == "gather_now" else nbytes(node.args[0])
+        return Instruction(op, (node.args[1] & _LOCAL,), (size,))
+    ids = node.args[1] if op in ("wait", "release") else node.args[2]
+    if op == "reduce":
+        sizes = [nbytes(grad) for grad in node.args[1]]
+    else:
+        sizes = [program.params[i].gathered_bytes for i in ids]
+    return Instruction(op, tuple(i & _LOCAL for i in ids), tuple(sizes))
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    """Whether `node` is a gathered parameter, as a wait returns it."""
+    return is_element(node) and str(node.args[0].target) == "dc.wait_allgather_fused.default"
+
+
+def _digest(lines: list[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _parameters(program: Program, instruction: Instruction) -> list[tuple[str, int]]:
+    serial = program.graph_id & ~_LOCAL
+    infos = [program.params[serial | i] for i in instruction.ids]
+    return [(info.name, info.gathered_bytes) for info in infos]
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Raises unless `schedule` can run: everything read is gathered and waited for, and nothing is left behind.
+
+    What a forward program left gathered does not count: a backward program names all it reads in gathers of its own,
+    which find the parameter there and send nothing. So a schedule holds whatever ran before it.
+
+    Args:
+        schedule: The schedule.
+
+    Raises:
+        ScheduleError: Names the instruction and the parameter.
+    """
+    gathered: set[int] = set()
+    waited: set[int] = set()
+    for position, instruction in enumerate(schedule.instructions):
+        where = f"{schedule.name}, instruction {position} ({instruction.op} {instruction.region or instruction.ids})"
+        ids = set(instruction.ids)
+        if instruction.op == "gather":
+            gathered |= ids
+        elif instruction.op == "wait":
+            if missing := ids - gathered:
+                raise ScheduleError(f"{where}: parameters {sorted(missing)} were not gathered before.")
+            waited |= ids
+        elif instruction.op == "compute":
+            if missing := ids - (waited & gathered):
+                raise ScheduleError(f"{where}: parameters {sorted(missing)} are read but not gathered and waited for.")
+        elif instruction.op == "release":
+            gathered -= ids
+            waited -= ids
+    expected = set(schedule.kept) if schedule.kind == "forward" else set()
+    if gathered != expected:
+        raise ScheduleError(
+            f"{schedule.name} ends with parameters {sorted(gathered)} gathered, and should with {sorted(expected)}: "
+            "release them after their last use, or name them in `kept`."
+        )
+
+
+def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
+    """Gives `program` another schedule.
+
+    Gathers and releases may move, merge, split, appear and disappear; regions, waits and reductions stay in order.
+
+    Args:
+        program: A program that communicates by scheduled instructions.
+        schedule: The new schedule, made from `read_schedule` of a program with the same content.
+        history: Name of the pass, or whatever else decided.
+
+    Returns:
+        The program with the new schedule; `program` is left as it is.
+
+    Raises:
+        ScheduleError: If the schedule is not valid, or not one of this program.
+    """
+    check_schedule(schedule)
+    current = read_schedule(program)
+    if _fixed(current) != _fixed(schedule):
+        raise ScheduleError(f"The schedule of {schedule.name!r} computes or reduces otherwise than {program.name!r}.")
+    serial = program.graph_id & ~_LOCAL
+    kept = tuple(serial | i for i in schedule.kept)
+    result = program.copy(kept=kept)
+    graph = result.gm.graph
+    nodes = instruction_nodes(result)
+    dtypes = {i: dtype for node, op in nodes if op == "gather" for i, dtype in zip(*node.args[2:4], strict=True)}
+    for node, op in nodes:
+        if op in ("gather", "release"):
+            graph.erase_node(node)
+    anchors = [node for node, op in nodes if op not in ("gather", "release")]
+    anchors.append(output_node(graph))
+    passed = 0
+    for instruction in schedule.instructions:
+        if instruction.op not in ("gather", "release"):
+            passed += 1
+            continue
+        ids = [serial | i for i in instruction.ids]
+        with graph.inserting_before(anchors[passed]):
+            if instruction.op == "release":
+                graph.call_function(torch.ops.dc.release_params_fused.default, (program.graph_id, ids))
+            else:
+                wanted = [dtypes.get(i, program.params[i].dtype) for i in ids]
+                graph.call_function(torch.ops.dc.prefetch_params_fused.default, (program.graph_id, [], ids, wanted))
+    return result.finish(history)
+
+
+def _fixed(schedule: Schedule) -> list[Instruction]:
+    """What a new schedule must leave as it is."""
+    return [replace(i, sizes=()) for i in schedule.instructions if i.op not in ("gather", "release")]

@@ -1,0 +1,57 @@
+"""The names under which Lightning's Trainer and LightningCLI know our strategies."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+__all__ = ["STRATEGIES", "Registry", "register_strategies"]
+
+_ZERO1 = "ZeRO stage 1 by compiled programs: optimizer states are sharded, gradients reduced once per optimizer step"
+_ZERO2 = "ZeRO stage 2 by compiled programs: gradients and optimizer states are sharded"
+_ZERO3 = "ZeRO stage 3 by compiled programs: parameters, gradients and optimizer states are sharded"
+
+#: Each name, what `DeepCompileStrategy` is made with under it, and the description Lightning shows. The names are lower
+#: case because the Trainer lowers what it is given. The last two are for LightningCLI, which reads a class path without
+#: any argument as a name.
+STRATEGIES: dict[str, tuple[dict[str, Any], str]] = {
+    "deepcompile": ({}, _ZERO3),
+    "deepcompile_stage_1": ({"stage": 1}, _ZERO1),
+    "deepcompile_stage_2": ({"stage": 2}, _ZERO2),
+    "deepcompile_stage_3": ({"stage": 3}, _ZERO3),
+    "deepcompilestrategy": ({}, _ZERO3),
+    "lightning_deepcompile.deepcompilestrategy": ({}, _ZERO3),
+}
+
+
+class Registry(Protocol):
+    """What we need of Lightning's ``StrategyRegistry``."""
+
+    def register(
+        self, name: str, strategy: Any = None, description: str | None = None, override: bool = False, **parameters: Any
+    ) -> Any:
+        """Maps a name to what is called to make the strategy."""
+
+
+def register_strategies(registry: Registry) -> None:
+    """Adds our strategies to Lightning's registry; doing it again changes nothing.
+
+    Args:
+        registry: ``lightning.pytorch.strategies.StrategyRegistry``.
+    """
+    for name, (init_params, description) in STRATEGIES.items():
+        registry.register(name, _make_strategy, description=description, override=True, **init_params)
+
+
+def _make_strategy(**init_params: Any) -> Any:
+    # Imported when the strategy is asked for: registering happens while Lightning itself is being imported.
+    try:
+        from lightning_deepcompile.strategy import DeepCompileStrategy
+    except ModuleNotFoundError as error:
+        if error.name != "lightning":
+            raise
+        raise ModuleNotFoundError(
+            "The deepcompile strategies work with the package `lightning`, and only `pytorch_lightning` is installed. "
+            'Run `pip install "lightning>=2.6,<2.7"` and import from `lightning.pytorch`.',
+            name="lightning",
+        ) from error
+    return DeepCompileStrategy(**init_params)

@@ -1,0 +1,111 @@
+"""What the tracer must know of the runtime's operators: output shapes (fake kernels) and derivatives.
+
+``dc::gather`` and ``dc::reduce`` are all that Dynamo and AOTAutograd ever see of the distribution. They are plain
+functions of tensors: a gather returns a fresh full parameter, its derivative reduces the full gradient to a fresh
+shard. Everything that is scheduled (launching early, waiting, releasing) comes after the graph is partitioned, as
+operators with side effects that no tracer sees.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["gather_op", "reduce_op", "register"]
+
+
+def gather_op() -> torch._ops.OpOverload:
+    """The operator ``dc::gather(shard, ds_id, size, dtype)``: a full parameter from its shards."""
+    return torch.ops.dc.gather.default
+
+
+def reduce_op() -> torch._ops.OpOverload:
+    """The operator ``dc::reduce(grad, ds_id, shard_size, dtype)``: this rank's shard of the mean gradient."""
+    return torch.ops.dc.reduce.default
+
+
+def _fake_gather(shard: Tensor, ds_id: int, size: list[int], dtype: torch.dtype) -> Tensor:
+    return shard.new_empty(size, dtype=dtype)
+
+
+def _fake_reduce(grad: Tensor, ds_id: int, shard_size: list[int], dtype: torch.dtype) -> Tensor:
+    return grad.new_empty(shard_size, dtype=dtype)
+
+
+def _fake_allgather_param(param: Tensor, graph_id: int, ds_id: int, dtype: torch.dtype | None = None) -> Tensor:
+    full = _like_gathered(ds_id, dtype)
+    return param.new_empty(full.shape, dtype=full.dtype)
+
+
+def _like_gathered(ds_id: int, dtype: torch.dtype | None) -> Tensor:
+    return _extension().like_gathered(ds_id, dtype)
+
+
+def _extension() -> Any:
+    return importlib.import_module("lightning_deepcompile._C")
+
+
+def _fake_same(tensor: Tensor, *ids: int) -> Tensor:
+    return torch.empty_like(tensor)
+
+
+def _fake_reduce_grad(grad: Tensor, graph_id: int, ds_id: int) -> Tensor:
+    return grad.new_empty(0)
+
+
+def _fake_offload(tensor: Tensor, graph_id: int, id: int) -> Tensor:
+    return torch.empty_like(tensor, device="cpu")
+
+
+def _fake_reload(tensor: Tensor, graph_id: int, id: int) -> Tensor:
+    return torch.empty_like(tensor, device=_extension().device_of(graph_id))
+
+
+def _fake_nothing(*args: Any) -> None:
+    return None
+
+
+# Operators per parameter: what a user's own compiled code may contain. The fused ones are written into programs, after
+# all tracing.
+_FAKES = {
+    "allgather_param": _fake_allgather_param,
+    "wait_allgather": _fake_same,
+    "release_param": _fake_same,
+    "prefetch_params_fused": _fake_nothing,
+    "reduce_grad": _fake_reduce_grad,
+    "end_backward": _fake_nothing,
+    "free_tensors": _fake_nothing,
+    "offload_tensor": _fake_offload,
+    "wait_offload": _fake_same,
+    "reload_tensor": _fake_reload,
+    "wait_reload": _fake_same,
+    "offload_parameter": _fake_nothing,
+    "reload_parameter": _fake_nothing,
+    "gather": _fake_gather,
+    "reduce": _fake_reduce,
+}
+_WITHOUT_RESULT = ("prefetch_params_fused", "end_backward", "free_tensors", "offload_parameter", "reload_parameter")
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    # Only what does not depend on the data: the gather must not keep the shard (or the full parameter) alive.
+    shard, ds_id, _, _ = inputs
+    ctx.ds_id, ctx.shard_size, ctx.shard_dtype = ds_id, list(shard.shape), shard.dtype
+
+
+def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return torch.ops.dc.reduce(grad, ctx.ds_id, ctx.shard_size, ctx.shard_dtype), None, None, None
+
+
+@functools.cache
+def register() -> None:
+    """Registers fake kernels and derivatives; the extension must be loaded. Repeated calls do nothing."""
+    for name, fake in _FAKES.items():
+        torch.library.register_fake(f"dc::{name}", fake)
+    for name in _WITHOUT_RESULT:  # else a graph's dead code elimination drops them
+        torch.fx.node.has_side_effect(getattr(torch.ops.dc, name).default)
+    torch.library.register_autograd("dc::gather", _gather_backward, setup_context=_save_for_backward)

@@ -1,0 +1,397 @@
+"""The Lightning strategy: maps Lightning's hooks to the engine, and nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.compile import to_uncompiled
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_deepcompile.capture.activation_checkpointing import CheckpointingPolicy, checkpoint_activations
+from lightning_deepcompile.checkpoint import Checkpoints, StateDictType
+from lightning_deepcompile.checkpoint_strategy import CheckpointStrategy
+from lightning_deepcompile.compile_progress import CompileProgress
+from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.deferred_log import DeferredLog
+from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.fsdp_arguments import (
+    ShardingStrategyName,
+    check_cpu_offload,
+    stage_for,
+    warn_about_ignored,
+)
+from lightning_deepcompile.host_calls import HostCalls, HostOptimizer
+from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.report import Round
+from lightning_deepcompile.precision import DeepCompilePrecision
+from lightning_deepcompile.summary import Summary
+from lightning_deepcompile.trainer_checks import check_trainer
+
+__all__ = ["DeepCompileStrategy"]
+
+
+class DeepCompileStrategy(CheckpointStrategy):
+    """Trains an unmodified LightningModule with sharded parameters, gradients and optimizer states (ZeRO).
+
+    The step is captured with ``torch.compile`` and run as a program in which every gather, release and reduction is an
+    explicit instruction, executed by a C++ runtime. Use it like FSDP: ``Trainer(strategy="deepcompile", devices=8)``.
+
+    Args:
+        stage: What is sharded between uses (ZeRO). 3 (the default): parameters, gradients and optimizer states. 2:
+            gradients and optimizer states; parameters are gathered once after each optimizer step and stay whole. 1: as
+            2, and gradients of accumulated batches are added up whole and reduced once.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer.
+        checkpoint_io: Set by the Trainer.
+        precision_plugin: Set by the Trainer from ``precision=``; see `DeepCompilePrecision`.
+        process_group_backend: Backend of torch.distributed; by default NCCL for GPUs and gloo for CPUs.
+        timeout: How long a rank waits for the others.
+        mixed_precision: Dtypes instead of those that follow from ``precision=``: ``param_dtype`` in which parameters
+            are gathered and computed with, ``reduce_dtype`` of gradients on the wire, ``buffer_dtype`` of buffers.
+        activation_checkpointing_policy: Classes of modules that keep only their inputs and run again in backward; or
+            a function of a module that tells whether it does.
+        sharding_strategy: FSDP's name for the stage: ``"FULL_SHARD"`` is 3, ``"SHARD_GRAD_OP"`` is 2.
+        cpu_offload: Of FSDP; not supported yet.
+        auto_wrap_policy: Of FSDP; ignored with a warning, as are the next ones.
+        use_orig_params: Of FSDP; ignored.
+        backward_prefetch: Of FSDP; ignored.
+        forward_prefetch: Of FSDP; ignored.
+        limit_all_gathers: Of FSDP; ignored.
+        sync_module_states: Of FSDP; ignored.
+        state_dict_type: How checkpoints are saved. ``"full"``: one plain file, as of a single device. ``"sharded"``: a
+            directory to which every rank writes its shards. Both are loaded, whatever is set here.
+        save_distributed_checkpoint: ModelParallelStrategy's name for the same; True means ``"sharded"``.
+        async_save: Whether sharded checkpoints are written by a thread while training goes on. A rank needs host memory
+            for a copy of its shards.
+        compile: Settings of the compiler and of the schedule.
+
+    Raises:
+        ValueError: For a stage or state dict type that does not exist.
+    """
+
+    strategy_name = "deepcompile"
+
+    def __init__(
+        self,
+        stage: Literal[1, 2, 3] | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        mixed_precision: MixedPrecision | None = None,
+        activation_checkpointing_policy: CheckpointingPolicy | None = None,
+        sharding_strategy: ShardingStrategyName | ShardingStrategy | None = None,
+        cpu_offload: bool | CPUOffload | None = None,
+        auto_wrap_policy: Any | None = None,
+        use_orig_params: bool | None = None,
+        backward_prefetch: Any | None = None,
+        forward_prefetch: bool | None = None,
+        limit_all_gathers: bool | None = None,
+        sync_module_states: bool | None = None,
+        state_dict_type: StateDictType = "full",
+        save_distributed_checkpoint: bool | None = None,
+        async_save: bool = False,
+        compile: CompileConfig | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self.stage = stage_for(sharding_strategy, stage)
+        check_cpu_offload(cpu_offload)
+        warn_about_ignored(
+            {
+                "auto_wrap_policy": auto_wrap_policy,
+                "use_orig_params": use_orig_params,
+                "backward_prefetch": backward_prefetch,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "sync_module_states": sync_module_states,
+            }
+        )
+        self.mixed_precision = mixed_precision
+        self._checkpointing_policy = activation_checkpointing_policy
+        self.compile = compile or CompileConfig()
+        self._checkpoints = Checkpoints(self, state_dict_type, save_distributed_checkpoint, async_save)
+        self._engine: Engine | None = None
+        self._log: DeferredLog | None = None
+        self._host_calls: HostCalls | None = None
+        self._progress = CompileProgress()
+
+    # What Lightning sets and reads -----------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> DeepCompilePrecision:
+        """The precision plugin."""
+        plugin = self._precision_plugin
+        return plugin if isinstance(plugin, DeepCompilePrecision) else DeepCompilePrecision.convert(plugin)
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else DeepCompilePrecision.convert(plugin)
+
+    @property
+    def _lightning_module(self) -> pl.LightningModule | None:
+        return self._module
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: pl.LightningModule | None) -> None:
+        # Lightning hands the module over, and then refuses compiled ones for strategies that it does not know.
+        if getattr(module, "_compiler_ctx", None) is not None:
+            rank_zero_warn(
+                "The model was compiled with `torch.compile`. DeepCompileStrategy compiles the steps itself, with the "
+                "distribution in the graph; your compilation is undone."
+            )
+            module = to_uncompiled(module)
+        self._module = module
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers; `LightningModule.optimizers` gives their wrappers."""
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._lightning_optimizers = [HostOptimizer._to_lightning_optimizer(o, self) for o in optimizers]
+
+    # Setting up -------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Shards the model (once), compiles its steps lazily, and builds optimizers when fitting."""
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        check_trainer(trainer)
+        self._progress = CompileProgress(trainer)
+        # Inference tensors cannot enter a compiled graph that also serves training.
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
+        if self._engine is None or self._engine.module is not self.lightning_module:
+            self._shard(self.lightning_module)
+        self.barrier("sharded")
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _shard(self, module: pl.LightningModule) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        if self._layer_sync is not None:
+            module = self._layer_sync.apply(module)
+        plugin = self.precision_plugin
+        plugin.mixed_precision = self.mixed_precision
+        module = plugin.convert_module(module)
+        if self._checkpointing_policy is not None:
+            checkpoint_activations(module, self._checkpointing_policy)
+        mesh = init_device_mesh(self.root_device.type, (self.world_size,), mesh_dim_names=("data_parallel",))
+        self._engine = Engine(
+            module,
+            mesh,
+            self.compile.in_folder(module.trainer.default_root_dir),
+            gather_dtype=plugin.gather_dtype,
+            reduce_dtype=plugin.reduce_dtype,
+            stage=self.stage,
+            timeout=self._timeout,
+        )
+        for child in module.modules():
+            if isinstance(child, Metric):
+                child.to(self.root_device)
+        self._log = DeferredLog(module)
+        self._host_calls = HostCalls(module, after_toggle=self._engine.gradients.follow_requires_grad)
+        plugin.attach(self._engine, self.root_device.type)
+        self.model = module
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Builds the optimizers and makes them step on this rank's shards."""
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            if not isinstance(optimizer, _MockOptimizer):  # Lightning's, where there is nothing to optimize
+                self.engine.attach_optimizer(optimizer)
+
+    def model_to_device(self) -> None:
+        """Does nothing: sharding moves the model."""
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """New tensors are made on this rank's device, in the dtype of the parameters.
+
+        Args:
+            empty_init: Make them without memory (on the meta device); each rank then initialises one block at a time,
+                by the modules' ``reset_parameters`` or the model's ``_init_weights``, and keeps its shard.
+        """
+        with torch.device("meta") if empty_init else self.root_device, self.precision_plugin.tensor_init_context():
+            yield
+
+    @property
+    def engine(self) -> Engine:
+        """The engine behind the strategy.
+
+        Raises:
+            RuntimeError: Before setup.
+        """
+        if self._engine is None:
+            raise RuntimeError(
+                "The strategy is not set up yet: it shards the model when `trainer.fit` (or another entry) runs."
+            )
+        return self._engine
+
+    # Running ----------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the compiled training step."""
+        if self._may_drop_gradients():
+            self.engine.drop_stale_gradients()
+        return self._run("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the compiled validation step."""
+        return self._run("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the compiled test step."""
+        return self._run("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the compiled predict step."""
+        return self._run("predict_step", *args, **kwargs)
+
+    def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        assert self._log is not None and self._host_calls is not None
+        context = {
+            "training_step": self.precision_plugin.train_step_context,
+            "validation_step": self.precision_plugin.val_step_context,
+            "test_step": self.precision_plugin.test_step_context,
+            "predict_step": self.precision_plugin.predict_step_context,
+        }[name]
+        deferred = nullcontext() if name == "predict_step" else self._log.deferred()
+        with context(), deferred, self._host_calls.outside_graphs(), self._progress.shown(self.engine.capture):
+            return self.engine.run_step(name, *args, **kwargs)
+
+    def _may_drop_gradients(self) -> bool:
+        """Whether nobody can tell that gradients are freed before the forward pass instead of right after it.
+
+        Lightning calls ``zero_grad`` between forward and backward; the forward pass would have the memory of the last
+        step's gradients to carry.
+        """
+        module = self.lightning_module
+        assert module is not None
+        return (
+            module.automatic_optimization
+            and not is_overridden("on_before_zero_grad", module)
+            and not is_overridden("optimizer_zero_grad", module)
+            and not any(is_overridden("on_before_zero_grad", c, pl.Callback) for c in module.trainer.callbacks)
+        )
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs the backward pass; ``.grad`` holds reduced gradients when Lightning calls ``on_after_backward``."""
+        module, plugin = self.lightning_module, self.precision_plugin
+        assert module is not None
+        self.pre_backward(closure_loss)
+        loss = plugin.pre_backward(closure_loss, module)
+        with self._progress.shown(self.engine.capture):
+            self.engine.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
+        loss = plugin.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Around batches whose gradients only accumulate."""
+        with self.engine.accumulating():
+            yield
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: nn.Module | None = None, **kwargs: Any
+    ) -> Any:
+        """Steps the optimizer, on this rank's shards."""
+        with self.engine.stepping(optimizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    # Looking inside ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def full_parameters(
+        self, module: nn.Module | None = None, *, writeback: bool = True
+    ) -> Generator[None, None, None]:
+        """Inside, the parameters are whole, plain tensors (as under FSDP's ``summon_full_params``).
+
+        All ranks must enter and leave together. Calling a module needs no such context: it gathers for itself.
+
+        Args:
+            module: Whose parameters; by default the whole model's, which must then fit into memory.
+            writeback: Keep what was written to them, each rank's own rows; else it is dropped.
+        """
+        with self.engine.full_parameters(module, writeback=writeback):
+            yield
+
+    def summary(self) -> Summary:
+        """Counters of what was compiled and what a step communicates; print it for a table."""
+        return self.engine.summary()
+
+    def report(self) -> list[Round]:
+        """What each round of profiling and planning changed, predicted and then measured."""
+        return self.engine.report()
+
+    def profile(self) -> Profile | None:
+        """What the last round planned with; its `to_json` is for ``python -m lightning_deepcompile simulate``."""
+        return self.engine.tuner.profile
+
+    def programs(self) -> dict[str, str]:
+        """The current programs, printed, by name."""
+        return self.engine.programs()
+
+    # Ending -----------------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Ends this rank's communication, and the ranks that it started, so that none waits for it."""
+        super().on_exception(exception)
+        if self._engine is not None:
+            self._engine.abort()
+        self.end_started_processes()
+
+    def teardown(self) -> None:
+        """Frees what only steps need; the model stays sharded on its device for the next entry point."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        if self._engine is not None:
+            self._engine.release_memory()
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+        self._checkpoints.finish()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers the strategy's names."""
+        from lightning_deepcompile.registry import register_strategies
+
+        register_strategies(strategy_registry)

@@ -1,0 +1,60 @@
+"""What the strategy did, as data and as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_deepcompile.program.printer import format_bytes
+
+__all__ = ["Summary"]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Counters of a strategy.
+
+    Args:
+        world_size: Number of ranks that share the parameters.
+        communicator: What carries gathers and reductions: ``"nccl"`` or ``"process_group"``.
+        graphs: Graphs that Dynamo captured (1 per distinct step without graph breaks).
+        programs: Programs made of them (forward, backward, inference).
+        regions_compiled: Distinct regions, each compiled once.
+        regions_total: Regions in all programs.
+        gathers_per_step: Parameters gathered by the last training step.
+        gather_groups_per_step: Collective groups that they travelled in.
+        reductions_per_step: Gradients reduced by the last training step.
+        reduce_groups_per_step: Collective groups that they travelled in.
+        sharded_bytes_per_rank: Bytes of parameter shards on this rank.
+        saved_parameters: Full parameters saved for backward; anything but 0 is a defect.
+        causal_masks: Attention calls whose mask was recognised as the causal one.
+        compile_seconds: Time in the backend (tracing with AOTAutograd, partitioning, regions), Dynamo's own excluded.
+        region_compile_seconds: Part of it that Inductor took for regions.
+    """
+
+    world_size: int
+    communicator: str
+    graphs: int
+    programs: int
+    regions_compiled: int
+    regions_total: int
+    gathers_per_step: int
+    gather_groups_per_step: int
+    reductions_per_step: int
+    reduce_groups_per_step: int
+    sharded_bytes_per_rank: int
+    saved_parameters: int
+    causal_masks: int
+    compile_seconds: float
+    region_compile_seconds: float
+
+    def __str__(self) -> str:
+        rows = [
+            ("ranks", f"{self.world_size} ({self.communicator})"),
+            ("graphs", f"{self.graphs} ({self.programs} programs)"),
+            ("regions compiled/total", f"{self.regions_compiled}/{self.regions_total}"),
+            ("gathers a step", f"{self.gathers_per_step} in {self.gather_groups_per_step} groups"),
+            ("reductions a step", f"{self.reductions_per_step} in {self.reduce_groups_per_step} groups"),
+            ("sharded bytes per rank", format_bytes(self.sharded_bytes_per_rank)),
+            ("compile time", f"{self.compile_seconds:.1f} s ({self.region_compile_seconds:.1f} s in regions)"),
+        ]
+        return "\n".join(["DeepCompile", *(f"  {name:<24}{value}" for name, value in rows)])

@@ -1,0 +1,161 @@
+"""Builds the C++ runtime, `lightning_deepcompile._C`. Everything else about the package is in pyproject.toml.
+
+The CPU build needs g++ alone. The CUDA build also needs headers and the NCCL library, which come with torch's own pip
+packages; no nvcc, no .cu file. Environment: `LDC_BUILD=auto|cpu|cuda` (`auto`: CUDA if torch has it and everything is
+found, else CPU, and the build info says why; `cuda`: fail if something is missing), `MAX_JOBS`, `LDC_CXXFLAGS` (more
+flags for the compiler).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+ROOT = Path(__file__).resolve().parent
+NCCL_SOURCE = "csrc/nccl_communicator.cpp"
+# What to install for each piece that may be missing (CUDA 13 names; CUDA 12 packages end in -cu12).
+REMEDIES = {
+    "cuda_runtime.h": "pip install nvidia-cuda-runtime",
+    "crt/host_defines.h": "pip install nvidia-cuda-crt, or set CUDA_HOME to a CUDA toolkit",
+    "nv/target": "pip install nvidia-cuda-cccl, or set CUDA_HOME to a CUDA toolkit",
+    "nccl.h": "pip install nvidia-nccl-cu13",
+    "libnccl.so.2": "pip install nvidia-nccl-cu13",
+}
+
+
+@dataclass
+class BuildPlan:
+    """What to build, and why."""
+
+    cuda: bool
+    reason: str
+    include_dirs: list[str] = field(default_factory=list)
+    library_dirs: list[str] = field(default_factory=list)
+    nccl_version: str = "none"
+
+
+def pip_nvidia_dirs() -> list[Path]:
+    """Folders of NVIDIA's pip packages (`site-packages/nvidia/*`), the ones of this torch's CUDA version first."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(p) for p in spec.submodule_search_locations] if spec and spec.submodule_search_locations else []
+    names = [
+        f"cu{(torch.version.cuda or '').split('.')[0]}",
+        "cuda_runtime",
+        "cuda_crt",
+        "cuda_nvcc",
+        "cuda_cccl",
+        "nccl",
+    ]
+    return [root / name for root in roots for name in names if (root / name).is_dir()]
+
+
+def toolkit_dirs() -> list[Path]:
+    """Folders of a CUDA toolkit or of system packages."""
+    named = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    return [Path(p) for p in (*named, "/usr/local/cuda", "/usr")]
+
+
+def nccl_header_version(header: Path) -> str:
+    """The version that `nccl.h` declares, such as "2.28.9"."""
+    numbers = dict(re.findall(r"#define\s+NCCL_(MAJOR|MINOR|PATCH)\s+(\d+)", header.read_text(errors="replace")))
+    return ".".join(numbers.get(part, "?") for part in ("MAJOR", "MINOR", "PATCH"))
+
+
+def make_plan() -> BuildPlan:
+    """Decides between the CPU and the CUDA build from `LDC_BUILD`, torch, and what is installed.
+
+    Raises:
+        SystemExit: `LDC_BUILD` has an unknown value, or asks for CUDA and something is missing.
+    """
+    wanted = os.environ.get("LDC_BUILD", "auto")
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise SystemExit(f"LDC_BUILD must be 'auto', 'cpu' or 'cuda', got {wanted!r}.")
+    if wanted == "cpu":
+        return BuildPlan(cuda=False, reason="LDC_BUILD=cpu")
+    missing: list[str] = []
+    plan = BuildPlan(cuda=True, reason=f"torch {torch.__version__} has CUDA {torch.version.cuda}")
+    if torch.version.cuda is None:
+        missing.append(f"CUDA in torch {torch.__version__} (install a CUDA build of torch)")
+    else:
+        find_cuda(plan, missing)
+    if not missing:
+        return plan
+    reason = "missing: " + "; ".join(missing)
+    if wanted == "cuda":
+        raise SystemExit(f"LDC_BUILD=cuda, but {reason}.")
+    return BuildPlan(cuda=False, reason=reason)
+
+
+def find_cuda(plan: BuildPlan, missing: list[str]) -> None:
+    """Fills in the include and library folders of a CUDA build; adds to `missing` what is not found."""
+    homes = [*pip_nvidia_dirs(), *toolkit_dirs()]
+    for header in ("cuda_runtime.h", "crt/host_defines.h", "nv/target", "nccl.h"):
+        folder = next((home / "include" for home in homes if (home / "include" / header).is_file()), None)
+        if folder is None:
+            missing.append(f"{header} ({REMEDIES[header]})")
+        elif str(folder) not in plan.include_dirs:
+            plan.include_dirs.append(str(folder))
+        if folder is not None and header == "nccl.h":
+            plan.nccl_version = nccl_header_version(folder / header)
+    places = [home / sub for home in homes for sub in ("lib", "lib64", "lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu")]
+    library = next((place for place in places if (place / "libnccl.so.2").is_file()), None)
+    if library is None:
+        missing.append(f"libnccl.so.2 ({REMEDIES['libnccl.so.2']})")
+    else:
+        plan.library_dirs.append(str(library))
+
+
+def make_extension(plan: BuildPlan) -> CppExtension:
+    """The extension module for a plan."""
+    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob("*.cpp"))
+    return CppExtension(
+        "lightning_deepcompile._C",
+        sources=[source for source in sources if plan.cuda or source != NCCL_SOURCE],
+        depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob("*.h")),
+        include_dirs=[str(ROOT / "csrc"), *plan.include_dirs],
+        library_dirs=plan.library_dirs,
+        define_macros=[("LDC_WITH_NCCL", "1")] if plan.cuda else [],
+        extra_compile_args=[
+            "-std=c++20",
+            "-O2",
+            "-fvisibility=hidden",
+            "-Wall",
+            *os.environ.get("LDC_CXXFLAGS", "").split(),
+        ],
+        # The exact library that torch loads too. `import torch` comes first, so it is found without a run path.
+        extra_link_args=["-l:libnccl.so.2"] if plan.cuda else [],
+    )
+
+
+class Build(BuildExtension):
+    """`build_ext` that writes the build info header and says what it builds."""
+
+    def build_extensions(self) -> None:
+        """Builds; a failure to compile fails the command."""
+        folder = Path(self.build_temp).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        text = "".join(
+            f'#define {name} "{value}"\n'.replace("\\", "\\\\")
+            for name, value in (
+                ("LDC_BUILD_REASON", PLAN.reason.replace('"', "'")),
+                ("LDC_NCCL_VERSION", PLAN.nccl_version),
+            )
+        )
+        header = folder / "ldc_build_config.h"
+        if not header.exists() or header.read_text() != text:  # keep the time stamp: no needless recompile
+            header.write_text(text)
+        self.extensions[0].include_dirs.append(str(folder))
+        print(f"lightning_deepcompile: {'CUDA' if PLAN.cuda else 'CPU'} build ({PLAN.reason})")
+        super().build_extensions()
+
+
+PLAN = make_plan()
+
+setup(ext_modules=[make_extension(PLAN)], cmdclass={"build_ext": Build})

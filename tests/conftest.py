@@ -1,0 +1,43 @@
+"""Shared fixtures; makes `tests/` importable for spawned ranks and keeps compile caches of a test run together."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_left_behind() -> Iterator[None]:
+    """A Trainer that runs in this process leaves a process group and variables behind: not for the next file."""
+    before = dict(os.environ)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"):
+        if name not in before:
+            os.environ.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests marked `gpu` where there are not two GPUs, and says so."""
+    missing = pytest.mark.skip(reason=f"needs 2 GPUs, found {torch.cuda.device_count()}")
+    for item in items:
+        if item.get_closest_marker("gpu") and torch.cuda.device_count() < 2:
+            item.add_marker(missing)

@@ -1,0 +1,368 @@
+// The parts of the runtime without torch processes: layouts, buffers, buckets, use counts, faults. Run by sanitize.py.
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+
+#include "executor.h"
+#include "offload.h"
+#include "runtime_table.h"
+#include "same_on_all_ranks.h"
+#include "views.h"
+#include "watchdog.h"
+
+namespace {
+
+using namespace ldc;
+
+int failures = 0;
+
+#define EXPECT(condition)                                                        \
+  do {                                                                           \
+    if (!(condition)) {                                                          \
+      std::printf("%s:%d: %s\n", __FILE__, __LINE__, #condition);                \
+      ++failures;                                                                \
+    }                                                                            \
+  } while (false)
+
+/// Whether `call` raises, with `text` in the message.
+template <typename Call>
+bool refuses(const char* text, Call call) {
+  try {
+    call();
+  } catch (const std::exception& error) {
+    if (message_of(error).find(text) != std::string::npos) return true;
+    std::printf("unexpected message: %s\n", message_of(error).c_str());
+  }
+  return false;
+}
+
+const Device kCpu(c10::DeviceType::CPU);
+
+Tensor ones(at::IntArrayRef sizes, ScalarType dtype = c10::kFloat) { return at::ones(sizes, dtype); }
+
+/// Rank 0 of `world` ranks which all have the same tensors, except that others' bytes are rank 0's plus `skew`.
+class Mirror final : public Communicator {
+ public:
+  explicit Mirror(int64_t world, int64_t skew = 0) : Communicator(0, world), skew_(skew) {}
+
+  Completion all_gather(const std::vector<Transfer>& group) override {
+    groups.push_back(static_cast<int64_t>(group.size()));
+    return Completion([this, group] {
+      for (const Transfer& transfer : group) {
+        for (int64_t rank = 0; rank < world_size(); ++rank) {
+          const Tensor part = flat(transfer.out).narrow(0, rank * transfer.in.numel(), transfer.in.numel());
+          part.copy_(flat(transfer.in));
+          if (rank > 0 && skew_ != 0) part.add_(skew_);
+        }
+      }
+    });
+  }
+
+  Completion reduce_scatter_mean(const std::vector<Transfer>& group) override {
+    groups.push_back(static_cast<int64_t>(group.size()));
+    return Completion([this, group] {
+      if (broken) throw std::runtime_error("the wire is cut");
+      for (const Transfer& transfer : group) {
+        flat(transfer.out).copy_(flat(transfer.in).narrow(0, 0, transfer.out.numel()));
+      }
+    });
+  }
+
+  std::string diagnose(std::chrono::milliseconds limit) override {
+    return stuck_for.load() > limit ? std::string("gather of 'w' is stuck") : std::string();
+  }
+
+  std::vector<int64_t> groups;  // sizes, in order
+  bool broken = false;
+  std::atomic<std::chrono::milliseconds> stuck_for{};
+
+ private:
+  int64_t skew_;
+};
+
+/// Everything below a runtime, for a world of two.
+struct Bench {
+  explicit Bench(RuntimeOptions options = {}) : options(std::move(options)) {}
+  void add(int64_t id, std::vector<int64_t> shape) {
+    const auto shard = row_shard_shape(shape, 2);
+    registry.add(id, c10::str("p", id), std::move(shape), ones(shard), at::zeros(shard), {}, false);
+  }
+  RuntimeOptions options;
+  std::shared_ptr<Mirror> wire = std::make_shared<Mirror>(2);
+  Stats stats;
+  Registry registry{kCpu, 2};
+  GatherEngine gathers{kCpu, wire, registry, stats, options};
+  ReduceEngine reductions{kCpu, wire, registry, stats, options};
+  bool boundary = true;
+  std::unique_ptr<Executor> executor(int64_t stage, const Ids& ids, const std::string& reduce = "") {
+    return make_executor(stage, reduce, 0, ids, boundary, registry, gathers, reductions);
+  }
+};
+
+void test_shard_shapes() {
+  EXPECT((row_shard_shape({5, 3}, 2) == std::vector<int64_t>{3, 3}));
+  EXPECT((flat_shard_shape({5, 3}, 2) == std::vector<int64_t>{8}));
+  EXPECT((row_shard_shape({}, 4) == std::vector<int64_t>{1}));
+  EXPECT((flat_shard_shape({0, 3}, 4) == std::vector<int64_t>{0}));
+}
+
+void test_registry() {
+  Bench bench;
+  bench.add(1, {5, 3});
+  EXPECT(!bench.registry.at(1).even(2));
+  EXPECT(refuses("needs a `shard` of shape", [&] {
+    bench.registry.add(2, "x", {5, 3}, ones({2, 3}), {}, {}, false);
+  }));
+  EXPECT(refuses("already taken", [&] { bench.add(1, {6, 3}); }));
+  bench.add(1, {5, 3});  // the same again
+  EXPECT(refuses("not registered", [&] { bench.registry.at(9); }));
+  EXPECT((bench.registry.ids() == Ids{1}));
+  EXPECT(bench.registry.owns(bench.registry.at(1).shard.storage()));
+  const Tensor old = bench.registry.at(1).grad;
+  bench.registry.replace_grad(1, at::zeros({3, 3}));
+  EXPECT(!bench.registry.owns(old.storage()));
+  bench.registry.free_unused_grads({1});
+  EXPECT(bench.registry.at(1).grad.storage().nbytes() == 0);
+  bench.registry.allocate_grad(bench.registry.at(1));
+  EXPECT(bench.registry.at(1).grad.storage().nbytes() == 36);
+}
+
+void test_runs() {
+  const Tensor base = at::zeros({2048});
+  const auto part = [&](int64_t begin, int64_t length) { return base.narrow(0, begin, length); };
+  const auto runs = neighbour_runs({part(10, 5), part(0, 10), part(20, 4), part(1000, 4)}, {0, 0, 0, 0});
+  EXPECT(runs.size() == 2 && runs[0].members == (std::vector<size_t>{1, 0, 2}) && runs[0].length == 24);
+  const auto apart = neighbour_runs({part(0, 4), part(8, 4)}, {0, 0},
+                                    [](const c10::Storage&, int64_t, int64_t) { return false; });
+  EXPECT(apart.size() == 2);
+}
+
+void test_arena() {
+  Arena arena(kCpu);
+  const Stream stream = current_stream(kCpu);
+  auto first = arena.acquire(1000, stream);
+  const void* address = first->bytes.const_data_ptr();
+  arena.release(std::move(first), stream);
+  auto again = arena.acquire(900, stream);
+  EXPECT(again->bytes.const_data_ptr() == address);
+  auto large = arena.acquire(int64_t{8} << 20, stream);
+  arena.release(std::move(large), stream);
+  auto small = arena.acquire(100, stream);  // must not take the large one
+  EXPECT(small->capacity() < 4096);
+  arena.clear();
+  EXPECT(arena.bytes() == again->capacity() + small->capacity() && arena.peak_bytes() > arena.bytes());
+}
+
+void test_bucket() {
+  RuntimeOptions options;
+  options.reduce_bucket_size = 20;
+  Bench bench(options);
+  for (int64_t id = 0; id < 3; ++id) bench.add(id, {4, 2});  // 8 elements
+  bench.add(3, {10, 3});                                     // larger than the bucket
+  for (int64_t id = 0; id < 3; ++id) bench.reductions.collect(id, ones({4, 2}));
+  EXPECT((bench.wire->groups == std::vector<int64_t>{2}));  // the third one did not fit
+  bench.reductions.collect(3, ones({10, 3}));
+  EXPECT((bench.wire->groups == std::vector<int64_t>{2, 1, 1}));  // what waits goes first, the large one alone
+  bench.reductions.collect(0, ones({4, 2}));
+  bench.reductions.reduce({1, 0, 0}, {ones({4, 2}), ones({4, 2}), ones({4, 2})});
+  EXPECT((bench.wire->groups == std::vector<int64_t>{2, 1, 1, 1, 2, 1}));  // in the order of the calls, per parameter
+  bench.reductions.drain();
+  EXPECT(bench.registry.at(0).grad.eq(4).all().item<bool>() && bench.registry.at(2).grad.eq(1).all().item<bool>());
+  bench.reductions.start_accumulation({0});
+  // Send buffers of a fused group are bounded, too: two of these do not fit together.
+  bench.wire->groups.clear();
+  bench.reductions.reduce({0, 1, 2}, std::vector<Tensor>(3, ones({2, 4}).t()));
+  EXPECT((bench.wire->groups == std::vector<int64_t>{2, 1}) && bench.stats.copied_grads == 3);
+}
+
+void test_padding_is_zero() {
+  Bench bench;
+  bench.add(0, {3, 2});
+  bench.reductions.reduce({0}, {at::full({3, 2}, 7.0)});
+  bench.reductions.drain();
+  EXPECT(bench.registry.at(0).grad.eq(7).all().item<bool>());
+  EXPECT(bench.stats.reduced_bytes == 4 * 2 * 4 && bench.stats.copied_grads == 1);
+}
+
+void test_held_gradients() {
+  Bench bench;
+  bench.add(0, {4, 2});
+  bench.add(1, {4, 2});
+  const auto executor = bench.executor(1, {0, 1});
+  bench.boundary = false;
+  for (int i = 0; i < 2; ++i) {
+    executor->reduce({0, 1}, {ones({4, 2}, c10::kBFloat16), ones({4, 2}, c10::kBFloat16)});
+    executor->end_backward();
+  }
+  EXPECT(bench.wire->groups.empty() && bench.reductions.ids_with_grad().empty());
+  bench.boundary = true;
+  executor->reduce(0, ones({4, 2}, c10::kBFloat16));
+  EXPECT(bench.reductions.any_held() == "p1");
+  executor->end_backward();
+  bench.reductions.drain();
+  EXPECT(bench.registry.at(0).grad.eq(3).all().item<bool>() && bench.registry.at(1).grad.eq(2).all().item<bool>());
+  EXPECT(bench.stats.reduced_bytes == 2 * 8 * 2);  // on the wire in the gradients' own dtype
+}
+
+void test_failed_reductions_are_forgotten() {
+  Bench bench;
+  bench.add(0, {4, 2});
+  bench.wire->broken = true;
+  bench.reductions.reduce({0}, {ones({4, 2})});
+  EXPECT(refuses("the wire is cut", [&] { bench.reductions.drain(); }));
+  bench.reductions.drain();
+  bench.reductions.reduce({0}, {ones({4, 2})});
+  bench.reductions.abandon();
+  bench.wire->broken = false;
+  bench.reductions.start_accumulation({0});
+  bench.reductions.reduce({0}, {ones({4, 2})});
+  bench.reductions.drain();
+  EXPECT(bench.registry.at(0).grad.eq(1).all().item<bool>());
+}
+
+void test_use_counts_and_residency() {
+  Bench bench;
+  bench.add(0, {4, 2});
+  bench.add(1, {5, 2});
+  const auto sharded = bench.executor(3, {0, 1});
+  EXPECT(refuses("does not belong to graph", [&] { sharded->prefetch({7}, {}); }));
+  EXPECT(refuses("is not gathered", [&] { sharded->release_use(0, 1); }));
+  sharded->prefetch({0, 1}, {c10::kBFloat16, std::nullopt});
+  EXPECT((sharded->wait({1})[0].sizes() == at::IntArrayRef{5, 2}));
+  EXPECT(refuses("is gathered as", [&] { sharded->allgather(0, c10::kFloat); }));
+  sharded->release_use(0, 2);
+  EXPECT(bench.gathers.is_gathered(0));
+  EXPECT(refuses("`n_users` of parameter id 0 was 2", [&] { sharded->release_use(0, 3); }));
+  sharded->release_use(0, 2);
+  EXPECT(!bench.gathers.is_gathered(0));
+  sharded->release({1});
+  EXPECT(bench.gathers.arena().bytes() == 0);
+
+  const auto whole = bench.executor(2, {0, 1});
+  for (const int64_t id : {1, 0}) {
+    whole->allgather(id, {});
+    whole->wait({id});
+    whole->release_use(id, 1);
+  }
+  EXPECT(bench.gathers.is_gathered(0) && bench.gathers.is_gathered(1));
+  bench.gathers.invalidate();
+  EXPECT(!bench.gathers.is_gathered(0));
+  bench.wire->groups.clear();
+  bench.gathers.refetch();
+  EXPECT((bench.wire->groups == std::vector<int64_t>{1, 1}) && bench.gathers.is_gathered(1));
+}
+
+void test_dry_runs_send_nothing() {
+  Bench bench;
+  bench.add(0, {4, 2});
+  bench.gathers.set_dry(true);
+  bench.reductions.set_dry(true);
+  bench.gathers.launch({0}, {});
+  EXPECT((bench.gathers.wait(0).sizes() == at::IntArrayRef{4, 2}));
+  bench.reductions.reduce({0}, {ones({4, 2})});
+  EXPECT(refuses("floating gradient", [&] { bench.reductions.collect(0, ones({2, 4})); }));
+  bench.gathers.set_dry(false);
+  EXPECT(!bench.gathers.is_gathered(0) && bench.wire->groups.empty() && bench.stats.gathers == 0);
+}
+
+void test_host_pool() {
+  const auto pool = std::make_shared<HostPool>(kCpu, 3 * 4096);
+  const Stream stream = current_stream(kCpu);
+  const Tensor like = at::zeros({4, 8}).t();
+  auto first = pool->acquire(like, stream);
+  EXPECT(first.tensor.strides() == like.strides());
+  const void* address = first.tensor.const_data_ptr();
+  Tensor held = flat(first.tensor.t());
+  first = {};
+  EXPECT(pool->acquire(like, stream).tensor.const_data_ptr() != address);  // a view still holds it
+  EXPECT(pool->bytes() == 2 * 4096);
+  EXPECT(refuses("at most 12288 bytes", [&] { pool->acquire(at::zeros({4096}), stream); }));
+  EXPECT(pool->bytes() == 4096);  // what was free made room
+  std::thread([&held] { held.reset(); }).join();  // on whatever thread
+  EXPECT(pool->acquire(like, stream).tensor.const_data_ptr() == address);
+  pool->trim();
+  EXPECT(pool->bytes() == 0);
+}
+
+void test_offload() {
+  Bench bench;
+  OffloadEngine offloads(kCpu, bench.registry, bench.gathers, bench.stats, 0);
+  const Tensor source = at::arange(10);
+  const Tensor host = offloads.offload(source, 1);
+  source.zero_();
+  EXPECT(refuses("offloaded already", [&] { offloads.offload(source, 1); }));
+  EXPECT(refuses("returned for it", [&] { offloads.reload(source, 1); }));
+  offloads.reload(host, 1);
+  EXPECT(offloads.wait_reload(1).sum().item<int64_t>() == 45);
+  bench.add(0, {6, 2});
+  offloads.offload_param(0);
+  EXPECT(bench.registry.at(0).shard.storage().nbytes() == 0);
+  EXPECT(refuses("reload_parameter", [&] { bench.gathers.launch({0}, {}); }));
+  offloads.reload_param(0);
+  EXPECT(bench.registry.at(0).shard.eq(1).all().item<bool>());
+}
+
+void test_ranks_that_differ() {
+  Mirror same(2), different(2, 1);
+  require_same_on_all_ranks(same, kCpu, "it", {"a", "b"});
+  EXPECT(refuses("it differs between ranks: rank 0 has a; rank 1 has", [&] {
+    require_same_on_all_ranks(different, kCpu, "it", {"a"});
+  }));
+}
+
+void test_watchdog() {
+  const auto wire = std::make_shared<Mirror>(2);
+  std::atomic<int> calls = 0;
+  std::string reason;
+  Watchdog watchdog({wire}, std::chrono::milliseconds(100), [&](const std::string& text) {
+    reason = text;
+    ++calls;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  EXPECT(calls == 0);
+  wire->stuck_for = std::chrono::milliseconds(200);
+  for (int i = 0; i < 500 && calls == 0; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  watchdog.stop();
+  watchdog.stop();
+  EXPECT(calls == 1 && reason == "gather of 'w' is stuck");
+}
+
+void test_serials() {
+  const int64_t first = reserve_serial(-1);
+  EXPECT(reserve_serial(-1) == first + 1);
+  EXPECT(refuses("is in use", [&] { reserve_serial(first); }));
+  forget_serial(first);
+  EXPECT(reserve_serial(-1) == first);
+  EXPECT(refuses("not negative", [] { find_runtime(-5); }));
+  EXPECT(refuses("dc.init", [] { find_runtime(5); }));
+  EXPECT(refuses("never created", [] { find_runtime(int64_t{77} << 32); }));
+}
+
+}  // namespace
+
+int main() {
+  test_shard_shapes();
+  test_registry();
+  test_runs();
+  test_arena();
+  test_bucket();
+  test_padding_is_zero();
+  test_held_gradients();
+  test_failed_reductions_are_forgotten();
+  test_use_counts_and_residency();
+  test_dry_runs_send_nothing();
+  test_host_pool();
+  test_offload();
+  test_ranks_that_differ();
+  test_watchdog();
+  test_serials();
+  std::printf("%s\n", failures == 0 ? "all parts pass" : "FAILED");
+  return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+}

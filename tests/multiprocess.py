@@ -1,0 +1,109 @@
+"""Runs a test function on several ranks: spawns, times out, and shows every rank's traceback."""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import multiprocessing as mp
+import os
+import pickle
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["RankError", "run_ranks"]
+
+
+class RankError(AssertionError):
+    """One or more ranks failed; the message holds their tracebacks."""
+
+
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0, **kwargs: Any
+) -> list[Any]:
+    """Calls `function(*args, **kwargs)` on `world_size` processes set up as torchrun would.
+
+    Args:
+        function: A module-level function.
+        world_size: Number of ranks.
+        *args: Its arguments; they and its result are pickled.
+        timeout: Seconds after which all ranks are killed and the test fails.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        RankError: If a rank raises, dies or runs too long. The first failure ends all ranks within seconds.
+    """
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        target = functools.partial(_rank_main, function, args, kwargs, world_size, _free_port(), folder)
+        processes = [context.Process(target=target, args=(rank,), daemon=True) for rank in range(world_size)]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout
+        try:
+            while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
+                if any(p.exitcode not in (None, 0) for p in processes):
+                    deadline = min(deadline, time.monotonic() + 10)
+                    if all(not p.is_alive() for p in processes):
+                        break
+                time.sleep(0.02)
+            alive = [rank for rank, p in enumerate(processes) if p.is_alive()]
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        errors = []
+        for rank, process in enumerate(processes):
+            path = Path(folder, f"error{rank}")
+            if path.exists():
+                errors.append(f"--- rank {rank}\n{path.read_text()}")
+            elif rank in alive:
+                errors.append(f"--- rank {rank} was still running and was killed")
+            elif process.exitcode != 0:
+                errors.append(f"--- rank {rank} died with exit code {process.exitcode}")
+        if errors:
+            raise RankError("\n".join(errors))
+        return [pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _rank_main(
+    function: Callable[..., Any], args: Any, kwargs: Any, world_size: int, port: int, folder: str, rank: int
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="test",
+        TORCHELASTIC_RESTART_COUNT="0",
+        TORCHINDUCTOR_COMPILE_THREADS="1",
+    )
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    try:
+        result = function(*args, **kwargs)
+        Path(folder, f"result{rank}").write_bytes(pickle.dumps(result))
+    except BaseException:
+        Path(folder, f"error{rank}").write_text(traceback.format_exc())
+        os._exit(1)
+    # Leaving through the interpreter's end would wait for communication threads of ranks that are already gone.
+    os._exit(0)

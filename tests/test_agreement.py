@@ -1,0 +1,81 @@
+"""Ranks compare the order of their programs' collectives before the first run, over the store, without a collective."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from lightning_deepcompile import agreement
+from lightning_deepcompile.agreement import Agreement, ProgramMismatchError
+
+
+@dataclass
+class Program:
+    """What the comparison reads of a program."""
+
+    name: str
+    sequence: list[tuple[str, tuple[int, ...]]]
+    kind: str = "forward"
+    params: dict[int, object] | None = None
+
+    def __post_init__(self) -> None:
+        self.params = self.params or {}
+
+
+@pytest.fixture(autouse=True)
+def sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "collective_sequence", lambda program: program.sequence)
+
+
+def ranks(count: int, timeout: float) -> list[Agreement]:
+    store = dist.HashStore()
+    return [Agreement(store, rank, count, timedelta(seconds=timeout), "test") for rank in range(count)]
+
+
+def check_together(members: list[Agreement], programs: list[Program]) -> list[BaseException | None]:
+    """Every member checks its program in a thread of its own; returns what each raised."""
+    errors: list[BaseException | None] = [None] * len(members)
+
+    def run(rank: int) -> None:
+        try:
+            members[rank].check(programs[rank])  # type: ignore[arg-type]
+        except Exception as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(members))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return errors
+
+
+def test_equal_programs_agree_and_need_no_second_round() -> None:
+    members = ranks(3, 20)
+    program = Program("frame0.forward", [("gather", (1, 2)), ("release", (1, 2))])
+    assert check_together(members, [program] * 3) == [None] * 3
+    # One rank alone meets a new shape whose program communicates alike: it need not wait for anybody.
+    members[1].check(Program("frame1.forward", program.sequence))  # type: ignore[arg-type]
+
+
+def test_a_different_order_is_an_error_on_every_rank() -> None:
+    here = Program("frame0.forward", [("gather", (1,)), ("gather", (2,))])
+    there = Program("frame0.forward", [("gather", (2,)), ("gather", (1,))])
+    for error in check_together(ranks(2, 20), [here, there]):
+        assert isinstance(error, ProgramMismatchError)
+        assert "First difference" in str(error)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    (alone, _) = ranks(2, 0.3)
+    with pytest.raises(TimeoutError, match=r"rank 1 did not do so within 0:00:00.3"):
+        alone.check(Program("frame0.forward", [("gather", (1,))]))  # type: ignore[arg-type]
+
+
+def test_programs_without_collectives_and_single_ranks_do_not_wait() -> None:
+    ranks(2, 20)[0].check(Program("frame0.forward", []))  # type: ignore[arg-type]
+    ranks(1, 20)[0].check(Program("frame0.forward", [("gather", (1,))]))  # type: ignore[arg-type]

@@ -1,0 +1,109 @@
+"""FSDP's arguments: mapped, accepted with one warning, or refused with the way out."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
+from torch import nn
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from lightning_deepcompile import DeepCompilePrecision, DeepCompileStrategy
+from lightning_deepcompile.capture.activation_checkpointing import checkpoint_activations
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stage"),
+    [
+        ({}, 3),
+        ({"stage": 1}, 1),
+        ({"sharding_strategy": "FULL_SHARD"}, 3),
+        ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, 2),
+        ({"sharding_strategy": "full_shard", "stage": 3}, 3),
+    ],
+)
+def test_stages(arguments: dict[str, Any], stage: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert DeepCompileStrategy(**arguments).stage == stage
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stage": 0}, "stage=0"),
+        ({"sharding_strategy": "SOME_SHARD"}, "'FULL_SHARD', 'SHARD_GRAD_OP'"),
+        ({"sharding_strategy": "HYBRID_SHARD"}, "replicating across nodes does not exist here yet"),
+        ({"sharding_strategy": "FULL_SHARD", "stage": 2}, "that strategy is stage 3"),
+        ({"cpu_offload": True}, "offloading does not exist here yet"),
+        ({"cpu_offload": CPUOffload(offload_params=True)}, "offloading does not exist here yet"),
+        ({"state_dict_type": "half"}, "state_dict_type"),
+    ],
+)
+def test_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DeepCompileStrategy(**arguments)
+
+
+def test_what_is_not_needed_is_named_in_one_warning() -> None:
+    with pytest.warns(UserWarning) as caught:
+        DeepCompileStrategy(
+            auto_wrap_policy={nn.Linear}, limit_all_gathers=True, use_orig_params=True, cpu_offload=CPUOffload()
+        )
+    (warning,) = (str(w.message) for w in caught)
+    assert all(name in warning for name in ("auto_wrap_policy", "limit_all_gathers", "use_orig_params"))
+    assert "cpu_offload" not in warning
+
+
+def test_no_shard_says_what_it_becomes() -> None:
+    with pytest.warns(UserWarning, match="runs as stage 1"):
+        assert DeepCompileStrategy(sharding_strategy="NO_SHARD").stage == 1
+
+
+def test_mixed_precision_sets_the_dtypes_of_the_wire() -> None:
+    plugin = DeepCompileStrategy().precision_plugin
+    assert plugin.gather_dtype is None and plugin.reduce_dtype is None
+    plugin.mixed_precision = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
+    assert plugin.gather_dtype is torch.bfloat16 and plugin.reduce_dtype is torch.float32
+    module = nn.BatchNorm1d(2)
+    plugin.convert_module(module)
+    assert module.running_mean.dtype is torch.bfloat16 and module.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("32-true", torch.float32), ("bf16-true", torch.bfloat16), ("16-mixed", torch.float16),
+     ("bf16-mixed", torch.bfloat16)],
+)  # fmt: skip
+def test_utilisation_is_computed_for_the_dtype_of_the_arithmetic(precision: Any, dtype: torch.dtype) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _plugin_to_compute_dtype(DeepCompilePrecision(precision)) is dtype
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Sequential(nn.Linear(2, 2))}), nn.ReLU())
+
+
+@pytest.mark.parametrize(
+    "policy", [{nn.Linear}, ModuleWrapPolicy({nn.Linear}), lambda module: isinstance(module, nn.Linear)]
+)
+def test_checkpointing_policies(policy: Any) -> None:
+    module = layers()
+    names = list(module.state_dict())
+    assert checkpoint_activations(module, policy) == 2
+    assert list(module.state_dict()) == names
+    x = torch.ones(1, 2, requires_grad=True)
+    layer = module[0]["a"]
+    assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_checkpointing_policies_that_cannot_be_meant() -> None:
+    with pytest.raises(ValueError, match="chooses no module of Sequential"):
+        checkpoint_activations(layers(), {nn.Conv2d})
+    with pytest.raises(ValueError, match=r"'0.b' and '0.b.0' inside of it"):
+        checkpoint_activations(layers(), {nn.Linear, nn.Sequential})

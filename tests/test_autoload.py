@@ -1,0 +1,177 @@
+"""How Lightning comes to know the strategy: each case needs a fresh interpreter, as it is about what imports what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from interpreters import declare_entry_points, run_python
+
+NAMES = [
+    "deepcompile",
+    "deepcompile_stage_1",
+    "deepcompile_stage_2",
+    "deepcompile_stage_3",
+    "deepcompilestrategy",
+    "lightning_deepcompile.deepcompilestrategy",
+]
+
+HIDE_LIGHTNING = """
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "lightning":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+def run(code: str, *options: str, **settings: Any) -> str:
+    return run_python(*options, "-c", code, **settings)
+
+
+@pytest.fixture(scope="module")
+def metadata(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that declares the entry points as an installation would."""
+    return declare_entry_points(tmp_path_factory.mktemp("metadata"))
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> Path:
+    """A folder with a package that looks like Lightning to an importer, and needs no torch."""
+    package = tmp_path / "lightning" / "pytorch" / "strategies"
+    package.mkdir(parents=True)
+    for folder in (package.parent.parent, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "__init__.py").write_text(
+        "class Registry(dict):\n"
+        "    def register(self, name, strategy=None, description=None, override=False, **parameters):\n"
+        "        self[name] = parameters\n"
+        "StrategyRegistry = Registry()\n"
+    )
+    return tmp_path
+
+
+def test_trainer_resolves_the_name_without_an_import_of_the_package(metadata: Path) -> None:
+    run(
+        "import sys, torch\n"
+        "assert 'lightning' not in sys.modules\n"
+        "assert {m for m in sys.modules if m.startswith('lightning_d')} == "
+        "{'lightning_deepcompile', 'lightning_deepcompile._autoload'}\n"
+        "from lightning.pytorch import Trainer\n"
+        "assert 'lightning_deepcompile.strategy' not in sys.modules\n"
+        f"for name in {NAMES}:\n"
+        "    trainer = Trainer(strategy=name, accelerator='cpu', devices=1, logger=False)\n"
+        "    assert type(trainer.strategy).__name__ == 'DeepCompileStrategy', trainer.strategy\n"
+        "    assert trainer.strategy.stage == int(name[-1] if name[-1].isdigit() else 3)\n",
+        paths=(metadata,),
+    )
+
+
+def test_lightning_cli_takes_names_class_paths_and_settings(metadata: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    run(
+        "from lightning.pytorch.cli import LightningCLI\n"
+        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
+        "def strategy(*args):\n"
+        "    common = ['--trainer.accelerator=cpu', '--trainer.devices=1', '--trainer.logger=false']\n"
+        "    cli = LightningCLI(BoringModel, run=False, args=[*common, *args], save_config_callback=None)\n"
+        "    assert type(cli.trainer.strategy).__name__ == 'DeepCompileStrategy'\n"
+        "    return cli.trainer.strategy\n"
+        "path = 'lightning_deepcompile.DeepCompileStrategy'\n"
+        "strategy('--trainer.strategy=deepcompile')\n"
+        "strategy(f'--trainer.strategy={path}')\n"
+        "made = strategy(f'--trainer.strategy={path}', '--trainer.strategy.compile.prefetch_blocks=3')\n"
+        "assert made.compile.prefetch_blocks == 3\n",
+        paths=(metadata,),
+    )
+
+
+def test_torch_imports_where_lightning_is_absent(metadata: Path) -> None:
+    printed = run(HIDE_LIGHTNING + "import torch; print(torch.ones(1).item())", "-W", "error", paths=(metadata,))
+    assert printed == "1.0\n"
+
+
+def test_without_autoload_importing_the_package_registers(metadata: Path) -> None:
+    run(
+        "from lightning.pytorch import Trainer\n"
+        "make = lambda: Trainer(strategy='deepcompile', accelerator='cpu', devices=1, logger=False)\n"
+        "try:\n"
+        "    make()\n"
+        "except ValueError as error:\n"
+        "    assert 'deepcompile' in str(error)\n"
+        "else:\n"
+        "    raise AssertionError('known already')\n"
+        "import lightning_deepcompile\n"
+        "make()\n",
+        paths=(metadata,),
+        autoload=False,
+    )
+
+
+def test_the_other_lightning_is_left_alone(metadata: Path) -> None:
+    pytest.importorskip("pytorch_lightning")
+    code = "from pytorch_lightning.strategies import StrategyRegistry as registry\n"
+    run(code + "assert 'deepcompile' not in registry", paths=(metadata,))
+
+
+def test_the_other_lightning_alone_gets_an_error_that_says_what_to_install(stand_in: Path) -> None:
+    (stand_in / "lightning" / "pytorch").rename(stand_in / "pytorch_lightning")
+    run(
+        HIDE_LIGHTNING + "import lightning_deepcompile\n"
+        "from pytorch_lightning.strategies import StrategyRegistry as registry\n"
+        "from lightning_deepcompile.registry import _make_strategy\n"
+        "assert 'deepcompile' in registry\n"
+        "try:\n"
+        "    _make_strategy()\n"
+        "except ModuleNotFoundError as error:\n"
+        "    assert 'pip install' in str(error), error\n",
+        paths=(stand_in,),
+    )
+
+
+@pytest.mark.parametrize("order", ["package first", "lightning first"])
+def test_registers_once_in_either_order_of_imports(stand_in: Path, order: str) -> None:
+    lines = ["import lightning_deepcompile", "from lightning.pytorch import strategies"]
+    lines = lines if order == "package first" else lines[::-1]
+    run(
+        "\n".join(lines) + "\n"
+        "import importlib, sys\n"
+        "from lightning_deepcompile._autoload import _Finder, install\n"
+        "install()\n"
+        "assert sum(isinstance(finder, _Finder) for finder in sys.meta_path) == 1\n"
+        f"assert list(strategies.StrategyRegistry) == {NAMES}\n"
+        "assert 'torch' not in sys.modules\n"
+        # The module is as it would be without us, and stays registered when it is executed again.
+        "assert type(strategies.__loader__).__name__ == 'SourceFileLoader'\n"
+        "assert strategies.__spec__.loader is strategies.__loader__\n"
+        "assert 'deepcompile' in importlib.reload(strategies).StrategyRegistry\n",
+        paths=(stand_in,),
+    )
+
+
+def test_import_hooks_of_others_that_ask_all_finders(stand_in: Path) -> None:
+    run(
+        "import importlib.util, sys\n"
+        "class Hook:\n"
+        "    busy = False\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if self.busy: return None\n"
+        "        self.busy = True\n"
+        "        try: return importlib.util.find_spec(name)\n"
+        "        finally: self.busy = False\n"
+        "sys.meta_path.insert(0, Hook())\n"
+        "import lightning_deepcompile\n"
+        "sys.meta_path.insert(0, Hook())\n"
+        "from lightning.pytorch.strategies import StrategyRegistry\n"
+        f"assert list(StrategyRegistry) == {NAMES}\n",
+        paths=(stand_in,),
+    )
+
+
+@pytest.mark.parametrize("options", [(), ("-W", "error")])
+def test_a_registry_that_changed_leaves_lightning_usable(stand_in: Path, options: tuple[str, ...]) -> None:
+    (stand_in / "lightning" / "pytorch" / "strategies" / "__init__.py").write_text("StrategyRegistry = object()\n")
+    code = "import lightning_deepcompile, lightning.pytorch.strategies\n"
+    assert "register" in run(code, *options, paths=(stand_in,))

@@ -1,0 +1,258 @@
+"""What cannot be trained is refused on every rank, with an error that says what to do; nothing hangs."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from cases import Base, Mlp, train
+from multiprocess import RankError, run_ranks
+from torch import Tensor, nn
+
+from lightning_deepcompile import CompileConfig, DeepCompilePrecision, DeepCompileStrategy
+from lightning_deepcompile.capture.checks import check_module
+
+
+def test_missing_extension_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_deepcompile.runtime import ExtensionNotBuiltError, load_extension
+
+    load_extension.cache_clear()
+    monkeypatch.delitem(sys.modules, "lightning_deepcompile._C", raising=False)
+    real_import = builtins.__import__
+    monkeypatch.setattr(
+        "importlib.import_module",
+        lambda name, *args: (
+            (_ for _ in ()).throw(ImportError("no such file")) if name.endswith("._C") else real_import(name)
+        ),
+    )
+    with pytest.raises(ExtensionNotBuiltError, match=r"setup.py build_ext --inplace"):
+        load_extension()
+    load_extension.cache_clear()
+
+
+@pytest.mark.parametrize("precision", ["64-true", "transformer-engine", "int8"])
+def test_unsupported_precision(precision: str) -> None:
+    with pytest.raises(ValueError, match="32-true"):
+        DeepCompilePrecision(precision)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"prefetch_blocks": -1}, "prefetch_blocks"),
+        ({"region_backend": "x"}, "region_backend"),
+        ({"max_ctas": 1.5}, "max"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        CompileConfig(**settings)
+    with pytest.raises(ValueError, match="stage"):
+        DeepCompileStrategy(stage=4)  # type: ignore[arg-type]
+
+
+class _Holder(nn.Module):
+    def __init__(self, parameter: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.weight = parameter
+
+
+def _hidden() -> nn.Module:
+    module = _Holder(nn.Parameter(torch.ones(2)))
+    module.__dict__["kept"] = [module.layer.weight]
+    return module
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (nn.Module, ValueError, "no parameters"),
+        (lambda: _Holder(nn.Parameter(torch.ones(2, dtype=torch.complex64))), ValueError, "'weight' is complex"),
+        (lambda: nn.Sequential(nn.LazyLinear(3)), ValueError, "lazy"),
+        (_hidden, ValueError, "attribute 'kept'"),
+    ],
+)
+def test_models_that_cannot_be_sharded(build: Callable[[], nn.Module], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        check_module(build())
+
+
+class _Wrapped(Mlp):
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        if not hasattr(self, "done"):
+            self.done = True
+            fully_shard(self.head)
+
+
+class _RankDependentModel(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3 + int(os.environ["RANK"]))
+
+
+class _RankDependentPath(Mlp):
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.scale + self.one_row
+        for layer in self.layers if os.environ["RANK"] == "0" else list(self.layers)[::-1]:
+            x = x + layer(x)
+        return self.head(x)
+
+
+class _Counter(Mlp):
+    """Every step looks different to the compiler."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.tag = f"batch {batch_idx}"
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * len(self.tag + "x")
+
+
+class _ReturnsNone(Mlp):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        return None
+
+
+class _Lbfgs(Mlp):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class _Foreign(Mlp):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+
+
+class _WritesToWeight(Mlp):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.head.weight.view(-1)[:5].clamp_(-1, 1)
+        return super().training_step(batch, batch_idx)
+
+
+class _RenormsEmbedding(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.max_norm = 1.0
+
+
+class _PenalisesAll(Mlp):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.1 * sum(p.square().sum() for p in self.parameters())
+
+
+class _AveragesInStep(Mlp):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            for p in self.head.parameters():
+                p.mul_(0.9)
+        return super().training_step(batch, batch_idx)
+
+
+class _Integers(Mlp):
+    """An integer parameter is sharded and gathered like any other; it is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offsets = nn.Parameter(torch.arange(13), requires_grad=False)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return super().logits(tokens) + self.offsets.sum() * 0.0
+
+
+REFUSED: dict[str, tuple[type[Base], str]] = {
+    "wrapped by fully_shard": (_Wrapped, "already distributed"),
+    "different models": (_RankDependentModel, "second.weight"),
+    "LBFGS": (_Lbfgs, "LBFGS"),
+    "foreign parameters": (_Foreign, "configure_optimizers"),
+    "returns None": (_ReturnsNone, "None"),
+    "different paths": (_RankDependentPath, "different programs"),
+    "recompiles without end": (_Counter, "recompile_limit"),
+    "writes to a weight": (_WritesToWeight, "writes to the parameter 'head.weight'"),
+    "renormalises an embedding": (_RenormsEmbedding, "writes to the parameter 'embed.weight'"),
+    "reads parameters()": (_PenalisesAll, "reads parameters through `parameters()`"),
+    "writes to parameters()": (_AveragesInStep, "reads parameters through `parameters()`"),
+}
+
+
+def _refusals() -> dict[str, tuple[str, float]]:
+    """The error of every model, on this rank, and the seconds until it came."""
+    errors = {}
+    for name, (build, _) in REFUSED.items():
+        start = time.monotonic()
+        try:
+            train(
+                build,
+                DeepCompileStrategy(
+                    timeout=timedelta(seconds=60), compile=CompileConfig(region_backend="eager", recompile_limit=3)
+                ),
+                world_size=2,
+                rank=int(os.environ["RANK"]),
+                steps=8,
+            )
+        except Exception as error:
+            errors[name] = (f"{type(error).__name__}: {error}", time.monotonic() - start)
+    return errors
+
+
+@pytest.mark.timeout(400)
+def test_refusals_reach_every_rank() -> None:
+    for rank, errors in enumerate(run_ranks(_refusals, 2, timeout=360)):
+        for name, (_, message) in REFUSED.items():
+            assert name in errors, f"rank {rank} trained {name!r}"
+            text, seconds = errors[name]
+            assert message in text, f"rank {rank}, {name!r}: {text}"
+            assert seconds < 100, f"rank {rank} needed {seconds:.0f} s to refuse {name!r}"
+
+
+def _integers() -> tuple[list[float], list[int]]:
+    values: list[int] = []
+
+    def look(trainer: pl.Trainer) -> None:
+        values.extend(trainer.lightning_module.offsets.full_tensor().tolist())
+
+    strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
+    record = train(_Integers, strategy, world_size=2, rank=int(os.environ["RANK"]), inspect=look)
+    return record.losses, values
+
+
+def test_integer_parameters_train() -> None:
+    expected = train(_Integers, "auto", world_size=1, rank=0, data_world=2)
+    for losses, values in run_ranks(_integers, 2):
+        assert values == list(range(13))
+        assert losses == pytest.approx(expected.losses, rel=1e-5)
+
+
+class _Fails(Mlp):
+    """One rank raises in the middle of training."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and os.environ["RANK"] == os.environ.get("FAILING_RANK", "1"):
+            raise ArithmeticError("this rank gives up")
+
+
+def _fail(rank: str) -> None:
+    os.environ["FAILING_RANK"] = rank
+    strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
+    train(_Fails, strategy, world_size=2, rank=int(os.environ["RANK"]), steps=6)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_one_ranks_exception_ends_all(rank: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match="this rank gives up") as caught:
+        run_ranks(_fail, 2, rank)
+    assert "was still running" not in str(caught.value), "the other rank did not notice by itself"
+    assert time.monotonic() - start < 150

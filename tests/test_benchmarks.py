@@ -1,0 +1,221 @@
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "examples" / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+import compare  # noqa: E402
+import report  # noqa: E402
+from jobs import SHAPES, Case, Job, System  # noqa: E402
+from profile_trace import kernel_kind, overlap, summarize, total, union  # noqa: E402
+
+BUILT = importlib.util.find_spec("lightning_deepcompile._C") is not None
+TINY = ["--device", "cpu", "--world", "2", "--shape", "tiny", "--steps", "2", "--warmup", "1"]
+
+
+def run_compare(folder: Path, *options: str, **variables: str) -> tuple[int, dict, str]:
+    """Runs the script with its scratch below ``folder``; returns exit code, results.json and what it printed."""
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, str(BENCHMARKS / "compare.py"), *TINY, "--out", str(folder / "out"), *options]
+    env = os.environ | {"TMPDIR": str(folder)} | variables
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    assert (folder / "out" / "results.json").exists(), done.stdout + done.stderr
+    return done.returncode, json.loads((folder / "out" / "results.json").read_text()), done.stdout
+
+
+def by_system(results: dict, case: str) -> dict[str, dict]:
+    return {r["system"]: r for r in results["results"] if r["case"] == case}
+
+
+@pytest.mark.parametrize("text", ["", "512", "512x1", "0x1x1", "512x1x1x1", "ax1x1", "-4x1x1"])
+def test_case_says_what_it_expects(text: str) -> None:
+    with pytest.raises(ValueError, match="SEQxBATCHxACCUMULATION"):
+        Case.parse(text)
+
+
+@pytest.mark.parametrize("text", ["fsdp3", "fsdp@forward_prefetch=1", "deepcompile@prefetch_blocks", "@a=1"])
+def test_system_refuses_what_it_cannot_run(text: str) -> None:
+    with pytest.raises(ValueError, match="system"):
+        System.parse(text)
+
+
+def test_system_options_keep_their_types() -> None:
+    system = System.parse("deepcompile@prefetch_blocks=3+region_backend=eager+keep_last_block=false")
+    assert system.options == {"prefetch_blocks": 3, "region_backend": "eager", "keep_last_block": False}
+
+
+@pytest.mark.parametrize("profile", [None, Case(8, 1, 2)])
+def test_job_survives_its_file(tmp_path: Path, profile: Case | None) -> None:
+    job = Job(
+        system=System.parse("deepcompile@prefetch_blocks=3"),
+        cases=[Case(8, 1, 2), Case(16, 1, 1)],
+        shape=SHAPES["tiny"],
+        world=2,
+        device="cpu",
+        precision="fp32",
+        steps=1,
+        warmup=1,
+        folder="f",
+        out="o",
+        spawned=1.5,
+        deadline=2.5,
+        profile=profile,
+    )
+    job.save(tmp_path / "job.json")
+    assert Job.load(tmp_path / "job.json") == job
+
+
+def test_flops_of_llama3_8b() -> None:
+    matmul_parameters = 8_030_261_248 - 128256 * 4096 - 65 * 4096  # all but the embedding and the norms
+    assert SHAPES["llama3-8b"].flops_per_token(1024) == 6 * matmul_parameters + 6 * 32 * 4096 * 1024
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--systems", "fsdp2,fsdp2"],
+        ["--cases", "4x1"],
+        ["--steps", "0"],
+        ["--profile", "fsdp2:4x1x1"],
+        ["--device", "cuda", "--world", "1000"],
+    ],
+)
+def test_bad_command_lines_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compare.parse_arguments(["--out", "unused", "--device", "cpu", *options])
+    assert options[0] in capsys.readouterr().err
+
+
+def kernel(name: str, start: float, length: float, stream: int) -> dict:
+    return {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": length, "args": {"stream": stream}}
+
+
+def test_trace_summary_separates_hidden_from_exposed_communication() -> None:
+    events = [
+        kernel("triton_poi_fused_0", 1000, 1000, 7),
+        kernel("nvjet_tst_gemm", 2000, 2000, 7),
+        kernel("ncclDevKernel_AllGather_RING", 1500, 3000, 9),  # 500 us of it beside nothing
+        kernel("ncclDevKernel_ReduceScatter_Sum", 6000, 1000, 11),
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 99999, "args": {}},
+    ]
+    summary = summarize(events)
+    assert summary["span_ms"] == 6.0
+    assert summary["compute_stream_busy_ms"] == 3.0
+    assert (summary["nccl_gather_ms"], summary["nccl_reduce_ms"]) == (3.0, 1.0)
+    assert summary["exposed_communication_ms"] == 1.5
+    assert summary["idle_ms"] == 1.5
+    assert summary["ms_by_kind"] == {"nccl": 4.0, "matmul": 2.0, "triton": 1.0}
+    assert summary["top_kernels"][0]["calls"] == 1
+    assert "note" in summarize([])
+
+
+def test_interval_arithmetic() -> None:
+    merged = union([(5, 6), (0, 2), (1, 3), (3, 4)])
+    assert merged == [(0, 4), (5, 6)]
+    assert total(merged) == 5
+    assert overlap(merged, [(3.5, 5.5)]) == 1.0
+    assert kernel_kind("void at::native::unrolled_elementwise_kernel") == "other"
+
+
+def record(ms: float, **more: object) -> dict:
+    return {"ms": [ms, ms + 2, ms + 1], "host_ms": [3.0], "losses": [2.0], "first_step_s": 1.0, "wall_s": 2.0, **more}
+
+
+def test_tables_compare_with_the_product_and_the_roofline() -> None:
+    case, shape = Case(4, 1, 2), SHAPES["tiny"]
+    product, peer, bound = (System.parse(name) for name in ("deepcompile", "fsdp2", "roofline"))
+    compiled = {"regions_compiled": 3, "regions_total": 9, "compile_seconds": 12.3}
+    parts = {
+        "forward_backward_ms": 20.0,
+        "gather_ms": 3.0,
+        "reduce_ms": 3.0,
+        "optimizer_ms": 1.0,
+        "gather_busbw_gbs": 300.0,
+        "reduce_busbw_gbs": 290.0,
+    }
+    slow = {**parts, "forward_backward_ms": 22.0, "gather_busbw_gbs": 280.0}
+    results = [
+        report.join_ranks(
+            product, case, shape, [record(49, compiled=compiled, peak_gib=2.0), record(49, peak_gib=3.0)]
+        ),
+        report.join_ranks(peer, case, shape, [record(74), record(74)]),
+        report.join_ranks(bound, case, shape, [record(0) | parts, record(0) | slow]),
+        report.missing(peer, Case(8, 1, 1), "failed", "a worker failed\nlog\n[rank1]: ValueError: no luck\nmore"),
+    ]
+    assert results[0]["ms"] == 50
+    assert results[0]["peak_gib"] == 3.0
+    assert (results[2]["ms"], results[2]["gather_busbw_gbs"]) == (45.0, 280.0)
+    text = report.tables(results, [product, peer, bound], [case, Case(8, 1, 1)])
+    assert "| 4x1x2 | 50.0 (49.0) | 75.0 (74.0) 1.50x | 45.0 |" in text
+    assert "| 0.90 |" in text
+    assert "| 3/9 | 12.3 |" in text
+    assert "fsdp2 failed: a worker failed: ValueError: no luck (8x1x1)" in text
+
+
+@pytest.mark.slow
+def test_compare_measures_every_system_that_runs_without_gpus(tmp_path: Path) -> None:
+    options = ("--systems", "ddp,fsdp,fsdp2,roofline", "--cases", "16x1x1,16x1x2", "--profile", "fsdp2:16x1x2")
+    code, results, printed = run_compare(tmp_path, *options, TORCH_COMPILE_DISABLE="1")
+    assert code == 0, printed
+    for case in ("16x1x1", "16x1x2"):
+        found = by_system(results, case)
+        assert found["fsdp"]["status"] == "skipped"
+        assert found["fsdp2"]["losses"] == pytest.approx(found["ddp"]["losses"], rel=1e-5)
+        assert len(found["fsdp2"]["losses"]) == 3
+        assert all(len(rank["ms"]) == 2 for name in ("ddp", "fsdp2") for rank in found[name]["ranks"])
+        assert found["roofline"]["ms"] > found["roofline"]["optimizer_ms"] > 0
+    assert results["environment"]["torch"]
+    out = tmp_path / "out"
+    kept = {"results.json", "table.md", "log.txt", "profile_fsdp2_16x1x2.json", "profile_fsdp2_16x1x2.trace.json.gz"}
+    assert {path.name for path in out.iterdir()} == kept
+    assert (out / "table.md").read_text() in printed
+
+
+@pytest.mark.slow
+def test_a_system_that_fails_or_stands_still_leaves_the_others_alone(tmp_path: Path) -> None:
+    code, results, printed = run_compare(
+        tmp_path / "a", "--systems", "deepcompile@no_such_option=1,ddp", "--cases", "16x1x1"
+    )
+    found = by_system(results, "16x1x1")
+    assert code == 1
+    assert found["ddp"]["status"] == "ok", printed
+    broken = found["deepcompile@no_such_option=1"]
+    assert broken["status"] == "failed"
+    assert "Traceback" in broken["reason"] and "Error" in report.headline(broken["reason"])
+
+    code, results, printed = run_compare(
+        tmp_path / "b", "--systems", "ddp", "--cases", "16x1x1,32x1x1", "--case-limit", "0.5"
+    )
+    assert code == 1
+    assert [r["status"] for r in results["results"]] == ["failed", "failed"]
+    assert "no progress" in results["results"][0]["reason"]
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not any(str(tmp_path).encode() in command for command in commands)
+
+
+@pytest.mark.slow
+def test_an_exhausted_time_budget_skips_what_is_left(tmp_path: Path) -> None:
+    code, results, _ = run_compare(tmp_path, "--systems", "ddp", "--cases", "16x1x1,32x1x1", "--time-budget", "1")
+    assert code == 0
+    assert [r["status"] for r in results["results"]] == ["ok", "skipped"]
+    assert "time budget" in results["results"][1]["reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BUILT, reason="the extension is not built")
+def test_deepcompile_trains_as_ddp_does(tmp_path: Path) -> None:
+    product = "deepcompile@region_backend=eager"
+    code, results, printed = run_compare(tmp_path, "--systems", f"{product},ddp", "--cases", "16x1x1,16x1x2", "--warm")
+    assert code == 0, printed
+    for case in ("16x1x1", "16x1x2"):
+        found = by_system(results, case)
+        assert found[product]["losses"] == pytest.approx(found["ddp"]["losses"], rel=1e-5)
+        assert found[product]["summary"]["regions_total"] > 0
+        assert found[product]["compiled"]["graphs"] == (case == "16x1x1")  # the second case meets the same shapes
+    assert by_system(results, "16x1x1")[product]["warm_first_step_s"] > 0

@@ -1,0 +1,223 @@
+"""Callbacks, loggers, profilers and metrics of Lightning on two ranks: they work as alone, or are refused clearly."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torchmetrics
+from cases import VOCAB, Mlp, Tokens, full
+from lightning.pytorch import callbacks as plc
+from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.utilities.model_summary import summarize
+from multiprocess import run_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+from lightning_deepcompile.compile_progress import CompileProgress
+
+WORLD, ROWS = 2, 2
+
+
+class Metered(Mlp):
+    """Metrics in the step, logs of every kind, `global_step` and `current_epoch` in the arithmetic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(VOCAB, average="micro")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        logits = self.logits(batch[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        self.accuracy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log_dict({"epoch mean": loss, "row": float(batch_idx)}, on_step=False, on_epoch=True, sync_dist=True)
+        return loss * (1 + 0.01 * self.global_step + self.current_epoch)
+
+
+class Layers(Mlp):
+    """Without scalar parameters: the callback below compares parameters with each other, whatever their kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.scale, self.empty
+        self.scale = 1.0
+
+
+class Hooked(Mlp):
+    """Forward hooks of modules see whole activations, once per step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+        self.layers[0].register_forward_hook(lambda module, args, output: output * 1.5)
+        self.head.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
+
+
+def throughput() -> list[pl.Callback]:
+    return [plc.ThroughputMonitor(batch_size_fn=len, window_size=2)]
+
+
+# Per case: model, callbacks, Trainer's arguments.
+CASES: dict[str, tuple[Callable[[], Any], Callable[[], list[pl.Callback]], dict[str, Any]]] = {
+    "metrics and logs": (Metered, list, {"max_epochs": 2}),
+    "forward hooks": (Hooked, list, {}),
+    "accumulation scheduler": (Mlp, lambda: [plc.GradientAccumulationScheduler({0: 2, 1: 1})], {"max_epochs": 2}),
+    "early stopping": (Mlp, lambda: [plc.EarlyStopping("loss", patience=0, mode="max")], {"max_epochs": 4}),
+    "monitors": (Mlp, lambda: [plc.LearningRateMonitor(), plc.Timer(), *throughput()],
+                 {"log_every_n_steps": 2}),
+    "simple profiler": (Mlp, list, {"profiler": SimpleProfiler}),
+    "advanced profiler": (Mlp, list, {"profiler": AdvancedProfiler}),
+    "finetuning": (Layers, lambda: [Thaw()], {"max_epochs": 2}),
+    "learning rate finder": (Mlp, lambda: [plc.LearningRateFinder(num_training_steps=4, update_attr=False)], {}),
+}  # fmt: skip
+
+
+class Thaw(plc.BaseFinetuning):
+    """Lightning's way to freeze layers and free them later."""
+
+    def freeze_before_training(self, module: pl.LightningModule) -> None:
+        self.freeze(module.layers[1:])
+
+    def finetune_function(self, module: pl.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.layers[1:], optimizer, lr=0.05)
+
+
+def _trainer(strategy: Any, world: int, folder: str, callbacks: list[pl.Callback], options: dict[str, Any]) -> Any:
+    options = dict(options)
+    if profiler := options.pop("profiler", None):
+        options["profiler"] = profiler(dirpath=folder, filename="profile")
+    if any(isinstance(c, plc.LearningRateMonitor) for c in callbacks):
+        options["logger"] = CSVLogger(folder)
+    defaults = {"max_epochs": 1, "logger": False}
+    return pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=world, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False, callbacks=callbacks, default_root_dir=folder,
+        **(defaults | options),
+    )  # fmt: skip
+
+
+def _fit(name: str, strategy: Any, rank: int, world: int) -> tuple[dict[str, Tensor], dict[str, float], int]:
+    build, callbacks, options = CASES[name]
+    torch.manual_seed(5)
+    module = build()
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = _trainer(strategy, world, folder, callbacks(), options)
+        trainer.fit(module, DataLoader(Tokens(4, ROWS * WORLD, rank, world), batch_size=ROWS * WORLD // world))
+    metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    return {key: full(value) for key, value in module.state_dict().items()}, metrics, trainer.global_step
+
+
+def _fit_all() -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name in CASES:
+        strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
+        try:
+            results[name] = _fit(name, strategy, int(os.environ["RANK"]), WORLD)
+        except Exception:
+            results[name] = traceback.format_exc()
+    return results
+
+
+@pytest.fixture(scope="module")
+def sharded() -> list[dict[str, Any]]:
+    return run_ranks(_fit_all, WORLD, timeout=280)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.xdist_group("callbacks")
+@pytest.mark.parametrize("name", CASES)
+def test_works_as_alone(name: str, sharded: list[dict[str, Any]]) -> None:
+    state, metrics, steps = _fit(name, "auto", 0, 1)
+    for rank, results in enumerate(sharded):
+        actual = results[name]
+        assert not isinstance(actual, str), f"rank {rank}:\n{actual}"
+        assert actual[2] == steps
+        for key, value in state.items():
+            torch.testing.assert_close(actual[0][key], value, rtol=1e-5, atol=1e-6, msg=lambda m, k=key: f"{k}: {m}")
+        for key in ("epoch mean", "accuracy_epoch"):
+            if key in metrics:
+                assert actual[1][key] == pytest.approx(metrics[key], rel=1e-5)
+
+
+def _refused() -> dict[str, str]:
+    errors = {}
+    cases = {
+        "SWA": [plc.StochasticWeightAveraging(1e-3)],
+        "EMA": [EMAWeightAveraging()],
+        "batch size": [plc.BatchSizeFinder()],
+    }
+    for name, callbacks in cases.items():
+        strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                trainer = _trainer(strategy, WORLD, folder, callbacks, {})
+                trainer.fit(Mlp(), DataLoader(Tokens(2, ROWS * WORLD, 0, WORLD), batch_size=ROWS))
+        except Exception as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+    return errors
+
+
+@pytest.mark.xdist_group("callbacks")
+def test_refused_callbacks() -> None:
+    for errors in run_ranks(_refused, WORLD):
+        assert "StochasticWeightAveraging" in errors["SWA"]
+        assert "EMAWeightAveraging" in errors["EMA"]
+        assert "istributed" in errors["batch size"]
+
+
+def _summary_and_profiler() -> tuple[int, list[str]]:
+    module = Mlp()
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
+        trainer = _trainer(strategy, WORLD, folder, [], {"profiler": PyTorchProfiler, "max_steps": 2})
+        trainer.fit(module, DataLoader(Tokens(2, ROWS * WORLD, 0, WORLD), batch_size=ROWS))
+    return summarize(module).total_parameters, [str(w.message) for w in caught]
+
+
+@pytest.mark.xdist_group("callbacks")
+def test_the_summary_counts_whole_parameters_and_the_module_profiler_is_warned_of() -> None:
+    expected = summarize(Mlp()).total_parameters
+    for rank, (total, messages) in enumerate(run_ranks(_summary_and_profiler, WORLD)):
+        assert total == expected
+        if rank == 0:
+            assert any("record_module_names=False" in message for message in messages)
+
+
+@pytest.mark.parametrize("bar", [plc.TQDMProgressBar, plc.RichProgressBar])
+def test_the_progress_bar_says_what_is_compiled(bar: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich") if bar is plc.RichProgressBar else None
+    shown: list[str] = []
+    show = CompileProgress._show
+
+    def record(self: CompileProgress, text: str) -> None:
+        show(self, text)
+        shown.append(f"{text} on {self._bar and self._bar.describe.__qualname__}")
+
+    monkeypatch.setattr(CompileProgress, "_show", record)
+    strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False,
+                         callbacks=[bar()], enable_checkpointing=False, enable_model_summary=False)  # fmt: skip
+    data = DataLoader(Tokens(2, ROWS, 0, 1), batch_size=ROWS)
+    try:
+        trainer.fit(Mlp(), data, data)
+    finally:
+        torch.distributed.destroy_process_group()
+    kind = "_TqdmBar" if bar is plc.TQDMProgressBar else "_RichBar"
+    for program in ("frame0.inference", "frame1.forward", "frame1.backward"):  # the sanity check comes first
+        assert any(line.startswith(f"compiling {program}, region 1/") and kind in line for line in shown), shown
+    if bar is plc.TQDMProgressBar:
+        assert trainer.progress_bar_callback.train_progress_bar.desc.startswith("Epoch 0")

@@ -1,0 +1,266 @@
+"""Attention masks: the causal one is recognised, with equal results; everything else is left alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_deepcompile.capture.causal_mask import recognize_causal_masks
+
+LENGTH = 8
+_attention = F.scaled_dot_product_attention
+
+
+def rewrite(function: Callable[..., Any], *inputs: Any, dynamic: bool | None = None) -> tuple[int, Any, list[Any]]:
+    """Compiles `function`; returns how many calls were changed, the result, and the attention calls' keywords."""
+    changed, calls = [], []
+
+    def backend(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
+        changed.append(recognize_causal_masks(gm))
+        gm.graph.lint()
+        bodies = [gm, *(m for name, m in gm.named_modules() if name and isinstance(m, fx.GraphModule))]
+        calls.extend((n.args, dict(n.kwargs)) for m in bodies for n in m.graph.nodes if n.target is _attention)
+        return gm
+
+    torch._dynamo.reset()
+    result = torch.compile(function, backend=backend, dynamic=dynamic)(*inputs)
+    return sum(changed), result, calls
+
+
+def qkv(length: int = LENGTH, keys: int | None = None) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, 3, n, 4) for n in (length, keys or length, keys or length)]
+
+
+# Transformers ---------------------------------------------------------------------------------------------------------
+
+
+def hugging_face(name: str, **options: Any) -> nn.Module:
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=31,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **options,
+    )
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH) % 31
+
+
+def is_flag(kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("is_causal") is True and kwargs.get("attn_mask") is None
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_mask_of_llama_becomes_a_flag(checkpointing: bool) -> None:
+    model = hugging_face("Llama", use_cache=False).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    _, result, calls = rewrite(lambda t: model(input_ids=t).logits, TOKENS)
+    assert len(calls) == 2 and all(is_flag(kwargs) for _, kwargs in calls)
+    torch.testing.assert_close(result, model(input_ids=TOKENS).logits)
+
+
+def test_a_fresh_key_value_cache_changes_nothing() -> None:
+    """`use_cache` is on by default; some releases of Transformers leave the mask out by themselves then."""
+    model = hugging_face("Llama")
+    _, result, calls = rewrite(lambda t: model(input_ids=t).logits, TOKENS)
+    assert len(calls) == 2 and all(is_flag(kwargs) for _, kwargs in calls)
+    torch.testing.assert_close(result, model(input_ids=TOKENS).logits)
+
+
+def test_a_sliding_window_is_not_causal_unless_it_is_as_long_as_the_text() -> None:
+    for window, expected in ((3, 0), (LENGTH, 2)):
+        model = hugging_face("Mistral", sliding_window=window, use_cache=False)
+        changed, result, _ = rewrite(lambda t, m=model: m(input_ids=t).logits, TOKENS)
+        assert changed == expected
+        torch.testing.assert_close(result, model(input_ids=TOKENS).logits)
+
+
+def test_a_padding_mask_is_data() -> None:
+    model = hugging_face("Llama", use_cache=False)
+    padding = torch.ones_like(TOKENS)
+    padding[:, :3] = 0
+    for mask in (padding, torch.ones_like(TOKENS)):
+        changed, result, _ = rewrite(lambda t, m: model(input_ids=t, attention_mask=m).logits, TOKENS, mask)
+        assert changed == 0
+        torch.testing.assert_close(result[:, 3:], model(input_ids=TOKENS, attention_mask=mask).logits[:, 3:])
+
+
+def test_with_symbolic_lengths_nothing_is_proved() -> None:
+    model = hugging_face("Llama", use_cache=False)
+    changed, result, _ = rewrite(lambda t: model(input_ids=t).logits, TOKENS, dynamic=True)
+    assert changed == 0
+    torch.testing.assert_close(result, model(input_ids=TOKENS).logits)
+
+
+# Masks made by hand ---------------------------------------------------------------------------------------------------
+
+
+def tril() -> Tensor:
+    return torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+
+
+def comparison() -> Tensor:
+    rows = torch.arange(LENGTH)
+    return (rows[None, :] <= rows[:, None])[None, None].expand(2, 3, -1, -1)
+
+
+def inverted() -> Tensor:
+    return ~torch.triu(torch.ones(LENGTH, LENGTH), diagonal=1).bool()
+
+
+@pytest.mark.parametrize("mask", [tril, comparison, inverted])
+def test_causal_masks(mask: Callable[[], Tensor]) -> None:
+    changed, result, calls = rewrite(lambda q, k, v: _attention(q, k, v, attn_mask=mask()), *qkv())
+    assert changed == 1 and calls[0][1] == {"is_causal": True}
+    torch.testing.assert_close(result, _attention(*qkv(), attn_mask=mask()))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q, k, v: _attention(q, k, v, tril()),
+        lambda q, k, v: _attention(q, k, v, tril(), 0.0),
+        lambda q, k, v: _attention(q, k, v, tril(), 0.0, False),
+        lambda q, k, v: _attention(q, k, v, tril(), is_causal=False, scale=0.3),
+        lambda q, k, v: _attention(value=v, attn_mask=tril(), key=k, query=q),
+    ],
+)
+def test_however_the_arguments_are_passed(call: Callable[..., Tensor]) -> None:
+    changed, result, _ = rewrite(call, *qkv())
+    assert changed == 1
+    torch.testing.assert_close(result, call(*qkv()))
+
+
+def almost(row: int, column: int) -> Callable[[], Tensor]:
+    def mask() -> Tensor:
+        wrong = torch.arange(LENGTH * LENGTH).view(LENGTH, LENGTH) == row * LENGTH + column
+        return tril() ^ wrong
+
+    return mask
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        pytest.param(almost(0, 1), id="one element more"),
+        pytest.param(almost(7, 0), id="one element less"),
+        pytest.param(lambda: tril().t(), id="transposed"),
+        pytest.param(lambda: torch.ones(LENGTH, LENGTH, dtype=torch.bool), id="everything"),
+        pytest.param(lambda: torch.stack([tril(), tril() & (torch.arange(LENGTH) > 0) | torch.eye(LENGTH).bool()])[:,
+        None],
+                     id="one sequence of the batch differs"),
+        pytest.param(lambda: torch.zeros(LENGTH, LENGTH).masked_fill(~tril(), float("-inf")), id="float"),
+    ],
+)  # fmt: skip
+def test_other_masks_are_left_alone(mask: Callable[[], Tensor]) -> None:
+    changed, result, calls = rewrite(lambda q, k, v: _attention(q, k, v, attn_mask=mask()), *qkv())
+    assert changed == 0 and "is_causal" not in calls[0][1]
+    torch.testing.assert_close(result, _attention(*qkv(), attn_mask=mask()))
+
+
+def test_other_lengths_of_queries_and_keys_are_left_alone() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _attention(q, k, v, attn_mask=torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril())
+
+    def broadcast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _attention(q, k, v, attn_mask=torch.ones(1, 1, dtype=torch.bool).tril())
+
+    for function, queries, keys in ((attend, 3, LENGTH), (attend, LENGTH, 3), (broadcast, LENGTH, LENGTH)):
+        changed, result, _ = rewrite(function, *qkv(queries, keys))
+        assert changed == 0
+        torch.testing.assert_close(result, function(*qkv(queries, keys)))
+
+
+class Buffers(nn.Module):
+    """The mask is a buffer, as in many models: it may be loaded, or changed, after compilation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", tril())
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _attention(q, k, v, attn_mask=self.mask)
+
+
+def test_masks_from_outside_are_data() -> None:
+    assert rewrite(Buffers(), *qkv())[0] == 0
+    assert rewrite(lambda q, k, v, m: _attention(q, k, v, attn_mask=m), *qkv(), tril())[0] == 0
+    assert rewrite(lambda q, k, v: _attention(q, k, v, attn_mask=tril() & (q[0, 0, 0, 0] < 1e9)), *qkv())[0] == 0
+    assert rewrite(lambda q, k, v: _attention(q, k, v, attn_mask=tril() & (torch.rand(LENGTH) < 2)), *qkv())[0] == 0
+
+
+# A mask is what it is when attention reads it, not what it was when it was made.
+
+
+def set_element(mask: Tensor) -> Tensor:
+    mask[3, 1] = False
+    return mask
+
+
+def through_a_view(mask: Tensor) -> Tensor:
+    mask[4].fill_(True)
+    return mask
+
+
+def through_a_cast_that_does_nothing(mask: Tensor) -> Tensor:
+    mask.to(torch.bool).logical_not_()
+    return mask
+
+
+def augmented(mask: Tensor) -> Tensor:
+    mask &= torch.eye(LENGTH, dtype=torch.bool)
+    return mask
+
+
+def out_argument(mask: Tensor) -> Tensor:
+    torch.logical_not(mask, out=mask)
+    return mask
+
+
+def inside_a_checkpoint(mask: Tensor) -> Tensor:
+    checkpoint(lambda m: m.view(-1)[:2].zero_().sum(), mask, use_reentrant=False)
+    return mask
+
+
+@pytest.mark.parametrize(
+    "write",
+    [set_element, through_a_view, through_a_cast_that_does_nothing, augmented, out_argument, inside_a_checkpoint],
+)
+def test_masks_that_are_written_to_are_left_alone(write: Callable[[Tensor], Tensor]) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _attention(q, k, v, attn_mask=write(tril()))
+
+    changed, result, _ = rewrite(attend, *qkv())
+    assert changed == 0
+    torch.testing.assert_close(result, attend(*qkv()))
+
+
+def test_functions_that_are_not_known_are_not_run() -> None:
+    calls = itertools.count()
+
+    @torch.compiler.allow_in_graph
+    def arange(length: int) -> Tensor:
+        next(calls)
+        return torch.arange(length)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = arange(LENGTH)
+        return _attention(q, k, v, attn_mask=rows[None, :] <= rows[:, None])
+
+    assert rewrite(attend, *qkv())[0] == 0

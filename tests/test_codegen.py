@@ -1,0 +1,160 @@
+"""Generated code computes what the graph says, under any names, and keeps nothing alive that is no longer needed."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+from tracing import Simulator, capture
+
+from lightning_deepcompile.plan.pass_manager import apply_passes
+from lightning_deepcompile.plan.settings import PlanSettings
+from lightning_deepcompile.program.codegen import generate
+from lightning_deepcompile.program.program import Program, RegionInfo, RegionModule
+
+
+class Builder:
+    """Writes a program by hand."""
+
+    def __init__(self) -> None:
+        self.graph, self.root = fx.Graph(), nn.Module()
+
+    def region(
+        self, run: Callable[[list[Any]], Sequence[Any]], *args: Any, outputs: int = 1, name: str = "region"
+    ) -> list[fx.Node]:
+        """Calls `run`; returns the elements of its result."""
+        while hasattr(self.root, name):
+            name += "x"
+        self.root.add_module(name, RegionModule(run, RegionInfo("key", (), 1)))
+        call = self.graph.call_module(name, args)
+        call.meta["val"] = (None,) * outputs
+        return [self.graph.call_function(operator.getitem, (call, i)) for i in range(outputs)]
+
+    def program(self, *outputs: Any) -> Program:
+        self.graph.output(outputs)
+        return Program("test", "forward", 7, fx.GraphModule(self.root, self.graph), {})
+
+
+def adding(weight: float) -> Callable[[list[Any]], Sequence[Any]]:
+    def run(args: list[Any]) -> list[Any]:
+        total = sum(args) * weight
+        args.clear()
+        return [total, total + 1, total + 2]
+
+    return run
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_code_computes_what_interpretation_computes(data: st.DataObject) -> None:
+    """Random straight lines of regions and scalar functions, with unread values, over awkward names."""
+    names = ["args", "inputs", "run", "_", "region", "add", "mul", "const_1", "x", "args_", "del_", "None_"]
+    builder = Builder()
+    count = data.draw(st.integers(0, 4))
+    values: list[fx.Node] = []
+    for name in data.draw(st.permutations(names))[:count]:
+        values.append(builder.graph.create_node("placeholder", name, name=name))
+    for _ in range(data.draw(st.integers(0, 6))):
+        chosen = [data.draw(st.sampled_from(values)) for _ in range(data.draw(st.integers(1, 3)))] if values else [2.0]
+        if data.draw(st.booleans()):
+            name = data.draw(st.sampled_from(["region", "args", "inputs", "run", "add"]))
+            made = builder.region(adding(data.draw(st.integers(1, 3))), *chosen, outputs=3, name=name)
+            values += data.draw(st.lists(st.sampled_from(made), unique=True))
+        else:
+            target = data.draw(st.sampled_from([operator.add, operator.mul]))
+            other = data.draw(st.sampled_from([1.5, -2, float("inf"), True]))
+            values.append(builder.graph.call_function(target, (chosen[0], other)))
+    outputs = [data.draw(st.sampled_from([*values, None, 3])) for _ in range(data.draw(st.integers(0, 3)))]
+    program = builder.program(*outputs)
+    run, source = generate(program)
+    args: list[Any] = [float(i + 1) for i in range(count)]
+    expected = fx.Interpreter(program.gm).run(*args)
+    assert list(run(args)) == list(expected), source
+    assert args == [], "the arguments were handed over: the caller must not keep them alive"
+
+
+def test_a_scheduled_program_computes_what_its_graphs_compute() -> None:
+    """Cutting, scheduling and code generation together, against the partitioned graphs as they were."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(11, 8)
+            self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True) for _ in "ab")
+            self.head = nn.Linear(8, 11)
+            self.head.weight = self.embed.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x).logsumexp(-1).mean() + self.layers[0].linear1.weight.square().sum()
+
+    torch.manual_seed(0)
+    captured = capture(Net(), torch.arange(10).view(2, 5))
+    assert captured.forward is not None and captured.backward is not None
+    reference = Simulator(captured.full)
+    forward = reference.interpret(captured.forward, captured.args)
+    tangents = [torch.ones(())]
+    reference.interpret(captured.backward, [*forward[captured.num_outputs :], *tangents])
+
+    for prefetch, keep in ((0, False), (1, True), (2, True)):
+        simulator = Simulator(captured.full)
+        plan = PlanSettings(prefetch_blocks=prefetch, keep_last_block=keep)
+        program = apply_passes(captured.lower("forward"), plan)
+        outputs = generate(simulator.install(program))[0](list(captured.args))
+        torch.testing.assert_close(list(outputs), list(forward), rtol=0, atol=0)
+        assert set(simulator.gathered) == set(program.kept)
+        program = apply_passes(captured.lower("backward", kept=program.kept), plan)
+        grads = generate(simulator.install(program))[0]([*outputs[captured.num_outputs :], *tangents])
+        assert all(grad is None for grad in grads)
+        assert not simulator.gathered
+        assert simulator.grads.keys() == reference.grads.keys() == captured.full.keys()
+        for ds_id, grad in reference.grads.items():
+            torch.testing.assert_close(simulator.grads[ds_id], grad, rtol=1e-6, atol=1e-7)
+        assert set(simulator.reductions.values()) == {1}
+
+
+def test_values_die_before_their_last_consumer_runs() -> None:
+    """A region owns what it is handed last: when it drops its inputs, they are gone."""
+    alive: dict[str, weakref.ref[Tensor]] = {}
+    seen: list[set[str]] = []
+
+    def produce(*names: str) -> Callable[[list[Any]], Sequence[Any]]:
+        def run(args: list[Any]) -> list[Tensor]:
+            args.clear()
+            seen.append({name for name, ref in alive.items() if ref() is not None})
+            made = [torch.zeros(1) for _ in names]
+            alive.update((name, weakref.ref(tensor)) for name, tensor in zip(names, made, strict=True))
+            return made
+
+        return run
+
+    builder = Builder()
+    x, unused = builder.graph.placeholder("x"), builder.graph.placeholder("unused")
+    a, b, unread = builder.region(produce("a", "b", "unread"), x, outputs=3)
+    (c,) = builder.region(produce("c"), a, b)
+    (d,) = builder.region(produce("d"), a, c)
+    e = builder.graph.call_function(torch.neg, (b,))
+    builder.region(produce("f"), d, e)
+    del unused, unread
+    run, _ = generate(builder.program(c))
+    arguments = [torch.zeros(1), torch.zeros(1)]
+    alive.update(x=weakref.ref(arguments[0]), unused=weakref.ref(arguments[1]))
+    run(arguments)
+    assert seen == [set(), {"a", "b"}, {"b", "c"}, {"c"}]
+
+
+def test_an_unknown_kind_of_node_is_refused() -> None:
+    builder = Builder()
+    x = builder.graph.placeholder("x")
+    builder.graph.call_method("neg", (x,))
+    with pytest.raises(ValueError, match="call_method"):
+        generate(builder.program(x))

@@ -1,0 +1,105 @@
+"""A rank that dies: every other one raises within the timeout, with the operation, the parameter and the rank."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import random
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from multiprocess import _free_port
+
+TIMEOUT = 6.0
+
+
+def _endless(rank: int, world: int, port: int, backend: str, results: Any) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    from lightning_deepcompile import dc
+
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT))
+    dc.init(dist.group.WORLD, {}, 1000, device=device, timeout=timedelta(seconds=TIMEOUT))
+    for i in range(4):
+        shard = torch.zeros(64, 64, device=device)
+        dc.register_z3_param(i, [64 * world, 64], shard, torch.zeros_like(shard))
+    dc.register_graph_z3(0, range(4))
+    grad, empty = torch.ones(64 * world, 64, device=device), torch.empty(0, device=device)
+    results.put((rank, "running", ""))
+    ops, last = torch.ops.dc, time.monotonic()
+    try:
+        while True:
+            last = time.monotonic()
+            dc.start_forward()
+            ops.prefetch_params_fused(0, [], [0, 1, 2, 3])
+            for i in range(4):
+                ops.wait_allgather(empty, 0, i)
+                ops.release_param(empty, 0, i, 1)
+            dc.end_forward()
+            dc.start_backward(update=True)
+            for i in range(4):
+                ops.reduce_grad(grad, 0, i)
+            dc.end_backward(0)
+            if backend == "nccl":
+                torch.cuda.synchronize()
+    except RuntimeError as error:
+        results.put((rank, type(error).__name__, f"{time.monotonic() - last:.1f} {error}"))
+        results.close()
+        results.join_thread()
+        os._exit(3)
+
+
+def _kill_one(world: int, backend: str, delay: float) -> dict[int, tuple[str, str]]:
+    context = mp.get_context("spawn")
+    results, port = context.Queue(), _free_port()
+    processes = [
+        context.Process(target=_endless, args=(rank, world, port, backend, results), daemon=True)
+        for rank in range(world)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        for _ in processes:
+            assert results.get(timeout=120)[1] == "running"
+        time.sleep(delay)
+        victim = random.Random(delay).randrange(world)
+        os.kill(processes[victim].pid or 0, signal.SIGKILL)
+        killed = time.monotonic()
+        answers = {}
+        for _ in range(world - 1):
+            rank, kind, message = results.get(timeout=TIMEOUT + 10)
+            answers[rank] = (kind, message)
+        assert time.monotonic() - killed < TIMEOUT + 10
+        for rank, process in enumerate(processes):
+            process.join(10)
+            assert process.exitcode not in (None, 0), rank
+        return answers
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+
+
+@pytest.mark.parametrize("delay", [0.013, 0.107])
+def test_a_killed_rank_ends_the_others(delay: float) -> None:
+    for rank, (kind, message) in _kill_one(3, "gloo", delay).items():
+        assert kind == "DistBackendError", message
+        assert f"failed on rank {rank} of 3" in message and "'param" in message, message
+        assert "gather of" in message or "reduction of" in message
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("delay", [0.0, 0.013, 0.107])
+def test_the_watchdog_frees_a_rank_whose_peer_was_killed(delay: float) -> None:
+    for rank, (kind, message) in _kill_one(2, "nccl", delay).items():
+        assert kind == "DistBackendError", message
+        assert f"on rank {rank}" in message and "'param" in message, message

@@ -1,0 +1,235 @@
+"""The engine in one process (world size 1): programs as text, swapping schedules, what is saved, dynamic shapes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from lightning_deepcompile.capture import partition
+from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.plan.settings import PlanSettings
+
+
+class Net(nn.Module):
+    """Embedding, three equal blocks, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 16, bias=False)
+
+    def training_step(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + F.gelu(block(x))
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def make_engine(mesh: DeviceMesh, **settings: object) -> Engine:
+    return Engine(Net(), mesh, CompileConfig(**{"region_backend": "eager", **settings}))  # type: ignore[arg-type]
+
+
+def one_step(engine: Engine, tokens: Tensor, optimizer: torch.optim.Optimizer) -> float:
+    loss = engine.run_step("training_step", tokens)
+    optimizer.zero_grad()
+    engine.backward(loss.backward)
+    optimizer.step()
+    engine.parameters_changed()
+    return float(loss)
+
+
+def sgd(engine: Engine) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.5)
+    engine.attach_optimizer(optimizer)
+    return optimizer
+
+
+TOKENS = torch.arange(24).reshape(2, 12) % 16
+
+FORWARD = """\
+frame0.forward [lower -> zero3 -> prefetch]: 5 regions, 3 distinct
+  gather   embed (1 param, 512 B float32)
+  gather   blocks.0 (2 params, 288 B float32)
+  wait     embed (1 param, 512 B float32)
+  compute  region_0 = r0 (embed; N ops)
+  release  embed (1 param, 512 B float32)
+  gather   blocks.1 (2 params, 288 B float32)
+  wait     blocks.0 (2 params, 288 B float32)
+  compute  region_1 = r1 (blocks.0; N ops)
+  release  blocks.0 (2 params, 288 B float32)
+  gather   blocks.2 (2 params, 288 B float32)
+  wait     blocks.1 (2 params, 288 B float32)
+  compute  region_2 = r1 (blocks.1; N ops)
+  release  blocks.1 (2 params, 288 B float32)
+  gather   head (1 param, 512 B float32)
+  wait     blocks.2 (2 params, 288 B float32)
+  compute  region_3 = r1 (blocks.2; N ops)
+  release  blocks.2 (2 params, 288 B float32)
+  wait     head (1 param, 512 B float32)
+  compute  region_4 = r2 (head; N ops)"""
+
+
+def test_programs_read_as_they_run(mesh: DeviceMesh) -> None:
+    engine = make_engine(mesh, prefetch_blocks=1)
+    one_step(engine, TOKENS, sgd(engine))
+    programs = engine.programs()
+    assert re.sub(r"\d+ ops", "N ops", programs["frame0.forward"]) == FORWARD
+    backward = [line.split()[:2] for line in programs["frame0.backward"].splitlines()[1:]]
+    # The head is still gathered; each block is launched one group ahead, released, then reduced; the table comes last.
+    moves = [" ".join(words) for words in backward if words[0] in ("gather", "release", "reduce")]
+    assert moves == [
+        "gather head",
+        "gather blocks.2",
+        "release head",
+        "reduce head",
+        "gather blocks.1",
+        "release blocks.2",
+        "reduce blocks.2",
+        "gather blocks.0",
+        "release blocks.1",
+        "reduce blocks.1",
+        "release blocks.0",
+        "reduce blocks.0",
+        "reduce embed",
+    ]
+    engine.close()
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 9])
+def test_launches_stay_within_the_distance(mesh: DeviceMesh, ahead: int) -> None:
+    engine = make_engine(mesh, prefetch_blocks=ahead)
+    one_step(engine, TOKENS, sgd(engine))
+    for text in engine.programs().values():
+        alive, most, waited = set(), 0, set()
+        for line in text.splitlines()[1:]:
+            verb, block = line.split()[:2]
+            if verb == "gather":
+                assert block not in alive
+                alive.add(block)
+            elif verb == "wait":
+                assert block in alive
+                waited.add(block)
+            elif verb == "release":
+                alive.remove(block)
+            most = max(most, len(alive))
+        assert most <= ahead + 1 + ("head" in alive)
+        assert alive <= {"head"}  # kept from the forward to the backward program
+    engine.close()
+
+
+def test_swapping_schedules_changes_nothing_but_the_schedule(mesh: DeviceMesh) -> None:
+    losses: dict[bool, list[float]] = {}
+    weights: dict[bool, Tensor] = {}
+    for swap in (False, True):
+        engine = make_engine(mesh, prefetch_blocks=2)
+        optimizer = sgd(engine)
+        losses[swap] = [one_step(engine, TOKENS, optimizer) for _ in range(2)]
+        compiled, graphs, before = engine.capture.regions.compiled, engine.capture.frames, engine.programs()
+        if swap:
+            engine.replan(PlanSettings(prefetch_blocks=0, keep_last_block=False))
+            assert engine.programs() != before
+        losses[swap] += [one_step(engine, TOKENS, optimizer) for _ in range(2)]
+        assert (engine.capture.regions.compiled, engine.capture.frames) == (compiled, graphs)
+        weights[swap] = torch.cat([p.local.detach().flatten() for p in engine.model.parameters])
+        engine.close()
+    assert losses[True] == losses[False]
+    assert losses[True][-1] < losses[True][0]
+    assert torch.equal(weights[True], weights[False])
+
+
+def test_gathered_parameters_are_never_saved(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    for autocast in (False, True):
+        engine = make_engine(mesh)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            one_step(engine, TOKENS, sgd(engine))
+        assert engine.capture.saved_parameters == 0
+        engine.close()
+    # The count can tell: untagged, the partitioner saves them.
+    monkeypatch.setattr(partition, "tag_gathers", lambda gm: None)
+    engine = make_engine(mesh)
+    one_step(engine, TOKENS, sgd(engine))
+    assert engine.capture.saved_parameters > 0
+    engine.close()
+
+
+def test_variable_lengths_recompile_once(mesh: DeviceMesh) -> None:
+    engine = make_engine(mesh)
+    optimizer = sgd(engine)
+    reference = Net()
+    for length in (12, 7, 9, 5, 11):
+        for parameter, shard in zip(reference.parameters(), engine.model.parameters, strict=True):
+            parameter.data.copy_(shard.local.detach())
+        expected = float(reference.training_step(TOKENS[:, :length]))
+        assert one_step(engine, TOKENS[:, :length], optimizer) == pytest.approx(expected, rel=1e-5)
+    assert engine.capture.frames == 2  # static, then dynamic
+    engine.close()
+
+
+def test_reading_a_weight_outside_a_step_gives_the_shard(mesh: DeviceMesh) -> None:
+    engine = make_engine(mesh)
+    before = engine.runtime.stats()["gathers"]
+    weight = engine.module.head.weight
+    assert weight is engine.module.head._parameters["weight"]
+    assert engine.runtime.stats()["gathers"] == before
+    engine.close()
+
+
+def test_a_gradient_that_someone_keeps_keeps_its_values(mesh: DeviceMesh) -> None:
+    engine = make_engine(mesh)
+    optimizer = sgd(engine)
+    one_step(engine, TOKENS, optimizer)
+    kept = engine.module.head.weight.grad
+    value = kept.full_tensor().clone()
+    for _ in range(2):
+        engine.drop_stale_gradients()
+        one_step(engine, TOKENS.flip(1), optimizer)
+    assert torch.equal(kept.full_tensor(), value)
+    assert not torch.equal(engine.module.head.weight.grad.full_tensor(), value)
+    engine.close()
+
+
+def test_gradients_that_need_no_backward(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss times zero: all gradients are constants, which the partitioner moves into the forward graph."""
+    plain = Net.training_step
+    monkeypatch.setattr(
+        Net, "training_step", lambda self, tokens: (plain(self, tokens) * 0, plain(self, tokens).detach())
+    )
+    engine = make_engine(mesh)
+    loss, _ = engine.run_step("training_step", TOKENS)
+    engine.backward(loss.backward)
+    for parameter in engine.model.parameters:
+        assert torch.equal(parameter.dtensor.grad.to_local(), torch.zeros_like(parameter.local))
+    engine.close()
+
+
+def test_zeroing_gradients_through_the_module_counts(mesh: DeviceMesh) -> None:
+    engine = make_engine(mesh)
+    optimizer = sgd(engine)
+    loss = engine.run_step("training_step", TOKENS)
+    engine.backward(loss.backward)
+    once = engine.module.head.weight.grad.full_tensor().clone()
+    engine.module.zero_grad()
+    loss = engine.run_step("training_step", TOKENS)
+    engine.backward(loss.backward)
+    assert torch.equal(engine.module.head.weight.grad.full_tensor(), once)
+    loss = engine.run_step("training_step", TOKENS)
+    engine.backward(loss.backward)
+    torch.testing.assert_close(engine.module.head.weight.grad.full_tensor(), 2 * once)
+    del optimizer
+    engine.close()
+
+
+def test_models_of_one_class_do_not_use_up_each_others_recompile_limit(mesh: DeviceMesh) -> None:
+    for _ in range(4):
+        engine = make_engine(mesh, recompile_limit=2)
+        one_step(engine, TOKENS, sgd(engine))
+        assert engine.capture.frames == 1
+        engine.close()

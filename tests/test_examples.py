@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from gpt import GPT
+from interpreters import declare_entry_points, run_python
+from lightning.pytorch import Trainer, seed_everything
+from text_data import StdlibText, Windows, read_bytes, source_files, split_files
+
+
+def test_the_text_is_large_and_its_split_is_by_file() -> None:
+    files = source_files()
+    train, validation = split_files(files)
+    assert files == sorted(files)
+    assert not set(train) & set(validation)
+    assert sorted(train + validation) == files
+    assert not any("test" in path.parts for path in files)
+    assert len(read_bytes(train)) > 2_000_000
+    assert len(read_bytes(validation)) > 50_000
+    assert split_files(files, seed=1)[1] != validation
+
+
+def test_windows_are_the_same_for_every_process() -> None:
+    text = torch.arange(1000, dtype=torch.int64)
+    crops, again = Windows.random_crops(text, 100, seed=3), Windows.random_crops(text, 100, seed=3)
+    assert len(crops) == 10
+    assert all(torch.equal(a, b) and len(a) == 100 for a, b in zip(crops, again, strict=True))
+    assert not torch.equal(crops.starts, Windows.random_crops(text, 100, seed=4).starts)
+    fixed = Windows.in_order(text, 100, limit=3)
+    assert [int(window[0]) for window in fixed] == [0, 300, 600]
+    with pytest.raises(ValueError, match="length=1001"):
+        Windows.in_order(text, 1001)
+
+
+def test_batches_have_one_shape() -> None:
+    data = StdlibText(length=33, batch_size=7, validation_windows=20)
+    data.setup("fit")
+    assert {batch.shape for batch in data.val_dataloader()} == {(7, 33)}
+    batch = next(iter(data.train_dataloader()))
+    assert batch.shape == (7, 33) and batch.dtype == torch.int64 and 0 <= batch.min() and batch.max() < 256
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gpt_starts_near_eight_bits_and_learns(tied: bool) -> None:
+    seed_everything(1, verbose=False)
+    model = GPT(layers=2, width=64, heads=2, tied=tied, warmup=2)
+    data = StdlibText(length=65, batch_size=8, validation_windows=16)
+    data.setup("fit")
+    with torch.no_grad():
+        bits = float(model.loss(next(iter(data.val_dataloader())))) / math.log(2)
+    assert bits == pytest.approx(8.0, abs=0.3)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=20,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, data)
+    assert float(trainer.callback_metrics["train_bits_per_byte"]) < 7.0
+
+
+def test_gpt_refuses_heads_that_do_not_divide() -> None:
+    with pytest.raises(ValueError, match="width=30"):
+        GPT(width=30, heads=4)
+
+
+def test_llama_sizes() -> None:
+    pytest.importorskip("transformers")
+    from train_llama import SIZES, Llama, Throughput, Tokens, llama_config
+
+    assert {size: llama_config(size).num_hidden_layers for size in SIZES} == {"tiny": 4, "1b": 16, "8b": 32}
+    model = Llama(size="tiny")
+    model.configure_model()
+    data = Tokens(source="synthetic", length=32, batch_size=2, vocabulary=SIZES["tiny"]["vocab_size"])
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    with torch.no_grad():
+        loss = model.model(input_ids=batch, labels=batch).loss
+    assert float(loss) == pytest.approx(math.log(256), abs=0.3)
+    assert Throughput().every == 10
+
+
+def test_a_pass_of_ones_own_changes_the_programs() -> None:
+    import custom_pass
+
+    trainer = custom_pass.main(devices=1, region_backend="eager")
+    printed = trainer.strategy.programs()["frame0.forward"].splitlines()
+    assert "early_ends" in printed[0]
+    first, second = (line.split()[:2] for line in printed[1:3])
+    assert first[0] == second[0] == "gather"
+    assert "net.tokens" in first[1] and "net.head" in second[1]
+
+
+@pytest.mark.slow
+def test_demo_trains_two_processes(tmp_path: Path) -> None:
+    options = ("--steps=4", "--layers=3", "--accelerator=cpu")
+    printed = run_python("examples/demo_gpt.py", *options, paths=(declare_entry_points(tmp_path),))
+    assert "step    4  bits per byte: train" in printed
+    assert "regions compiled/total" in printed
+
+
+@pytest.mark.slow
+def test_llama_trains_two_processes(tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    pytest.importorskip("transformers")
+    trainer = {"accelerator": "cpu", "devices": 2, "max_steps": 2, "limit_val_batches": 0, "callbacks.every": 1}
+    command = ["examples/train_llama.py", "fit", "--config=examples/train_llama.yaml", "--data.length=32"]
+    command += [f"--trainer.{name}={value}" for name, value in trainer.items()]
+    printed = run_python(*command, paths=(declare_entry_points(tmp_path),))
+    assert "tokens/s" in printed

@@ -1,0 +1,119 @@
+"""Scripts as users run them: started by Lightning or by torchrun; a failure of any rank ends all of them, soon."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from interpreters import ROOT, clean_environment, declare_entry_points
+
+SCRIPT = """
+import os, sys
+import lightning.pytorch as pl, torch
+from torch.utils.data import DataLoader
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(5, 3)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 2 and str(self.global_rank) == os.environ["FAILING_RANK"]:
+            if os.environ["FAILURE"] == "exception":
+                raise ArithmeticError("this rank gives up")
+            os.kill(os.getpid(), 9)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+if __name__ == "__main__":
+    trainer = pl.Trainer(strategy="deepcompile", accelerator="cpu", devices=2, max_epochs=1, logger=False,
+                         num_nodes=int(os.environ.get("NODES", "1")),
+                         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer.fit(Model(), DataLoader(torch.randn(64, 5), batch_size=4))
+    print("rank", trainer.global_rank, "of", trainer.world_size, "is done", flush=True)
+"""
+
+
+def run_script(
+    folder: Path, *launcher: str, failing: str, failure: str = "exception", **variables: str
+) -> tuple[int, str, float]:
+    """Runs the script, with more environment `variables`.
+
+    Returns:
+        Its exit code, what all its processes printed, and the seconds it took.
+    """
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    metadata = folder / "metadata"
+    metadata.mkdir()
+    env = clean_environment() | {"FAILING_RANK": failing, "FAILURE": failure, "OMP_NUM_THREADS": "1"} | variables
+    env["PYTHONPATH"] = os.pathsep.join([str(declare_entry_points(metadata)), str(ROOT)])
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script)], env=env, cwd=folder, capture_output=True, text=True, timeout=150
+    )
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - start
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_torchrun_trains(tmp_path: Path) -> None:
+    code, output, _ = run_script(tmp_path, *TORCHRUN, failing="none")
+    assert code == 0, output
+    assert "rank 0 of 2 is done" in output and "rank 1 of 2 is done" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("launcher", "failing"), [((), "0"), ((), "1"), (TORCHRUN, "1")], ids=["lightning-0", "lightning-1", "torchrun-1"]
+)
+def test_an_exception_ends_all_ranks(tmp_path: Path, launcher: tuple[str, ...], failing: str) -> None:
+    code, output, seconds = run_script(tmp_path, *launcher, failing=failing)
+    assert code != 0 and "this rank gives up" in output, output
+    assert "is done" not in output
+    assert seconds < 90
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_killed_rank_ends_the_other(tmp_path: Path) -> None:
+    code, output, seconds = run_script(tmp_path, *TORCHRUN, failing="0", failure="kill")
+    assert code != 0 and "is done" not in output, output
+    assert seconds < 90
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_two_nodes_train(tmp_path: Path) -> None:
+    """Two groups of two processes that meet over a port, as two hosts would."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    meeting = ("--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}")
+
+    def node(rank: int) -> tuple[int, str, float]:
+        folder = tmp_path / f"node{rank}"
+        folder.mkdir()
+        launcher = ("-m", "torch.distributed.run", *meeting, f"--node-rank={rank}")
+        return run_script(folder, *launcher, failing="none", NODES="2")
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(node, (0, 1)))
+    for rank, (code, output, _) in enumerate(results):
+        assert code == 0, output
+        for local in (0, 1):
+            assert f"rank {2 * rank + local} of 4 is done" in output

@@ -1,0 +1,137 @@
+"""Models built on the meta device get the values that they would have without; what nothing initialises is named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from cases import Mlp, Tokens, full
+from multiprocess import run_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+from lightning_deepcompile.capture.materialize import Materializer, has_meta_tensors
+
+
+class Block(nn.Module):
+    """Parameters of its own, which it initialises itself, and children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.scale = nn.Parameter(torch.empty(4))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.scale)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(4, 7)
+        self.head.weight = self.embed.weight
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                                        num_attention_heads=2, num_key_value_heads=1))  # fmt: skip
+
+
+@pytest.mark.parametrize("build", [Stack, llama])
+def test_every_tensor_gets_its_initial_distribution(build: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    expected = build()
+    with torch.device("meta"):
+        model = build()
+    torch.manual_seed(0)
+    materializer = Materializer(model, torch.device("cpu"))
+    materializer.materialize(model.modules())
+    assert not any(has_meta_tensors(m) for m in model.modules())
+    for (name, ours), theirs in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
+        if name == "head.weight":
+            continue  # tied again when sharded
+        assert ours.shape == theirs.shape and ours.isfinite().all()
+        spread = float(theirs.float().std()) if theirs.numel() > 1 else 0.0
+        assert float(ours.float().std() if ours.numel() > 1 else 0.0) == pytest.approx(spread, rel=0.6), name
+    for (name, ours), theirs in zip(model.named_buffers(), expected.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, msg=name)
+
+
+def test_a_module_without_initialisation_is_named() -> None:
+    class Forgetful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(3))
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), Forgetful())
+    with pytest.raises(ValueError, match=r"nothing initialises '?1.weight'? of Forgetful.*reset_parameters"):
+        Materializer(model, torch.device("cpu")).materialize(model.modules())
+
+
+class Deferred(Mlp):
+    """Built in `configure_model`, without memory if the Trainer says so."""
+
+    def __init__(self, empty: bool) -> None:
+        pl.LightningModule.__init__(self)
+        self.empty = empty
+
+    def configure_model(self) -> None:
+        if hasattr(self, "head"):
+            return
+        torch.manual_seed(3)
+        with self.trainer.init_module(empty_init=self.empty):
+            self.embed = nn.Embedding(61, 13)
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(13, 17), nn.Tanh(), nn.Linear(17, 13)) for _ in range(3)
+            )
+            self.head = nn.Linear(13, 61)
+            self.head.weight = self.embed.weight
+        torch.manual_seed(3)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def _deferred(empty: bool) -> tuple[dict[str, Tensor], int]:
+    module = Deferred(empty)
+    trainer = pl.Trainer(
+        strategy=DeepCompileStrategy(compile=CompileConfig(region_backend="eager")), accelerator="cpu", devices=2,
+        max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    initial: dict[str, Any] = {}
+
+    class Look(pl.Callback):
+        def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            initial.update({name: full(p) for name, p in module.named_parameters()})
+
+    trainer.callbacks.append(Look())
+    trainer.fit(module, DataLoader(Tokens(3, 4, int(os.environ["RANK"]), 2), batch_size=2))
+    assert module.head.weight is module.embed.weight
+    moved = sum(not torch.equal(initial[name], full(p)) for name, p in module.named_parameters())
+    return initial, moved
+
+
+def test_deferred_models_train() -> None:
+    (eager, _), _ = run_ranks(_deferred, 2, False)
+    ranks = run_ranks(_deferred, 2, True)
+    for initial, moved in ranks:
+        assert moved == len(initial)
+        for name, value in initial.items():
+            assert torch.equal(value, ranks[0][0][name])
+            assert value.abs().max() == pytest.approx(float(eager[name].abs().max()), rel=0.5), name

@@ -1,0 +1,239 @@
+"""Schedules read from and written to programs, and what the planning passes promise for any of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_passes import Net, Shape, _full, _program, _run, shapes
+from test_simulate import compute, gather, profile, release, schedule, steps, wait
+from tracing import capture
+
+from lightning_deepcompile.plan.context import PlanContext
+from lightning_deepcompile.plan.costs import Contention, Link, Profile
+from lightning_deepcompile.plan.pass_manager import (
+    BUILTIN_PASSES,
+    Pass,
+    PassError,
+    apply_passes,
+    optimize,
+    resolve_passes,
+    step_pass,
+)
+from lightning_deepcompile.plan.passes.fuse import fuse
+from lightning_deepcompile.plan.passes.proactive_prefetch import proactive_prefetch
+from lightning_deepcompile.plan.passes.unshard import unshard
+from lightning_deepcompile.plan.placement import Placement
+from lightning_deepcompile.plan.settings import PlanSettings
+from lightning_deepcompile.plan.simulate import least_budget, simulate
+from lightning_deepcompile.program.schedule import Schedule, ScheduleError, check_schedule, read_schedule, reschedule
+
+ALL = ("zero3", "prefetch", "fuse", "unshard", "proactive_prefetch")
+
+# Reading and writing --------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(shape=shapes(), data=st.data())
+def test_random_valid_schedules_never_change_results(shape: Shape, data: st.DataObject) -> None:
+    """Launches anywhere between the last release and the use, and anything kept: same values, nothing left behind."""
+    program = apply_passes(_program(shape), PlanSettings(prefetch_blocks=0, keep_last_block=False))
+    original = read_schedule(program)
+    placement = Placement.of(original)
+    positions = sorted(data.draw(st.integers(0, len(placement.body))) for _ in placement.groups)
+    changed = placement.at(positions)
+    check_schedule(changed)
+    result = reschedule(program, changed, "random")
+    assert read_schedule(result).instructions == changed.instructions
+    assert (read_schedule(result).content, read_schedule(result).structure) == (original.content, original.structure)
+    expected, reference = _run(program, shape.kept)
+    value, simulator = _run(result, shape.kept)
+    assert torch.equal(value, expected)
+    assert simulator.reductions == reference.reductions
+    assert all(torch.equal(simulator.grads[k], reference.grads[k]) for k in reference.grads)
+    assert set(simulator.gathered) == set(result.kept if shape.kind == "forward" else ())
+
+
+def test_schedules_that_cannot_run_are_refused() -> None:
+    good = schedule("forward", gather(0), wait(0), compute(0, 0), release(0))
+    check_schedule(good)
+    for broken, message in [
+        ([wait(0), compute(0, 0)], "not gathered before"),
+        ([gather(0), compute(0, 0), release(0)], "not gathered and waited for"),
+        ([gather(0), wait(0), release(0), compute(0, 0)], "not gathered and waited for"),
+        ([gather(0), wait(0), compute(0, 0)], r"ends with parameters \[0\] gathered"),
+    ]:
+        with pytest.raises(ScheduleError, match=message):
+            check_schedule(good.with_instructions(broken))
+    with pytest.raises(ScheduleError, match="should with"):
+        check_schedule(replace(good, kept=(0,)))
+
+
+def test_a_schedule_of_another_program_is_refused() -> None:
+    first, second = (
+        apply_passes(_program(Shape("forward", reads, [[]] * len(reads), ())), PlanSettings(keep_last_block=False))
+        for reads in ([[0], [1]], [[0], [2]])
+    )
+    with pytest.raises(ScheduleError, match="computes or reduces otherwise"):
+        reschedule(first, read_schedule(second), "foreign")
+
+
+def test_a_real_program_is_planned_and_still_computes_the_same() -> None:
+    captured = capture(Net(), torch.arange(6).view(2, 3))
+    programs = [
+        apply_passes(captured.lower(kind), PlanSettings(prefetch_blocks=1, keep_last_block=False))
+        for kind in ("forward", "backward")
+    ]
+    step = [read_schedule(p) for p in programs]
+    planned, effects = optimize(step, resolve_passes(ALL, profiled=True), PlanContext(profile=_profile_of(step)))
+    assert [e.name for e in effects] == ["zero3 -> prefetch", "fuse", "unshard", "proactive_prefetch"]
+    assert set(planned[0].kept) <= set(
+        captured.ids("layers.1.weight", "layers.2.weight", "layers.0.weight", "head.weight")
+    )
+    assert planned[0].kept, "what backward reads is kept; it reads no bias, and no embedding"
+    assert effects[-1].prediction.seconds < effects[0].prediction.seconds
+    for program, one in zip(programs, planned, strict=True):
+        assert read_schedule(reschedule(program, one, "plan")).instructions == one.instructions
+
+
+def _profile_of(step: list[Schedule], **fields: Any) -> Profile:
+    base = profile(step, seconds=0.1, gathers=1.0, **fields)
+    return replace(base, gather=Link(0.5, 1000.0), reduce=Link(0.5, 1000.0))
+
+
+# What each pass does --------------------------------------------------------------------------------------------------
+
+
+def _blocks(count: int, distance: int = 1) -> list[Schedule]:
+    forward = [part for k in range(count) for part in (gather(k), wait(k), compute(k, k), release(k))]
+    backward = [part for k in reversed(range(count)) for part in (gather(k), wait(k), compute(k, k), release(k))]
+    step = [schedule("forward", *forward), schedule("backward", *backward)]
+    placements = [Placement.of(s) for s in step]
+    return [p.at([p.groups[max(0, k - distance)].need for k in range(count)]) for p in placements]
+
+
+def test_fuse_merges_what_latency_dominates_and_nothing_else() -> None:
+    step = _blocks(4, distance=0)
+    slow_start = replace(profile(step), gather=Link(1.0, 1e9))
+    fused = fuse(step, PlanContext(profile=slow_start))
+    assert [len(s.at("gather")) for s in fused] == [1, 1]
+    assert simulate(fused, slow_start).seconds < simulate(step, slow_start).seconds
+    no_latency = replace(profile(step), gather=Link(0.0, 1e3))
+    assert fuse(step, PlanContext(profile=no_latency)) == step
+
+
+def test_unshard_keeps_what_the_budget_allows_the_most_useful_first() -> None:
+    step = _blocks(4)
+    base = replace(profile(step, seconds=0.1, gathers=1.0))
+    seconds, kept = [], []
+    least = simulate(step, base).peak_bytes
+    for extra in range(5):
+        context = PlanContext(profile=replace(base, budget=least + extra * 1536))
+        result = unshard(step, context)
+        prediction = simulate(result, base)
+        assert prediction.peak_bytes <= context.budget
+        kept.append(len(result[0].kept))
+        seconds.append(prediction.seconds)
+        for one in result:
+            check_schedule(one)
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
+    assert kept == sorted(kept) and kept[-1] == 4
+    # Hidden gathers cost nothing: no memory is spent on them, but for the one that forward and backward wait for.
+    hidden = profile(step, seconds=10.0, gathers=0.001)
+    assert unshard(step, PlanContext(profile=hidden))[0].kept == ()
+
+
+def test_prefetch_is_as_early_as_needed_and_no_earlier() -> None:
+    forward = _blocks(5, distance=0)[:1]
+    # A gather takes as long as two and a half regions: without memory limits the first waits are what is exposed.
+    slow = profile(forward, seconds=1.0, gathers=2.5)
+    early = proactive_prefetch(forward, PlanContext(profile=slow))
+    assert simulate(early, slow).seconds == pytest.approx(5 * 2.5 + 1)
+    # A gather takes a third of a region: one block ahead is enough, and no more than two groups are ever there.
+    fast = profile(forward, seconds=1.0, gathers=1 / 3)
+    late = simulate(proactive_prefetch(forward, PlanContext(profile=fast)), fast)
+    assert late.seconds == pytest.approx(5 + 1 / 3)
+    assert late.peak_bytes == 2 * 1536 + 30
+    # With memory for one group at a time it stays where it was.
+    tight = replace(slow, budget=least_budget(forward, slow))
+    assert simulate(proactive_prefetch(forward, PlanContext(profile=tight)), slow).peak_bytes <= tight.budget
+
+
+def test_plans_change_with_the_link() -> None:
+    step = _blocks(6)
+    kept = []
+    for gathers in (0.01, 0.8, 5.0):
+        context = PlanContext(profile=profile(step, seconds=1.0, gathers=gathers, budget=4 * 1536 + 30))
+        planned, _ = optimize(step, resolve_passes(ALL, profiled=True), context)
+        kept.append(len(planned[0].kept))
+    assert kept[0] < kept[-1]
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    step=steps(),
+    seconds=st.floats(0.01, 10),
+    gathers=st.floats(0.01, 10),
+    spare=st.integers(0, 6),
+    device_type=st.sampled_from(["cpu", "cuda"]),
+    compute_factor=st.floats(1, 2),
+)
+def test_no_pass_exceeds_the_budget_or_slows_the_step(
+    step: list[Schedule], seconds: float, gathers: float, spare: int, device_type: str, compute_factor: float
+) -> None:
+    base = profile(step, seconds, gathers, contention=Contention(compute=compute_factor))
+    base = replace(base, device_type=device_type, budget=least_budget(step, base) + spare * 1536)
+    context = PlanContext(profile=base)
+    before = simulate(step, base)
+    for name in ("fuse", "unshard", "proactive_prefetch"):
+        step = BUILTIN_PASSES[name].run(step, context)
+        for one in step:
+            check_schedule(one)
+        after = simulate(step, base)
+        assert after.peak_bytes <= max(before.peak_bytes, context.budget)
+        if before.peak_bytes <= context.budget:
+            assert after.seconds <= before.seconds * 1.001
+        before = after
+    assert [i for s in step for i in s.instructions if i.op == "reduce"], "reductions stay"
+
+
+# Names and order ------------------------------------------------------------------------------------------------------
+
+
+def _made(name: str, needs: list[str], provides: list[str]) -> Pass:
+    return step_pass(name, needs, provides)(lambda schedules, context: schedules)
+
+
+def test_passes_are_found_and_their_order_is_checked() -> None:
+    assert [p.name for p in resolve_passes(ALL, profiled=True)] == list(ALL)
+    a, b = _made("a", ["gathers", "x"], ["y"]), _made("b", ["y"], ["x"])
+    for passes, profiled, message in [
+        (["zero4"], True, "There is no pass 'zero4'. Use one of fuse, "),
+        (["zero3", "nowhere.module:name"], True, "cannot be imported"),
+        (["zero3", "json:dumps"], True, "is a function, no pass"),
+        (["zero3", "unshard"], False, "'unshard' needs a profile"),
+        (["prefetch", "zero3"], True, "'prefetch' needs 'gathers' from 'zero3', which comes after it"),
+        (["prefetch"], True, "which no pass before it provides: put 'zero3' before it"),
+        (["zero3", _made("c", ["magic"], [])], True, "no pass provides that"),
+        (["zero3", a, b], True, "'a' -> 'b' -> 'a' need one another"),
+        (["zero3", "fuse", "prefetch"], True, "must come before passes that plan a step"),
+        ([], True, "No pass schedules the communication"),
+    ]:
+        with pytest.raises(PassError, match=message):
+            resolve_passes(passes, profiled=profiled)
+
+
+def test_a_pass_that_loses_programs_or_breaks_a_schedule_is_refused() -> None:
+    shape = Shape("forward", [[0], [1]], [[], []], ())
+    for run, message in [
+        (lambda schedules, context: [], "must return a schedule for each program"),
+        (lambda schedules, context: [schedules[0].with_instructions(schedules[0].instructions[1:])], "not gathered"),
+    ]:
+        passes = resolve_passes(["zero3", step_pass("mine", ["gathers"])(run)], profiled=False)
+        with pytest.raises(ValueError, match=message):
+            apply_passes(_program(shape), PlanSettings(keep_last_block=False), passes)
+    assert len(_full()) == 6

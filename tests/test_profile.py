@@ -1,0 +1,301 @@
+"""Measuring, planning and swapping while a model trains: on one rank, and on two with gloo."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from cases import CASES, Record, train
+from multiprocess import run_ranks
+from test_engine import TOKENS, make_engine, one_step, sgd
+
+from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+from lightning_deepcompile.capture.backend import Capture
+from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.plan.budget import MemoryBudgetError
+from lightning_deepcompile.plan.costs import Link, Profile, ProfileError
+from lightning_deepcompile.plan.pass_manager import resolve_passes, step_pass
+from lightning_deepcompile.plan.passes.unshard import keep_gathered, unshard_candidates
+from lightning_deepcompile.plan.placement import Placement
+from lightning_deepcompile.plan.simulate import arena_bytes
+from lightning_deepcompile.profile.build import merge_profiles
+from lightning_deepcompile.profile.fit import fit_link
+from lightning_deepcompile.program.schedule import Schedule, read_schedule
+
+PLANNED = ["zero3", "prefetch", "fuse", "unshard", "proactive_prefetch"]
+EARLY = [{"step": 0, "passes": ["zero3", "prefetch"]}, {"step": 3, "passes": PLANNED}]
+ROUND = 3 + 6 + 1  # steps until a round that profiles step 3 is over
+
+
+def make_planner(mesh: Any, **settings: Any) -> tuple[Engine, torch.optim.Optimizer]:  # noqa: F811
+    engine = make_engine(mesh, schedule=EARLY, **settings)
+    return engine, sgd(engine)
+
+
+class Shuffle(pl.Callback):
+    """Another valid schedule before every step, the same on both ranks: launches anywhere, any blocks kept."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(5)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.swap(trainer.strategy.engine.capture)
+
+    def swap(self, capture: Capture) -> list[Schedule]:
+        capture.replan()
+        step = [read_schedule(e.program) for e in capture.executables]
+        for pair, group in unshard_candidates(step):
+            if self.random.random() < 0.5:
+                step = keep_gathered(step, *pair, group.ids)
+        placements = [Placement.of(s) for s in step]
+        step = [p.at(sorted(self.random.randint(0, g.need) for g in p.groups)) for p in placements]
+        capture.replan(plan={s.structure: s for s in step})
+        return [read_schedule(e.program) for e in capture.executables]
+
+
+# One rank -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_round_profiles_plans_swaps_and_measures(mesh: Any, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    engine, optimizer = make_planner(mesh)
+    plain = make_engine(mesh)
+    plain_optimizer = sgd(plain)
+    with caplog.at_level(logging.INFO, "lightning_deepcompile.tuner"):
+        for step in range(ROUND + 1):
+            assert one_step(engine, TOKENS, optimizer) == one_step(plain, TOKENS, plain_optimizer), f"step {step}"
+    (done,) = engine.report()
+    assert done.step == 5 and done.outcome in ("kept", "reverted", "unchanged")
+    assert [p.name for p in done.passes] == ["zero3 -> prefetch", "fuse", "unshard", "proactive_prefetch"]
+    assert all(p.step_seconds > 0 and p.peak_bytes > 0 for p in done.passes)
+    assert done.before_seconds > 0 and (done.outcome == "unchanged" or done.after_seconds > 0)
+    assert "plan at step 5" in caplog.text and "proactive_prefetch" in caplog.text
+    assert engine.capture.regions.compiled == plain.capture.regions.compiled, "nothing is compiled again"
+    profile = engine.tuner.profile
+    assert profile is not None and Profile.from_json(profile.to_json()) == profile
+    assert profile.micro_batches == 1 and {s.kind for s in profile.schedules} == {"forward", "backward"}
+    assert plain.report() == []
+    engine.close()
+    plain.close()
+
+
+def test_unprofiled_steps_run_the_code_that_they_always_ran(mesh: Any) -> None:  # noqa: F811
+    engine, optimizer = make_planner(mesh)
+    marked = []
+    for _ in range(ROUND + 1):
+        one_step(engine, TOKENS, optimizer)
+        code = [e._run.__code__.co_names for e in engine.capture.executables]
+        marked.append(any("mark" in names for names in code))
+    assert marked == [step in (3, 4) for step in range(ROUND + 1)]
+    engine.close()
+
+
+def test_gathered_parameters_take_the_memory_that_the_simulator_says(mesh: Any) -> None:  # noqa: F811
+    engine = make_engine(mesh, schedule=EARLY[:1])
+    optimizer = sgd(engine)
+    shuffle = Shuffle()
+    one_step(engine, TOKENS, optimizer)
+    for _ in range(8):
+        step = shuffle.swap(engine.capture)
+        engine.runtime.clear_arena()
+        engine.runtime.reset_stats()
+        one_step(engine, TOKENS, optimizer)
+        assert engine.runtime.stats()["arena_peak_bytes"] == max(max(points) for points in arena_bytes(step))
+    engine.close()
+
+
+def test_a_slower_plan_is_taken_back(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    engine, optimizer = make_planner(mesh)
+    times = iter([0.001, 1.0])
+    monkeypatch.setattr(type(engine.tuner), "_fastest", lambda *_: next(times))
+    for step in range(ROUND + 1):
+        if step == 3:
+            before = engine.programs()
+        if step == 5:
+            _force_another_plan(engine)
+        one_step(engine, TOKENS, optimizer)
+    (done,) = engine.report()
+    assert done.outcome == "reverted" and done.after_seconds == 1.0
+    assert engine.programs() == before
+    engine.close()
+
+
+def _force_another_plan(engine: Engine) -> None:
+    @step_pass("late", needs=["gathers"])
+    def late(schedules: Any, context: Any) -> Any:
+        placements = [Placement.of(s) for s in schedules]
+        return [p.at([g.need for g in p.groups]) for p in placements]
+
+    engine.tuner._passes = resolve_passes(["zero3", "prefetch", late], profiled=True)
+
+
+def test_a_profile_that_fails_is_reported_and_tried_again_a_few_times(
+    mesh: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, optimizer = make_planner(mesh)
+    monkeypatch.setattr(type(engine.tuner), "_measured", lambda tuner: {}["broken"])
+    before = [one_step(engine, TOKENS, optimizer) for _ in range(3)]
+    programs = engine.programs()
+    losses = [one_step(engine, TOKENS, optimizer) for _ in range(90)]
+    assert losses[-1] < before[0] and engine.programs() == programs
+    assert caplog.text.count("No plan was made at step") == 4
+    assert "rank 0: KeyError: 'broken'" in caplog.text and engine.report() == []
+    engine.close()
+
+
+def test_a_budget_that_nothing_fits_states_what_would(mesh: Any) -> None:  # noqa: F811
+    engine, optimizer = make_planner(mesh, memory_budget=1000)
+    with pytest.raises(MemoryBudgetError, match=r"allows 1000 bytes, but this model and batch need \d+ "):
+        for _ in range(ROUND):
+            one_step(engine, TOKENS, optimizer)
+    engine.close()
+
+
+@pytest.mark.parametrize("length", [7, 36])
+def test_smaller_shapes_have_the_plan_of_the_nearest_program_at_once(mesh: Any, length: int) -> None:  # noqa: F811
+    torch._dynamo.reset()  # which remembers, across engines, that this size varies
+    engine, optimizer = make_planner(mesh)
+    for step in range(ROUND):
+        if step == 5:
+            _force_another_plan(engine)
+        one_step(engine, TOKENS, optimizer)
+    planned = bool(engine.capture.plan)  # a busy machine may have taken the plan back
+    one_step(engine, torch.arange(2 * length).reshape(2, length) % 16, optimizer)
+    assert ("plan" in engine.capture.executables[-1].program.history) == (planned and length < 12)
+    engine.close()
+
+
+def test_plan_files(mesh: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    path = tmp_path / "plans" / "plan.json"
+    engine, optimizer = make_planner(mesh, plan=str(path))
+    for step in range(ROUND):
+        if step == 5:
+            _force_another_plan(engine)
+            engine.tuner._config = replace(engine.config)
+        one_step(engine, TOKENS, optimizer)
+    engine.close()
+    if engine.report()[0].outcome == "reverted":  # a busy machine: there is nothing to save
+        return
+    programs = engine.programs()
+    strip = {name: text.partition("\n")[2] for name, text in programs.items()}
+
+    # The next run starts with it, profiles nothing, and trains alike.
+    second, optimizer = make_planner(mesh, plan=str(path))
+    losses = [one_step(second, TOKENS, optimizer) for _ in range(ROUND)]
+    assert {name: text.partition("\n")[2] for name, text in second.programs().items()} == strip
+    assert second.report() == [] and losses[-1] < losses[0]
+    second.close()
+
+    # Another shape is another program: the plan does not cover it, and the run plans for itself.
+    third, optimizer = make_planner(mesh, plan=str(path))
+    for _ in range(2 + ROUND + 2):
+        one_step(third, TOKENS[:, :6], optimizer)
+    assert len(third.report()) == 1
+    third.close()
+
+    # Damaged and foreign plans are refused with the reason, and training goes on.
+    text = path.read_text()
+    for broken, reason in [
+        ("{", "it is no JSON"),
+        ("{}", "it has no `version`"),
+        (text.replace('"version": 1', '"version": 7'), "it has version 7"),
+        (text.replace('"world_size": 1', '"world_size": 64'), "'world_size': 64"),
+        (text.replace('"stage": 3', '"stage": 1'), "'stage': 1"),
+        (text.replace('"instructions"', '"instruction"'), "it is damaged"),
+        (text.replace('"op": "gather"', '"op": "wait"'), "it is damaged"),
+    ]:
+        path.write_text(broken)
+        caplog.clear()
+        engine, optimizer = make_planner(mesh, plan=str(path))
+        assert reason in caplog.text and "is not used" in caplog.text
+        one_step(engine, TOKENS, optimizer)
+        engine.close()
+
+
+def test_configured_passes_are_checked_when_the_engine_is_made(mesh: Any) -> None:  # noqa: F811
+    with pytest.raises(ValueError, match="There is no pass 'zero4'"):
+        make_engine(mesh, schedule=[{"step": 0, "passes": ["zero4"]}])
+    for schedule, message in [
+        ([{"step": 1, "passes": []}], "must be of step 0"),
+        ([{"step": 0}], "should be like"),
+        ([{"step": 0, "passes": ["zero3"]}, {"step": 2, "passes": ["zero3"]}], "must be 3 or more"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            CompileConfig(schedule=schedule)
+    assert CompileConfig(plan="auto").in_folder("root").plan == str(Path("root", "deepcompile_plan.json"))
+    assert CompileConfig(plan="mine.json").in_folder("root").plan == "mine.json"
+    for budget in (0, -1, 1.5, "24 bananas", True, "GiB"):
+        with pytest.raises(ValueError, match="memory_budget"):
+            CompileConfig(memory_budget=budget)
+
+
+# Numbers --------------------------------------------------------------------------------------------------------------
+
+
+def test_links_are_fitted() -> None:
+    true = Link(20e-6, 300e9)
+    sizes = [1 << k for k in range(12, 30, 3)]
+    fitted = fit_link([(size, true.seconds(size, 8)) for size in sizes], 8)
+    assert fitted.latency == pytest.approx(true.latency) and fitted.bandwidth == pytest.approx(true.bandwidth)
+    same = fit_link([(1 << 20, 0.001)] * 3, 2)
+    assert same.latency == 0 and same.seconds(1 << 20, 2) == pytest.approx(0.001)
+    assert fit_link([], 2).seconds(1 << 30, 2) < 0.01
+    assert fit_link([(100, 0.5), (200, 0.7)], 1).latency == pytest.approx(0.5)
+    assert fit_link([(1 << 20, 0.2), (1 << 10, 0.4)], 2).bandwidth > 0, "a bigger transfer was faster"
+    negative = fit_link([(1 << 10, 1e-6), (1 << 20, 1e-2)], 2)
+    assert negative.latency >= 0 and negative.bandwidth > 0
+
+
+def test_ranks_plan_with_the_slowest_times_and_the_least_budget() -> None:
+    from test_simulate import compute, gather, profile, release, schedule, wait
+
+    forward = schedule("forward", gather(0), wait(0), compute(0, 0), release(0))
+    fast, slow = profile([forward], 1.0, budget=100), profile([forward], 3.0, budget=50, step_seconds=2.0)
+    merged = merge_profiles([fast, slow])
+    assert merged == merge_profiles([slow, fast])
+    assert merged.regions["forward/region_0"].seconds == 3.0
+    assert (merged.budget, merged.step_seconds) == (50, 2.0)
+    with pytest.raises(ProfileError, match="Rank 0 ran .* and rank 1"):
+        merge_profiles([fast, profile([replace(forward, structure="other")])])
+
+
+# Two ranks ------------------------------------------------------------------------------------------------------------
+
+
+def _train_on_two() -> dict[str, tuple[Record, Record]]:
+    def run(name: str, schedule: list[dict[str, Any]], steps: int, callbacks: list[pl.Callback]) -> Record:
+        return train(
+            CASES[name],
+            DeepCompileStrategy(compile=CompileConfig(region_backend="eager", schedule=schedule)),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            rank=int(os.environ["RANK"]),
+            steps=steps,
+            accumulate=2 if name == "mlp" else 1,
+            callbacks=callbacks,
+            inspect=lambda trainer: trainer.strategy.report(),
+        )
+
+    results = {
+        name: (run(name, EARLY[:1], ROUND + 1, []), run(name, EARLY, ROUND + 1, [])) for name in ("mlp", "graph_break")
+    }
+    return {**results, "shuffled": (run("gpt_tied", EARLY[:1], 12, []), run("gpt_tied", EARLY[:1], 12, [Shuffle()]))}
+
+
+@pytest.mark.timeout(400)
+def test_no_schedule_changes_a_bit_or_hangs() -> None:
+    for results in run_ranks(_train_on_two, 2, timeout=300):
+        for name, (plain, planned) in results.items():
+            assert plain.losses == planned.losses, name
+            assert all(torch.equal(plain.params[key], planned.params[key]) for key in plain.params), name
+            assert plain.extra == []
+            if name != "shuffled":
+                (done,) = planned.extra
+                assert done.outcome in ("kept", "reverted", "unchanged"), done

@@ -1,0 +1,529 @@
+"""Graphs become regions: rewrites that keep every value, cuts between blocks, and keys that tell regions apart."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
+from tracing import Captured, Simulator, capture
+
+from lightning_deepcompile.program.extract import extract_region, symbol_sources
+from lightning_deepcompile.program.graph import is_compute, is_gather, is_reduce, is_view, output_node, source_gather
+from lightning_deepcompile.program.lower import RegionCompiler
+from lightning_deepcompile.program.normalize import normalize
+from lightning_deepcompile.program.program import Program, collective_sequence
+from lightning_deepcompile.program.regions import Region, cut_regions
+from lightning_deepcompile.runtime import load_extension
+
+aten = torch.ops.aten
+
+
+class Graph:
+    """Writes a graph as AOTAutograd would, with fake values."""
+
+    def __init__(self) -> None:
+        load_extension()
+        self.mode = FakeTensorMode()
+        self.graph = fx.Graph()
+
+    def input(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
+        node = self.graph.placeholder(name)
+        with self.mode:
+            node.meta["val"] = torch.empty(shape, dtype=dtype)
+        return node
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self.mode:
+            node.meta["val"] = target(*fake_args, **fake_kwargs)
+        return node
+
+    def gather(self, ds_id: int, *size: int) -> fx.Node:
+        shard = self.input(f"shard_{ds_id}_{len(self.graph.nodes)}", *size)
+        return self.call(torch.ops.dc.gather.default, shard, ds_id, list(size), torch.float32)
+
+    def reduce(self, grad: fx.Node, ds_id: int) -> fx.Node:
+        shape = list(grad.meta["val"].shape)
+        return self.call(torch.ops.dc.reduce.default, grad, ds_id, shape, torch.float32)
+
+    def normalized(self, *outputs: Any) -> list[fx.Node]:
+        self.graph.output(outputs)
+        normalize(self.graph)
+        return list(self.graph.nodes)
+
+    def regions(self, *outputs: Any) -> list[Region]:
+        self.normalized(*outputs)
+        return cut_regions(self.graph, lambda ds_id: f"block{ds_id // 10}")
+
+
+def of(nodes: list[fx.Node], target: Any) -> list[fx.Node]:
+    return [n for n in nodes if n.target is target]
+
+
+# Rewrites -------------------------------------------------------------------------------------------------------------
+
+
+def test_one_gather_per_parameter() -> None:
+    g = Graph()
+    x = g.input("x", 4, 4)
+    a, b, other = g.gather(1, 4, 4), g.gather(1, 4, 4), g.gather(2, 4, 4)
+    y = g.call(aten.mm.default, g.call(aten.mm.default, g.call(aten.mm.default, x, a), b), other)
+    nodes = g.normalized(y)
+    assert [n.args[1] for n in nodes if is_gather(n)] == [1, 2]
+
+
+@pytest.mark.parametrize("uses", [2, 3])
+def test_tied_reductions_merge(uses: int) -> None:
+    g = Graph()
+    grads = [g.call(aten.neg.default, g.input(f"tangents_{k}", 4, 4)) for k in range(uses)]
+    total = g.reduce(grads[0], 1)
+    for grad in grads[1:]:
+        total = g.call(aten.add.Tensor, total, g.reduce(grad, 1))
+    nodes = g.normalized(total)
+    (reduction,) = [n for n in nodes if is_reduce(n)]
+    assert output_node(g.graph).args[0] == (reduction,)
+    assert reduction.args[0].target is aten.add.Tensor and not is_reduce(reduction.args[0].args[0])
+
+
+def test_reductions_that_differ_do_not_merge() -> None:
+    """Of different parameters, of different dtypes on the wire, or read by others too."""
+    g = Graph()
+    x = g.call(aten.neg.default, g.input("tangents_1", 4, 4))
+    half = g.call(torch.ops.prims.convert_element_type.default, x, torch.bfloat16)
+    two = g.call(aten.add.Tensor, g.reduce(x, 1), g.reduce(x, 2))
+    wire = g.call(aten.add.Tensor, g.reduce(x, 3), g.reduce(half, 3))
+    read = g.reduce(x, 4)
+    more = g.call(aten.add.Tensor, read, g.reduce(x, 4))
+    nodes = g.normalized(two, wire, more, read)
+    assert sorted(n.args[1] for n in nodes if is_reduce(n)) == [1, 2, 3, 3, 4, 4]
+
+
+def test_gradients_are_contiguous_and_not_somebody_elses_memory() -> None:
+    g = Graph()
+    weight, tangent = g.gather(1, 4, 6), g.input("tangents_1", 4, 6)
+    made = g.call(aten.neg.default, tangent)
+    grads = {
+        1: made,
+        2: g.call(aten.permute.default, made, [1, 0]),  # strided
+        3: tangent,  # the caller's
+        4: g.call(aten.view.default, made, [6, 4]),  # another value's
+        5: weight,  # the runtime's, released by then
+    }
+    nodes = g.normalized(*(g.reduce(grad, k) for k, grad in grads.items()))
+    by_id = {n.args[1]: n.args[0] for n in nodes if is_reduce(n)}
+    assert by_id[1].target is aten.neg.default
+    for k in (2, 3, 4, 5):
+        assert by_id[k].target is aten.clone.default, k
+        assert by_id[k].args[0] is grads[k] and by_id[k].meta["val"].is_contiguous()
+        assert by_id[k].meta["val"].shape == grads[k].meta["val"].shape
+
+
+def test_views_of_parameters_stand_before_each_use() -> None:
+    """No region may hand a view of a gathered parameter to another: by then the memory may be the next parameter's."""
+    g = Graph()
+    x = g.input("x", 4, 4)
+    packed = g.call(aten.split.Tensor, g.call(aten.permute.default, g.gather(1, 4, 8), [1, 0]), 4)
+    left, right = (g.call(operator.getitem, packed, i) for i in range(2))
+    y = g.call(aten.mm.default, x, left)
+    z = g.call(aten.mm.default, y, right)
+    again = g.call(aten.mm.default, z, left)
+    nodes = g.normalized(again)
+    products = of(nodes, aten.mm.default)
+    assert len(of(nodes, aten.permute.default)) == len(of(nodes, aten.split.Tensor)) == 3
+    for product in products:
+        element = product.args[1]
+        chain = [element.args[0].args[0], element.args[0], element]
+        at = nodes.index(product)
+        assert nodes[at - 3 : at] == chain
+        assert source_gather(element) is not None
+
+
+def test_constants_stand_before_each_use() -> None:
+    """Hoisted or handed on, a tensor of zeros would be written and read where a kernel could just say zero."""
+    g = Graph()
+    x, zeros = g.input("x", 4), g.call(aten.full.default, [4], 0)
+    y = g.call(aten.add.Tensor, x, zeros)
+    for k in (10, 20):
+        y = g.call(aten.add.Tensor, g.call(aten.mul.Tensor, y, g.gather(k, 4)), zeros)
+    regions = g.regions(y)
+    assert [region.blocks for region in regions] == [["block1"], ["block2"]]
+    assert all(not of(region.outputs, aten.full.default) for region in regions)
+    assert sum(len(of(region.nodes, aten.full.default)) for region in regions) == 3
+
+
+def test_escaping_parameters_are_copied_with_the_strides_they_had() -> None:
+    g = Graph()
+    weight = g.gather(1, 4, 6)
+    turned = g.call(aten.permute.default, weight, [1, 0])
+    row = g.call(aten.select.int, turned, 0, 2)
+    nodes = g.normalized(weight, turned, row)
+    whole, view, part = output_node(g.graph).args[0]
+    assert len(of(nodes, aten.clone.default)) == 1
+    assert whole.target is aten.clone.default and whole.args[0] is weight
+    assert (view.target, part.target) == (aten.permute.default, aten.select.int)
+    assert view.meta["val"].stride() == turned.meta["val"].stride() == (1, 6)
+    assert part.meta["val"].stride() == row.meta["val"].stride() == (6,)
+    # Inductor drops a copy whose result it takes for a view of the input: the metadata must say that it is none.
+    owner = weight.meta["val"].untyped_storage()._cdata
+    for node in (whole, view, part):
+        assert source_gather(node) is None and node.meta["val"].untyped_storage()._cdata != owner
+
+
+# Whole models: every value as before ----------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Tied, escaping, split, strided, mutated, multi-output and constant things in one step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 24) for _ in range(3))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        self.steps += 1
+        x = self.embed(tokens) * torch.tensor([0.5, 2.0] * 4)
+        for layer in self.layers:
+            query, key, value = F.linear(x, layer.weight, layer.bias).chunk(3, -1)
+            first, _, third = layer.weight.chunk(3)
+            x = x + F.scaled_dot_product_attention(query[:, None], key[:, None], value[:, None])[:, 0]
+            x = x + F.linear(x, first) * F.linear(x, third).topk(1).values
+        return self.head(x).logsumexp(-1).mean(), self.layers[0].weight.t(), self.layers[1].bias[2:4]
+
+
+def _run(captured: Captured, program: Program, args: list[Any]) -> tuple[list[Any], Simulator]:
+    simulator = Simulator(captured.full)
+    return list(fx.Interpreter(simulator.install(program).gm).run(*args)), simulator
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_lowering_keeps_every_value(dynamic: bool) -> None:
+    torch.manual_seed(0)
+    captured = capture(Mixed(), torch.arange(10).view(2, 5), dynamic=dynamic)
+    assert captured.forward is not None and captured.backward is not None
+    buffers = [a for a in captured.args if isinstance(a, Tensor) and a.dim() == 0]
+    reference = Simulator(captured.full)
+    expected = list(reference.interpret(captured.forward, copy.deepcopy(captured.args)))
+    args = copy.deepcopy(captured.args)
+    actual, _ = _run(captured, captured.lower("forward"), args)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert [a.stride() for a in actual if isinstance(a, Tensor)] == [
+        a.stride() for a in expected if isinstance(a, Tensor)
+    ]
+    assert [float(a) for a in args if isinstance(a, Tensor) and a.dim() == 0] == [1.0] * len(buffers) == [1.0]
+
+    tangents = [torch.ones_like(value) for value in expected[: captured.num_outputs]]
+    inputs = _backward_inputs(captured, expected, tangents)
+    reference.interpret(captured.backward, inputs)
+    _, simulator = _run(captured, captured.lower("backward"), inputs)
+    assert simulator.grads.keys() == reference.grads.keys() == captured.full.keys()
+    for ds_id, grad in reference.grads.items():
+        torch.testing.assert_close(simulator.grads[ds_id], grad, rtol=1e-6, atol=1e-7)
+    assert set(simulator.reductions.values()) == {1}
+
+
+def _backward_inputs(captured: Captured, outputs: list[Any], tangents: list[Tensor]) -> list[Any]:
+    """Saved numbers, saved tensors, tangents: the order of a backward graph's inputs."""
+    saved = outputs[captured.num_outputs :]
+    numbers = [value for value in saved if not isinstance(value, Tensor)]
+    return [*numbers, *(value for value in saved if isinstance(value, Tensor)), *tangents]
+
+
+def test_a_graph_without_parameters_and_one_without_compute() -> None:
+    captured = capture(nn.Identity(), torch.arange(3.0), step=lambda module, x: (x + 1).sin())
+    program = captured.lower("inference")
+    assert len(program.regions()) == 1 and collective_sequence(program) == []
+    torch.testing.assert_close(_run(captured, program, [torch.arange(3.0)])[0], [(torch.arange(3.0) + 1).sin()])
+
+    weight_only = capture(nn.Linear(2, 3), step=lambda module: module.weight)
+    program = weight_only.lower("forward")
+    (weight, *_), _ = _run(weight_only, program, weight_only.args)
+    assert torch.equal(weight, next(full for full in weight_only.full.values() if full.dim() == 2))
+
+    g = Graph()
+    x = g.input("x", 2)
+    assert g.regions(x) == []
+
+
+# Cuts -----------------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_regions_are_consecutive_pieces_that_feed_forward(data: st.DataObject) -> None:
+    """For random graphs: every node is in one region, inputs come from before, outputs are what others read."""
+    g = Graph()
+    values = [g.input("x", 4), g.input("tangents_1", 4)]
+    for _ in range(data.draw(st.integers(0, 14))):
+        source = data.draw(st.sampled_from(values))
+        kind = data.draw(st.sampled_from(["neg", "weight", "add", "full", "reduce"]))
+        if kind == "weight":
+            values.append(g.call(aten.mul.Tensor, source, g.gather(data.draw(st.integers(0, 39)), 4)))
+        elif kind == "add":
+            values.append(g.call(aten.add.Tensor, source, data.draw(st.sampled_from(values))))
+        elif kind == "full":
+            values.append(g.call(aten.full.default, [4], 1))
+        else:
+            values.append(g.call(aten.neg.default, source))
+    reduced = data.draw(st.lists(st.sampled_from(values), max_size=3))
+    outputs = [*(g.reduce(v, data.draw(st.integers(0, 39))) for v in reduced), data.draw(st.sampled_from(values))]
+    regions = g.regions(*outputs)
+
+    compute = [n for n in g.graph.nodes if is_compute(n)]
+    assert sorted((n for region in regions for n in region.nodes), key=compute.index) == compute
+    assert all(region.nodes for region in regions)
+    done = {n for n in g.graph.nodes if n.op == "placeholder" or is_gather(n)}
+    for region in regions:
+        assert set(region.inputs) <= done
+        assert len(region.inputs) == len(set(region.inputs))
+        done |= set(region.outputs)
+        inside = set(region.nodes)
+        assert region.outputs == [n for n in region.nodes if set(n.users) - inside]
+        # A parameter's memory is read in the region that waits for it, and in no other.
+        assert not any(is_view(n) and source_gather(n) is not None for n in region.outputs)
+        assert len({n.args[1] // 10 for n in region.inputs if is_gather(n)}) <= 1, "one block a region"
+
+
+def test_the_cut_is_where_the_fewest_bytes_are_alive() -> None:
+    g = Graph()
+    x = g.call(aten.mul.Tensor, g.input("x", 4), g.gather(10, 4))  # 16 bytes
+    big = g.call(aten.exp.default, g.call(aten.repeat.default, x, [100]))
+    small = g.call(aten.sum.default, big)  # 4 bytes
+    big = g.call(aten.repeat.default, g.call(aten.cos.default, small), [100, 4])
+    y = g.call(aten.mul.Tensor, big, g.gather(20, 4))
+    first, second = g.regions(y)
+    assert first.outputs == [small]
+    assert second.inputs[0] is small and second.outputs == [y]
+
+
+def test_tuples_stay_with_their_elements() -> None:
+    g = Graph()
+    x = g.call(aten.mul.Tensor, g.input("x", 4), g.gather(10, 4))
+    top = g.call(aten.topk.default, x, 2)
+    values, indices = g.call(operator.getitem, top, 0), g.call(operator.getitem, top, 1)
+    y = g.call(aten.mul.Tensor, values, g.gather(20, 2))
+    regions = g.regions(y, indices)
+    assert all(top not in region.outputs for region in regions)
+
+
+def _shared(captured: Captured) -> Region:
+    gm = captured.forward
+    assert gm is not None
+    normalize(gm.graph)
+    symbol_sources(gm.graph)
+    return cut_regions(gm.graph, lambda ds_id: captured.params[ds_id].block)[0]
+
+
+def test_shared_values_move_out_of_the_first_layer() -> None:
+    """Tables and masks that all layers read: in the first layer, it would be compiled apart from the others."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            table = torch.outer(torch.arange(5.0), torch.arange(8.0)).cos()
+            for layer in self.layers:
+                x = layer(x * table).tanh()
+            return x
+
+    captured = capture(Net(), torch.randn(2, 5, 8, requires_grad=True))
+    shared = _shared(captured)
+    assert not shared.blocks and [n.target for n in shared.outputs] == [aten.cos.default]
+    compiler = RegionCompiler("eager")
+    program = captured.lower("forward", compiler)
+    assert [program.region(call).info.blocks for call in program.regions()] == [
+        (), ("layers.0",), ("layers.1",), ("layers.2",), ("layers.3",),
+    ]  # fmt: skip
+
+
+def test_a_large_value_of_two_regions_is_not_computed_ahead() -> None:
+    """It may be one layer's own: then hoisting would keep that of every layer alive at once."""
+    g = Graph()
+    for size, readers, hoisted in ((1 << 10, 2, True), (1 << 20, 2, False), (1 << 20, 3, True)):
+        g = Graph()
+        x, saved = g.input("x", size), g.input("saved", size)
+        value = g.call(aten.exp.default, saved)
+        for k in range(readers):
+            x = g.call(aten.mul.Tensor, g.call(aten.mul.Tensor, x, g.gather(10 * k, size)), value)
+        regions = g.regions(x)
+        assert (value in regions[0].nodes and not regions[0].blocks) == hoisted, (size, readers)
+
+
+def test_a_value_that_needs_a_size_of_a_computed_tensor_stays_behind_it() -> None:
+    """Sizes may be unknown until a region has run: what reads them cannot move before it."""
+    captured = capture(
+        nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]),
+        torch.randn(3, 4),
+        dynamic=True,
+        step=lambda m, x: m[1](m[0](x) + torch.arange(m[0](x).flatten().shape[0]).sum()).sum(),
+    )
+    program = captured.lower("forward")
+    actual, _ = _run(captured, program, captured.args)
+    expected = Simulator(captured.full).interpret(captured.forward, captured.args)
+    torch.testing.assert_close(actual[0], expected[0])
+
+
+# Keys -----------------------------------------------------------------------------------------------------------------
+
+
+def _key(write: Callable[[Graph], fx.Node]) -> str:
+    g = Graph()
+    (region,) = g.regions(write(g))
+    return extract_region(fx.GraphModule(nn.Module(), g.graph), region).key
+
+
+def _layer(
+    size: int = 4, scale: float = 2.0, op: Any = aten.exp.default, ds_id: int = 0, dtype: torch.dtype = torch.float32
+) -> Callable[[Graph], fx.Node]:
+    def write(g: Graph) -> fx.Node:
+        x = g.call(aten.mul.Tensor, g.input(f"x{ds_id}", size, dtype=dtype), g.gather(ds_id, size))
+        return g.call(aten.mul.Tensor, g.call(op, x), scale)
+
+    return write
+
+
+def test_equal_regions_share_a_key() -> None:
+    assert _key(_layer(ds_id=0)) == _key(_layer(ds_id=7))
+
+
+@pytest.mark.parametrize("change", [{"size": 5}, {"scale": 3.0}, {"op": aten.sin.default}, {"dtype": torch.bfloat16}])
+def test_other_shapes_operators_constants_and_dtypes_have_other_keys(change: dict[str, Any]) -> None:
+    assert _key(_layer()) != _key(_layer(**change))
+
+
+def test_strides_outputs_and_literals_count() -> None:
+    def turned(g: Graph) -> fx.Node:
+        return g.call(aten.exp.default, g.call(aten.permute.default, g.input("x", 4, 4), [1, 0]))
+
+    def strided(g: Graph) -> fx.Node:
+        x = g.input("x", 4, 4)
+        x.meta["val"] = x.meta["val"].t()
+        return g.call(aten.exp.default, g.call(aten.permute.default, x, [1, 0]))
+
+    def integer(value: Any) -> Callable[[Graph], fx.Node]:
+        return lambda g: g.call(aten.mul.Tensor, g.input("x", 4), value)
+
+    assert _key(turned) != _key(strided)
+    assert _key(integer(1)) != _key(integer(1.0))  # an integer keeps the dtype of integer tensors
+    assert _key(integer(float("nan"))) == _key(integer(float("nan")))
+
+
+def _constant_key(value: Tensor, device: str = "cpu") -> str:
+    g = Graph()
+    root = nn.Module()
+    root.register_buffer("_tensor_constant0", value)
+    constant = g.graph.get_attr("_tensor_constant0")
+    constant.meta["val"] = g.mode.from_tensor(value)
+    y = g.call(aten.mul.Tensor, g.input("x", *value.shape), constant)
+    g.graph.output((y,))
+    parent = fx.GraphModule(root, g.graph)
+    (region,) = cut_regions(parent.graph, str)
+    extracted = extract_region(parent, region)
+    torch.testing.assert_close(extracted.gm(torch.full_like(value, 2.0))[0], value * 2)
+    return extracted.key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_constant_tensors_count_by_their_content(dtype: torch.dtype) -> None:
+    value = torch.arange(4).to(dtype)
+    assert _constant_key(value) == _constant_key(value.clone())
+    assert _constant_key(value) != _constant_key(value + 1)
+    assert _constant_key(value[:1].squeeze()) != _constant_key(value[1:2].squeeze())  # 0-dim
+
+
+def test_subgraphs_count_by_their_content() -> None:
+    """Higher-order operators refer to graphs, which may hold constants of their own."""
+
+    def key(scale: float, constant: float) -> str:
+        body = fx.Graph()
+        scaled = body.call_function(aten.mul.Tensor, (body.placeholder("x"), scale))
+        body.output(body.call_function(aten.mul.Tensor, (body.get_attr("c"), scaled)))
+        inner = nn.Module()
+        inner.register_buffer("c", torch.tensor(constant))
+        root = nn.Module()
+        root.add_module("body", fx.GraphModule(inner, body))
+        g = Graph()
+        x = g.input("x", 4)
+        node = g.graph.call_function(torch.ops.higher_order.invoke_subgraph, (g.graph.get_attr("body"), "body", x))
+        node.meta["val"] = x.meta["val"]
+        g.graph.output((node,))
+        parent = fx.GraphModule(root, g.graph)
+        (region,) = cut_regions(parent.graph, str)
+        assert region.inputs == [x]
+        return extract_region(parent, region).key
+
+    assert key(2.0, 1.0) == key(2.0, 1.0)
+    assert len({key(2.0, 1.0), key(3.0, 1.0), key(2.0, 4.0)}) == 3
+
+
+def test_equal_layers_are_compiled_once() -> None:
+    """In forward and backward, with the first and last layer apart: what lies around them differs."""
+
+    def distinct(depth: int) -> tuple[int, int]:
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(depth)))
+        captured = capture(net, torch.randn(3, 8, requires_grad=True), step=lambda m, x: m(x).sum())
+        compiler = RegionCompiler("eager")
+        captured.lower("forward", compiler)
+        captured.lower("backward", compiler)
+        return compiler.compiled, compiler.requested
+
+    (few, regions), (many, more_regions) = distinct(4), distinct(9)
+    assert few == many < regions
+    assert more_regions == regions + 2 * 5
+
+
+def test_symbolic_regions_are_not_shared_between_frames() -> None:
+    """Inductor's code for symbolic sizes holds under the guards of one frame: another one's sizes may break them."""
+    compiler = RegionCompiler("eager")
+    for expected in (1, 2):
+        captured = capture(nn.Linear(8, 8), torch.randn(3, 8), dynamic=True)
+        captured.lower("forward", compiler)
+        assert compiler.compiled == expected
+
+
+def test_every_symbol_of_a_region_is_an_input() -> None:
+    """Inductor binds the symbols in a region's sizes to its integer inputs."""
+    captured = capture(
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)),
+        torch.randn(3, 5, 8),
+        dynamic=True,
+        step=lambda m, x: m(x.flatten(0, 1)).unflatten(0, x.shape[:2]).tanh().sum(),
+    )
+    for kind in ("forward", "backward"):
+        compiled: list[Any] = []
+
+        def record(extracted: Any, kind: Any, compiled: list[Any] = compiled) -> Any:
+            compiled.append(extracted)
+            return extracted.gm
+
+        program = captured.lower(kind, record)
+        assert program.regions()
+        symbolic = 0
+        for extracted in compiled:
+            bound = {str(v.node.expr) for v in extracted.fake_inputs if isinstance(v, torch.SymInt)}
+            used = {
+                str(symbol)
+                for node in extracted.gm.graph.nodes
+                if isinstance(node.meta.get("val"), Tensor)
+                for size in node.meta["val"].shape
+                if isinstance(size, torch.SymInt)
+                for symbol in size.node.expr.free_symbols
+            }
+            assert used <= bound
+            symbolic += bool(used)
+        assert symbolic >= 2

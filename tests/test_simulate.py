@@ -1,0 +1,269 @@
+"""The simulator: schedules whose times and memory a person can work out, and bounds that hold for all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_deepcompile.plan.costs import Contention, Link, Profile, ProfileError, RegionCost
+from lightning_deepcompile.plan.events import Task, run_tasks
+from lightning_deepcompile.plan.simulate import just_in_time, least_budget, simulate
+from lightning_deepcompile.program.schedule import Instruction, Schedule, check_schedule
+
+SIZE = 1024  # a multiple of the arena's alignment; a slot adds 1/64th, rounded up to 512 bytes
+SLOT = 1536
+
+
+def gather(*ids: int) -> Instruction:
+    return Instruction("gather", ids, (SIZE,) * len(ids))
+
+
+def wait(*ids: int) -> Instruction:
+    return Instruction("wait", ids, (SIZE,) * len(ids))
+
+
+def release(*ids: int) -> Instruction:
+    return Instruction("release", ids, (SIZE,) * len(ids))
+
+
+def reduce(*ids: int) -> Instruction:
+    return Instruction("reduce", ids, (SIZE,) * len(ids))
+
+
+def compute(number: int, *ids: int) -> Instruction:
+    return Instruction("compute", ids, region=f"region_{number}")
+
+
+def schedule(kind: Any, *instructions: Instruction, kept: tuple[int, ...] = ()) -> Schedule:
+    return Schedule(kind, kind, 0, instructions, kept)
+
+
+def profile(schedules: list[Schedule], seconds: float = 1.0, gathers: float = 1.0, **fields: Any) -> Profile:
+    """Two ranks; a region takes `seconds`, a gather of one parameter `gathers`, and its reduction twice that."""
+    regions = {
+        f"{s.name}/{s.instructions[i].region}": RegionCost(seconds, before=10, peak=30, after=20)
+        for s in schedules
+        for i in s.at("compute")
+    }
+    bandwidth = SIZE / 2 / gathers
+    fields = {"contention": Contention(shared_link=1.0), **fields}
+    links = (Link(0.0, bandwidth), Link(0.0, bandwidth / 2))
+    return Profile(2, "cuda", tuple(schedules), regions, *links, **fields)
+
+
+# Worked out by hand ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_gathers_right_before_use_are_all_exposed(device_type: str) -> None:
+    forward = schedule(
+        "forward",
+        *(gather(0), wait(0), compute(0, 0), release(0)),
+        *(gather(1), wait(1), compute(1, 1), release(1)),
+    )
+    result = simulate([forward], replace(profile([forward]), device_type=device_type))
+    # On a GPU the host runs ahead, but the second gather's memory may be what the first region still reads.
+    assert result.seconds == pytest.approx(4.0)
+    assert result.exposed_seconds == pytest.approx(2.0)
+    assert (result.compute_seconds, result.gather_seconds) == (pytest.approx(2.0), pytest.approx(2.0))
+
+
+@pytest.mark.parametrize(("device_type", "seconds"), [("cpu", 8.0), ("cuda", 7.0)])
+def test_a_launch_behind_a_region_waits_for_it_only_where_the_host_computes(device_type: str, seconds: float) -> None:
+    forward = schedule(
+        "forward",
+        *(gather(0), gather(1), wait(0), compute(0, 0), release(0)),
+        *(wait(1), compute(1, 1), gather(2), release(1)),
+        *(wait(2), compute(2, 2), release(2)),
+    )
+    result = simulate([forward], replace(profile([forward], seconds=2.0, gathers=1.0), device_type=device_type))
+    assert result.seconds == pytest.approx(seconds)
+
+
+def test_a_gather_launched_a_block_ahead_is_hidden() -> None:
+    forward = schedule(
+        "forward",
+        *(gather(0), gather(1), wait(0), compute(0, 0), release(0)),
+        *(wait(1), compute(1, 1), release(1)),
+    )
+    base = profile([forward], seconds=2.0)
+    result = simulate([forward], base)
+    assert (result.seconds, result.exposed_seconds) == (pytest.approx(5.0), pytest.approx(1.0))
+    assert result.peak_bytes == 2 * SLOT + 30
+    # With contention compute takes twice as long while the second gather runs: 1 second of it instead of half of one.
+    slow = simulate([forward], replace(base, contention=Contention(compute=2.0)))
+    assert slow.seconds == pytest.approx(5.5)
+
+
+def test_what_is_kept_is_not_gathered_again() -> None:
+    forward = schedule("forward", gather(0), wait(0), compute(0, 0), kept=(0,))
+    backward = schedule(
+        "backward", gather(0), wait(0), compute(0, 0), release(0), reduce(0), Instruction("end"), kept=(0,)
+    )
+    both = [forward, backward]
+    result = simulate(both, profile(both))
+    # gather 0-1, forward 1-2, backward 2-3, reduction 3-5.
+    assert (result.seconds, result.exposed_seconds) == (pytest.approx(5.0), pytest.approx(3.0))
+    assert result.gather_seconds == pytest.approx(1.0)
+    assert result.memory[-1].arena == 0
+
+
+def test_accumulation_gathers_anew_in_every_micro_batch_and_the_optimizer_comes_last() -> None:
+    forward = schedule("forward", gather(0), wait(0), compute(0, 0), release(0))
+    backward = schedule("backward", compute(0), reduce(0), Instruction("end"))
+    both = [forward, backward]
+    result = simulate(both, profile(both, micro_batches=3, optimizer_seconds=4.0))
+    assert result.seconds == pytest.approx(3 * (1 + 1 + 1 + 2) + 4)
+    assert result.gather_seconds == pytest.approx(3.0)
+
+
+def test_compute_waits_for_the_oldest_reduction_beyond_the_window() -> None:
+    parts = [part for k in range(4) for part in (compute(k), reduce(k))]
+    backward = schedule("backward", *parts, Instruction("end"))
+    times = {window: simulate([backward], profile([backward], reduce_window=window)).seconds for window in (0, 1, 9)}
+    # Reductions take 2: one after another from 1 to 9; with a window of 0 nothing overlaps.
+    assert times == {0: pytest.approx(12.0), 1: pytest.approx(9.0), 9: pytest.approx(9.0)}
+
+
+def test_a_host_that_is_slower_than_the_device_sets_the_pace() -> None:
+    forward = schedule("forward", gather(0), wait(0), compute(0, 0), compute(1), release(0))
+    base = profile([forward], seconds=0.1, gathers=0.1)
+    slow = replace(base, regions={k: replace(c, host=1.0) for k, c in base.regions.items()}, launch_seconds=0.5)
+    # gather launched at 0.5, wait at 1.0, regions at 2.0 and 3.0; the second takes 0.1; nobody waits for the release.
+    assert simulate([forward], slow).seconds == pytest.approx(3.5)
+
+
+def test_a_slot_is_reused_behind_its_last_reader() -> None:
+    """With one slot to go round, a gather cannot start before the region that reads the slot is done."""
+    forward = schedule(
+        "forward",
+        *(gather(0), gather(1), wait(0), compute(0, 0), release(0)),
+        *(gather(2), wait(1), compute(1, 1), release(1)),
+        *(wait(2), compute(2, 2), release(2)),
+    )
+    result = simulate([forward], profile([forward], seconds=3.0))
+    starts = {span.label: span.start for span in result.spans if span.stream == "gather"}
+    assert starts["forward/gather (2,)"] == pytest.approx(4.0)  # not 2.0, when the stream is free
+    assert max(point.arena for point in result.memory) == 2 * SLOT
+
+
+def test_tasks_on_one_link_share_it() -> None:
+    tasks = [Task("gather", 1.0), Task("reduce", 2.0)]
+    timing = run_tasks(tasks, Contention(shared_link=2.0))
+    assert timing.end == [pytest.approx(2.0), pytest.approx(3.0)]
+    with pytest.raises(ValueError, match="waits for one that comes later"):
+        run_tasks([Task("gather", 1.0, after=[1]), Task("compute", 1.0)], Contention())
+
+
+def test_more_ranks_and_other_links_change_the_prediction() -> None:
+    forward = schedule("forward", gather(0), wait(0), compute(0, 0), release(0))
+    base = profile([forward], optimizer_seconds=1.0)
+    wide = simulate([forward], base.for_ranks(4))
+    assert wide.gather_seconds == pytest.approx(1.5)  # 3/4 of the bytes travel instead of 1/2
+    assert wide.seconds == pytest.approx(1.5 + 1 + 0.5)
+    assert simulate([forward], base.for_ranks(1)).gather_seconds == 0
+
+
+def test_the_least_budget_is_that_of_one_group_at_a_time() -> None:
+    forward = schedule(
+        "forward", gather(0), gather(1), wait(0), compute(0, 0), release(0), wait(1), compute(1, 1), kept=(1,)
+    )
+    assert least_budget([forward], profile([forward])) == SLOT + 30
+    check_schedule(just_in_time(forward))
+
+
+# A profile is data ----------------------------------------------------------------------------------------------------
+
+
+def test_profiles_survive_json_and_damaged_ones_are_refused() -> None:
+    forward = schedule("forward", gather(0, 1), wait(0, 1), compute(0, 0, 1), kept=(0, 1))
+    original = profile([forward], budget=123)
+    assert Profile.from_json(original.to_json()) == original
+    for broken, message in [
+        ("no json", "no profile"),
+        ("[]", "no profile"),
+        (original.to_json().replace('"version": 1', '"version": 99'), "version 99"),
+        (original.to_json().replace('"kept"', '"kept2"'), "damaged"),
+        (original.to_json().replace('"world_size": 2', '"world_size": 0'), "world_size is 0"),
+        (original.to_json().replace('"seconds": 1.0', '"seconds": -1.0'), "cannot be negative"),
+        (original.to_json().replace("forward/region_0", "forward/region_7"), "no times of forward/region_0"),
+    ]:
+        with pytest.raises(ProfileError, match=message):
+            Profile.from_json(broken)
+
+
+# Bounds ---------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def steps(draw: Any) -> list[Schedule]:
+    """A forward and a backward schedule; gathers as far ahead as drawn, some parameters kept."""
+    count = draw(st.integers(1, 5))
+    kept = tuple(sorted(draw(st.sets(st.integers(0, count - 1)))))
+
+    def build(kind: Any, order: list[int]) -> Schedule:
+        body: list[list[Instruction]] = []
+        for number, ds_id in enumerate(order):
+            keeps = kind == "forward" and ds_id in kept
+            after = [] if keeps else [release(ds_id)]
+            gradient = [reduce(ds_id)] if kind == "backward" else []
+            body.append([wait(ds_id), compute(number, ds_id), *after, *gradient])
+        for number, ds_id in enumerate(order):
+            body[draw(st.integers(0, number))].insert(0, gather(ds_id))
+        for part in body:  # gathers first, in order of use
+            part.sort(key=lambda i: (i.op != "gather", order.index(i.ids[0]) if i.op == "gather" else 0))
+        flat = [instruction for part in body for instruction in part]
+        return schedule(kind, *flat, *([Instruction("end")] if kind == "backward" else []), kept=kept)
+
+    order = list(range(count))
+    return [build("forward", order), build("backward", order[::-1])]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    step=steps(),
+    seconds=st.floats(0.01, 10),
+    gathers=st.floats(0.01, 10),
+    window=st.integers(0, 3),
+    host=st.floats(0, 2),
+    device_type=st.sampled_from(["cpu", "cuda"]),
+    contention=st.builds(Contention, *[st.floats(1, 3)] * 3),
+)
+def test_bounds(
+    step: list[Schedule],
+    seconds: float,
+    gathers: float,
+    window: int,
+    host: float,
+    device_type: str,
+    contention: Contention,
+) -> None:
+    for one in step:
+        check_schedule(one)
+    base = profile(step, seconds, gathers, reduce_window=window, contention=contention, launch_seconds=host)
+    base = replace(base, device_type=device_type, optimizer_seconds=0.5, micro_batches=2)
+    result = simulate(step, base)
+    regions = 2 * sum(len(s.at("compute")) for s in step)
+    assert result.compute_seconds >= regions * seconds + 0.5 - 1e-6
+    for busy in (result.compute_seconds, result.gather_seconds, result.reduce_seconds):
+        assert result.seconds >= busy - 1e-9
+    assert result.seconds <= 2 * sum(len(s.instructions) for s in step) * host + 0.5 * contention.compute + (
+        regions * seconds * contention.compute
+        + 2 * sum(i.bytes for s in step for i in s.instructions) * gathers / SIZE * 2 * 9
+    )
+    assert 0 <= result.exposed_seconds <= result.seconds
+    assert all(point.arena >= 0 and point.bytes >= point.arena for point in result.memory)
+    assert result.memory[-1].arena == 0, "at the end of backward nothing is gathered"
+    ends = [p.arena for p, q in zip(result.memory, result.memory[1:], strict=False) if p.schedule != q.schedule]
+    assert ends[0] >= SIZE * len(step[0].kept)
+    assert result.peak_bytes >= least_budget(step, base)
+
+    # Faster wires never make it slower where nothing slows down what runs beside it; nor do wider windows.
+    calm = replace(base, contention=Contention(shared_link=1.0))
+    faster = replace(calm, gather=Link(0.0, calm.gather.bandwidth * 2), reduce=Link(0.0, calm.reduce.bandwidth * 2))
+    assert simulate(step, faster).seconds <= simulate(step, calm).seconds + 1e-9
+    assert simulate(step, replace(calm, reduce_window=window + 1)).seconds <= simulate(step, calm).seconds + 1e-9
