@@ -231,8 +231,9 @@ void GatherEngine::order_behind_gathers(const Stream& stream) {
 }
 
 bool GatherEngine::owns(const c10::Storage& storage) const {
+  // By address, as wait_allgather gives out the slot's memory in a storage of its own.
   return std::any_of(gathered_.begin(), gathered_.end(), [&](const auto& entry) {
-    return entry.second.group->slot->bytes.storage().is_alias_of(storage);
+    return storage.data() != nullptr && entry.second.group->slot->bytes.storage().data() == storage.data();
   });
 }
 

@@ -3,6 +3,8 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/DeviceGuard.h>
 
+#include "views.h"
+
 namespace ldc {
 
 OffloadEngine::OffloadEngine(Device device, Registry& registry, GatherEngine& gathers, Stats& stats, int64_t limit)
@@ -56,7 +58,7 @@ Tensor OffloadEngine::wait_offload(int64_t id) {
   Entry& waited = entry("wait_offload", id);
   if (!waited.target.defined()) waited.done.block(current_stream(device_));
   waited.source.reset();
-  return waited.host.tensor;
+  return with_own_storage(waited.host.tensor);
 }
 
 Tensor OffloadEngine::reload(const Tensor& host, int64_t id) {
@@ -78,7 +80,7 @@ Tensor OffloadEngine::wait_reload(int64_t id) {
   waited.done.block(current_stream(device_));
   Tensor target = std::move(waited.target);
   entries_.erase(id);
-  return target;
+  return with_own_storage(target);
 }
 
 void OffloadEngine::check_own_storage(const Param& param) const {

@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include "runtime.h"
+#include "views.h"
 
 namespace ldc {
 namespace {
@@ -22,12 +23,12 @@ Tensor allgather_param(const Tensor& /*param*/, int64_t graph_id, int64_t ds_id,
 }
 
 Tensor wait_allgather(const Tensor& /*v*/, int64_t graph_id, int64_t ds_id) {
-  return Runtime::of(graph_id)->wait_allgather_fused(graph_id, {ds_id})[0];
+  return with_own_storage(Runtime::of(graph_id)->wait_allgather_fused(graph_id, {ds_id})[0]);
 }
 
 Tensor release_param(const Tensor& dummy, int64_t graph_id, int64_t ds_id, int64_t n_users) {
   Runtime::of(graph_id)->release_param(graph_id, ds_id, n_users);
-  return dummy;
+  return dummy.clone();  // a compiler gives the memory of an argument that nobody reads any more to somebody else
 }
 
 void prefetch_params_fused(int64_t graph_id, at::TensorList /*params*/, std::vector<int64_t> ids,

@@ -29,6 +29,17 @@ Tensor as_bytes(const Tensor& tensor) {
   return typed_view(tensor, tensor.storage_offset() * item, {tensor.numel() * item}, c10::kByte);
 }
 
+Tensor with_own_storage(const Tensor& tensor) {
+  const c10::Storage& memory = tensor.storage();
+  c10::DataPtr data(memory.mutable_data(), new c10::Storage(memory),
+                    [](void* kept) { delete static_cast<c10::Storage*>(kept); }, memory.device());
+  auto apart = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(c10::Storage::use_byte_size_t(), memory.nbytes(), std::move(data)), tensor.key_set(), tensor.dtype());
+  apart.unsafeGetTensorImpl()->set_storage_offset(tensor.storage_offset());
+  apart.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());
+  return apart;
+}
+
 Tensor Run::over(const Tensor& member) const {
   return typed_view(member, begin * static_cast<int64_t>(member.element_size()), {length}, member.scalar_type());
 }

@@ -18,6 +18,10 @@ Tensor flat(const Tensor& tensor);
 /// The memory of a contiguous tensor as bytes.
 Tensor as_bytes(const Tensor& tensor);
 
+/// The same memory as a tensor with a storage of its own, which keeps the given tensor's alive. An operator that hands
+/// out memory which its arguments lie in returns this: to the compiler, results never alias arguments.
+Tensor with_own_storage(const Tensor& tensor);
+
 /// Tensors of one storage that lie (almost) next to each other, so that one kernel can treat them all.
 struct Run {
   std::vector<size_t> members;  // indices into the list that was given, by rising address
