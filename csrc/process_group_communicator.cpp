@@ -24,6 +24,9 @@ ProcessGroupCommunicator::ProcessGroupCommunicator(c10::intrusive_ptr<c10d::Proc
   if (timeout.count() > 0) gather_options_.timeout = reduce_options_.timeout = timeout;
   try {
     backend_ = group_->getBackend(device.type());
+    // Gloo's worker threads write the name of the operation that they finished into one string, without a lock. Two
+    // that finish together free a name twice that is too long to lie within the string, as ALLGATHER_COALESCED is.
+    coalesced_gather_ = backend_->getBackendName() != "gloo";
   } catch (const std::exception& error) {
     LDC_CHECK_ARG(false, "the process group has no backend for ", device, " tensors (", message_of(error),
                   "). Create it with one, for example backend='gloo' for CPU.");

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from multiprocess import _free_port
+from multiprocess import _free_port, run_ranks
 
 TIMEOUT = 6.0
 
@@ -103,3 +103,25 @@ def test_the_watchdog_frees_a_rank_whose_peer_was_killed(delay: float) -> None:
     for rank, (kind, message) in _kill_one(2, "nccl", delay).items():
         assert kind == "DistBackendError", message
         assert f"on rank {rank}" in message and "'param" in message, message
+
+
+def _in_flight() -> None:
+    from lightning_deepcompile import dc
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dc.init(dist.group.WORLD, {}, 1000)
+    for i in range(16):
+        dc.register_z3_param(i, (8, 4), torch.full((8, 4), float(i)), torch.zeros(8, 4))
+    dc.register_graph_z3(0, list(range(16)))
+    ops = torch.ops.dc
+    for _ in range(4000):
+        for i in range(0, 16, 2):
+            ops.prefetch_params_fused(0, [], [i, i + 1], None)
+        fulls = ops.wait_allgather_fused(0, list(range(16)))
+        assert fulls[15][7, 3] == 15
+        ops.release_params_fused(0, list(range(16)))
+
+
+def test_many_groups_in_flight_do_not_end_the_process() -> None:
+    """Gloo's threads used to free a string twice, about every ten thousand groups."""
+    run_ranks(_in_flight, 1)
