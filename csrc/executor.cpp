@@ -58,6 +58,12 @@ void Executor::release(const Ids& ids) {
   for (const int64_t id : ids) release_one(id);
 }
 
+void Executor::release_at_boundary(const Ids& ids) {
+  check_members(ids);
+  if (!boundary_) return;
+  for (const int64_t id : ids) release_one(id);
+}
+
 void Executor::reduce(const Ids& ids, const std::vector<Tensor>& grads) {
   check_members(ids);
   holds_gradients() ? reductions_.hold(ids, grads) : reductions_.reduce(ids, grads);

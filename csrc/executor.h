@@ -34,6 +34,8 @@ class Executor {
   /// One of `n_users` uses is over; the last one releases.
   void release_use(int64_t id, int64_t n_users);
   void release(const Ids& ids);
+  /// The same, but only in the last backward before the optimizer steps: until then they stay for the next micro-batch.
+  void release_at_boundary(const Ids& ids);
   /// A group of gradients; one gradient, which may travel together with others.
   void reduce(const Ids& ids, const std::vector<Tensor>& grads);
   void reduce(int64_t id, const Tensor& grad);

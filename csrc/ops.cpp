@@ -77,6 +77,10 @@ void release_params_fused(int64_t graph_id, std::vector<int64_t> ids) {
   Runtime::of(graph_id)->release_params_fused(graph_id, ids);
 }
 
+void release_params_at_boundary(int64_t graph_id, std::vector<int64_t> ids) {
+  Runtime::of(graph_id)->release_params_at_boundary(graph_id, ids);
+}
+
 void reduce_grads_fused(int64_t graph_id, at::TensorList grads, std::vector<int64_t> ids) {
   Runtime::of(graph_id)->reduce_grads_fused(graph_id, ids, grads.vec());
 }
@@ -127,6 +131,7 @@ TORCH_LIBRARY(dc, m) {
   // Views of one slot: they alias each other, and the annotation says so.
   m.def("wait_allgather_fused(int graph_id, int[] ids) -> Tensor(a)[]");
   m.def("release_params_fused(int graph_id, int[] ids) -> ()");
+  m.def("release_params_at_boundary(int graph_id, int[] ids) -> ()");
   m.def("reduce_grads_fused(int graph_id, Tensor[] grads, int[] ids) -> ()");
   m.def("gather(Tensor shard, int ds_id, SymInt[] size, ScalarType dtype) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("reduce(Tensor grad, int ds_id, SymInt[] shard_size, ScalarType dtype) -> Tensor",
@@ -140,6 +145,7 @@ TORCH_LIBRARY_IMPL(dc, CompositeExplicitAutograd, m) {
   m.impl("free_tensors", &ldc::free_tensors);
   m.impl("wait_allgather_fused", &ldc::wait_allgather_fused);
   m.impl("release_params_fused", &ldc::release_params_fused);
+  m.impl("release_params_at_boundary", &ldc::release_params_at_boundary);
   m.impl("reduce_grads_fused", &ldc::reduce_grads_fused);
 }
 

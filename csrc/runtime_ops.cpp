@@ -32,6 +32,13 @@ void Runtime::release_params_fused(int64_t graph_id, const Ids& ids) {
   executor(graph_id).release(ids);
 }
 
+void Runtime::release_params_at_boundary(int64_t graph_id, const Ids& ids) {
+  const auto lock = enter();
+  Executor& owner = executor(graph_id);
+  check_in_backward("release_params_at_boundary");
+  owner.release_at_boundary(ids);
+}
+
 void Runtime::reduce_grads_fused(int64_t graph_id, const Ids& ids, const std::vector<Tensor>& grads) {
   const auto lock = enter();
   Executor& owner = executor(graph_id);

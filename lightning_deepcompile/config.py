@@ -32,8 +32,8 @@ class CompileConfig:
         schedule: Which passes plan the programs, and when: a list of ``{"step": n, "passes": [...]}``, in optimizer
             steps since the start or the resuming. The entry of step 0 applies from the first step on. Each later one
             profiles steps n and n + 1, plans with what they measured, and swaps the programs before step n + 2.
-            Passes are names (``zero3``, ``prefetch``, ``fuse``, ``unshard``, ``proactive_prefetch``) or
-            ``"package.module:name"`` of your own. ``"auto"``: `plan.DEFAULT_SCHEDULE`, which plans at step 3. None:
+            Passes are names (``zero3``, ``prefetch``, ``fuse``, ``unshard``, ``keep_whole``, ``proactive_prefetch``)
+            or ``"package.module:name"`` of your own. ``"auto"``: `plan.DEFAULT_SCHEDULE`, which plans at step 3. None:
             nothing is measured, unless `plan` or `memory_budget` is given, which is as ``"auto"``.
         memory_budget: What plans may use of each device's memory: bytes, a text like ``"24GiB"``, or a fraction. None
             is 0.9 of it; anything else is held to: if no plan fits, training stops with an error that says what would.

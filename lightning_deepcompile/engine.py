@@ -101,6 +101,7 @@ class Engine:
         # One tensor per flat buffer of parameters: all views of a buffer share its count of in-place changes.
         self._watched = [self.model.by_name[chunk.shards[0].spec.name].leaf for chunk in self.model.chunks]
         self._versions: list[int] | None = None
+        self._within_step = False  # the last backward pass was not the last one before the optimizer steps
         self._aborted = False
 
     def run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +152,7 @@ class Engine:
         # Where parameters stay whole between steps (of one accumulation, or in evaluation) they are kept as long as
         # nobody has written to one. Looked at here and not after the optimizer step, so that a hook's changes count.
         versions = [leaf._version for leaf in self._watched]
-        if self.stage == 3 or versions != self._versions:
+        if (self.stage == 3 and not self._within_step) or versions != self._versions:
             self.runtime.invalidate()
             self.runtime.refetch()
             self._versions = versions
@@ -207,6 +208,7 @@ class Engine:
             self.gradients.abandon()
             raise
         self.gradients.finish()
+        self._within_step = not self.gradients.update
         self._last_step = {key: value - self._before_step.get(key, 0) for key, value in self.runtime.stats().items()}
         return result
 
@@ -236,6 +238,7 @@ class Engine:
     def parameters_changed(self) -> None:
         """Call when parameters were written to: what is gathered is out of date, gradients may be dropped."""
         self._versions = None
+        self._within_step = False
         self.runtime.invalidate()
         self._stale_gradients = True
         self.tuner.end_step()

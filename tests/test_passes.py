@@ -265,9 +265,9 @@ def _program(shape: Shape) -> Program:
     return Program("synthetic", shape.kind, 7, fx.GraphModule(root, graph), params, kept=shape.kept).finish("lower")
 
 
-def _run(program: Program, kept: tuple[int, ...] = ()) -> tuple[Tensor, Simulator]:
+def _run(program: Program, kept: tuple[int, ...] = (), boundary: bool = True) -> tuple[Tensor, Simulator]:
     full = _full()
-    simulator = Simulator(full, gathered={k: full[k].clone() for k in kept})
+    simulator = Simulator(full, boundary, gathered={k: full[k].clone() for k in kept})
     run, _ = generate(simulator.install(program))
     value, *grads = run([*(torch.zeros(1) for _ in range(_PARAMS)), torch.ones(2)])
     if program.history[-1] != "lower":

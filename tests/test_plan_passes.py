@@ -25,14 +25,23 @@ from lightning_deepcompile.plan.pass_manager import (
     step_pass,
 )
 from lightning_deepcompile.plan.passes.fuse import fuse
+from lightning_deepcompile.plan.passes.keep_whole import keep_until_boundary, keep_whole
 from lightning_deepcompile.plan.passes.proactive_prefetch import proactive_prefetch
 from lightning_deepcompile.plan.passes.unshard import unshard
 from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.simulate import least_budget, simulate
-from lightning_deepcompile.program.schedule import Schedule, ScheduleError, check_schedule, read_schedule, reschedule
+from lightning_deepcompile.program.printer import format_program
+from lightning_deepcompile.program.schedule import (
+    Instruction,
+    Schedule,
+    ScheduleError,
+    check_schedule,
+    read_schedule,
+    reschedule,
+)
 
-ALL = ("zero3", "prefetch", "fuse", "unshard", "proactive_prefetch")
+ALL = ("zero3", "prefetch", "fuse", "unshard", "keep_whole", "proactive_prefetch")
 
 # Reading and writing --------------------------------------------------------------------------------------------------
 
@@ -90,7 +99,7 @@ def test_a_real_program_is_planned_and_still_computes_the_same() -> None:
     ]
     step = [read_schedule(p) for p in programs]
     planned, effects = optimize(step, resolve_passes(ALL, profiled=True), PlanContext(profile=_profile_of(step)))
-    assert [e.name for e in effects] == ["zero3 -> prefetch", "fuse", "unshard", "proactive_prefetch"]
+    assert [e.name for e in effects] == ["zero3 -> prefetch", "fuse", "unshard", "keep_whole", "proactive_prefetch"]
     assert set(planned[0].kept) <= set(
         captured.ids("layers.1.weight", "layers.2.weight", "layers.0.weight", "head.weight")
     )
@@ -147,6 +156,53 @@ def test_unshard_keeps_what_the_budget_allows_the_most_useful_first() -> None:
     assert unshard(step, PlanContext(profile=hidden))[0].kept == ()
 
 
+def test_keep_whole_turns_stage_3_into_stage_2_as_far_as_memory_goes() -> None:
+    step = _blocks(4)
+    # Forward alone reads parameter 9; it is gathered first, with nothing beside it.
+    opening = [gather(9), wait(9), compute(9, 9), release(9)]
+    step[0] = step[0].with_instructions([*opening, *step[0].instructions])
+    base = profile(step, seconds=0.1, gathers=1.0, micro_batches=4)
+    least = simulate(step, base).peak_bytes
+    seconds, gathered = [], []
+    for extra in range(6):
+        context = PlanContext(profile=replace(base, budget=least + extra * 1536))
+        result = keep_whole(step, context)
+        for one in result:
+            check_schedule(one)
+        prediction = simulate(result, base)
+        assert prediction.peak_bytes <= context.budget
+        seconds.append(prediction.seconds)
+        gathered.append(round(prediction.gather_seconds))
+    assert seconds == sorted(seconds, reverse=True)
+    assert gathered[0] == 4 * 9 and gathered[-1] == 5, "once a step instead of with every use"
+    assert result[1].instructions[0] == Instruction("release_at_boundary", (9,), (1024,))
+    assert keep_whole(step, PlanContext(profile=replace(base, micro_batches=1))) == step
+
+
+def test_what_is_kept_until_the_boundary_changes_no_value() -> None:
+    shapes = (Shape("forward", [[0, 1], [2], [1]], [[], [], []], ()), Shape("backward", [[1], [2]], [[1], [2, 0]], ()))
+    settings_ = PlanSettings(keep_last_block=False)
+    programs = [apply_passes(_program(shape), settings_) for shape in shapes]
+    step = [read_schedule(program) for program in programs]
+    kept = step
+    for position in step[0].at("gather"):
+        kept = keep_until_boundary(kept, 0, 1, step[0].instructions[position])
+    assert all(i.op != "release" for s in kept for i in s.instructions)
+    forward, backward = (reschedule(p, s, "keep_whole") for p, s in zip(programs, kept, strict=True))
+    assert "release at boundary" in format_program(backward)
+    left = (0, 1, 2)
+    assert set(_run(forward)[1].gathered) == set(left)
+    for boundary, remains in ((False, set(left)), (True, set())):
+        for program, plain in ((forward, programs[0]), (backward, programs[1])):
+            value, simulator = _run(program, left, boundary=boundary)
+            assert torch.equal(value, _run(plain)[0])
+        assert set(simulator.gathered) == remains
+    with pytest.raises(ScheduleError, match="only backward programs know"):
+        check_schedule(
+            step[0].with_instructions([*step[0].instructions, Instruction("release_at_boundary", (0,), (8,))])
+        )
+
+
 def test_prefetch_is_as_early_as_needed_and_no_earlier() -> None:
     forward = _blocks(5, distance=0)[:1]
     # A gather takes as long as two and a half regions: without memory limits the first waits are what is exposed.
@@ -181,15 +237,23 @@ def test_plans_change_with_the_link() -> None:
     spare=st.integers(0, 6),
     device_type=st.sampled_from(["cpu", "cuda"]),
     compute_factor=st.floats(1, 2),
+    micro_batches=st.integers(1, 2),
 )
 def test_no_pass_exceeds_the_budget_or_slows_the_step(
-    step: list[Schedule], seconds: float, gathers: float, spare: int, device_type: str, compute_factor: float
+    step: list[Schedule],
+    seconds: float,
+    gathers: float,
+    spare: int,
+    device_type: str,
+    compute_factor: float,
+    micro_batches: int,
 ) -> None:
     base = profile(step, seconds, gathers, contention=Contention(compute=compute_factor))
-    base = replace(base, device_type=device_type, budget=least_budget(step, base) + spare * 1536)
+    base = replace(base, device_type=device_type, micro_batches=micro_batches)
+    base = replace(base, budget=least_budget(step, base) + spare * 1536)
     context = PlanContext(profile=base)
     before = simulate(step, base)
-    for name in ("fuse", "unshard", "proactive_prefetch"):
+    for name in ("fuse", "unshard", "keep_whole", "proactive_prefetch"):
         step = BUILTIN_PASSES[name].run(step, context)
         for one in step:
             check_schedule(one)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -22,6 +23,7 @@ from lightning_deepcompile.engine import Engine
 from lightning_deepcompile.plan.budget import MemoryBudgetError
 from lightning_deepcompile.plan.costs import Link, Profile, ProfileError
 from lightning_deepcompile.plan.pass_manager import resolve_passes, step_pass
+from lightning_deepcompile.plan.passes.keep_whole import keep_until_boundary
 from lightning_deepcompile.plan.passes.unshard import keep_gathered, unshard_candidates
 from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.plan.simulate import arena_bytes
@@ -29,7 +31,7 @@ from lightning_deepcompile.profile.build import merge_profiles
 from lightning_deepcompile.profile.fit import fit_link
 from lightning_deepcompile.program.schedule import Schedule, read_schedule
 
-PLANNED = ["zero3", "prefetch", "fuse", "unshard", "proactive_prefetch"]
+PLANNED = ["zero3", "prefetch", "fuse", "unshard", "keep_whole", "proactive_prefetch"]
 EARLY = [{"step": 0, "passes": ["zero3", "prefetch"]}, {"step": 3, "passes": PLANNED}]
 ROUND = 3 + 6 + 1  # steps until a round that profiles step 3 is over
 
@@ -40,24 +42,30 @@ def make_planner(mesh: Any, **settings: Any) -> tuple[Engine, torch.optim.Optimi
 
 
 class Shuffle(pl.Callback):
-    """Another valid schedule before every step, the same on both ranks: launches anywhere, any blocks kept."""
+    """Another valid schedule for every step, the same on both ranks: launches anywhere, any blocks kept."""
 
     def __init__(self) -> None:
         self.random = random.Random(5)
 
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        self.swap(trainer.strategy.engine.capture)
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self.swap(trainer.strategy.engine.capture)
 
     def swap(self, capture: Capture) -> list[Schedule]:
         capture.replan()
         step = [read_schedule(e.program) for e in capture.executables]
         for pair, group in unshard_candidates(step):
-            if self.random.random() < 0.5:
+            choice = self.random.random()
+            if choice < 0.3:
                 step = keep_gathered(step, *pair, group.ids)
+            elif choice < 0.6:
+                step = keep_until_boundary(step, *pair, group)
         placements = [Placement.of(s) for s in step]
         step = [p.at(sorted(self.random.randint(0, g.need) for g in p.groups)) for p in placements]
-        capture.replan(plan={s.structure: s for s in step})
-        return [read_schedule(e.program) for e in capture.executables]
+        capture.replan(plan={s.content: s for s in step})
+        swapped = [read_schedule(e.program) for e in capture.executables]
+        assert [s.instructions for s in swapped] == [s.instructions for s in step]
+        return swapped
 
 
 # One rank -------------------------------------------------------------------------------------------------------------
@@ -72,7 +80,7 @@ def test_a_round_profiles_plans_swaps_and_measures(mesh: Any, caplog: pytest.Log
             assert one_step(engine, TOKENS, optimizer) == one_step(plain, TOKENS, plain_optimizer), f"step {step}"
     (done,) = engine.report()
     assert done.step == 5 and done.outcome in ("kept", "reverted", "unchanged")
-    assert [p.name for p in done.passes] == ["zero3 -> prefetch", "fuse", "unshard", "proactive_prefetch"]
+    assert [p.name for p in done.passes] == ["zero3 -> prefetch", *PLANNED[2:]]
     assert all(p.step_seconds > 0 and p.peak_bytes > 0 for p in done.passes)
     assert done.before_seconds > 0 and (done.outcome == "unchanged" or done.after_seconds > 0)
     assert "plan at step 5" in caplog.text and "proactive_prefetch" in caplog.text
@@ -267,18 +275,50 @@ def test_ranks_plan_with_the_slowest_times_and_the_least_budget() -> None:
         merge_profiles([fast, profile([replace(forward, structure="other")])])
 
 
+def test_what_is_kept_until_the_boundary_travels_once_a_step(mesh: Any) -> None:  # noqa: F811
+    losses, gathers, held = [], [], []
+    for keep in (False, True):
+        engine = make_engine(mesh)
+        optimizer = sgd(engine)
+        for step in range(3):
+            if step == 1 and keep:
+                plan = [read_schedule(e.program) for e in engine.capture.executables]
+                for group in [i for i in plan[0].instructions if i.op == "gather"]:
+                    plan = keep_until_boundary(plan, 0, 1, group)
+                engine.capture.replan(plan={s.content: s for s in plan})
+            optimizer.zero_grad()
+            for last in (False, False, True):
+                before = engine.runtime.stats()["gathers"]
+                with contextlib.nullcontext() if last else engine.accumulating():
+                    loss = engine.run_step("training_step", TOKENS)
+                    engine.backward(loss.backward)
+                losses.append(float(loss))
+                gathers.append(engine.runtime.stats()["gathers"] - before)
+            held.append(engine.runtime.stats()["arena_bytes"])
+            optimizer.step()
+            engine.parameters_changed()
+        engine.close()
+    half = len(losses) // 2
+    assert losses[:half] == losses[half:]
+    assert held[:3] == held[3:], "nothing more is left gathered while the optimizer steps"
+    parameters = gathers[half + 3]
+    assert gathers[half + 3 :] == [parameters, 0, 0] * 2 and min(gathers[:half]) > parameters
+
+
 # Two ranks ------------------------------------------------------------------------------------------------------------
 
 
 def _train_on_two() -> dict[str, tuple[Record, Record]]:
-    def run(name: str, schedule: list[dict[str, Any]], steps: int, callbacks: list[pl.Callback]) -> Record:
+    def run(
+        name: str, schedule: list[dict[str, Any]], steps: int, callbacks: list[pl.Callback], accumulate: int = 1
+    ) -> Record:
         return train(
             CASES[name],
             DeepCompileStrategy(compile=CompileConfig(region_backend="eager", schedule=schedule)),
             world_size=int(os.environ["WORLD_SIZE"]),
             rank=int(os.environ["RANK"]),
             steps=steps,
-            accumulate=2 if name == "mlp" else 1,
+            accumulate=2 if name == "mlp" else accumulate,
             callbacks=callbacks,
             inspect=lambda trainer: trainer.strategy.report(),
         )
@@ -286,7 +326,10 @@ def _train_on_two() -> dict[str, tuple[Record, Record]]:
     results = {
         name: (run(name, EARLY[:1], ROUND + 1, []), run(name, EARLY, ROUND + 1, [])) for name in ("mlp", "graph_break")
     }
-    return {**results, "shuffled": (run("gpt_tied", EARLY[:1], 12, []), run("gpt_tied", EARLY[:1], 12, [Shuffle()]))}
+    for accumulate in (1, 3):
+        plain, shuffled = (run("gpt_tied", EARLY[:1], 6, callbacks, accumulate) for callbacks in ([], [Shuffle()]))
+        results[f"shuffled {accumulate}"] = (plain, shuffled)
+    return results
 
 
 @pytest.mark.timeout(400)
@@ -296,6 +339,6 @@ def test_no_schedule_changes_a_bit_or_hangs() -> None:
             assert plain.losses == planned.losses, name
             assert all(torch.equal(plain.params[key], planned.params[key]) for key in plain.params), name
             assert plain.extra == []
-            if name != "shuffled":
+            if not name.startswith("shuffled"):
                 (done,) = planned.extra
                 assert done.outcome in ("kept", "reverted", "unchanged"), done

@@ -1,74 +1,26 @@
-"""Graphs become regions: rewrites that keep every value, cuts between blocks, and keys that tell regions apart."""
+"""Graphs become regions: rewrites that keep every value, and cuts between blocks."""
 
 from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from graphs import Graph, aten, of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
-from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from tracing import Captured, Simulator, capture
 
-from lightning_deepcompile.program.extract import extract_region, symbol_sources
+from lightning_deepcompile.program.extract import symbol_sources
 from lightning_deepcompile.program.graph import is_compute, is_gather, is_reduce, is_view, output_node, source_gather
 from lightning_deepcompile.program.lower import RegionCompiler
 from lightning_deepcompile.program.normalize import normalize
 from lightning_deepcompile.program.program import Program, collective_sequence
 from lightning_deepcompile.program.regions import Region, cut_regions
-from lightning_deepcompile.runtime import load_extension
-
-aten = torch.ops.aten
-
-
-class Graph:
-    """Writes a graph as AOTAutograd would, with fake values."""
-
-    def __init__(self) -> None:
-        load_extension()
-        self.mode = FakeTensorMode()
-        self.graph = fx.Graph()
-
-    def input(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
-        node = self.graph.placeholder(name)
-        with self.mode:
-            node.meta["val"] = torch.empty(shape, dtype=dtype)
-        return node
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self.graph.call_function(target, args, kwargs)
-        fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self.mode:
-            node.meta["val"] = target(*fake_args, **fake_kwargs)
-        return node
-
-    def gather(self, ds_id: int, *size: int) -> fx.Node:
-        shard = self.input(f"shard_{ds_id}_{len(self.graph.nodes)}", *size)
-        return self.call(torch.ops.dc.gather.default, shard, ds_id, list(size), torch.float32)
-
-    def reduce(self, grad: fx.Node, ds_id: int) -> fx.Node:
-        shape = list(grad.meta["val"].shape)
-        return self.call(torch.ops.dc.reduce.default, grad, ds_id, shape, torch.float32)
-
-    def normalized(self, *outputs: Any) -> list[fx.Node]:
-        self.graph.output(outputs)
-        normalize(self.graph)
-        return list(self.graph.nodes)
-
-    def regions(self, *outputs: Any) -> list[Region]:
-        self.normalized(*outputs)
-        return cut_regions(self.graph, lambda ds_id: f"block{ds_id // 10}")
-
-
-def of(nodes: list[fx.Node], target: Any) -> list[fx.Node]:
-    return [n for n in nodes if n.target is target]
-
 
 # Rewrites -------------------------------------------------------------------------------------------------------------
 
@@ -376,154 +328,3 @@ def test_a_value_that_needs_a_size_of_a_computed_tensor_stays_behind_it() -> Non
     actual, _ = _run(captured, program, captured.args)
     expected = Simulator(captured.full).interpret(captured.forward, captured.args)
     torch.testing.assert_close(actual[0], expected[0])
-
-
-# Keys -----------------------------------------------------------------------------------------------------------------
-
-
-def _key(write: Callable[[Graph], fx.Node]) -> str:
-    g = Graph()
-    (region,) = g.regions(write(g))
-    return extract_region(fx.GraphModule(nn.Module(), g.graph), region).key
-
-
-def _layer(
-    size: int = 4, scale: float = 2.0, op: Any = aten.exp.default, ds_id: int = 0, dtype: torch.dtype = torch.float32
-) -> Callable[[Graph], fx.Node]:
-    def write(g: Graph) -> fx.Node:
-        x = g.call(aten.mul.Tensor, g.input(f"x{ds_id}", size, dtype=dtype), g.gather(ds_id, size))
-        return g.call(aten.mul.Tensor, g.call(op, x), scale)
-
-    return write
-
-
-def test_equal_regions_share_a_key() -> None:
-    assert _key(_layer(ds_id=0)) == _key(_layer(ds_id=7))
-
-
-@pytest.mark.parametrize("change", [{"size": 5}, {"scale": 3.0}, {"op": aten.sin.default}, {"dtype": torch.bfloat16}])
-def test_other_shapes_operators_constants_and_dtypes_have_other_keys(change: dict[str, Any]) -> None:
-    assert _key(_layer()) != _key(_layer(**change))
-
-
-def test_strides_outputs_and_literals_count() -> None:
-    def turned(g: Graph) -> fx.Node:
-        return g.call(aten.exp.default, g.call(aten.permute.default, g.input("x", 4, 4), [1, 0]))
-
-    def strided(g: Graph) -> fx.Node:
-        x = g.input("x", 4, 4)
-        x.meta["val"] = x.meta["val"].t()
-        return g.call(aten.exp.default, g.call(aten.permute.default, x, [1, 0]))
-
-    def integer(value: Any) -> Callable[[Graph], fx.Node]:
-        return lambda g: g.call(aten.mul.Tensor, g.input("x", 4), value)
-
-    assert _key(turned) != _key(strided)
-    assert _key(integer(1)) != _key(integer(1.0))  # an integer keeps the dtype of integer tensors
-    assert _key(integer(float("nan"))) == _key(integer(float("nan")))
-
-
-def _constant_key(value: Tensor, device: str = "cpu") -> str:
-    g = Graph()
-    root = nn.Module()
-    root.register_buffer("_tensor_constant0", value)
-    constant = g.graph.get_attr("_tensor_constant0")
-    constant.meta["val"] = g.mode.from_tensor(value)
-    y = g.call(aten.mul.Tensor, g.input("x", *value.shape), constant)
-    g.graph.output((y,))
-    parent = fx.GraphModule(root, g.graph)
-    (region,) = cut_regions(parent.graph, str)
-    extracted = extract_region(parent, region)
-    torch.testing.assert_close(extracted.gm(torch.full_like(value, 2.0))[0], value * 2)
-    return extracted.key
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_constant_tensors_count_by_their_content(dtype: torch.dtype) -> None:
-    value = torch.arange(4).to(dtype)
-    assert _constant_key(value) == _constant_key(value.clone())
-    assert _constant_key(value) != _constant_key(value + 1)
-    assert _constant_key(value[:1].squeeze()) != _constant_key(value[1:2].squeeze())  # 0-dim
-
-
-def test_subgraphs_count_by_their_content() -> None:
-    """Higher-order operators refer to graphs, which may hold constants of their own."""
-
-    def key(scale: float, constant: float) -> str:
-        body = fx.Graph()
-        scaled = body.call_function(aten.mul.Tensor, (body.placeholder("x"), scale))
-        body.output(body.call_function(aten.mul.Tensor, (body.get_attr("c"), scaled)))
-        inner = nn.Module()
-        inner.register_buffer("c", torch.tensor(constant))
-        root = nn.Module()
-        root.add_module("body", fx.GraphModule(inner, body))
-        g = Graph()
-        x = g.input("x", 4)
-        node = g.graph.call_function(torch.ops.higher_order.invoke_subgraph, (g.graph.get_attr("body"), "body", x))
-        node.meta["val"] = x.meta["val"]
-        g.graph.output((node,))
-        parent = fx.GraphModule(root, g.graph)
-        (region,) = cut_regions(parent.graph, str)
-        assert region.inputs == [x]
-        return extract_region(parent, region).key
-
-    assert key(2.0, 1.0) == key(2.0, 1.0)
-    assert len({key(2.0, 1.0), key(3.0, 1.0), key(2.0, 4.0)}) == 3
-
-
-def test_equal_layers_are_compiled_once() -> None:
-    """In forward and backward, with the first and last layer apart: what lies around them differs."""
-
-    def distinct(depth: int) -> tuple[int, int]:
-        net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(depth)))
-        captured = capture(net, torch.randn(3, 8, requires_grad=True), step=lambda m, x: m(x).sum())
-        compiler = RegionCompiler("eager")
-        captured.lower("forward", compiler)
-        captured.lower("backward", compiler)
-        return compiler.compiled, compiler.requested
-
-    (few, regions), (many, more_regions) = distinct(4), distinct(9)
-    assert few == many < regions
-    assert more_regions == regions + 2 * 5
-
-
-def test_symbolic_regions_are_not_shared_between_frames() -> None:
-    """Inductor's code for symbolic sizes holds under the guards of one frame: another one's sizes may break them."""
-    compiler = RegionCompiler("eager")
-    for expected in (1, 2):
-        captured = capture(nn.Linear(8, 8), torch.randn(3, 8), dynamic=True)
-        captured.lower("forward", compiler)
-        assert compiler.compiled == expected
-
-
-def test_every_symbol_of_a_region_is_an_input() -> None:
-    """Inductor binds the symbols in a region's sizes to its integer inputs."""
-    captured = capture(
-        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)),
-        torch.randn(3, 5, 8),
-        dynamic=True,
-        step=lambda m, x: m(x.flatten(0, 1)).unflatten(0, x.shape[:2]).tanh().sum(),
-    )
-    for kind in ("forward", "backward"):
-        compiled: list[Any] = []
-
-        def record(extracted: Any, kind: Any, compiled: list[Any] = compiled) -> Any:
-            compiled.append(extracted)
-            return extracted.gm
-
-        program = captured.lower(kind, record)
-        assert program.regions()
-        symbolic = 0
-        for extracted in compiled:
-            bound = {str(v.node.expr) for v in extracted.fake_inputs if isinstance(v, torch.SymInt)}
-            used = {
-                str(symbol)
-                for node in extracted.gm.graph.nodes
-                if isinstance(node.meta.get("val"), Tensor)
-                for size in node.meta["val"].shape
-                if isinstance(size, torch.SymInt)
-                for symbol in size.node.expr.free_symbols
-            }
-            assert used <= bound
-            symbolic += bool(used)
-        assert symbolic >= 2

@@ -121,6 +121,21 @@ def test_accumulation_gathers_anew_in_every_micro_batch_and_the_optimizer_comes_
     assert result.gather_seconds == pytest.approx(3.0)
 
 
+def test_what_stays_until_the_boundary_is_gathered_once_a_step() -> None:
+    forward = schedule("forward", gather(0), wait(0), compute(0, 0), kept=(0,))
+    late = Instruction("release_at_boundary", (0,), (SIZE,))
+    backward = schedule("backward", gather(0), wait(0), compute(0, 0), late, reduce(0), Instruction("end"), kept=(0,))
+    both = [forward, backward]
+    check_schedule(backward)
+    result = simulate(both, profile(both, micro_batches=3, optimizer_seconds=4.0))
+    # One gather; three times forward, backward and a reduction that the end of backward waits for; the optimizer.
+    assert result.seconds == pytest.approx(1 + 3 * (1 + 1 + 2) + 4)
+    assert result.gather_seconds == pytest.approx(1.0)
+    ends = [point.arena for point in result.memory if point.instruction == len(backward.instructions) - 1]
+    assert ends == [SLOT, SLOT, 0]
+    assert simulate(both, profile(both)).memory[-1].arena == 0  # a single micro-batch is the last one
+
+
 def test_compute_waits_for_the_oldest_reduction_beyond_the_window() -> None:
     parts = [part for k in range(4) for part in (compute(k), reduce(k))]
     backward = schedule("backward", *parts, Instruction("end"))

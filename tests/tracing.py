@@ -162,6 +162,7 @@ class Simulator:
 
     Args:
         full: Full parameters by id, in their compute dtype.
+        boundary: Whether this is the last micro-batch before the optimizer steps.
 
     Attributes:
         gathered: Gathered parameters by id; released ones are gone, and their memory is NaN.
@@ -172,6 +173,7 @@ class Simulator:
     """
 
     full: dict[int, Tensor]
+    boundary: bool = True
     gathered: dict[int, Tensor] = field(default_factory=dict)
     waited: set[int] = field(default_factory=set)
     grads: dict[int, Tensor] = field(default_factory=dict)
@@ -221,6 +223,10 @@ class Simulator:
             self.waited.discard(ds_id)
             if buffer is not None and buffer.is_floating_point():
                 buffer.fill_(float("nan"))
+
+    def _release_params_at_boundary(self, graph_id: int, ids: list[int]) -> None:
+        if self.boundary:
+            self._release_params_fused(graph_id, ids)
 
     def _reduce_grads_fused(self, graph_id: int, grads: list[Tensor], ids: list[int]) -> None:
         self.log.append(("reduce", tuple(ids)))

@@ -31,13 +31,14 @@ class PlanContext:
         return NO_LIMIT if self.profile is None or self.profile.budget is None else self.profile.budget
 
     def require_profile(self, name: str) -> Profile:
-        """The profile of a step of one micro-batch, for the pass `name` that cannot do without.
+        """The profile of a step of at most two micro-batches, for the pass `name` that cannot do without.
 
-        More micro-batches run the same programs again: they would change no decision, and simulating them takes time.
+        More of them run the same programs as the first of two: they would change no decision, and simulating them takes
+        time.
 
         Raises:
             ValueError: If there is none.
         """
         if self.profile is None:
             raise ValueError(f"The pass {name!r} needs a profile: give it a `step` of at least 1 in the schedule.")
-        return replace(self.profile, micro_batches=1)
+        return replace(self.profile, micro_batches=min(self.profile.micro_batches, 2))

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.passes.fuse import fuse
+from lightning_deepcompile.plan.passes.keep_whole import keep_whole
 from lightning_deepcompile.plan.passes.prefetch import prefetch
 from lightning_deepcompile.plan.passes.proactive_prefetch import proactive_prefetch
 from lightning_deepcompile.plan.passes.unshard import unshard
@@ -91,6 +92,7 @@ BUILTIN_PASSES: dict[str, Pass] = {
         program_pass("prefetch", needs=["gathers"])(prefetch),
         step_pass("fuse", needs=["gathers", "profile"])(fuse),
         step_pass("unshard", needs=["gathers", "profile"])(unshard),
+        step_pass("keep_whole", needs=["gathers", "profile"])(keep_whole),
         step_pass("proactive_prefetch", needs=["gathers", "profile"])(proactive_prefetch),
     )
 }
@@ -101,7 +103,7 @@ DEFAULT_PASSES: tuple[Pass, ...] = (BUILTIN_PASSES["zero3"], BUILTIN_PASSES["pre
 
 DEFAULT_SCHEDULE: tuple[dict[str, Any], ...] = (
     {"step": 0, "passes": ["zero3", "prefetch"]},
-    {"step": 3, "passes": ["zero3", "prefetch", "fuse", "unshard", "proactive_prefetch"]},
+    {"step": 3, "passes": ["zero3", "prefetch", "fuse", "unshard", "keep_whole", "proactive_prefetch"]},
 )
 """What `CompileConfig.schedule` means by ``"auto"``."""
 
@@ -261,6 +263,12 @@ def _difference(before: Sequence[Schedule], after: Sequence[Schedule]) -> str:
     kept = [sum(len(s.kept) for s in step if s.kind == "forward") for step in (before, after)]
     if kept[0] != kept[1]:
         parts.append(f"parameters kept for backward: {kept[0]} become {kept[1]}")
+    whole = [
+        sum(len(s.instructions[position].ids) for s in step for position in s.at("release_at_boundary"))
+        for step in (before, after)
+    ]
+    if whole[0] != whole[1]:
+        parts.append(f"parameters kept for the next micro-batch: {whole[0]} become {whole[1]}")
     moved = sum(a.instructions != b.instructions for a, b in zip(before, after, strict=True))
     if moved and not parts:
         parts.append(f"launches moved in {moved} of {len(after)} programs")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_deepcompile.program.schedule import Instruction, Schedule
+from lightning_deepcompile.program.schedule import RELEASES, Instruction, Schedule
 
 __all__ = ["Group", "Placement"]
 
@@ -56,7 +56,7 @@ class Placement:
             ids = set(gather.ids)
             waits = (i for i in range(position, len(body)) if body[i].op == "wait" and ids & set(body[i].ids))
             need = next(waits, position)
-            released = [i + 1 for i in range(position) if body[i].op == "release" and ids & set(body[i].ids)]
+            released = [i + 1 for i in range(position) if body[i].op in RELEASES and ids & set(body[i].ids)]
             groups.append(Group(gather, max(released, default=0), need, position))
         return cls(schedule, tuple(body), tuple(groups))
 

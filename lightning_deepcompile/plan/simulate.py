@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_deepcompile.plan.arena import ArenaModel, Slot, group_bytes
 from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
 from lightning_deepcompile.plan.events import StreamName, Task, run_tasks
-from lightning_deepcompile.program.schedule import Instruction, Schedule
+from lightning_deepcompile.program.schedule import RELEASES, Instruction, Schedule
 
 __all__ = [
     "MemoryPoint",
@@ -121,7 +121,7 @@ def least_budget(schedules: Sequence[Schedule], profile: Profile) -> int:
 
 
 def just_in_time(schedule: Schedule) -> Schedule:
-    """`schedule` with every group gathered right before it is waited for, and nothing left for backward."""
+    """`schedule` with every group gathered right before it is waited for, and nothing left for later programs."""
     groups = [instruction for instruction in schedule.instructions if instruction.op == "gather"]
     result: list[Instruction] = []
     gathered: set[int] = set()
@@ -134,8 +134,9 @@ def just_in_time(schedule: Schedule) -> Schedule:
             if absent:
                 result.append(Instruction("gather", absent, tuple(sizes[i] for i in absent)))
             gathered.update(absent)
-        elif instruction.op == "release":
+        elif instruction.op in RELEASES:
             gathered.difference_update(instruction.ids)
+            instruction = replace(instruction, op="release")
         result.append(instruction)
     if gathered:
         left = tuple(sorted(gathered))
@@ -162,7 +163,7 @@ class _Simulation:
         self._barrier: list[int] = []  # what the next task on the compute stream has to wait for
         self._computed: int | None = None  # the last task on the compute stream
         self._pending: deque[int] = deque()  # reductions
-        self._refresh: list[int] = []  # what the first gather of a micro-batch has to wait for
+        self._boundary = False  # in the last micro-batch
         self._memory: list[tuple[int, int, int, int, int]] = []  # the task is the next one, the optimizer if none
 
     def run(self, schedules: Sequence[Schedule]) -> Prediction:
@@ -194,8 +195,8 @@ class _Simulation:
 
     def _issue_step(self, schedules: Sequence[Schedule]) -> None:
         last_backward = max((k for k, s in enumerate(schedules) if s.kind == "backward"), default=len(schedules) - 1)
-        for _ in range(self._profile.micro_batches):
-            self._invalidate()
+        for micro_batch in range(self._profile.micro_batches):
+            self._boundary = micro_batch + 1 == self._profile.micro_batches
             for index, schedule in enumerate(schedules):
                 self._run_schedule(index, schedule)
                 if index == last_backward:
@@ -229,7 +230,7 @@ class _Simulation:
                 if not group.waited:
                     self._barrier.append(group.done)
                     group.waited = True
-        elif instruction.op == "release":
+        elif instruction.op == "release" or (instruction.op == "release_at_boundary" and self._boundary):
             for i in instruction.ids:
                 self._release(i)
         elif instruction.op in ("reduce", "reduce_now"):
@@ -266,8 +267,7 @@ class _Simulation:
         if not absent:
             return
         sizes = [size for _, size in absent]
-        after = [*host, *self._refresh, *(self._compute_point() if now else [])]
-        self._refresh = []
+        after = [*host, *(self._compute_point() if now else [])]
         slot = None
         if not now:  # else the memory belongs to the caller
             slot = self._arena.acquire(group_bytes(sizes))
@@ -303,12 +303,6 @@ class _Simulation:
         window = 0 if instruction.op == "reduce_now" else self._profile.reduce_window
         while len(self._pending) > window:
             self._barrier.append(self._pending.popleft())
-
-    def _invalidate(self) -> None:
-        """A micro-batch begins: what is still gathered is dropped, and gathers follow whatever wrote the shards."""
-        for ds_id in list(self._gathered):
-            self._drop(ds_id)
-        self._refresh = self._compute_point()
 
 
 def _peak(cost: RegionCost) -> int:

@@ -15,6 +15,7 @@ _LABELS = {
     "dc.prefetch_params_fused.default": "gather",
     "dc.wait_allgather_fused.default": "wait",
     "dc.release_params_fused.default": "release",
+    "dc.release_params_at_boundary.default": "release at boundary",
     "dc.reduce_grads_fused.default": "reduce",
 }
 

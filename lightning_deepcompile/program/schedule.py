@@ -18,6 +18,7 @@ from lightning_deepcompile.program.graph import is_element, nbytes, output_node
 from lightning_deepcompile.program.program import Program, ProgramKind
 
 __all__ = [
+    "RELEASES",
     "Instruction",
     "Operation",
     "Schedule",
@@ -28,17 +29,24 @@ __all__ = [
     "reschedule",
 ]
 
-Operation = Literal["gather", "wait", "compute", "release", "reduce", "end", "gather_now", "reduce_now"]
+Operation = Literal[
+    "gather", "wait", "compute", "release", "release_at_boundary", "reduce", "end", "gather_now", "reduce_now"
+]
 
 _OPERATIONS: dict[str, Operation] = {
     "dc.prefetch_params_fused.default": "gather",
     "dc.wait_allgather_fused.default": "wait",
     "dc.release_params_fused.default": "release",
+    "dc.release_params_at_boundary.default": "release_at_boundary",
     "dc.reduce_grads_fused.default": "reduce",
     "dc.end_backward.default": "end",
     "dc.gather.default": "gather_now",
     "dc.reduce.default": "reduce_now",
 }
+RELEASES: frozenset[Operation] = frozenset({"release", "release_at_boundary"})
+"""The operations that end the use of a gathered parameter."""
+
+_MOVABLE = RELEASES | {"gather"}
 _LOCAL = 0xFFFFFFFF
 
 
@@ -53,6 +61,8 @@ class Instruction:
     Args:
         op: What happens. ``gather`` launches one group, ``wait`` makes the compute stream wait for it, ``reduce``
             launches the reduction of one group of gradients; ``gather_now`` and ``reduce_now`` also wait.
+            ``release_at_boundary`` releases in the last micro-batch before the optimizer steps, and does nothing in
+            those before, so that the next one finds the parameters gathered.
         ids: Parameters concerned, numbered within the model; of a ``compute``, those it reads.
         sizes: Bytes per parameter: gathered, or of its whole gradient.
         region: Name of the region that a ``compute`` runs.
@@ -145,7 +155,7 @@ def _read(program: Program, node: fx.Node, op: Operation) -> Instruction:
     if op in ("gather_now", "reduce_now"):
         size = program.params[node.args[1]].gathered_bytes if op == "gather_now" else nbytes(node.args[0])
         return Instruction(op, (node.args[1] & _LOCAL,), (size,))
-    ids = node.args[1] if op in ("wait", "release") else node.args[2]
+    ids = node.args[1] if op == "wait" or op in RELEASES else node.args[2]
     if op == "reduce":
         sizes = [nbytes(grad) for grad in node.args[1]]
     else:
@@ -194,7 +204,9 @@ def check_schedule(schedule: Schedule) -> None:
         elif instruction.op == "compute":
             if missing := ids - (waited & gathered):
                 raise ScheduleError(f"{where}: parameters {sorted(missing)} are read but not gathered and waited for.")
-        elif instruction.op == "release":
+        elif instruction.op in RELEASES:
+            if instruction.op == "release_at_boundary" and schedule.kind != "backward":
+                raise ScheduleError(f"{where}: only backward programs know whether the optimizer steps next.")
             gathered -= ids
             waited -= ids
     expected = set(schedule.kept) if schedule.kind == "forward" else set()
@@ -232,19 +244,21 @@ def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
     nodes = instruction_nodes(result)
     dtypes = {i: dtype for node, op in nodes if op == "gather" for i, dtype in zip(*node.args[2:4], strict=True)}
     for node, op in nodes:
-        if op in ("gather", "release"):
+        if op in _MOVABLE:
             graph.erase_node(node)
-    anchors = [node for node, op in nodes if op not in ("gather", "release")]
+    anchors = [node for node, op in nodes if op not in _MOVABLE]
     anchors.append(output_node(graph))
     passed = 0
     for instruction in schedule.instructions:
-        if instruction.op not in ("gather", "release"):
+        if instruction.op not in _MOVABLE:
             passed += 1
             continue
         ids = [serial | i for i in instruction.ids]
         with graph.inserting_before(anchors[passed]):
             if instruction.op == "release":
                 graph.call_function(torch.ops.dc.release_params_fused.default, (program.graph_id, ids))
+            elif instruction.op == "release_at_boundary":
+                graph.call_function(torch.ops.dc.release_params_at_boundary.default, (program.graph_id, ids))
             else:
                 wanted = [dtypes.get(i, program.params[i].dtype) for i in ids]
                 graph.call_function(torch.ops.dc.prefetch_params_fused.default, (program.graph_id, [], ids, wanted))
@@ -253,4 +267,4 @@ def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
 
 def _fixed(schedule: Schedule) -> list[Instruction]:
     """What a new schedule must leave as it is."""
-    return [replace(i, sizes=()) for i in schedule.instructions if i.op not in ("gather", "release")]
+    return [replace(i, sizes=()) for i in schedule.instructions if i.op not in _MOVABLE]

@@ -10,7 +10,7 @@ from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.simulate import Prediction, simulate
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 
-__all__ = ["keep_gathered", "unshard", "unshard_candidates"]
+__all__ = ["gain_per_byte", "keep_gathered", "unshard", "unshard_candidates"]
 
 
 def unshard(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
@@ -44,7 +44,7 @@ def unshard(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
         _, order, (forward, backward), group = heapq.heappop(queue)
         trial = keep_gathered(result, forward, backward, group.ids)
         prediction = simulate(trial, profile)
-        gain = _gain(best, prediction, group)
+        gain = gain_per_byte(best, prediction, group)
         if gain <= 0 or prediction.peak_bytes > max(best.peak_bytes, context.budget):
             continue
         if queue and -gain > queue[0][0]:
@@ -54,7 +54,7 @@ def unshard(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
     return result
 
 
-def _gain(before: Prediction, after: Prediction, group: Instruction) -> float:
+def gain_per_byte(before: Prediction, after: Prediction, group: Instruction) -> float:
     """Seconds saved per byte; nothing below a ten-thousandth of the step, which is no reason to spend memory."""
     saved = before.seconds - after.seconds
     return saved / group.bytes if saved > 1e-4 * before.seconds and group.bytes else 0.0

@@ -1,0 +1,119 @@
+"""Keeping whole: while gradients accumulate, parameters stay gathered from one micro-batch to the next."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import replace
+
+from lightning_deepcompile.plan.context import PlanContext
+from lightning_deepcompile.plan.passes.unshard import gain_per_byte, keep_gathered
+from lightning_deepcompile.plan.simulate import simulate
+from lightning_deepcompile.program.schedule import Instruction, Schedule
+
+__all__ = ["keep_until_boundary", "keep_whole"]
+
+
+def keep_whole(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
+    """Keeps parameters gathered until the last micro-batch before the optimizer steps has used them.
+
+    It turns stage 3 into stage 2 for as many parameters as there is memory for.
+
+    Looks for: groups of a forward program; steps of more than one micro-batch.
+
+    Changes: their last release in the forward program goes, and that in the backward program happens at the boundary
+    only. Programs stay as they are otherwise: gathers find the parameters there and send nothing. Groups are taken in
+    order of simulated time saved per byte, again measured by simulation after each choice, until none fits or none
+    helps.
+
+    Needs from the profile: times and memory of regions; the model of gathers; the number of micro-batches.
+
+    Promises: same values; same reductions; predicted memory within the budget, or not above what it was.
+
+    Args:
+        schedules: The programs of a micro-batch.
+        context: Settings and profile.
+
+    Returns:
+        The schedules; unchanged where a step has one micro-batch.
+    """
+    profile = context.require_profile("keep_whole")
+    result = list(schedules)
+    if profile.micro_batches < 2:
+        return result
+    best = simulate(result, profile)
+    # As in `unshard`: gains shrink, as a rule, so only the group that leads has to be simulated anew.
+    queue = [(float("-inf"), order, pair, group) for order, (pair, group) in enumerate(_candidates(result))]
+    heapq.heapify(queue)
+    while queue:
+        _, order, (forward, backward), group = heapq.heappop(queue)
+        trial = keep_until_boundary(result, forward, backward, group)
+        prediction = simulate(trial, profile)
+        gain = gain_per_byte(best, prediction, group)
+        if gain <= 0 or prediction.peak_bytes > max(best.peak_bytes, context.budget):
+            continue
+        if queue and -gain > queue[0][0]:
+            heapq.heappush(queue, (-gain, order, (forward, backward), group))
+            continue
+        result, best = trial, prediction
+    return result
+
+
+def _candidates(schedules: list[Schedule]) -> list[tuple[tuple[int, int], Instruction]]:
+    """Groups of forward schedules, with the indices of the forward and the backward schedule; the first ones first.
+
+    Nothing computes beside the gathers that open a forward program: they are the least hidden.
+    """
+    backwards = {s.frame: k for k, s in enumerate(schedules) if s.kind == "backward"}
+    found, seen = [], set()
+    for k, schedule in enumerate(schedules):
+        if schedule.kind != "forward" or schedule.frame not in backwards:
+            continue
+        for position in schedule.at("gather"):
+            gather = schedule.instructions[position]
+            new = [(i, size) for i, size in zip(gather.ids, gather.sizes, strict=True) if i not in seen]
+            seen.update(gather.ids)
+            if new:
+                group = Instruction("gather", tuple(i for i, _ in new), tuple(size for _, size in new))
+                found.append(((k, backwards[schedule.frame]), group))
+    return found
+
+
+def keep_until_boundary(schedules: list[Schedule], forward: int, backward: int, group: Instruction) -> list[Schedule]:
+    """Keeps `group` from its gather in the first micro-batch to its last use in the last one.
+
+    Args:
+        schedules: The programs of a micro-batch.
+        forward: Index of the forward schedule.
+        backward: Index of the backward schedule of the same frame.
+        group: Parameters that the forward schedule gathers, with their sizes.
+    """
+    result = keep_gathered(schedules, forward, backward, group.ids)
+    sizes = dict(zip(group.ids, group.sizes, strict=True))
+    instructions: list[Instruction] = []
+    left = set(sizes)
+    for instruction in reversed(result[backward].instructions):
+        if instruction.op != "release":
+            instructions.append(instruction)
+            continue
+        late = left & set(instruction.ids)
+        left -= late
+        instructions.extend(_split(instruction, late))
+    if left:  # what backward does not read is of no use once its last forward is over
+        unread = tuple(sorted(left))
+        instructions.append(Instruction("release_at_boundary", unread, tuple(sizes[i] for i in unread)))
+    result[backward] = replace(result[backward], instructions=tuple(reversed(instructions)))
+    return result
+
+
+def _split(release: Instruction, late: Iterable[int]) -> list[Instruction]:
+    """`release`, and the part of it that waits for the boundary, in an instruction of its own."""
+    pairs = list(zip(release.ids, release.sizes, strict=True))
+    parts = []
+    for op, chosen in (
+        ("release", [pair for pair in pairs if pair[0] not in late]),
+        ("release_at_boundary", [pair for pair in pairs if pair[0] in late]),
+    ):
+        if chosen:
+            parts.append(Instruction(op, tuple(i for i, _ in chosen), tuple(size for _, size in chosen)))
+    return parts
