@@ -22,6 +22,7 @@ from lightning_deepcompile.capture.checks import check_module, check_same_model
 from lightning_deepcompile.capture.gradients import GradientSession
 from lightning_deepcompile.capture.graph_checks import UnsupportedStepError, ungathered_message
 from lightning_deepcompile.capture.sharding import shard_module
+from lightning_deepcompile.capture.write_watch import WriteWatch
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.optimizers import LocalShards, check_optimizer
 from lightning_deepcompile.plan.report import Round
@@ -98,10 +99,9 @@ class Engine:
         self._before_step: dict[str, int] = {}
         self._last_step: dict[str, int] = {}
         self._stale_gradients = False
-        # One tensor per flat buffer of parameters: all views of a buffer share its count of in-place changes.
-        self._watched = [self.model.by_name[chunk.shards[0].spec.name].leaf for chunk in self.model.chunks]
-        self._versions: list[int] | None = None
-        self._within_step = False  # the last backward pass was not the last one before the optimizer steps
+        self._writes = WriteWatch(self.model)
+        self._written: list[int] | None = None  # its counts, while what is gathered may be used again
+        self._ran = ""  # the step that ran last
         self._aborted = False
 
     def run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +124,7 @@ class Engine:
             self._compiled[name] = torch.compile(step, backend=self.capture)
         if name == "training_step":
             self.tuner.begin_micro_batch()
-        self._renew_gathered()
+        self._renew_gathered(name)
         if name == "training_step":
             self._before_step = self.runtime.stats()
         self.gradients.follow_requires_grad()
@@ -147,15 +147,17 @@ class Engine:
                 raise UnsupportedStepError(ungathered_message()) from error
             raise
 
-    def _renew_gathered(self) -> None:
+    def _renew_gathered(self, name: str) -> None:
         # Whoever changed a parameter since the last step did so on the compute stream: the gathers must come after it.
         # Where parameters stay whole between steps (of one accumulation, or in evaluation) they are kept as long as
         # nobody has written to one. Looked at here and not after the optimizer step, so that a hook's changes count.
-        versions = [leaf._version for leaf in self._watched]
-        if (self.stage == 3 and not self._within_step) or versions != self._versions:
+        # Averaged weights are swapped in and out in ways that nobody counts, but only between training and evaluation.
+        counts = self._writes.counts() if self._written is not None and name == self._ran else None
+        if counts is None or counts != self._written:
             self.runtime.invalidate()
             self.runtime.refetch()
-            self._versions = versions
+        self._written = (counts or self._writes.counts()) if self.stage < 3 else None
+        self._ran = name
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -208,7 +210,8 @@ class Engine:
             self.gradients.abandon()
             raise
         self.gradients.finish()
-        self._within_step = not self.gradients.update
+        if self.stage == 3:  # between micro-batches, plans may keep what was gathered
+            self._written = None if self.gradients.update else self._writes.counts()
         self._last_step = {key: value - self._before_step.get(key, 0) for key, value in self.runtime.stats().items()}
         return result
 
@@ -237,8 +240,7 @@ class Engine:
 
     def parameters_changed(self) -> None:
         """Call when parameters were written to: what is gathered is out of date, gradients may be dropped."""
-        self._versions = None
-        self._within_step = False
+        self._written = None
         self.runtime.invalidate()
         self._stale_gradients = True
         self.tuner.end_step()
@@ -248,9 +250,6 @@ class Engine:
         if self._stale_gradients:
             self.gradients.drop()
             self._stale_gradients = False
-        # One tensor per flat buffer of parameters: all views of a buffer share its count of in-place changes.
-        self._watched = [self.model.by_name[chunk.shards[0].spec.name].leaf for chunk in self.model.chunks]
-        self._versions: list[int] | None = None
 
     def replan(self, settings: PlanSettings) -> None:
         """Swaps all programs for ones planned with `settings`; call on all ranks, between optimizer steps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -32,9 +33,13 @@ class Net(nn.Module):
             x = x + F.gelu(block(x))
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
+    def validation_step(self, tokens: Tensor) -> Tensor:
+        return self.training_step(tokens)
 
-def make_engine(mesh: DeviceMesh, **settings: object) -> Engine:
-    return Engine(Net(), mesh, CompileConfig(**{"region_backend": "eager", **settings}))  # type: ignore[arg-type]
+
+def make_engine(mesh: DeviceMesh, stage: int = 3, **settings: object) -> Engine:
+    config = CompileConfig(**{"region_backend": "eager", **settings})  # type: ignore[arg-type]
+    return Engine(Net(), mesh, config, stage=stage)
 
 
 def one_step(engine: Engine, tokens: Tensor, optimizer: torch.optim.Optimizer) -> float:
@@ -44,6 +49,41 @@ def one_step(engine: Engine, tokens: Tensor, optimizer: torch.optim.Optimizer) -
     optimizer.step()
     engine.parameters_changed()
     return float(loss)
+
+
+def _in_place(parameter: Any) -> None:
+    with torch.no_grad():
+        parameter.mul_(2.0)
+
+
+def _local(parameter: Any) -> None:
+    with torch.no_grad():
+        parameter.to_local().mul_(2.0)
+
+
+def _data(parameter: Any) -> None:
+    parameter.data.mul_(2.0)
+
+
+@pytest.mark.parametrize(
+    ("write", "names"),
+    [
+        (_in_place, ("training_step", "training_step")),
+        (_local, ("training_step", "training_step")),
+        (_data, ("training_step", "validation_step")),
+    ],
+)
+def test_whole_parameters_are_gathered_anew_after_a_write(mesh: DeviceMesh, write: Any, names: tuple[str, str]) -> None:
+    losses = []
+    for stage in (2, 3):
+        engine = make_engine(mesh, stage=stage)
+        with torch.no_grad():
+            for name in (names[0], names[0], *names, names[0]):
+                losses.append(float(engine.run_step(name, TOKENS)))
+                if name == names[1] and len(losses) % 5 > 1:
+                    write(engine.module.head.weight)
+        engine.close()
+    assert losses[:5] == losses[5:] and losses[0] == losses[1] and len(set(losses)) > 1
 
 
 def sgd(engine: Engine) -> torch.optim.Optimizer:
