@@ -19,8 +19,10 @@ ldc::Group share(c10d::ProcessGroup& group) {
 }
 
 std::shared_ptr<Runtime> make_runtime(c10d::ProcessGroup& gather_group, c10d::ProcessGroup& reduce_group,
-                                      at::Device device, const ldc::RuntimeOptions& options) {
-  auto runtime = Runtime::create(share(gather_group), share(reduce_group), device, options);
+                                      c10d::ProcessGroup* replica_group, at::Device device,
+                                      const ldc::RuntimeOptions& options) {
+  auto runtime = Runtime::create(share(gather_group), share(reduce_group),
+                                 replica_group == nullptr ? ldc::Group() : share(*replica_group), device, options);
   // Python drops the last reference with its lock held; the end of a runtime may wait for the device, so let go of it.
   Runtime* address = runtime.get();
   return {address, [runtime = std::move(runtime)](Runtime*) mutable {
@@ -80,13 +82,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<Runtime, std::shared_ptr<Runtime>> runtime(
       m, "Runtime",
-      "Communicators, streams, buffers and executors of one strategy. Creating one is collective over both groups.");
+      "Communicators, streams, buffers and executors of one strategy. Creating one is collective over its groups.");
   runtime
       .def(py::init([](c10d::ProcessGroup& gather_group, c10d::ProcessGroup& reduce_group, at::Device device,
-                       std::string communicator, int64_t reduce_window, int64_t reduce_bucket_size, int64_t max_ctas, double timeout,
+                       c10d::ProcessGroup* replica_group, std::string communicator, int64_t reduce_window, int64_t reduce_bucket_size, int64_t max_ctas, double timeout,
                        int64_t free_activation_threshold, int64_t offload_limit, bool sync_before_reduce, bool sync_after_reduce,
                        bool sync_before_allgather, bool sync_after_allgather, int64_t serial) {
-             return make_runtime(gather_group, reduce_group, device,
+             return make_runtime(gather_group, reduce_group, replica_group, device,
                                  {.communicator = std::move(communicator),
                                   .reduce_window = reduce_window,
                                   .reduce_bucket_size = reduce_bucket_size,
@@ -100,7 +102,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                   .sync_after_allgather = sync_after_allgather,
                                   .serial = serial});
            }),
-           "gather_group"_a, "reduce_group"_a, "device"_a, py::kw_only(), "communicator"_a = "auto",
+           "gather_group"_a, "reduce_group"_a, "device"_a, py::kw_only(), "replica_group"_a = py::none(), "communicator"_a = "auto",
            "reduce_window"_a = 2, "reduce_bucket_size"_a = 0, "max_ctas"_a = 0, "timeout"_a = 0.0, "free_activation_threshold"_a = 0,
            "offload_limit"_a = 0, "sync_before_reduce"_a = false, "sync_after_reduce"_a = false, "sync_before_allgather"_a = false,
            "sync_after_allgather"_a = false, "serial"_a = -1, NoGil())

@@ -1,5 +1,6 @@
 // The wire: how a group of tensors is gathered or reduced over the ranks. Two implementations: NCCL with communicators
-// of our own, and any torch ProcessGroup (gloo on CPU). The engines above use the same calls for both.
+// of our own, and any torch ProcessGroup (gloo on CPU). The engines above use the same calls for both, and for a pair of
+// them where ranks share parameters in groups (hybrid_communicator.h).
 #pragma once
 
 #include <chrono>
@@ -10,8 +11,8 @@
 
 namespace ldc {
 
-/// One tensor of a group. Both sides are contiguous and of one dtype, and they differ `world_size` times in size:
-/// a gather writes rank r's `in` to the r-th part of `out`; a reduction writes the mean of this rank's part of
+/// One tensor of a group. Both sides are contiguous and of one dtype, and they differ `world_size` times in size (but see
+/// `all_reduce_mean`): a gather writes rank r's `in` to the r-th part of `out`; a reduction writes the mean of this rank's part of
 /// everybody's `in` to `out`.
 struct Transfer {
   Tensor out;
@@ -48,6 +49,8 @@ class Communicator {
   /// One group: the transfers travel together. Empty tensors are skipped.
   virtual Completion all_gather(const std::vector<Transfer>& group) = 0;
   virtual Completion reduce_scatter_mean(const std::vector<Transfer>& group) = 0;
+  /// Here both sides are of one size, and may be the same tensor: `out` becomes the mean of everybody's `in`.
+  virtual Completion all_reduce_mean(const std::vector<Transfer>& group) = 0;
 
   /// Raises if the wire has failed since, for communicators that notice only in the background. Does not wait.
   virtual void check_health() {}

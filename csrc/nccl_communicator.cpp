@@ -58,6 +58,14 @@ class NcclCommunicator final : public Communicator {
     });
   }
 
+  Completion all_reduce_mean(const std::vector<Transfer>& group) override {
+    return submit("reduction over replicas", group, [this](const Transfer& transfer, cudaStream_t stream) {
+      const Tensor out = transfer.out.is_complex() ? at::view_as_real(transfer.out) : transfer.out;
+      return ncclAllReduce(transfer.in.const_data_ptr(), out.mutable_data_ptr(), static_cast<size_t>(out.numel()),
+                           nccl_dtype(out.scalar_type()), ncclAvg, comm_, stream);
+    });
+  }
+
   void check_health() override {
     const std::lock_guard lock(calls_);
     ncclResult_t state = ncclSuccess;

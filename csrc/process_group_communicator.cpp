@@ -21,7 +21,7 @@ Tensor wire_form(const Tensor& tensor) { return flat(tensor.is_complex() ? at::v
 ProcessGroupCommunicator::ProcessGroupCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, Device device,
                                                    std::chrono::milliseconds timeout)
     : Communicator(group->getRank(), group->getSize()), group_(std::move(group)) {
-  if (timeout.count() > 0) gather_options_.timeout = reduce_options_.timeout = timeout;
+  if (timeout.count() > 0) gather_options_.timeout = reduce_options_.timeout = all_reduce_options_.timeout = timeout;
   try {
     backend_ = group_->getBackend(device.type());
     // Gloo's worker threads write the name of the operation that they finished into one string, without a lock. Two
@@ -100,8 +100,33 @@ Completion ProcessGroupCommunicator::reduce_scatter_mean(const std::vector<Trans
         coalesced_reduce_, ins.size(), [&] { return backend_->reduce_scatter_tensor_coalesced(outs, ins, reduce_options_); },
         [&](size_t i) { return backend_->_reduce_scatter_base(outs[i], ins[i], reduce_options_); });
   });
+  return means(names(group), std::move(works), std::move(outs), std::move(ins), std::move(results));
+}
+
+Completion ProcessGroupCommunicator::all_reduce_mean(const std::vector<Transfer>& group) {
+  std::vector<Tensor> sums, results;
+  for (const Transfer& transfer : group) {
+    if (transfer.in.numel() == 0) continue;
+    const bool widen = transfer.in.scalar_type() == c10::kHalf;
+    results.push_back(wire_form(transfer.out));
+    if (!transfer.out.is_same(transfer.in)) results.back().copy_(wire_form(transfer.in));
+    sums.push_back(widen ? results.back().to(c10::kFloat) : results.back());
+  }
+  if (sums.empty()) return {};
+  Works works;
+  explained("reduction over replicas", names(group), [&] {
+    for (const Tensor& sum : sums) {
+      std::vector<Tensor> one = {sum};
+      works.push_back(backend_->allreduce(one, all_reduce_options_));
+    }
+  });
+  return means(names(group), std::move(works), std::move(sums), {}, std::move(results));
+}
+
+Completion ProcessGroupCommunicator::means(std::string what, Works works, std::vector<Tensor> outs,
+                                           std::vector<Tensor> ins, std::vector<Tensor> results) {
   return Completion([this, works = std::move(works), outs = std::move(outs), ins = std::move(ins),
-                     results = std::move(results), what = names(group)]() mutable {
+                     results = std::move(results), what = std::move(what)]() mutable {
     explained("reduction", what, [&] {
       for (const auto& work : works) work->wait();
     });

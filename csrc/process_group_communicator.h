@@ -20,12 +20,16 @@ class ProcessGroupCommunicator final : public Communicator {
 
   Completion all_gather(const std::vector<Transfer>& group) override;
   Completion reduce_scatter_mean(const std::vector<Transfer>& group) override;
+  Completion all_reduce_mean(const std::vector<Transfer>& group) override;
 
  private:
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
   /// Runs `together` while the backend is believed to support it, and `single` per tensor otherwise.
   template <typename Together, typename Single>
   Works start(bool& coalesced, size_t count, Together together, Single single);
+  /// Divides the sums in `outs` by the number of ranks, and copies those to `results` that are apart from it.
+  Completion means(std::string what, Works works, std::vector<Tensor> outs, std::vector<Tensor> ins,
+                   std::vector<Tensor> results);
   /// Adds operation, parameters and rank to a failure of the backend.
   template <typename Action>
   void explained(std::string_view operation, const std::string& what, Action action) const;
@@ -34,6 +38,7 @@ class ProcessGroupCommunicator final : public Communicator {
   c10::intrusive_ptr<c10d::Backend> backend_;
   c10d::AllgatherOptions gather_options_;
   c10d::ReduceScatterOptions reduce_options_;
+  c10d::AllreduceOptions all_reduce_options_;
   bool coalesced_gather_ = true;
   bool coalesced_reduce_ = true;
 };

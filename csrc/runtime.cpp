@@ -1,6 +1,7 @@
 #include "runtime.h"
 
 #include "build_info.h"
+#include "hybrid_communicator.h"
 #include "process_group_communicator.h"
 #include "same_on_all_ranks.h"
 #ifdef LDC_WITH_NCCL
@@ -41,10 +42,18 @@ std::shared_ptr<Communicator> make_communicator(const std::string& kind, const G
   return std::make_shared<ProcessGroupCommunicator>(group, device, milliseconds(options.timeout));
 }
 
+std::shared_ptr<Communicator> make_reduce_communicator(const std::string& kind, const Group& group,
+                                                       const Group& replicas, Device device,
+                                                       const RuntimeOptions& options) {
+  std::shared_ptr<Communicator> shard = make_communicator(kind, group, device, options);
+  if (!replicas) return shard;
+  return std::make_shared<HybridCommunicator>(std::move(shard), make_communicator(kind, replicas, device, options));
+}
+
 }  // namespace
 
-std::shared_ptr<Runtime> Runtime::create(Group gather_group, Group reduce_group, Device device,
-                                         const RuntimeOptions& options) {
+std::shared_ptr<Runtime> Runtime::create(Group gather_group, Group reduce_group, Group replica_group,
+                                         Device device, const RuntimeOptions& options) {
   LDC_CHECK_ARG(options.reduce_window >= 0, "Runtime: `reduce_window` must not be negative, got ",
                 options.reduce_window, ".");
   LDC_CHECK_ARG(options.reduce_bucket_size >= 0, "Runtime: `reduce_bucket_size` must not be negative, got ",
@@ -59,7 +68,8 @@ std::shared_ptr<Runtime> Runtime::create(Group gather_group, Group reduce_group,
   LDC_CHECK_ARG(options.max_ctas >= 0, "Runtime: `max_ctas` must not be negative, got ", options.max_ctas, ".");
   const int64_t serial = reserve_serial(options.serial);
   try {
-    auto runtime = std::make_shared<Runtime>(gather_group, reduce_group, with_index(device), options, serial);
+    auto runtime = std::make_shared<Runtime>(gather_group, reduce_group, replica_group, with_index(device), options,
+                                             serial);
     enter_runtime(serial, runtime);
     return runtime;
   } catch (...) {
@@ -68,13 +78,13 @@ std::shared_ptr<Runtime> Runtime::create(Group gather_group, Group reduce_group,
   }
 }
 
-Runtime::Runtime(const Group& gather_group, const Group& reduce_group, Device device, const RuntimeOptions& options,
-                 int64_t serial)
+Runtime::Runtime(const Group& gather_group, const Group& reduce_group, const Group& replica_group, Device device,
+                 const RuntimeOptions& options, int64_t serial)
     : serial_(serial),
       device_(device),
       communicator_kind_(resolve_kind(options.communicator, device)),
       gather_communicator_(make_communicator(communicator_kind_, gather_group, device, options)),
-      reduce_communicator_(make_communicator(communicator_kind_, reduce_group, device, options)),
+      reduce_communicator_(make_reduce_communicator(communicator_kind_, reduce_group, replica_group, device, options)),
       free_threshold_(options.free_activation_threshold),
       registry_(device, gather_communicator_->world_size()),
       gathers_(device, gather_communicator_, registry_, stats_, options),

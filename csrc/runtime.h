@@ -29,14 +29,16 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 class Runtime {
  public:
-  /// Makes a runtime and enters it into the table. Collective: all ranks of the groups call it together.
-  static std::shared_ptr<Runtime> create(Group gather_group, Group reduce_group, Device device,
+  /// Makes a runtime and enters it into the table. Collective: all ranks of the groups call it together. The first two
+  /// groups have the same ranks, which share the parameters; `replica_group`, if there is one, those that hold the same
+  /// shards as this rank: gradients are averaged over both.
+  static std::shared_ptr<Runtime> create(Group gather_group, Group reduce_group, Group replica_group, Device device,
                                          const RuntimeOptions& options);
   /// The runtime that a parameter or graph id belongs to.
   static std::shared_ptr<Runtime> of(int64_t id) { return find_runtime(id); }
 
-  Runtime(const Group& gather_group, const Group& reduce_group, Device device, const RuntimeOptions& options,
-          int64_t serial);
+  Runtime(const Group& gather_group, const Group& reduce_group, const Group& replica_group, Device device,
+          const RuntimeOptions& options, int64_t serial);
   ~Runtime();
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;

@@ -21,6 +21,7 @@ from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.capture.checks import check_module, check_same_model
 from lightning_deepcompile.capture.gradients import GradientSession
 from lightning_deepcompile.capture.graph_checks import UnsupportedStepError, ungathered_message
+from lightning_deepcompile.capture.ranks import Ranks
 from lightning_deepcompile.capture.sharding import shard_module
 from lightning_deepcompile.capture.write_watch import WriteWatch
 from lightning_deepcompile.config import CompileConfig
@@ -42,7 +43,7 @@ class Engine:
 
     Args:
         module: The model; sharded in place.
-        mesh: 1-D device mesh of the ranks.
+        mesh: Device mesh of the ranks: 1-D, or ``(replicas, shards)``; see `Ranks`.
         config: Settings.
         gather_dtype: Dtype in which floating-point parameters are gathered; None keeps their own.
         reduce_dtype: Dtype in which gradients are reduced; None keeps the one they are computed in.
@@ -63,7 +64,8 @@ class Engine:
     ) -> None:
         extension = load_extension()
         check_module(module)
-        group = mesh.get_group()
+        ranks = Ranks(mesh)
+        group = ranks.group
         check_same_model(module, group)
         self.module = module
         self.config = config
@@ -71,27 +73,27 @@ class Engine:
         self.device = device = torch.device(
             mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None
         )
-        gather_group, reduce_group = group, group
+        gather_group = reduce_group = ranks.shard_group
         if mesh.device_type == "cpu" and mesh.size() > 1:
             # Separate groups, so that gathers and reductions need not wait for each other.
-            ranks = dist.get_process_group_ranks(group)
-            gather_group, reduce_group = (dist.new_group(ranks, timeout=timeout) for _ in range(2))
+            gather_group, reduce_group = ranks.new_shard_groups(2, timeout=timeout)
         self.runtime = extension.Runtime(
             gather_group,
             reduce_group,
             device,
+            replica_group=ranks.replica_group,
             reduce_window=config.reduce_window,
             max_ctas=config.max_ctas,
             timeout=timeout.total_seconds(),
         )
         self._close = weakref.finalize(self, self.runtime.close)
-        self.model = shard_module(module, self.runtime, mesh, gather_dtype=gather_dtype, reduce_dtype=reduce_dtype)
+        self.model = shard_module(module, self.runtime, ranks, gather_dtype=gather_dtype, reduce_dtype=reduce_dtype)
         self.gradients = GradientSession(self.runtime, self.model, group)
         store = compat.store()
         # Engines are made in the same order on all ranks; a number of its own keeps one's keys from another's.
         number = store.add(f"lightning_deepcompile/engines/{dist.get_rank()}", 1)
         prefix = f"lightning_deepcompile/engine{number}"
-        agreement = Agreement(store, mesh.get_local_rank(), mesh.size(), timeout, prefix)
+        agreement = Agreement(store, dist.get_rank(group), ranks.world_size, timeout, prefix)
         self.capture = Capture(config, self.model, self.runtime, self.gradients, agreement.check, stage)
         self.tuner = Tuner(self.capture, self.runtime, group, device)
         self._local_shards: weakref.WeakKeyDictionary[Optimizer, LocalShards] = weakref.WeakKeyDictionary()
@@ -267,8 +269,8 @@ class Engine:
         """
         sharded, replicated = self._local_grads(parameters)
         total = _square_sum(sharded, self.device)
-        if self.model.mesh.size() > 1:
-            dist.all_reduce(total, group=self.model.mesh.get_group())
+        if self.model.ranks.shards > 1:
+            dist.all_reduce(total, group=self.model.ranks.shard_group)
         norm = (total + _square_sum(replicated, self.device)).sqrt()
         if sharded or replicated:
             # As torch.nn.utils.clip_grad_norm_: no branch on the norm, for which the host would have to wait.
@@ -304,7 +306,8 @@ class Engine:
         """Counters; see `Summary`."""
         last = self._last_step
         return Summary(
-            world_size=self.model.mesh.size(),
+            world_size=self.model.ranks.shards,
+            replicas=self.model.ranks.replicas,
             communicator=self.runtime.communicator,
             graphs=self.capture.frames,
             programs=len(self.capture.executables),

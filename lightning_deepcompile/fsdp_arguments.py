@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-__all__ = ["ShardingStrategyName", "check_cpu_offload", "stage_for", "warn_about_ignored"]
+__all__ = ["ShardingStrategyName", "check_cpu_offload", "is_hybrid", "stage_for", "warn_about_ignored"]
 
 ShardingStrategyName = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 
-_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 1}
+_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 1, "HYBRID_SHARD": 3, "_HYBRID_SHARD_ZERO2": 2}
 _INSTEAD = {
     "auto_wrap_policy": "blocks are found in the model's lists of layers",
     "use_orig_params": "parameters keep their names and shapes",
@@ -30,18 +30,13 @@ def stage_for(sharding_strategy: Any, stage: int | None) -> int:
         stage: The stage, if it was given.
 
     Raises:
-        ValueError: For an unknown or unsupported strategy or stage, and where the two contradict each other.
+        ValueError: For an unknown strategy or stage, and where the two contradict each other.
     """
     if stage not in (None, 1, 2, 3):
         raise ValueError(f"DeepCompileStrategy(stage={stage!r}): use 1, 2 or 3.")
     if sharding_strategy is None:
         return stage or 3
-    name = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
-    if name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
-        raise ValueError(
-            f"DeepCompileStrategy(sharding_strategy={name!r}): sharding inside a node and replicating across nodes "
-            "does not exist here yet. Use 'FULL_SHARD' (stage 3) or 'SHARD_GRAD_OP' (stage 2) over all ranks."
-        )
+    name = _name(sharding_strategy)
     if name not in _STAGES:
         raise ValueError(f"DeepCompileStrategy(sharding_strategy={sharding_strategy!r}): use one of {[*_STAGES]}.")
     if stage is not None and stage != _STAGES[name]:
@@ -55,6 +50,19 @@ def stage_for(sharding_strategy: Any, stage: int | None) -> int:
             "every rank, optimizer states are sharded all the same."
         )
     return _STAGES[name]
+
+
+def is_hybrid(sharding_strategy: Any) -> bool:
+    """Whether an FSDP sharding strategy shards among some ranks, and replicates over the others.
+
+    Args:
+        sharding_strategy: As for `stage_for`.
+    """
+    return "HYBRID" in _name(sharding_strategy)
+
+
+def _name(sharding_strategy: Any) -> str:
+    return str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
 
 
 def check_cpu_offload(cpu_offload: Any) -> None:

@@ -16,10 +16,8 @@ from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import to_uncompiled
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -30,10 +28,12 @@ from lightning_deepcompile.checkpoint_strategy import CheckpointStrategy
 from lightning_deepcompile.compile_progress import CompileProgress
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.deferred_log import DeferredLog
+from lightning_deepcompile.device_mesh import MeshArgument, check_mesh, make_mesh
 from lightning_deepcompile.engine import Engine
 from lightning_deepcompile.fsdp_arguments import (
     ShardingStrategyName,
     check_cpu_offload,
+    is_hybrid,
     stage_for,
     warn_about_ignored,
 )
@@ -42,7 +42,7 @@ from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.precision import DeepCompilePrecision
 from lightning_deepcompile.summary import Summary
-from lightning_deepcompile.trainer_checks import check_trainer
+from lightning_deepcompile.trainer_checks import check_trainer, may_drop_gradients
 
 __all__ = ["DeepCompileStrategy"]
 
@@ -69,6 +69,10 @@ class DeepCompileStrategy(CheckpointStrategy):
         activation_checkpointing_policy: Classes of modules that keep only their inputs and run again in backward; or
             a function of a module that tells whether it does.
         sharding_strategy: FSDP's name for the stage: ``"FULL_SHARD"`` is 3, ``"SHARD_GRAD_OP"`` is 2.
+            ``"HYBRID_SHARD"`` is 3 with the parameters sharded inside every node, or as `device_mesh` says.
+        device_mesh: For hybrid sharding: (number of replicas, ranks that share the parameters), or a DeviceMesh of
+            these two dimensions. Ranks next to each other share; gradients are reduced among them, and then averaged
+            over the replicas.
         cpu_offload: Of FSDP; not supported yet.
         auto_wrap_policy: Of FSDP; ignored with a warning, as are the next ones.
         use_orig_params: Of FSDP; ignored.
@@ -84,7 +88,7 @@ class DeepCompileStrategy(CheckpointStrategy):
         compile: Settings of the compiler and of the schedule.
 
     Raises:
-        ValueError: For a stage or state dict type that does not exist.
+        ValueError: For a stage, state dict type or mesh that cannot be.
     """
 
     strategy_name = "deepcompile"
@@ -102,6 +106,7 @@ class DeepCompileStrategy(CheckpointStrategy):
         mixed_precision: MixedPrecision | None = None,
         activation_checkpointing_policy: CheckpointingPolicy | None = None,
         sharding_strategy: ShardingStrategyName | ShardingStrategy | None = None,
+        device_mesh: MeshArgument | None = None,
         cpu_offload: bool | CPUOffload | None = None,
         auto_wrap_policy: Any | None = None,
         use_orig_params: bool | None = None,
@@ -124,6 +129,9 @@ class DeepCompileStrategy(CheckpointStrategy):
             timeout=timeout,
         )
         self.stage = stage_for(sharding_strategy, stage)
+        self._hybrid = is_hybrid(sharding_strategy)
+        check_mesh(device_mesh, hybrid=self._hybrid)
+        self._device_mesh = device_mesh
         check_cpu_offload(cpu_offload)
         warn_about_ignored(
             {
@@ -211,7 +219,13 @@ class DeepCompileStrategy(CheckpointStrategy):
         module = plugin.convert_module(module)
         if self._checkpointing_policy is not None:
             checkpoint_activations(module, self._checkpointing_policy)
-        mesh = init_device_mesh(self.root_device.type, (self.world_size,), mesh_dim_names=("data_parallel",))
+        mesh = make_mesh(
+            self._device_mesh,
+            hybrid=self._hybrid,
+            device_type=self.root_device.type,
+            world_size=self.world_size,
+            per_node=self.num_processes,
+        )
         self._engine = Engine(
             module,
             mesh,
@@ -267,7 +281,7 @@ class DeepCompileStrategy(CheckpointStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the compiled training step."""
-        if self._may_drop_gradients():
+        if may_drop_gradients(self.lightning_module):
             self.engine.drop_stale_gradients()
         return self._run("training_step", *args, **kwargs)
 
@@ -294,21 +308,6 @@ class DeepCompileStrategy(CheckpointStrategy):
         deferred = nullcontext() if name == "predict_step" else self._log.deferred()
         with context(), deferred, self._host_calls.outside_graphs(), self._progress.shown(self.engine.capture):
             return self.engine.run_step(name, *args, **kwargs)
-
-    def _may_drop_gradients(self) -> bool:
-        """Whether nobody can tell that gradients are freed before the forward pass instead of right after it.
-
-        Lightning calls ``zero_grad`` between forward and backward; the forward pass would have the memory of the last
-        step's gradients to carry.
-        """
-        module = self.lightning_module
-        assert module is not None
-        return (
-            module.automatic_optimization
-            and not is_overridden("on_before_zero_grad", module)
-            and not is_overridden("optimizer_zero_grad", module)
-            and not any(is_overridden("on_before_zero_grad", c, pl.Callback) for c in module.trainer.callbacks)
-        )
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Runs the backward pass; ``.grad`` holds reduced gradients when Lightning calls ``on_after_backward``."""

@@ -15,6 +15,7 @@ class Summary:
 
     Args:
         world_size: Number of ranks that share the parameters.
+        replicas: How many such groups of ranks there are (more than 1 with hybrid sharding).
         communicator: What carries gathers and reductions: ``"nccl"`` or ``"process_group"``.
         graphs: Graphs that Dynamo captured (1 per distinct step without graph breaks).
         programs: Programs made of them (forward, backward, inference).
@@ -32,6 +33,7 @@ class Summary:
     """
 
     world_size: int
+    replicas: int
     communicator: str
     graphs: int
     programs: int
@@ -47,9 +49,13 @@ class Summary:
     compile_seconds: float
     region_compile_seconds: float
 
+    @property
+    def _ranks(self) -> str:
+        return str(self.world_size) if self.replicas == 1 else f"{self.replicas} times {self.world_size}"
+
     def __str__(self) -> str:
         rows = [
-            ("ranks", f"{self.world_size} ({self.communicator})"),
+            ("ranks", f"{self._ranks} ({self.communicator})"),
             ("graphs", f"{self.graphs} ({self.programs} programs)"),
             ("regions compiled/total", f"{self.regions_compiled}/{self.regions_total}"),
             ("gathers a step", f"{self.gathers_per_step} in {self.gather_groups_per_step} groups"),

@@ -1,4 +1,4 @@
-"""Parts of a Trainer that do not go with sharded parameters: refused, or warned of, before training starts."""
+"""What a Trainer is made of: parts that do not go with sharded parameters are refused, or warned of."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-__all__ = ["check_trainer"]
+__all__ = ["check_trainer", "may_drop_gradients"]
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
@@ -31,3 +32,21 @@ def check_trainer(trainer: pl.Trainer) -> None:
             "PyTorchProfiler's hooks on every module break the step's graph at every module. Use "
             "`PyTorchProfiler(record_module_names=False)` to profile what runs without it."
         )
+
+
+def may_drop_gradients(module: pl.LightningModule | None) -> bool:
+    """Whether nobody can tell that gradients are freed before the forward pass instead of right after it.
+
+    Lightning calls ``zero_grad`` between forward and backward; the forward pass would have the memory of the last
+    step's gradients to carry.
+
+    Args:
+        module: The module that is trained.
+    """
+    assert module is not None
+    return (
+        module.automatic_optimization
+        and not is_overridden("on_before_zero_grad", module)
+        and not is_overridden("optimizer_zero_grad", module)
+        and not any(is_overridden("on_before_zero_grad", c, pl.Callback) for c in module.trainer.callbacks)
+    )

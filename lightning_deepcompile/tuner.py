@@ -63,7 +63,8 @@ class Tuner:
     def __init__(self, capture: Capture, runtime: Any, group: dist.ProcessGroup, device: torch.device) -> None:
         self._capture, self._runtime, self._group, self._device = capture, runtime, group, device
         self._config = capture.config
-        self._world = capture.model.mesh.size()
+        ranks = capture.model.ranks
+        self._world, self._everybody = ranks.shards, ranks.world_size
         self._setting = Setting(self._world, capture.stage, device.type)
         schedule = self._config.schedule
         if schedule is None or schedule == "auto":
@@ -283,9 +284,9 @@ class Tuner:
 
     def _exchange(self, mine: T) -> list[T]:
         """What every rank passes, by rank; a collective, at an optimizer-step boundary."""
-        if self._world == 1:
+        if self._everybody == 1:
             return [mine]
-        everybody: list[Any] = [None] * self._world
+        everybody: list[Any] = [None] * self._everybody
         dist.all_gather_object(everybody, mine, group=self._group)
         return everybody
 

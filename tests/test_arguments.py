@@ -24,6 +24,8 @@ from lightning_deepcompile.capture.activation_checkpointing import checkpoint_ac
         ({"sharding_strategy": "FULL_SHARD"}, 3),
         ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, 2),
         ({"sharding_strategy": "full_shard", "stage": 3}, 3),
+        ({"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 4)}, 3),
+        ({"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2}, 2),
     ],
 )
 def test_stages(arguments: dict[str, Any], stage: int) -> None:
@@ -37,7 +39,7 @@ def test_stages(arguments: dict[str, Any], stage: int) -> None:
     [
         ({"stage": 0}, "stage=0"),
         ({"sharding_strategy": "SOME_SHARD"}, "'FULL_SHARD', 'SHARD_GRAD_OP'"),
-        ({"sharding_strategy": "HYBRID_SHARD"}, "replicating across nodes does not exist here yet"),
+        ({"sharding_strategy": "HYBRID_SHARD", "stage": 2}, "that strategy is stage 3"),
         ({"sharding_strategy": "FULL_SHARD", "stage": 2}, "that strategy is stage 3"),
         ({"cpu_offload": True}, "offloading does not exist here yet"),
         ({"cpu_offload": CPUOffload(offload_params=True)}, "offloading does not exist here yet"),

@@ -16,7 +16,7 @@ from multiprocess import run_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-GLOBAL_ROWS = 6  # divides among 1, 2 and 3 ranks
+GLOBAL_ROWS = 12  # divides among 1, 2, 3 and 4 ranks
 STEPS, SAVED_AFTER = 5, 2
 
 

@@ -86,7 +86,7 @@ class Capture:
         self.passes: tuple[Pass, ...] = DEFAULT_PASSES
         self.plan: Mapping[str, Schedule] = {}
         self._planned_bytes: dict[str, int] = {}  # what the values of planned programs take, by structure
-        world = self.model.mesh.size()
+        world = self.model.ranks.shards
         self.params = {
             p.ds_id: ParamInfo(
                 p.ds_id,

@@ -173,10 +173,10 @@ class GradientSession:
         with torch.no_grad():
             flat = torch.cat([_flat_or_zeros(p) for p in stashed])
             used = torch.tensor([float(p.grad is not None) for p in stashed], device=flat.device)
-            if self._model.mesh.size() > 1:
+            if self._model.ranks.world_size > 1:
                 dist.all_reduce(flat, group=self._group)
                 dist.all_reduce(used, group=self._group)
-            flat.div_(self._model.mesh.size())
+            flat.div_(self._model.ranks.world_size)
             pieces = flat.split([p.numel() for p in stashed])
             for (p, before), piece, users in zip(stashed.items(), pieces, used.tolist(), strict=True):
                 grad = piece.view_as(p).to(p.dtype, copy=True) if users else None

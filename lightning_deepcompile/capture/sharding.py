@@ -2,7 +2,7 @@
 
 Every sharded parameter has three faces that share one storage:
 
-* ``dtensor``: what the module holds (``Shard(0)``, global shape): state dicts, summaries and users see it.
+* ``dtensor``: what the module holds (sharded on dim 0, global shape): state dicts, summaries and users see it.
 * ``leaf``: what graphs read: a plain tensor with the padded shape, equal on all ranks, so that neither a rank nor
   a DTensor appears in any graph (a DTensor input costs guards and host time on every call).
 * ``local``: what an optimizer's arithmetic sees: this rank's true rows as a plain tensor, without the padding.
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from lightning_deepcompile.capture.access import StepState, install_access
 from lightning_deepcompile.capture.grad_buffers import GradBuffer
 from lightning_deepcompile.capture.layout import ChunkLayout, ParamSpec, ShardLayout, assign_blocks, plan_chunks
 from lightning_deepcompile.capture.materialize import Materializer
+from lightning_deepcompile.capture.ranks import Ranks
 
 __all__ = ["Owner", "ShardedModel", "ShardedParameter", "collect_parameters", "shard_module"]
 
@@ -49,7 +49,7 @@ class ShardedParameter:
     layout: ShardLayout
     owners: tuple[Owner, ...]
     gather_dtype: torch.dtype
-    mesh: DeviceMesh
+    ranks: Ranks
     dtensor: nn.Parameter
     leaf: Tensor
     local: Tensor
@@ -66,7 +66,7 @@ class ShardedParameter:
 
     def distribute(self, rows: Tensor) -> DTensor:
         """This rank's `rows` of a tensor that is sharded like the parameter, as a DTensor; no communication."""
-        return _distribute(rows, self.layout.spec.shape, self.mesh)
+        return _distribute(rows, self.layout.spec.shape, self.ranks)
 
     def install(self, tensor: nn.Parameter) -> None:
         """Makes `tensor` what the modules hold under the parameter's names."""
@@ -77,8 +77,8 @@ class ShardedParameter:
         """This rank's rows of `tensor`, of the parameter's shape: a DTensor of any placement, or a whole tensor."""
         if isinstance(tensor, DTensor):
             with torch.no_grad():
-                return tensor.redistribute(self.mesh, [Shard(0)]).to_local()
-        low, high = self.layout.rows_of(self.mesh.get_local_rank())
+                return tensor.redistribute(self.ranks.mesh, self.ranks.placements).to_local()
+        low, high = self.layout.rows_of(self.ranks.shard_rank)
         return tensor.detach()[low:high]
 
 
@@ -91,7 +91,7 @@ class ShardedModel:
     chunks: list[ChunkLayout]
     grad_buffers: list[GradBuffer]
     state: StepState
-    mesh: DeviceMesh
+    ranks: Ranks
     by_id: dict[int, ShardedParameter] = field(init=False)
     by_name: dict[str, ShardedParameter] = field(init=False)
     by_parameter: dict[Tensor, ShardedParameter] = field(init=False)
@@ -120,12 +120,12 @@ def collect_parameters(module: nn.Module) -> dict[nn.Parameter, list[Owner]]:
 def shard_module(
     module: nn.Module,
     runtime: Any,
-    mesh: DeviceMesh,
+    ranks: Ranks,
     *,
     gather_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> ShardedModel:
-    """Shards every parameter of `module` on dim 0 over `mesh`, in place.
+    """Shards every parameter of `module` on dim 0, in place.
 
     All ranks end up with rank 0's values (as with DDP): ranks that were seeded differently would otherwise train a
     patchwork. One full parameter at a time is on the device, of a model on the meta device one block, which is
@@ -134,18 +134,16 @@ def shard_module(
     Args:
         module: The model, on any device.
         runtime: ``_C.Runtime`` of this rank.
-        mesh: 1-D device mesh of the data-parallel ranks.
+        ranks: The data-parallel ranks.
         gather_dtype: Compute dtype of floating-point parameters, cast before the wire; None keeps the storage dtype.
         reduce_dtype: Dtype on the wire of gradients; None takes the dtype they are computed in.
 
     Returns:
         The sharded model.
     """
-    device = (
-        torch.device(mesh.device_type, torch.cuda.current_device())
-        if mesh.device_type == "cuda"
-        else torch.device("cpu")
-    )
+    device = torch.device("cpu")
+    if ranks.mesh.device_type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
     found = collect_parameters(module)
     owners_of = {owners[0].fqn: tuple(owners) for p, owners in found.items() if p.dim() > 0 and p.numel() > 0}
     rest = [owners[0] for p, owners in found.items() if p.dim() == 0 or p.numel() == 0]
@@ -156,7 +154,7 @@ def shard_module(
         if owners[0].fqn in owners_of
     ]
     del found  # the only reference to the whole parameters shall be the module's
-    chunks = plan_chunks(specs, mesh.size())
+    chunks = plan_chunks(specs, ranks.shards)
     materializer = Materializer(module, device)
     state = StepState()
     parameters: dict[str, ShardedParameter] = {}
@@ -168,7 +166,7 @@ def shard_module(
         buffer = GradBuffer(torch.empty_like(values)) if chunk.shards[0].spec.requires_grad else None
         for layout in chunk.shards:
             spec = layout.spec
-            parameter = _shard_parameter(owners_of[spec.name], layout, values, mesh, next_id, gather_dtype)
+            parameter = _shard_parameter(owners_of[spec.name], layout, values, ranks, next_id, gather_dtype)
             next_id += 1
             if buffer is not None:
                 buffer.add(parameter)
@@ -186,13 +184,13 @@ def shard_module(
             buffer.settle()
             buffers.append(buffer)
     materializer.materialize(module.modules())  # those without parameters that are sharded
-    _move_rest(module, mesh, device)
+    _move_rest(module, ranks, device)
     _install(list(parameters.values()), state)
     replicated = [owner.module._parameters[owner.name] for owner in rest]
-    return ShardedModel([parameters[spec.name] for spec in specs], replicated, chunks, buffers, state, mesh)
+    return ShardedModel([parameters[spec.name] for spec in specs], replicated, chunks, buffers, state, ranks)
 
 
-def _move_rest(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+def _move_rest(module: nn.Module, ranks: Ranks, device: torch.device) -> None:
     """Moves buffers and replicated parameters to `device` and gives all ranks rank 0's values."""
     seen: dict[Tensor, Tensor] = {}
     for owner in module.modules():
@@ -200,18 +198,18 @@ def _move_rest(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> Non
             if buffer is not None:
                 if buffer not in seen:
                     seen[buffer] = buffer.to(device)
-                    _broadcast(seen[buffer], mesh)
+                    _broadcast(seen[buffer], ranks)
                 owner._buffers[name] = seen[buffer]
         for parameter in owner._parameters.values():
             if parameter is not None and not isinstance(parameter, DTensor) and parameter not in seen:
                 seen[parameter] = parameter
                 parameter.data = parameter.data.to(device)
-                _broadcast(parameter.data, mesh)
+                _broadcast(parameter.data, ranks)
 
 
-def _broadcast(tensor: Tensor, mesh: DeviceMesh) -> None:
-    if tensor.numel() and mesh.size() > 1:
-        dist.broadcast(tensor, src=dist.get_global_rank(mesh.get_group(), 0), group=mesh.get_group())
+def _broadcast(tensor: Tensor, ranks: Ranks) -> None:
+    if tensor.numel() and ranks.world_size > 1:
+        dist.broadcast(tensor, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
 
 
 @torch.no_grad()
@@ -219,7 +217,7 @@ def _shard_parameter(
     owners: tuple[Owner, ...],
     layout: ShardLayout,
     values: Tensor,
-    mesh: DeviceMesh,
+    ranks: Ranks,
     ds_id: int,
     gather_dtype: torch.dtype | None,
 ) -> ShardedParameter:
@@ -227,8 +225,8 @@ def _shard_parameter(
     original = owners[0].module._parameters[owners[0].name]
     assert original is not None
     full = original.detach().to(values.device, copy=True).contiguous()
-    _broadcast(full, mesh)
-    low, high = layout.rows_of(mesh.get_local_rank())
+    _broadcast(full, ranks)
+    low, high = layout.rows_of(ranks.shard_rank)
 
     padded = values[layout.offset : layout.offset + layout.shard_numel].view(layout.shard_shape)
     rows = padded.narrow(0, 0, high - low)
@@ -239,8 +237,8 @@ def _shard_parameter(
         layout=layout,
         owners=owners,
         gather_dtype=gather_dtype if gather_dtype is not None and floating else spec.dtype,
-        mesh=mesh,
-        dtensor=nn.Parameter(_distribute(rows, spec.shape, mesh), requires_grad=spec.requires_grad),
+        ranks=ranks,
+        dtensor=nn.Parameter(_distribute(rows, spec.shape, ranks), requires_grad=spec.requires_grad),
         leaf=padded.detach().requires_grad_(spec.requires_grad),
         local=rows.detach().requires_grad_(spec.requires_grad),
         grad_offset=layout.offset,
@@ -249,10 +247,8 @@ def _shard_parameter(
     return parameter
 
 
-def _distribute(rows: Tensor, shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:
-    return DTensor.from_local(
-        rows, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=_dense_strides(shape)
-    )
+def _distribute(rows: Tensor, shape: tuple[int, ...], ranks: Ranks) -> DTensor:
+    return ranks.distribute(rows, shape, _dense_strides(shape))
 
 
 def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

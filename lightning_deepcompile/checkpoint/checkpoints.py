@@ -168,8 +168,8 @@ class Checkpoints:
             if fitting:
                 self._check_number_of_optimizers(opened)
         if isinstance(opened, ShardedCheckpoint):
-            mesh = strategy.engine.model.mesh
-            checkpoint = opened.load(mesh, self._is_sharded_here(), with_optimizers=fitting)
+            ranks = strategy.engine.model.ranks
+            checkpoint = opened.load(ranks, self._is_sharded_here(), with_optimizers=fitting)
         else:
             checkpoint = opened
         own = type(strategy.precision_plugin).__qualname__

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
+from lightning_deepcompile.capture.ranks import Ranks
 from lightning_deepcompile.capture.sharding import ShardedModel, ShardedParameter
 
 __all__ = ["full_state_dict", "gather", "load_state_dict", "plain_name", "sharded_state_dict"]
@@ -32,19 +33,20 @@ def gather(tensor: DTensor, *, keep: bool) -> Tensor | None:
     Returns:
         The tensor, in storage of its own; None if not kept.
     """
-    if tuple(tensor.placements) != (Shard(0),):
+    ranks = Ranks(tensor.device_mesh)
+    if tuple(tensor.placements) != ranks.placements:
         whole = tensor.full_tensor()
         return whole.cpu().clone() if keep else None
     local, mesh, rows = tensor.to_local(), tensor.device_mesh, tensor.shape[0]
     device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
-    rows_padded = -(-rows // mesh.size())
+    rows_padded = -(-rows // ranks.shards)
     send = local.to(device).contiguous()
     if local.shape[0] < rows_padded:
         send = torch.cat([send, send.new_zeros(rows_padded - local.shape[0], *local.shape[1:])])
-    if mesh.size() == 1:
+    if ranks.shards == 1:
         return send.cpu().clone() if keep else None
-    whole = send.new_empty(rows_padded * mesh.size(), *local.shape[1:])
-    dist.all_gather_into_tensor(whole, send, group=mesh.get_group())
+    whole = send.new_empty(rows_padded * ranks.shards, *local.shape[1:])
+    dist.all_gather_into_tensor(whole, send, group=ranks.shard_group)
     # A view would take the padding along into the file.
     return whole[:rows].to("cpu", copy=True) if keep else None
 

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
+from lightning_deepcompile.capture.ranks import Ranks
 from lightning_deepcompile.checkpoint.background import BackgroundSaves, copy_to_host
 from lightning_deepcompile.checkpoint.file import open_synced
 from lightning_deepcompile.checkpoint.location import META, commit, discard, local_path, remove, staging_path
@@ -173,12 +173,12 @@ class ShardedCheckpoint:
         return count if count or "lr_schedulers" in self.meta else None
 
     def load(
-        self, mesh: DeviceMesh, is_sharded: Callable[[str, torch.Size], bool], *, with_optimizers: bool
+        self, ranks: Ranks, is_sharded: Callable[[str, torch.Size], bool], *, with_optimizers: bool
     ) -> dict[str, Any]:
         """Reads this rank's part into host memory; a collective.
 
         Args:
-            mesh: 1-D mesh of the ranks.
+            ranks: Who reads what.
             is_sharded: Tells by a parameter's or buffer's name and a tensor's shape whether to read this rank's rows
                 only.
             with_optimizers: Whether to read optimizer states.
@@ -202,7 +202,7 @@ class ShardedCheckpoint:
             shape, dtype = stored.size, stored.properties.dtype
             name = str(path[1] if path[0] == self.model_key else path[2])
             rows_only = shape.numel() > 0 and len(shape) > 0 and is_sharded(name, shape)
-            flat[key] = _empty_rows(shape, dtype, mesh) if rows_only else torch.empty(shape, dtype=dtype)
+            flat[key] = _empty_rows(shape, dtype, ranks) if rows_only else torch.empty(shape, dtype=dtype)
         try:
             dcp.load(flat, storage_reader=_Reader(self.path, self.weights_only), planner=_Planner(self.weights_only))
         except CheckpointException as error:
@@ -225,14 +225,14 @@ def _invalid(path: str | os.PathLike[str], reason: str) -> ValueError:
     )
 
 
-def _empty_rows(shape: torch.Size, dtype: torch.dtype, mesh: DeviceMesh) -> DTensor:
+def _empty_rows(shape: torch.Size, dtype: torch.dtype, ranks: Ranks) -> DTensor:
     """A DTensor of global `shape`, sharded on dim 0, on the CPU."""
-    rows_padded = -(-shape[0] // mesh.size())
-    low = min(mesh.get_local_rank() * rows_padded, shape[0])
+    rows_padded = -(-shape[0] // ranks.shards)
+    low = min(ranks.shard_rank * rows_padded, shape[0])
     rows = torch.empty(min(rows_padded, shape[0] - low), *shape[1:], dtype=dtype, device="meta")
     strides = torch.empty(shape, device="meta").stride()
     # `from_local` would move real memory to the mesh's device.
-    sharded = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=shape, stride=strides)
+    sharded = ranks.distribute(rows, shape, strides)
     return torch.empty_like(sharded, device="cpu")
 
 

@@ -1,0 +1,92 @@
+"""Which ranks share the parameters, and which hold the same shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+__all__ = ["Ranks"]
+
+
+class Ranks:
+    """The data-parallel ranks: every one computes on its own data.
+
+    On a 1-D mesh they all share the parameters. On a 2-D mesh (hybrid sharding) the ranks of a row do, and every row
+    holds them once: the ranks of a column are replicas of each other.
+
+    Args:
+        mesh: 1-D, or 2-D of all ranks there are: ``(replicas, shards)``.
+
+    Attributes:
+        mesh: The mesh.
+        placements: How parameters lie on it: shards of dim 0 on its last dimension.
+        shards: Among how many ranks each parameter is divided.
+        shard_rank: Which of the shards this rank holds.
+        replicas: How many ranks hold the same shards.
+        world_size: Number of all ranks.
+
+    Raises:
+        ValueError: For another mesh.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        if mesh.ndim not in (1, 2) or (mesh.ndim == 2 and mesh.size() != dist.get_world_size()):
+            raise ValueError(
+                f"The device mesh has the shape {tuple(mesh.shape)}: use a 1-D mesh, or (replicas, shards) of all "
+                f"{dist.get_world_size()} ranks."
+            )
+        self.mesh = mesh
+        self.placements: tuple[Placement, ...] = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+        self.shards, self.shard_rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+        self.world_size = mesh.size()
+        self.replicas = self.world_size // self.shards
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of all ranks."""
+        if self.mesh.ndim == 1:
+            return self.mesh.get_group()
+        world = dist.group.WORLD
+        assert world is not None  # a mesh exists
+        return world
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The process group of the ranks with which this one shares the parameters."""
+        return self.mesh.get_group(self.mesh.ndim - 1)
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The process group of the ranks that hold this one's shards; None where there are no others."""
+        return self.mesh.get_group(0) if self.replicas > 1 else None
+
+    def new_shard_groups(self, count: int, **settings: Any) -> list[dist.ProcessGroup]:
+        """Makes process groups like `shard_group`; a collective of all ranks.
+
+        Args:
+            count: How many.
+            **settings: As for ``torch.distributed.new_group``.
+        """
+        if self.mesh.ndim == 1:
+            rows = [dist.get_process_group_ranks(self.group)]
+        else:
+            rows = self.mesh.mesh.tolist()
+        found = []
+        for _ in range(count):
+            # All ranks must make the groups of all rows, in the same order.
+            groups = [dist.new_group(row, **settings) for row in rows]
+            found += [g for g, row in zip(groups, rows, strict=True) if dist.get_rank() in row]
+        return found
+
+    def distribute(self, rows: Tensor, shape: Sequence[int], stride: Sequence[int]) -> DTensor:
+        """A DTensor of global `shape` and `stride` of which this rank holds `rows`; no communication."""
+        return DTensor.from_local(
+            rows, self.mesh, self.placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        )

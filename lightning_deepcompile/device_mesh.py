@@ -1,0 +1,76 @@
+"""The device mesh that the strategy's arguments ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+__all__ = ["MeshArgument", "check_mesh", "make_mesh"]
+
+MeshArgument = tuple[int, int] | DeviceMesh
+
+
+def check_mesh(device_mesh: Any, *, hybrid: bool) -> None:
+    """Raises for meshes on which parameters cannot be sharded, as far as that is known before there are processes.
+
+    Args:
+        device_mesh: The argument.
+        hybrid: Whether FSDP's name of the sharding strategy asks for a 2-D mesh.
+
+    Raises:
+        ValueError: For another mesh than 1-D and 2-D ones, and where the two contradict each other.
+    """
+    if device_mesh is None:
+        return
+    if isinstance(device_mesh, DeviceMesh):
+        fits = device_mesh.ndim in (1, 2)
+    else:
+        fits = isinstance(device_mesh, tuple | list) and len(device_mesh) == 2
+        fits = fits and all(isinstance(size, int) and size >= 1 for size in device_mesh)
+    if not fits:
+        raise ValueError(
+            f"DeepCompileStrategy(device_mesh={device_mesh!r}): use a tuple of two numbers, (how many replicas, ranks "
+            "that share the parameters), or a DeviceMesh of one or two dimensions."
+        )
+    if hybrid and isinstance(device_mesh, DeviceMesh) and device_mesh.ndim == 1:
+        raise ValueError(
+            "DeepCompileStrategy(sharding_strategy='HYBRID_SHARD', device_mesh=...): hybrid sharding needs a 2-D mesh, "
+            "and this one has a single dimension."
+        )
+
+
+def make_mesh(
+    device_mesh: MeshArgument | None, *, hybrid: bool, device_type: str, world_size: int, per_node: int
+) -> DeviceMesh:
+    """The mesh to train on; a collective of all ranks.
+
+    Args:
+        device_mesh: The strategy's argument; None: all ranks share the parameters, or with `hybrid` those of a node.
+        hybrid: Whether FSDP's name of the sharding strategy asks for a 2-D mesh.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        world_size: Number of ranks.
+        per_node: Ranks of a node.
+
+    Returns:
+        A 1-D mesh, or a 2-D one: ``(replicas, shards)``.
+
+    Raises:
+        ValueError: If the mesh is not one of all ranks, or of other devices.
+    """
+    if isinstance(device_mesh, DeviceMesh):
+        if device_mesh.size() != world_size or device_mesh.device_type != device_type:
+            raise ValueError(
+                f"DeepCompileStrategy(device_mesh=...): the mesh has {device_mesh.size()} ranks of type "
+                f"{device_mesh.device_type!r}, the Trainer {world_size} of type {device_type!r}. They must agree."
+            )
+        return device_mesh
+    if device_mesh is None and not hybrid:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("data_parallel",))
+    replicas, shards = device_mesh or (world_size // per_node, per_node)
+    if replicas * shards != world_size:
+        raise ValueError(
+            f"DeepCompileStrategy(device_mesh={(replicas, shards)}): that is {replicas * shards} ranks, and there are "
+            f"{world_size}, {per_node} on each node. The two numbers must multiply to that."
+        )
+    return init_device_mesh(device_type, (replicas, shards), mesh_dim_names=("replicate", "shard"))

@@ -1,0 +1,140 @@
+"""Hybrid sharding on 2 x 2 ranks: equal to an unsharded process, and checkpoints that any number of ranks loads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, Base, Record, assert_same_training, train
+from lightning.pytorch import Trainer
+from multiprocess import run_ranks
+from test_checkpoint import SAVED_AFTER, SaveAt, fit, ours
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+
+# Model, ZeRO stage, micro-batches per step, clipping by norm.
+Run = tuple[str, int, int, float | None]
+RUNS: list[Run] = [("mlp", 3, 2, 0.05), ("gpt_tied", 2, 2, None), ("skipped", 1, 2, None)]
+
+
+def _inspect(trainer: Trainer) -> dict[str, Any]:
+    engine = trainer.strategy.engine
+    parameter = engine.model.parameters[0]
+    return {
+        "shard": (parameter.layout.rows_of(engine.model.ranks.shard_rank), parameter.dtensor.placements),
+        "summary": str(trainer.strategy.summary()).splitlines()[1].split(maxsplit=1)[1],
+    }
+
+
+def _train_all() -> list[Record]:
+    rank = int(os.environ["RANK"])
+
+    def different(case: str) -> Base:
+        torch.manual_seed(3 + rank)  # all shall start with rank 0's values, the replicas too
+        return CASES[case]()
+
+    return [
+        train(
+            lambda case=case: different(case),
+            DeepCompileStrategy(stage=stage, device_mesh=(2, 2), compile=CompileConfig(region_backend="eager")),
+            world_size=4,
+            rank=rank,
+            steps=3,
+            accumulate=accumulate,
+            gradient_clip_val=clip,
+            inspect=_inspect,
+        )
+        for case, stage, accumulate, clip in RUNS
+    ]
+
+
+def _save(folder: Path) -> Record:
+    record, trainer = fit(ours("sharded", device_mesh=(2, 2)), SaveAt(folder / "sharded.ckpt", SAVED_AFTER))
+    trainer.save_checkpoint(folder / "end.ckpt")
+    full = SaveAt(folder / "full.ckpt", SAVED_AFTER + 1)
+    again, _ = fit(ours(device_mesh=(2, 2)), full, resume=folder / "sharded.ckpt")
+    assert all(torch.equal(again.params[name], value) for name, value in record.params.items())
+    return record
+
+
+def _on_four_ranks(folder: Path) -> tuple[list[Record], Record]:
+    return _train_all(), _save(folder)
+
+
+def _on_two_ranks(folder: Path) -> tuple[list[Record], list[Record], str]:
+    rank, compile = int(os.environ["RANK"]), CompileConfig(region_backend="eager")
+    resumed = [fit(ours(), resume=folder / name)[0] for name in ("sharded.ckpt", "full.ckpt")]
+    replicas = init_device_mesh("cpu", (2, 1))  # nothing is shared
+    one_node = DeepCompileStrategy(sharding_strategy="HYBRID_SHARD", compile=compile)  # everything is
+    strategies = [DeepCompileStrategy(device_mesh=replicas, compile=compile), one_node]
+    trained = [train(CASES["mlp"], strategy, world_size=2, rank=rank, steps=2) for strategy in strategies]
+    assert one_node.stage == 3 and one_node.engine.model.ranks.shards == 2
+    with pytest.raises(ValueError, match="has a single dimension"):
+        DeepCompileStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ValueError, match=r"device_mesh=\(1, 3\)\): that is 3 ranks, and there are 2") as error:
+        train(CASES["mlp"], DeepCompileStrategy(device_mesh=(1, 3)), world_size=2, rank=rank)
+    return resumed, trained, str(error.value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hybrid")
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path) -> list[tuple[list[Record], Record]]:
+    return run_ranks(_on_four_ranks, 4, folder, timeout=350)
+
+
+@pytest.fixture(scope="module")
+def two(four: Any, folder: Path) -> list[tuple[list[Record], list[Record], str]]:
+    return run_ranks(_on_two_ranks, 2, folder, timeout=200)
+
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("hybrid")]
+
+
+def test_equals_unsharded(four: list[tuple[list[Record], Record]]) -> None:
+    for number, (case, _, accumulate, clip) in enumerate(RUNS):
+        expected = train(
+            CASES[case], "auto", world_size=1, rank=0, data_world=4, steps=3, accumulate=accumulate,
+            gradient_clip_val=clip,
+        )  # fmt: skip
+        for rank, (records, _) in enumerate(four):
+            assert_same_training(records[number], expected, params=True)
+            rows, placements = records[number].extra["shard"]
+            assert (rows[0] == 0) == (rank % 2 == 0)  # neighbours share
+            assert placements == (Replicate(), Shard(0))
+            assert records[number].extra["summary"] == "2 times 2 (process_group)"
+
+
+def test_checkpoints_go_on_with_other_ranks(four: Any, two: Any, folder: Path) -> None:
+    expected = four[0][1]
+    for records, _, _ in two:
+        for record in records:
+            for name, value in expected.params.items():
+                torch.testing.assert_close(record.params[name], value, rtol=1e-6, atol=1e-6)
+    # Replicas do not write the same again: the files hold nothing but what the metadata refers to.
+    stored = FileSystemReader(folder / "end.ckpt").read_metadata().storage_data.values()
+    sizes = sum(file.stat().st_size for file in (folder / "end.ckpt").glob("*.distcp"))
+    assert sizes == sum(info.length for info in stored)
+
+
+def test_meshes_of_two_ranks(two: Any) -> None:
+    expected = train(CASES["mlp"], "auto", world_size=1, rank=0, data_world=2, steps=2)
+    for _, records, _ in two:
+        for record in records:
+            assert_same_training(record, expected, params=True)
+    assert len({error for _, _, error in two}) == 1
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 0), "2x2", (2, 2.0), (1, 2, 2)])
+def test_what_is_no_mesh(mesh: Any) -> None:
+    with pytest.raises(ValueError, match=r"device_mesh=.*a tuple of two numbers"):
+        DeepCompileStrategy(device_mesh=mesh)
