@@ -8,6 +8,7 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO
 from torch.optim import Optimizer
 
+from lightning_deepcompile.averaging import distribute_states, is_averaged
 from lightning_deepcompile.checkpoint import Checkpoints, with_default
 from lightning_deepcompile.processes import ProcessStrategy
 
@@ -48,7 +49,11 @@ class CheckpointStrategy(ProcessStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a full or sharded checkpoint, which this strategy, FSDP or a single device saved."""
-        return self._checkpoints.load(checkpoint_path, weights_only)
+        checkpoint = self._checkpoints.load(checkpoint_path, weights_only)
+        assert self.lightning_module is not None
+        if is_averaged(self.lightning_module.trainer):
+            distribute_states(checkpoint, self._checkpoints.model)
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Copies a checkpoint's state dict into the shards."""

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_deepcompile.averaging import shard_averages
 from lightning_deepcompile.capture.activation_checkpointing import CheckpointingPolicy, checkpoint_activations
 from lightning_deepcompile.checkpoint import Checkpoints, StateDictType
 from lightning_deepcompile.checkpoint_strategy import CheckpointStrategy
@@ -204,6 +205,7 @@ class DeepCompileStrategy(CheckpointStrategy):
             self._shard(self.lightning_module)
         self.barrier("sharded")
         if trainer.state.fn == TrainerFn.FITTING:
+            shard_averages(trainer, self.lightning_module, self.root_device)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:

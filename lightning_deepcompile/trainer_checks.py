@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -22,10 +22,10 @@ def check_trainer(trainer: pl.Trainer) -> None:
         MisconfigurationException: For callbacks that would silently compute with parts of parameters.
     """
     for callback in trainer.callbacks:
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+        if isinstance(callback, StochasticWeightAveraging):
             raise MisconfigurationException(
                 f"The callback {type(callback).__name__} averages whole parameters, but under DeepCompileStrategy "
-                "each rank holds a part of every one. Remove the callback."
+                "each rank holds a part of every one. Use WeightAveraging or EMAWeightAveraging."
             )
     if isinstance(trainer.profiler, PyTorchProfiler) and trainer.profiler._record_module_names:
         rank_zero_warn(

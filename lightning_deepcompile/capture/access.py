@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["StepState", "install_access", "sharded_class"]
+__all__ = ["StepState", "install_access", "sharded_class", "uninstall_access"]
 
 _log = logging.getLogger(__name__)
 _LIBRARIES = re.compile(r"[/\\](torch|lightning|pytorch_lightning|lightning_deepcompile)[/\\]|<")
@@ -151,3 +151,14 @@ def install_access(
     if isinstance(module, nn.RNNBase):
         module.__dict__.pop(_RNN_WEIGHTS, None)
     module.__class__ = sharded_class(type(module), tuple(entries))
+
+
+def uninstall_access(module: nn.Module) -> None:
+    """Makes `module`, a copy of one that `install_access` has seen, hold its parameters plainly, as its class says.
+
+    Args:
+        module: Any module; others are left as they are.
+    """
+    if module.__dict__.pop(_META, None) is not None:
+        del module.__dict__[_STATE]
+        module.__class__ = type(module).__mro__[1]

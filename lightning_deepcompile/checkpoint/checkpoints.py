@@ -12,8 +12,10 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_deepcompile.capture.sharding import ShardedModel
 from lightning_deepcompile.checkpoint.background import BackgroundSaves
 from lightning_deepcompile.checkpoint.file import FileCheckpointIO, explain_weights_only
 from lightning_deepcompile.checkpoint.location import META, find_kind, remove, resolve
@@ -22,6 +24,7 @@ from lightning_deepcompile.checkpoint.module_state import (
     load_state_dict,
     plain_name,
     sharded_state_dict,
+    whole_state_dict,
 )
 from lightning_deepcompile.checkpoint.optimizer_state import (
     full_optimizer_state,
@@ -81,6 +84,11 @@ class Checkpoints:
         self._background = BackgroundSaves() if async_save else None
         self._strategy = strategy
 
+    @property
+    def model(self) -> ShardedModel:
+        """The sharded model."""
+        return self._strategy.engine.model
+
     def finish(self) -> None:
         """Waits for what is still being written.
 
@@ -134,6 +142,7 @@ class Checkpoints:
             if module is not None and module.trainer.state.status != TrainerStatus.RUNNING:
                 self._finish_together()  # nothing goes on meanwhile
             return
+        checkpoint = self._whole(checkpoint)
         with raise_together(f"Saving the checkpoint {os.fspath(path)!r}"):
             kind = find_kind(path)
             if kind == "directory":
@@ -253,6 +262,13 @@ class Checkpoints:
                 f"You have configured {configured} optimizers but the checkpoint contains {found} optimizers to load. "
                 "Resume with the optimizers that it was saved with."
             )
+
+    def _whole(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Gathers weights that a callback put in place of the module's: an average of them is sharded, too."""
+        state = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
+        if not state or not any(isinstance(value, DTensor) for value in state.values()):
+            return checkpoint
+        return checkpoint | {"state_dict": whole_state_dict(state, self.model, keep=self._strategy.is_global_zero)}
 
     def _with_known_precision_keys(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Adds the names under which other strategies look for the gradient scaler's state."""

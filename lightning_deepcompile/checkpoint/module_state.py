@@ -14,7 +14,18 @@ from torch.distributed.tensor import DTensor
 from lightning_deepcompile.capture.ranks import Ranks
 from lightning_deepcompile.capture.sharding import ShardedModel, ShardedParameter
 
-__all__ = ["full_state_dict", "gather", "load_state_dict", "plain_name", "sharded_state_dict"]
+__all__ = [
+    "CURRENT_STATE",
+    "full_state_dict",
+    "gather",
+    "load_state_dict",
+    "plain_name",
+    "sharded_state_dict",
+    "whole_state_dict",
+]
+
+#: Under this key weight averaging callbacks keep the weights that are trained; ``state_dict`` is then the average.
+CURRENT_STATE = "current_model_state"
 
 
 def plain_name(name: str) -> str:
@@ -62,8 +73,21 @@ def full_state_dict(module: nn.Module, model: ShardedModel, *, keep: bool) -> di
     Returns:
         The state dict, empty where `keep` is false. Tied parameters share their memory, and so take space once.
     """
+    return whole_state_dict(module.state_dict(), model, keep=keep)
+
+
+def whole_state_dict(state: Mapping[str, Any], model: ShardedModel, *, keep: bool) -> dict[str, Any]:
+    """`state` with whole tensors on the CPU; a collective if there are DTensors in it.
+
+    Args:
+        state: A state dict of the module, or of a copy.
+        model: How the module is sharded.
+        keep: Whether this rank keeps the tensors.
+
+    Returns:
+        As `full_state_dict`.
+    """
     first_name = {owner.fqn: parameter.name for parameter in model.parameters for owner in parameter.owners}
-    state = module.state_dict()
     result: dict[str, Any] = OrderedDict()
     if keep and hasattr(state, "_metadata"):
         result._metadata = state._metadata  # type: ignore[attr-defined] # the versions of the modules' formats

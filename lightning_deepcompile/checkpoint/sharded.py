@@ -30,11 +30,13 @@ from lightning_deepcompile.capture.ranks import Ranks
 from lightning_deepcompile.checkpoint.background import BackgroundSaves, copy_to_host
 from lightning_deepcompile.checkpoint.file import open_synced
 from lightning_deepcompile.checkpoint.location import META, commit, discard, local_path, remove, staging_path
+from lightning_deepcompile.checkpoint.module_state import CURRENT_STATE
 from lightning_deepcompile.checkpoint.together import raise_together
 
 __all__ = ["ShardedCheckpoint", "save_sharded"]
 
 _MODEL_KEYS = ("model", "state_dict")
+_APART = ("state_dict", "optimizer_states", CURRENT_STATE)  # what does not go to meta.pt
 
 
 def save_sharded(
@@ -60,8 +62,9 @@ def save_sharded(
     meta = io.BytesIO()
     with raise_together(f"Saving the checkpoint {os.fspath(path)!r}"):
         if is_global_zero:
-            torch.save({k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}, meta)
+            torch.save({k: v for k, v in checkpoint.items() if k not in _APART}, meta)
     states = {"model": checkpoint["state_dict"]}
+    states |= {CURRENT_STATE: checkpoint[CURRENT_STATE]} if CURRENT_STATE in checkpoint else {}
     states |= {f"optimizer_{i}": state for i, state in enumerate(checkpoint.get("optimizer_states", []))}
     if background is None:
         _write(states, meta.getvalue(), path, is_global_zero, None)
@@ -191,7 +194,7 @@ class ShardedCheckpoint:
             RuntimeError: If any rank cannot read; on all of them.
         """
         optimizers = [f"optimizer_{i}" for i in range(self.optimizers or 0)] if with_optimizers else []
-        wanted = {self.model_key, *optimizers}
+        wanted = {self.model_key, CURRENT_STATE, *optimizers}
         paths = {key: path for key, path in self._paths().items() if path[0] in wanted}
         flat: dict[str, Any] = {}
         for key, path in paths.items():
@@ -200,7 +203,7 @@ class ShardedCheckpoint:
                 flat[key] = None  # will be an object
                 continue
             shape, dtype = stored.size, stored.properties.dtype
-            name = str(path[1] if path[0] == self.model_key else path[2])
+            name = str(path[1] if path[0] in (self.model_key, CURRENT_STATE) else path[2])
             rows_only = shape.numel() > 0 and len(shape) > 0 and is_sharded(name, shape)
             flat[key] = _empty_rows(shape, dtype, ranks) if rows_only else torch.empty(shape, dtype=dtype)
         try:
@@ -212,6 +215,8 @@ class ShardedCheckpoint:
             _insert(nested, path, flat[key])
         checkpoint = dict(self.meta)
         checkpoint["state_dict"] = nested.get(str(self.model_key), {})
+        if CURRENT_STATE in nested:
+            checkpoint[CURRENT_STATE] = nested[CURRENT_STATE]
         if with_optimizers and self.optimizers is not None:
             # Without any state (SGD) there is no key for it.
             checkpoint["optimizer_states"] = [{"state": {}, **nested[key]} for key in optimizers]
