@@ -25,8 +25,8 @@ def declare_entry_points(folder: Path) -> Path:
 
 
 def clean_environment() -> dict[str, str]:
-    """The environment without what torchrun, or a Trainer that ran in this process, tells its child processes."""
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC_")
+    """The environment without what torchrun, SLURM, or a Trainer that ran in this process tells child processes."""
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC_", "SLURM_")
     return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
 
 

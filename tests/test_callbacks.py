@@ -45,12 +45,11 @@ class Metered(Mlp):
 
 
 class Layers(Mlp):
-    """Without scalar parameters: the callback below compares parameters with each other, whatever their kind."""
+    """Without its empty parameter: the callback below compares parameters, sharded ones with replicated ones, too."""
 
     def __init__(self) -> None:
         super().__init__()
-        del self.scale, self.empty
-        self.scale = 1.0
+        del self.empty
 
 
 class Hooked(Mlp):

@@ -40,6 +40,7 @@ if __name__ == "__main__":
                          num_nodes=int(os.environ.get("NODES", "1")),
                          enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
     trainer.fit(Model(), DataLoader(torch.randn(64, 5), batch_size=4))
+    print(type(trainer.strategy.cluster_environment).__name__, "started these processes")
     print("rank", trainer.global_rank, "of", trainer.world_size, "is done", flush=True)
 """
 
@@ -117,3 +118,27 @@ def test_two_nodes_train(tmp_path: Path) -> None:
         assert code == 0, output
         for local in (0, 1):
             assert f"rank {2 * rank + local} of 4 is done" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_slurm_trains(tmp_path: Path) -> None:
+    """Two tasks as `srun` starts them: everything that Lightning needs to know is in the environment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "training", "SLURM_NTASKS": "2", "SLURM_NNODES": "1",
+           "SLURM_NTASKS_PER_NODE": "2", "SLURM_NODELIST": "127.0.0.1", "SLURM_NODEID": "0",
+           "MASTER_PORT": str(port)}  # fmt: skip
+
+    def task(rank: int) -> tuple[int, str, float]:
+        folder = tmp_path / f"task{rank}"
+        folder.mkdir()
+        return run_script(folder, failing="none", SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **job)
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(task, (0, 1)))
+    for rank, (code, output, _) in enumerate(results):
+        assert code == 0, output
+        assert f"rank {rank} of 2 is done" in output and f"rank {1 - rank} of 2" not in output
+        assert "SLURMEnvironment started these processes" in output
