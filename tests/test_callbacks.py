@@ -52,6 +52,14 @@ class Layers(Mlp):
         del self.empty
 
 
+class Backboned(Layers):
+    """Trains what is not its backbone, which `BackboneFinetuning` adds to the optimizer later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = self.layers
+
+
 class Hooked(Mlp):
     """Forward hooks of modules see whole activations, once per step."""
 
@@ -77,6 +85,9 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], list[pl.Callback]], dict[
     "simple profiler": (Mlp, list, {"profiler": SimpleProfiler}),
     "advanced profiler": (Mlp, list, {"profiler": AdvancedProfiler}),
     "finetuning": (Layers, lambda: [Thaw()], {"max_epochs": 2}),
+    "backbone finetuning": (Backboned, lambda: [plc.BackboneFinetuning(1, lambda epoch: 1.5)], {"max_epochs": 3}),
+    "finetuning, resumed": (Backboned, lambda: [plc.BackboneFinetuning(1, lambda epoch: 1.5)],
+                            {"max_epochs": 3, "interrupted": 2}),
     "learning rate finder": (Mlp, lambda: [plc.LearningRateFinder(num_training_steps=4, update_attr=False)], {}),
 }  # fmt: skip
 
@@ -108,12 +119,22 @@ def _trainer(strategy: Any, world: int, folder: str, callbacks: list[pl.Callback
 
 def _fit(name: str, strategy: Any, rank: int, world: int) -> tuple[dict[str, Tensor], dict[str, float], int]:
     build, callbacks, options = CASES[name]
+    interrupted = options.get("interrupted")  # after so many epochs
+    options = {key: value for key, value in options.items() if key != "interrupted"}
+    data = DataLoader(Tokens(4, ROWS * WORLD, rank, world), batch_size=ROWS * WORLD // world)
     torch.manual_seed(5)
     module = build()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        path = None
+        if interrupted:
+            trainer = _trainer(strategy, world, folder, callbacks(), options | {"max_epochs": interrupted})
+            trainer.fit(module, data)
+            path = trainer.strategy.broadcast(os.path.join(folder, "interrupted.ckpt"))
+            trainer.save_checkpoint(path)
+            module = build()
         trainer = _trainer(strategy, world, folder, callbacks(), options)
-        trainer.fit(module, DataLoader(Tokens(4, ROWS * WORLD, rank, world), batch_size=ROWS * WORLD // world))
+        trainer.fit(module, data, ckpt_path=path)
     metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
     return {key: full(value) for key, value in module.state_dict().items()}, metrics, trainer.global_step
 
