@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch.optim import Optimizer
 
 from lightning_deepcompile.averaging import distribute_states, is_averaged
@@ -61,6 +62,13 @@ class CheckpointStrategy(ProcessStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Copies a checkpoint's optimizer states into the optimizers."""
+        module = self.lightning_module
+        assert module is not None
+        for callback in module.trainer.callbacks:
+            if isinstance(callback, BaseFinetuning):
+                # Adds the parameter groups of the layers that it has thawed before. Lightning has called it already,
+                # but gives callbacks their state only now, as checkpoints are loaded after setup.
+                BaseFinetuning.on_fit_start(callback, module.trainer, module)
         self._checkpoints.load_optimizers(checkpoint)
 
     def remove_checkpoint(self, filepath: Any) -> None:

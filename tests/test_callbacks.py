@@ -117,7 +117,9 @@ def _trainer(strategy: Any, world: int, folder: str, callbacks: list[pl.Callback
     )  # fmt: skip
 
 
-def _fit(name: str, strategy: Any, rank: int, world: int) -> tuple[dict[str, Tensor], dict[str, float], int]:
+def _fit(
+    name: str, strategy: Callable[[], Any], rank: int, world: int
+) -> tuple[dict[str, Tensor], dict[str, float], int]:
     build, callbacks, options = CASES[name]
     interrupted = options.get("interrupted")  # after so many epochs
     options = {key: value for key, value in options.items() if key != "interrupted"}
@@ -128,23 +130,26 @@ def _fit(name: str, strategy: Any, rank: int, world: int) -> tuple[dict[str, Ten
         warnings.simplefilter("ignore")
         path = None
         if interrupted:
-            trainer = _trainer(strategy, world, folder, callbacks(), options | {"max_epochs": interrupted})
+            trainer = _trainer(strategy(), world, folder, callbacks(), options | {"max_epochs": interrupted})
             trainer.fit(module, data)
             path = trainer.strategy.broadcast(os.path.join(folder, "interrupted.ckpt"))
             trainer.save_checkpoint(path)
             module = build()
-        trainer = _trainer(strategy, world, folder, callbacks(), options)
+        trainer = _trainer(strategy(), world, folder, callbacks(), options)
         trainer.fit(module, data, ckpt_path=path)
     metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
     return {key: full(value) for key, value in module.state_dict().items()}, metrics, trainer.global_step
 
 
+def _eager() -> DeepCompileStrategy:
+    return DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
+
+
 def _fit_all() -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in CASES:
-        strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
         try:
-            results[name] = _fit(name, strategy, int(os.environ["RANK"]), WORLD)
+            results[name] = _fit(name, _eager, int(os.environ["RANK"]), WORLD)
         except Exception:
             results[name] = traceback.format_exc()
     return results
@@ -159,7 +164,7 @@ def sharded() -> list[dict[str, Any]]:
 @pytest.mark.xdist_group("callbacks")
 @pytest.mark.parametrize("name", CASES)
 def test_works_as_alone(name: str, sharded: list[dict[str, Any]]) -> None:
-    state, metrics, steps = _fit(name, "auto", 0, 1)
+    state, metrics, steps = _fit(name, lambda: "auto", 0, 1)
     for rank, results in enumerate(sharded):
         actual = results[name]
         assert not isinstance(actual, str), f"rank {rank}:\n{actual}"
