@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 __all__ = [
     "BoxedCallable",
+    "all_gather_into",
     "capture",
     "compile_region",
     "current_fake_mode",
@@ -186,6 +187,15 @@ def unscale(scaler: ShardedGradScaler, optimizer: Optimizer) -> None:
 def store() -> dist.Store:
     """The key-value store that the ranks of the default process group met at."""
     return dist.distributed_c10d._get_default_store()
+
+
+def all_gather_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Gathers `tensor` of every rank, one behind the other, into `output`; a collective of `group`.
+
+    torch 2.13 has another name for ``all_gather_into_tensor``, and warns of that one.
+    """
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, tensor, group=group)
 
 
 def is_checkpoint(node: fx.Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._guards import TracingContext
 from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
@@ -324,3 +326,11 @@ def test_integers_of_a_module_are_inputs_and_too_many_compilations_raise() -> No
             step(torch.ones(()), name)
     assert torch._dynamo.config.recompile_limit == before
     assert not torch._dynamo.config.fail_on_recompile_limit_hit
+
+
+def test_gathering_into_one_tensor_warns_of_nothing(mesh: DeviceMesh) -> None:
+    whole = torch.zeros(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compat.all_gather_into(whole, torch.ones(3), mesh.get_group())
+    assert whole.tolist() == [1, 1, 1]

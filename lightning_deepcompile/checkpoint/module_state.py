@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_deepcompile import compat
 from lightning_deepcompile.capture.ranks import Ranks
 from lightning_deepcompile.capture.sharding import ShardedModel, ShardedParameter
 
@@ -57,7 +57,7 @@ def gather(tensor: DTensor, *, keep: bool) -> Tensor | None:
     if ranks.shards == 1:
         return send.cpu().clone() if keep else None
     whole = send.new_empty(rows_padded * ranks.shards, *local.shape[1:])
-    dist.all_gather_into_tensor(whole, send, group=ranks.shard_group)
+    compat.all_gather_into(whole, send, ranks.shard_group)
     # A view would take the padding along into the file.
     return whole[:rows].to("cpu", copy=True) if keep else None
 
