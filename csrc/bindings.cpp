@@ -58,6 +58,19 @@ void bind_lifecycle(Class& runtime) {
       .def_property_readonly("profiling", &Runtime::is_profiling)
       .def("free_tensors", &Runtime::free_tensors, "tensors"_a, NoGil(),
            "Turn tensors of at least `free_activation_threshold` elements into empty ones.")
+      .def("state_home", &Runtime::state_home, "like"_a, NoGil(),
+           "A place in host memory (pinned where the device has streams) for an optimizer state; uninitialised.")
+      .def("begin_states", &Runtime::begin_states, "slot_bytes"_a, NoGil(),
+           "Start a step of an optimizer whose offloaded states come in chunks of at most so many bytes.")
+      .def("fetch_states", &Runtime::fetch_states, "slot"_a, "homes"_a, NoGil(),
+           "Start copying a chunk to one of 3 device buffers; returns its tensors, to be used after await_states.")
+      .def("await_states", &Runtime::await_states, "slot"_a, NoGil())
+      .def("stow_states", &Runtime::stow_states, "slot"_a, "sources"_a, "homes"_a, NoGil(),
+           "Start copying a chunk to the host.")
+      .def("settle_states", &Runtime::settle_states, NoGil(),
+           "Order the current stream behind the copies of states and give their buffers back.")
+      .def("synchronize_states", &Runtime::synchronize_states, NoGil(),
+           "Wait until host memory holds what was stowed, and free what nobody uses of it.")
       .def("reset", &Runtime::reset, NoGil(), "Forget all graphs and what a step has left; parameters stay.")
       .def("clear_arena", &Runtime::clear_arena, NoGil(), "Give free buffers back to torch's allocator.")
       .def("stats", &Runtime::stats, NoGil(), "Counters since the last reset_stats().")
@@ -86,7 +99,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   runtime
       .def(py::init([](c10d::ProcessGroup& gather_group, c10d::ProcessGroup& reduce_group, at::Device device,
                        c10d::ProcessGroup* replica_group, std::string communicator, int64_t reduce_window, int64_t reduce_bucket_size, int64_t max_ctas, double timeout,
-                       int64_t free_activation_threshold, int64_t offload_limit, bool sync_before_reduce, bool sync_after_reduce,
+                       int64_t free_activation_threshold, int64_t offload_limit, int64_t state_limit, bool sync_before_reduce, bool sync_after_reduce,
                        bool sync_before_allgather, bool sync_after_allgather, int64_t serial) {
              return make_runtime(gather_group, reduce_group, replica_group, device,
                                  {.communicator = std::move(communicator),
@@ -96,6 +109,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                   .timeout = timeout,
                                   .free_activation_threshold = free_activation_threshold,
                                   .offload_limit = offload_limit,
+                                  .state_limit = state_limit,
                                   .sync_before_reduce = sync_before_reduce,
                                   .sync_after_reduce = sync_after_reduce,
                                   .sync_before_allgather = sync_before_allgather,
@@ -104,7 +118,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            }),
            "gather_group"_a, "reduce_group"_a, "device"_a, py::kw_only(), "replica_group"_a = py::none(), "communicator"_a = "auto",
            "reduce_window"_a = 2, "reduce_bucket_size"_a = 0, "max_ctas"_a = 0, "timeout"_a = 0.0, "free_activation_threshold"_a = 0,
-           "offload_limit"_a = 0, "sync_before_reduce"_a = false, "sync_after_reduce"_a = false, "sync_before_allgather"_a = false,
+           "offload_limit"_a = 0, "state_limit"_a = 0, "sync_before_reduce"_a = false, "sync_after_reduce"_a = false, "sync_before_allgather"_a = false,
            "sync_after_allgather"_a = false, "serial"_a = -1, NoGil())
       .def_property_readonly("serial", &Runtime::serial, "Upper 32 bits of every parameter and graph id.")
       .def_property_readonly("world_size", &Runtime::world_size)

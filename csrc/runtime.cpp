@@ -65,6 +65,8 @@ std::shared_ptr<Runtime> Runtime::create(Group gather_group, Group reduce_group,
                 options.timeout, ".");
   LDC_CHECK_ARG(options.offload_limit >= 0, "Runtime: `offload_limit` must not be negative, got ",
                 options.offload_limit, ".");
+  LDC_CHECK_ARG(options.state_limit >= 0, "Runtime: `state_limit` must not be negative, got ", options.state_limit,
+                ".");
   LDC_CHECK_ARG(options.max_ctas >= 0, "Runtime: `max_ctas` must not be negative, got ", options.max_ctas, ".");
   const int64_t serial = reserve_serial(options.serial);
   try {
@@ -89,7 +91,8 @@ Runtime::Runtime(const Group& gather_group, const Group& reduce_group, const Gro
       registry_(device, gather_communicator_->world_size()),
       gathers_(device, gather_communicator_, registry_, stats_, options),
       reductions_(device, reduce_communicator_, registry_, stats_, options),
-      offloads_(device, registry_, gathers_, stats_, options.offload_limit) {
+      offloads_(device, registry_, gathers_, stats_, options.offload_limit),
+      states_(device, stats_, options.state_limit) {
   LDC_CHECK_ARG(gather_communicator_->world_size() == reduce_communicator_->world_size() &&
                     gather_communicator_->rank() == reduce_communicator_->rank(),
                 "Runtime: `gather_group` (rank ", gather_communicator_->rank(), " of ",
@@ -325,6 +328,8 @@ void Runtime::clear_arena() {
   gathers_.arena().clear();
   reductions_.arena().clear();
   offloads_.trim();
+  states_.settle();
+  states_.synchronize();
 }
 
 std::map<std::string, int64_t> Runtime::stats() {
@@ -340,7 +345,9 @@ std::map<std::string, int64_t> Runtime::stats() {
       {"copied_grads", stats_.copied_grads},
       {"offloaded_bytes", stats_.offloaded_bytes},
       {"reloaded_bytes", stats_.reloaded_bytes},
-      {"host_bytes", offloads_.host_bytes()},
+      {"host_bytes", offloads_.host_bytes() + states_.host_bytes()},
+      {"state_bytes", states_.device_bytes()},
+      {"state_peak_bytes", stats_.state_peak_bytes},
       {"arena_bytes", gathers_.arena().bytes() + reductions_.arena().bytes()},
       {"arena_peak_bytes", gathers_.arena().peak_bytes() + reductions_.arena().peak_bytes()},
   };
@@ -378,6 +385,10 @@ void Runtime::shut_down(bool orderly) {
   watchdog_.reset();  // until here it frees this thread from operations that hang
   executors_.clear();
   offloads_.clear();
+  if (!aborted_) {
+    states_.settle();
+    states_.synchronize();
+  }
   reductions_.clear();
   gathers_.clear();
   registry_.clear();

@@ -21,6 +21,7 @@
 #include "executor.h"
 #include "offload.h"
 #include "runtime_table.h"
+#include "state_copies.h"
 #include "watchdog.h"
 
 namespace ldc {
@@ -75,6 +76,15 @@ class Runtime {
   void enable_profiling(bool enable);
   bool is_profiling();
   void reset();
+
+  // Optimizer states in host memory; see StateCopies.
+  Tensor state_home(const Tensor& like);
+  void begin_states(int64_t slot_bytes);
+  std::vector<Tensor> fetch_states(int64_t slot, const std::vector<Tensor>& homes);
+  void await_states(int64_t slot);
+  void stow_states(int64_t slot, const std::vector<Tensor>& sources, const std::vector<Tensor>& homes);
+  void settle_states();
+  void synchronize_states();
 
   void clear_arena();
   std::map<std::string, int64_t> stats();
@@ -145,6 +155,7 @@ class Runtime {
   GatherEngine gathers_;
   ReduceEngine reductions_;
   OffloadEngine offloads_;
+  StateCopies states_;
   std::map<int64_t, std::unique_ptr<Executor>> executors_;
   std::unique_ptr<Watchdog> watchdog_;
 };

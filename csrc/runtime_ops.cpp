@@ -105,6 +105,41 @@ void Runtime::reload_parameter(int64_t graph_id, int64_t id) {
   offloads_.reload_param(id);
 }
 
+Tensor Runtime::state_home(const Tensor& like) {
+  const auto lock = enter();
+  return states_.home(like);
+}
+
+void Runtime::begin_states(int64_t slot_bytes) {
+  const auto lock = enter();
+  states_.begin(slot_bytes);
+}
+
+std::vector<Tensor> Runtime::fetch_states(int64_t slot, const std::vector<Tensor>& homes) {
+  const auto lock = enter();
+  return states_.fetch(slot, homes);
+}
+
+void Runtime::await_states(int64_t slot) {
+  const auto lock = enter();
+  states_.arrive(slot);
+}
+
+void Runtime::stow_states(int64_t slot, const std::vector<Tensor>& sources, const std::vector<Tensor>& homes) {
+  const auto lock = enter();
+  states_.stow(slot, sources, homes);
+}
+
+void Runtime::settle_states() {
+  const auto lock = enter();
+  states_.settle();
+}
+
+void Runtime::synchronize_states() {
+  const std::lock_guard lock(mutex_);  // also after an abort or the end: states can still be saved
+  states_.synchronize();
+}
+
 Tensor Runtime::like_gathered(int64_t id, Dtype dtype) {
   const auto lock = enter();
   const Param& param = registry_.at(id);

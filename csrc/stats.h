@@ -15,6 +15,7 @@ struct Stats {
   int64_t reduced_bytes = 0;   // of whole gradients as they travelled
   int64_t offloaded_bytes = 0;
   int64_t reloaded_bytes = 0;
+  int64_t state_peak_bytes = 0;  // most device memory of offloaded optimizer states on their way in and out
   int64_t copied_grads = 0;    // gradients that needed a send buffer: uneven rows, another dtype, or strides
 };
 

@@ -3,6 +3,7 @@
     python examples/train_llama.py fit --config examples/train_llama.yaml
     python examples/train_llama.py fit --config examples/train_llama.yaml --model.size 8b --data.length 1024
     python examples/train_llama.py fit --config examples/train_llama.yaml --trainer.accelerator cpu --trainer.devices 2
+    python examples/train_llama.py fit --config examples/train_llama_70b.yaml
 
 `--trainer.strategy fsdp` (or ddp, ...) trains the same model with another strategy.
 """
@@ -10,6 +11,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -45,8 +47,24 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
+    "13b": {  # the shape of Llama 2 13B, with Llama 3's vocabulary
+        "vocab_size": 128_256,
+        "hidden_size": 5120,
+        "intermediate_size": 13_824,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 40,
+    },
+    "70b": {  # the shape of Llama 3 70B
+        "vocab_size": 128_256,
+        "hidden_size": 8192,
+        "intermediate_size": 28_672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
 }
-Size = Literal["tiny", "1b", "8b"]
+Size = Literal["tiny", "1b", "8b", "13b", "70b"]
 
 
 def llama_config(size: Size, layers: int | None = None) -> LlamaConfig:
@@ -64,10 +82,19 @@ class Llama(LightningModule):
         layers: Number of layers; as the size says if not given.
         lr: Learning rate of AdamW.
         weight_decay: Weight decay of AdamW.
+        checkpointing: Whether layers keep only their inputs, and run again in backward.
+        deferred_init: Build the model without memory; each rank initialises one block at a time and keeps its shard.
+            For strategies that can do that.
     """
 
     def __init__(
-        self, size: Size = "tiny", layers: int | None = None, lr: float = 3e-4, weight_decay: float = 0.1
+        self,
+        size: Size = "tiny",
+        layers: int | None = None,
+        lr: float = 3e-4,
+        weight_decay: float = 0.1,
+        checkpointing: bool = False,
+        deferred_init: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -75,7 +102,10 @@ class Llama(LightningModule):
 
     def configure_model(self) -> None:
         if self.model is None:
-            self.model = LlamaForCausalLM(llama_config(self.hparams.size, self.hparams.layers))
+            with self.trainer.init_module(empty_init=True) if self.hparams.deferred_init else nullcontext():
+                self.model = LlamaForCausalLM(llama_config(self.hparams.size, self.hparams.layers))
+            if self.hparams.checkpointing:
+                self.model.gradient_checkpointing_enable()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.model(input_ids=batch, labels=batch).loss

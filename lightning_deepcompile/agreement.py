@@ -1,15 +1,30 @@
-"""Ranks compare their programs before the first run: a different order of collectives would hang or mix up data."""
+"""Ranks compare their programs before the first run: a different order of collectives would hang or mix up data.
+
+And they exchange what they measured, so that all decide the same.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from lightning_deepcompile.program.program import Program, collective_sequence
 
-__all__ = ["Agreement", "ProgramMismatchError"]
+__all__ = ["Agreement", "ProgramMismatchError", "exchange"]
+
+T = TypeVar("T")
+
+
+def exchange(mine: T, group: dist.ProcessGroup) -> list[T]:
+    """What every rank of `group` passes, by rank; a collective, at setup or at an optimizer-step boundary."""
+    if group.size() == 1:
+        return [mine]
+    everybody: list[Any] = [None] * group.size()
+    dist.all_gather_object(everybody, mine, group=group)
+    return everybody
 
 
 class ProgramMismatchError(RuntimeError):

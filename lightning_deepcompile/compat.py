@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 __all__ = [
@@ -28,10 +30,13 @@ __all__ = [
     "is_checkpoint",
     "partition",
     "real_tensors",
+    "run_first_after_step",
     "step_settings",
     "storage_uses",
     "store",
+    "unhooked_step",
     "unscale",
+    "with_local",
     "with_own_code",
 ]
 
@@ -182,6 +187,34 @@ def unscale(scaler: ShardedGradScaler, optimizer: Optimizer) -> None:
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     for device, value in found.items():
         found[device] = value.reshape(()).clamp(max=1)
+
+
+def run_first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> None:
+    """Registers a step post hook of `optimizer` that runs before those that it has already."""
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def unhooked_step(optimizer: Optimizer) -> Iterator[Callable[..., Any]]:
+    """Gives the function ``step(optimizer, ...)`` of the optimizer's class, without the hooks that it is wrapped in.
+
+    Inside, a step of a base class that it calls runs none of the optimizer's hooks either.
+    """
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
+
+
+def with_local(tensor: DTensor, local: Tensor) -> DTensor:
+    """A DTensor like `tensor` with another local tensor, which may be on another device than the mesh.
+
+    ``DTensor.from_local`` would copy it to the mesh's device.
+    """
+    return DTensor(local, tensor._spec, requires_grad=False)
 
 
 def store() -> dist.Store:

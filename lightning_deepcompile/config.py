@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lightning_deepcompile.plan.budget import parse_budget
+from lightning_deepcompile.plan.offload import OffloadMode
 
 __all__ = ["CompileConfig"]
 
@@ -38,6 +39,14 @@ class CompileConfig:
         memory_budget: What plans may use of each device's memory: bytes, a text like ``"24GiB"``, or a fraction. None
             is 0.9 of it; anything else is held to: if no plan fits, training stops with an error that says what would.
             Where torch's allocator does not count (CPU), only what programs hold between regions is known.
+        offload: Optimizer states in host memory: they come to the device, and leave again, chunk by chunk while the
+            optimizer steps. ``"none"``: they stay on the device. ``"auto"``: as many bytes leave as exceed the memory
+            budget, decided in the first optimizer step by the memory that its forward and backward passes took (CPU:
+            by the size of shards, gradients and states). ``"all"``: all leave.
+        host_memory_budget: What may be used of each node's memory for that, by all of its ranks together: bytes, a
+            text like ``"400GiB"``, or a fraction of what is available when training is set up. None is 0.8.
+        offload_chunk: Most bytes of states that step together; three such buffers are on the device while the
+            optimizer steps. A parameter whose states are larger is a chunk of its own.
         plan: File of a plan. If it exists and fits, training starts with it and does not profile; the plan of a run
             that did profile is written to it. ``"auto"``: ``deepcompile_plan.json`` in the Trainer's root directory.
 
@@ -55,6 +64,9 @@ class CompileConfig:
     schedule: list[dict[str, Any]] | Literal["auto"] | None = None
     memory_budget: int | float | str | None = None
     plan: str | None = None
+    offload: OffloadMode = "none"
+    host_memory_budget: int | float | str | None = None
+    offload_chunk: int | str = "256MiB"
 
     def __post_init__(self) -> None:
         if self.region_backend not in ("inductor", "eager"):
@@ -64,6 +76,12 @@ class CompileConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"CompileConfig({name}={value!r}): expected an integer of at least {least}.")
         parse_budget(self.memory_budget, total=1)
+        parse_budget(self.host_memory_budget, total=1, name="host_memory_budget")
+        if self.offload not in ("none", "auto", "all"):
+            raise ValueError(f"CompileConfig(offload={self.offload!r}): use 'none', 'auto' or 'all'.")
+        if isinstance(self.offload_chunk, float):
+            raise ValueError(f"CompileConfig(offload_chunk={self.offload_chunk!r}): expected bytes or a text.")
+        parse_budget(self.offload_chunk, total=1, name="offload_chunk")
         if self.schedule is not None and self.schedule != "auto":
             _check_schedule(self.schedule)
 

@@ -25,6 +25,9 @@ from lightning_deepcompile.capture.ranks import Ranks
 from lightning_deepcompile.capture.sharding import shard_module
 from lightning_deepcompile.capture.write_watch import WriteWatch
 from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.offload.host_memory import host_limit
+from lightning_deepcompile.offload.residency import Residency
+from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.optimizers import LocalShards, check_optimizer
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.plan.settings import PlanSettings
@@ -77,6 +80,7 @@ class Engine:
         if mesh.device_type == "cpu" and mesh.size() > 1:
             # Separate groups, so that gathers and reductions need not wait for each other.
             gather_group, reduce_group = ranks.new_shard_groups(2, timeout=timeout)
+        host_bytes = host_limit(config.host_memory_budget, group) if config.offload != "none" else 0
         self.runtime = extension.Runtime(
             gather_group,
             reduce_group,
@@ -85,6 +89,7 @@ class Engine:
             reduce_window=config.reduce_window,
             max_ctas=config.max_ctas,
             timeout=timeout.total_seconds(),
+            state_limit=host_bytes,
         )
         self._close = weakref.finalize(self, self.runtime.close)
         self.model = shard_module(module, self.runtime, ranks, gather_dtype=gather_dtype, reduce_dtype=reduce_dtype)
@@ -96,6 +101,10 @@ class Engine:
         agreement = Agreement(store, dist.get_rank(group), ranks.world_size, timeout, prefix)
         self.capture = Capture(config, self.model, self.runtime, self.gradients, agreement.check, stage)
         self.tuner = Tuner(self.capture, self.runtime, group, device)
+        self.residency: Residency | None = None
+        if config.offload != "none":
+            self.residency = Residency(config, self.model, self.runtime, group, device, host_bytes)
+            self.tuner.offloaded = self.residency.describe
         self._local_shards: weakref.WeakKeyDictionary[Optimizer, LocalShards] = weakref.WeakKeyDictionary()
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._before_step: dict[str, int] = {}
@@ -126,6 +135,8 @@ class Engine:
             self._compiled[name] = torch.compile(step, backend=self.capture)
         if name == "training_step":
             self.tuner.begin_micro_batch()
+            if self.residency is not None:
+                self.residency.begin_step()
         self._renew_gathered(name)
         if name == "training_step":
             self._before_step = self.runtime.stats()
@@ -177,13 +188,21 @@ class Engine:
             optimizer: Built from the module's (sharded) parameters.
 
         Raises:
-            ValueError: For optimizers that need whole tensors, and for parameters that are not the module's.
+            ValueError: For optimizers that need whole tensors, and for parameters that are not the module's; with
+                offloading, for those that cannot step on a part of their parameters at a time.
+            MemoryBudgetError: If their states shall live in host memory, which does not hold them.
         """
         if optimizer not in self._local_shards:
             check_optimizer(optimizer, self.model)
+            offload = None if self.residency is None else self.residency.attach(optimizer)
             self._local_shards[optimizer] = LocalShards(
-                optimizer, self.model, self.gradients, after_step=self.parameters_changed
+                optimizer, self.model, self.gradients, after_step=self.parameters_changed, offload=offload
             )
+
+    def offload_of(self, optimizer: Optimizer) -> StateOffload | None:
+        """What keeps states of `optimizer` in host memory, if it was attached and the settings ask for it."""
+        shards = self._local_shards.get(optimizer)
+        return None if shards is None else shards.offload
 
     @contextlib.contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
@@ -305,6 +324,7 @@ class Engine:
     def summary(self) -> Summary:
         """Counters; see `Summary`."""
         last = self._last_step
+        decision = None if self.residency is None else self.residency.decision
         return Summary(
             world_size=self.model.ranks.shards,
             replicas=self.model.ranks.replicas,
@@ -322,10 +342,15 @@ class Engine:
             causal_masks=self.capture.causal_masks,
             compile_seconds=self.capture.seconds,
             region_compile_seconds=self.capture.regions.seconds,
+            offloaded_bytes=0 if self.residency is None else self.residency.host_bytes,
+            offload_moved_bytes=0 if self.residency is None else self.residency.moved_bytes,
+            offload_reason="" if decision is None else decision.reason,
         )
 
     def release_memory(self) -> None:
         """Gives back what is only needed while steps run."""
+        if self.residency is not None:
+            self.residency.retire()
         if self._aborted:
             return
         self.runtime.invalidate()

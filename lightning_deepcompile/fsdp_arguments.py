@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-__all__ = ["ShardingStrategyName", "check_cpu_offload", "is_hybrid", "stage_for", "warn_about_ignored"]
+from lightning_deepcompile.config import CompileConfig
+
+__all__ = ["ShardingStrategyName", "is_hybrid", "stage_for", "warn_about_ignored", "with_cpu_offload"]
 
 ShardingStrategyName = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 
@@ -65,21 +68,16 @@ def _name(sharding_strategy: Any) -> str:
     return str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
 
 
-def check_cpu_offload(cpu_offload: Any) -> None:
-    """Raises where FSDP would keep parameters in host memory.
+def with_cpu_offload(config: CompileConfig, cpu_offload: Any) -> CompileConfig:
+    """The settings with what FSDP's argument means here: as many optimizer states leave the device as must.
 
     Args:
-        cpu_offload: A bool, or ``torch.distributed.fsdp.CPUOffload``.
-
-    Raises:
-        ValueError: If it asks for offloading.
+        config: The user's settings; an ``offload`` that is chosen there stays.
+        cpu_offload: A bool, or ``torch.distributed.fsdp.CPUOffload``; None if not given.
     """
-    if getattr(cpu_offload, "offload_params", cpu_offload):
-        raise ValueError(
-            f"DeepCompileStrategy(cpu_offload={cpu_offload!r}): offloading does not exist here yet. Leave it out; "
-            "activation checkpointing (`activation_checkpointing_policy`) and 16-bit parameters (`bf16-true`) save "
-            "memory."
-        )
+    if getattr(cpu_offload, "offload_params", cpu_offload) and config.offload == "none":
+        return replace(config, offload="auto")
+    return config
 
 
 def warn_about_ignored(arguments: Mapping[str, Any]) -> None:

@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_deepcompile import compat
 from lightning_deepcompile.capture.gradients import GradientSession
 from lightning_deepcompile.capture.sharding import ShardedModel
+from lightning_deepcompile.offload.states import StateOffload
 
 __all__ = ["LocalShards", "check_optimizer"]
 
@@ -60,19 +62,28 @@ class LocalShards:
         model: How the parameters are sharded.
         gradients: Knows their gradients.
         after_step: Called after each step, however it was started.
+        offload: Lets the optimizer step chunk by chunk, if its states may leave the device.
     """
 
     def __init__(
-        self, optimizer: Optimizer, model: ShardedModel, gradients: GradientSession, after_step: Callable[[], None]
+        self,
+        optimizer: Optimizer,
+        model: ShardedModel,
+        gradients: GradientSession,
+        after_step: Callable[[], None],
+        offload: StateOffload | None = None,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)  # whose hooks keep this object alive
         self._model = model
         self._gradients = gradients
         self._after_step = after_step
+        self.offload = offload
+        self._stepped = False  # with an offload: whether the step under way has called its closure
+        self._inner = 0  # calls of ``super().step(closure)`` under way
         self._swapped: dict[Tensor, Tensor] = {}
         self._plain_state = True
         optimizer.register_step_pre_hook(self._on_step)
-        optimizer.register_step_post_hook(self._on_stepped)
+        compat.run_first_after_step(optimizer, self._on_stepped)  # users' hooks shall see their parameters
 
     def __enter__(self) -> None:
         self.restore()
@@ -93,6 +104,8 @@ class LocalShards:
 
     def restore(self) -> None:
         """Puts the parameters back; does nothing where they are in place, so it also mends what an error left."""
+        if self.offload is not None:
+            self.offload.restore()
         if not self._swapped:
             return
         swapped, self._swapped = self._swapped, {}
@@ -102,20 +115,52 @@ class LocalShards:
 
     def _on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs["closure"] if "closure" in kwargs else args[1] if len(args) > 1 else None
-        if closure is None:
+        if self._is_part(closure):
+            self._inner += 1
+            return None
+        self._inner = 0
+        if self.offload is None and closure is None:
             self.__enter__()
             return None
+        self._stepped = False
+        # An optimizer calls its closure before it looks at its groups. So that is when it gets to see shards, and, with
+        # an offload, where all chunks but the last are stepped: after the hooks that may come behind this one.
+        if "closure" in kwargs or len(args) < 2:
+            rest = {key: value for key, value in kwargs.items() if key != "closure"}
+            return args, {**rest, "closure": _Closure(self, closure, args[1:], rest)}
+        return (args[0], _Closure(self, closure, (None, *args[2:]), kwargs), *args[2:]), kwargs
 
-        def run() -> Any:
-            # It runs the forward and the backward pass and users' hooks, which shall see the parameters.
-            self.restore()
-            result = closure()
-            self.__enter__()
-            return result
+    def _run(self, closure: Callable[[], Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the user's closure, and makes the optimizer see shards."""
+        if self.offload is not None and self._stepped:
+            raise RuntimeError(
+                f"{type(self._held()).__name__} evaluates its closure more than once in a step, so its states cannot "
+                "be offloaded. Use CompileConfig(offload='none')."
+            )
+        # It runs the forward and the backward pass and users' hooks, which shall see the parameters.
+        self.restore()
+        result = None if closure is None else closure()
+        self.__enter__()
+        self._stepped = True
+        if self.offload is not None:
+            self.offload.begin(*args, **kwargs)
+        return result
 
-        return (args, {**kwargs, "closure": run}) if "closure" in kwargs else ((args[0], run, *args[2:]), kwargs)
+    def _is_part(self, closure: Any) -> bool:
+        """Whether a call of `step` is made by one that is under way, as in ``super().step(closure)``."""
+        return isinstance(closure, _Closure) or (self.offload is not None and self.offload.stepping)
 
     def _on_stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._inner:
+            self._inner -= 1  # what the optimizer does behind ``super().step`` is part of the step, too
+            return
+        if self.offload is not None:
+            if not self._stepped:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} does not call the closure that its `step` is given, so its states "
+                    "cannot be offloaded. Use CompileConfig(offload='none')."
+                )
+            self.offload.finish()
         # Whoever does not call the closure has stepped on DTensors, and made its state of them.
         self._plain_state = bool(self._swapped)
         self.restore()
@@ -134,6 +179,22 @@ class LocalShards:
         for parameter, replacement in replacements.items():
             if parameter in state:
                 state[replacement] = state.pop(parameter)
+
+
+class _Closure:
+    """What an optimizer is given to call before it looks at its groups."""
+
+    def __init__(
+        self,
+        shards: LocalShards,
+        closure: Callable[[], Any] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._shards, self._closure, self._args, self._kwargs = shards, closure, args, kwargs
+
+    def __call__(self) -> Any:
+        return self._shards._run(self._closure, self._args, self._kwargs)
 
 
 def _make_plain(optimizer: Optimizer) -> None:

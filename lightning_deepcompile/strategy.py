@@ -33,10 +33,10 @@ from lightning_deepcompile.device_mesh import MeshArgument, check_mesh, make_mes
 from lightning_deepcompile.engine import Engine
 from lightning_deepcompile.fsdp_arguments import (
     ShardingStrategyName,
-    check_cpu_offload,
     is_hybrid,
     stage_for,
     warn_about_ignored,
+    with_cpu_offload,
 )
 from lightning_deepcompile.host_calls import HostCalls, HostOptimizer
 from lightning_deepcompile.plan.costs import Profile
@@ -74,7 +74,8 @@ class DeepCompileStrategy(CheckpointStrategy):
         device_mesh: For hybrid sharding: (number of replicas, ranks that share the parameters), or a DeviceMesh of
             these two dimensions. Ranks next to each other share; gradients are reduced among them, and then averaged
             over the replicas.
-        cpu_offload: Of FSDP; not supported yet.
+        cpu_offload: Of FSDP; True means ``CompileConfig(offload="auto")``: optimizer states live in host memory as far
+            as the device's does not suffice.
         auto_wrap_policy: Of FSDP; ignored with a warning, as are the next ones.
         use_orig_params: Of FSDP; ignored.
         backward_prefetch: Of FSDP; ignored.
@@ -133,7 +134,6 @@ class DeepCompileStrategy(CheckpointStrategy):
         self._hybrid = is_hybrid(sharding_strategy)
         check_mesh(device_mesh, hybrid=self._hybrid)
         self._device_mesh = device_mesh
-        check_cpu_offload(cpu_offload)
         warn_about_ignored(
             {
                 "auto_wrap_policy": auto_wrap_policy,
@@ -146,7 +146,7 @@ class DeepCompileStrategy(CheckpointStrategy):
         )
         self.mixed_precision = mixed_precision
         self._checkpointing_policy = activation_checkpointing_policy
-        self.compile = compile or CompileConfig()
+        self.compile = with_cpu_offload(compile or CompileConfig(), cpu_offload)
         self._checkpoints = Checkpoints(self, state_dict_type, save_distributed_checkpoint, async_save)
         self._engine: Engine | None = None
         self._log: DeferredLog | None = None

@@ -30,6 +30,9 @@ class Summary:
         causal_masks: Attention calls whose mask was recognised as the causal one.
         compile_seconds: Time in the backend (tracing with AOTAutograd, partitioning, regions), Dynamo's own excluded.
         region_compile_seconds: Part of it that Inductor took for regions.
+        offloaded_bytes: Optimizer states of this rank in host memory.
+        offload_moved_bytes: What the last optimizer step copied of them, to the device and back.
+        offload_reason: Why so many; empty before it is decided, and without offloading.
     """
 
     world_size: int
@@ -48,6 +51,9 @@ class Summary:
     causal_masks: int
     compile_seconds: float
     region_compile_seconds: float
+    offloaded_bytes: int = 0
+    offload_moved_bytes: int = 0
+    offload_reason: str = ""
 
     @property
     def _ranks(self) -> str:
@@ -63,4 +69,7 @@ class Summary:
             ("sharded bytes per rank", format_bytes(self.sharded_bytes_per_rank)),
             ("compile time", f"{self.compile_seconds:.1f} s ({self.region_compile_seconds:.1f} s in regions)"),
         ]
+        if self.offload_reason:
+            moved = f"{format_bytes(self.offload_moved_bytes)} moved a step"
+            rows.append(("offloaded states", f"{format_bytes(self.offloaded_bytes)}, {moved} ({self.offload_reason})"))
         return "\n".join(["DeepCompile", *(f"  {name:<24}{value}" for name, value in rows)])

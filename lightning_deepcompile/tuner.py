@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_deepcompile.agreement import exchange
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.plan.budget import MemoryBudgetError, check_budget
 from lightning_deepcompile.plan.context import PlanContext
@@ -52,6 +53,7 @@ class Tuner:
         device: Where programs run.
 
     Attributes:
+        offloaded: Says what of the optimizers' states is in host memory; "" for none. For the report.
         rounds: What was done, round by round.
         profile: What the last round planned with.
 
@@ -64,7 +66,7 @@ class Tuner:
         self._capture, self._runtime, self._group, self._device = capture, runtime, group, device
         self._config = capture.config
         ranks = capture.model.ranks
-        self._world, self._everybody = ranks.shards, ranks.world_size
+        self._world = ranks.shards
         self._setting = Setting(self._world, capture.stage, device.type)
         schedule = self._config.schedule
         if schedule is None or schedule == "auto":
@@ -82,6 +84,7 @@ class Tuner:
         ]
         capture.passes = first[1]
         self._passes: tuple[Pass, ...] = self._entries[-1][1] if self._entries else ()
+        self.offloaded: Callable[[], str] = str
         self.rounds: list[Round] = []
         self.profile: Profile | None = None
         self._step = 0  # optimizer steps done
@@ -175,10 +178,13 @@ class Tuner:
                 f"CompileConfig(memory_budget={self._config.memory_budget!r}) allows {budget} bytes, and the passes "
                 f"{[p.name for p in self._passes]} come down to {peak}. Add 'proactive_prefetch', or raise the budget."
             )
+        reports = [PassReport.of(effect) for effect in effects]
+        if self.offloaded():
+            reports.insert(1, replace(reports[0], name="offload", changed=self.offloaded()))
         self.rounds.append(
             Round(
                 self._step,
-                tuple(PassReport.of(effect) for effect in effects),
+                tuple(reports),
                 budget,
                 profile.step_seconds,
                 profile.exposed_seconds,
@@ -283,12 +289,7 @@ class Tuner:
             return None, f"{type(error).__name__}: {error}"
 
     def _exchange(self, mine: T) -> list[T]:
-        """What every rank passes, by rank; a collective, at an optimizer-step boundary."""
-        if self._everybody == 1:
-            return [mine]
-        everybody: list[Any] = [None] * self._everybody
-        dist.all_gather_object(everybody, mine, group=self._group)
-        return everybody
+        return exchange(mine, self._group)
 
     def _say(self, text: str, level: int) -> None:
         if self._group.rank() == 0:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from lightning_deepcompile import DeepCompilePrecision, DeepCompileStrategy
+from lightning_deepcompile import CompileConfig, DeepCompilePrecision, DeepCompileStrategy
 from lightning_deepcompile.capture.activation_checkpointing import checkpoint_activations
 
 
@@ -41,14 +41,41 @@ def test_stages(arguments: dict[str, Any], stage: int) -> None:
         ({"sharding_strategy": "SOME_SHARD"}, "'FULL_SHARD', 'SHARD_GRAD_OP'"),
         ({"sharding_strategy": "HYBRID_SHARD", "stage": 2}, "that strategy is stage 3"),
         ({"sharding_strategy": "FULL_SHARD", "stage": 2}, "that strategy is stage 3"),
-        ({"cpu_offload": True}, "offloading does not exist here yet"),
-        ({"cpu_offload": CPUOffload(offload_params=True)}, "offloading does not exist here yet"),
         ({"state_dict_type": "half"}, "state_dict_type"),
     ],
 )
 def test_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DeepCompileStrategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "offload"),
+    [
+        ({}, "none"),
+        ({"cpu_offload": False}, "none"),
+        ({"cpu_offload": True}, "auto"),
+        ({"cpu_offload": CPUOffload(offload_params=True)}, "auto"),
+        ({"cpu_offload": True, "compile": CompileConfig(offload="all")}, "all"),
+    ],
+)
+def test_cpu_offload(arguments: dict[str, Any], offload: str) -> None:
+    strategy = DeepCompileStrategy(**arguments)
+    assert strategy.compile.offload == offload
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"offload": "some"}, "offload='some'"),
+        ({"host_memory_budget": "much"}, "host_memory_budget='much'"),
+        ({"offload_chunk": 0.5}, "offload_chunk=0.5"),
+        ({"offload_chunk": "1 parsec"}, "offload_chunk='1 parsec'"),
+    ],
+)
+def test_offload_settings_that_cannot_be_meant(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CompileConfig(**arguments)
 
 
 def test_what_is_not_needed_is_named_in_one_warning() -> None:

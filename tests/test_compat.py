@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch._guards import TracingContext
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
@@ -334,3 +335,34 @@ def test_gathering_into_one_tensor_warns_of_nothing(mesh: DeviceMesh) -> None:
         warnings.simplefilter("error")
         compat.all_gather_into(whole, torch.ones(3), mesh.get_group())
     assert whole.tolist() == [1, 1, 1]
+
+
+# Optimizers -----------------------------------------------------------------------------------------------------------
+
+
+class Sub(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, Sub])
+def test_a_step_without_hooks_steps_and_calls_none(kind: type[torch.optim.Optimizer]) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    optimizer, calls = kind([parameter], lr=0.5), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("second"))
+    compat.run_first_after_step(optimizer, lambda *_: calls.append("first"))
+    with compat.unhooked_step(optimizer) as step:
+        step(optimizer)
+    assert calls == [] and bool((parameter < 1).all())
+    optimizer.step()
+    # PyTorch runs the hooks again for a step of a base class that was wrapped before.
+    assert calls[-2:] == ["first", "second"] and "before" in calls
+
+
+def test_a_dtensor_of_memory_elsewhere(mesh: Any) -> None:
+    like = DTensor.from_local(torch.empty(3, 2, device="meta"), mesh, [Shard(0)])
+    local = torch.ones(3, 2)
+    made = compat.with_local(like, local)
+    assert made.to_local().data_ptr() == local.data_ptr() and made.shape == (3, 2) and made.placements == (Shard(0),)

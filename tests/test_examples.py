@@ -74,7 +74,8 @@ def test_llama_sizes() -> None:
     pytest.importorskip("transformers")
     from train_llama import SIZES, Llama, Throughput, Tokens, llama_config
 
-    assert {size: llama_config(size).num_hidden_layers for size in SIZES} == {"tiny": 4, "1b": 16, "8b": 32}
+    layers = {"tiny": 4, "1b": 16, "8b": 32, "13b": 40, "70b": 80}
+    assert {size: llama_config(size).num_hidden_layers for size in SIZES} == layers
     model = Llama(size="tiny")
     model.configure_model()
     data = Tokens(source="synthetic", length=32, batch_size=2, vocabulary=SIZES["tiny"]["vocab_size"])

@@ -200,7 +200,7 @@ class Checkpoints:
         engine = self._strategy.engine
         with raise_together("Loading the optimizers' states"):
             for optimizer, state in zip(self._strategy.optimizers, checkpoint["optimizer_states"], strict=True):
-                load_optimizer_state(optimizer, state, engine.module, engine.model)
+                load_optimizer_state(optimizer, state, engine.module, engine.model, engine.offload_of(optimizer))
 
     def remove(self, filepath: str | os.PathLike[str]) -> None:
         """Removes a checkpoint of either kind; only rank 0 does something."""

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_deepcompile import compat
 from lightning_deepcompile.capture.sharding import ShardedModel, ShardedParameter
 from lightning_deepcompile.checkpoint.module_state import gather, plain_name
 from lightning_deepcompile.checkpoint.together import gather_objects
+from lightning_deepcompile.offload.states import StateOffload
 
 __all__ = ["full_optimizer_state", "load_optimizer_state", "sharded_optimizer_state"]
 
@@ -62,7 +64,11 @@ def sharded_optimizer_state(optimizer: Optimizer, module: nn.Module, model: Shar
 
 
 def load_optimizer_state(
-    optimizer: Optimizer, state: Mapping[str, Any], module: nn.Module, model: ShardedModel
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    module: nn.Module,
+    model: ShardedModel,
+    offload: StateOffload | None = None,
 ) -> None:
     """Loads an optimizer state dict; each rank takes its rows.
 
@@ -71,6 +77,7 @@ def load_optimizer_state(
         state: A plain state dict, or one keyed by names, with whole tensors or DTensors.
         module: The sharded module.
         model: How it is sharded.
+        offload: Where states wait in host memory; they go there without coming to the device.
 
     Raises:
         ValueError: If the parameter groups differ; names what does.
@@ -78,14 +85,31 @@ def load_optimizer_state(
     parameters = _parameters_of(optimizer, module, model)
     groups = _matching_groups(optimizer, state["param_groups"], [name for name, _ in parameters])
     saved = chain.from_iterable(group["params"] for group in groups)
+    held = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     local: dict[int, dict[str, Any]] = {}
+    waiting: dict[tuple[int, str], Tensor] = {}
     for index, key in enumerate(saved):
         if key in state["state"]:
             _, parameter = parameters[index]
-            local[index] = {k: _localize(v, parameter) for k, v in state["state"][key].items()}
+            local[index] = {}
+            for name, value in state["state"][key].items():
+                rows = _rows(value, parameter)
+                if offload is not None and offload.takes(held[index], rows):
+                    # The optimizer decides on the dtype, of a tensor without memory.
+                    waiting[index, name], rows = rows, rows.new_empty(0)
+                elif isinstance(rows, Tensor):
+                    rows = rows.clone()  # what the optimizer keeps must not hang on a memory-mapped file
+                local[index][name] = rows
     numbers = iter(range(len(parameters)))
     groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
     optimizer.load_state_dict({"state": local, "param_groups": groups})
+    if offload is not None:
+        offload.forget()
+    for (index, name), rows in waiting.items():
+        assert offload is not None
+        parameter = held[index]
+        entries = optimizer.state[parameter]
+        entries[name] = offload.load(parameter, name, entries[name].dtype, rows)
 
 
 def _parameters_of(
@@ -145,10 +169,18 @@ def _distributed_states(
         if isinstance(value, _Rows):
             assert parameter is not None
             local = plain.get(index, {}).get(key)
-            local = torch.zeros_like(parameter.local, dtype=value.dtype) if local is None else local
-            value = parameter.distribute(local.detach())
+            value = _distributed(parameter, local, value.dtype)
         states.setdefault(index, {})[key] = value
     return dict(sorted(states.items())), packed["param_groups"]
+
+
+def _distributed(parameter: ShardedParameter, local: Tensor | None, dtype: torch.dtype) -> DTensor:
+    """A DTensor of this rank's rows (None: zeros) where they are: states in host memory stay there."""
+    if local is None:
+        return parameter.distribute(torch.zeros_like(parameter.local, dtype=dtype))
+    if local.device == parameter.local.device:
+        return parameter.distribute(local.detach())
+    return compat.with_local(parameter.distribute(torch.empty_like(local, device="meta")), local.detach())
 
 
 def _differs(value: Any, other: Any) -> bool:
@@ -160,13 +192,11 @@ def _differs(value: Any, other: Any) -> bool:
     return isinstance(value, Tensor) != isinstance(other, Tensor)
 
 
-def _localize(value: Any, parameter: ShardedParameter | None) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if parameter is not None and value.dim() and value.shape == parameter.dtensor.shape:
-        value = parameter.rows(value)
-    # A copy: what the optimizer keeps must not hang on a memory-mapped file.
-    return value.clone()
+def _rows(value: Any, parameter: ShardedParameter | None) -> Any:
+    """This rank's part of a saved state."""
+    if isinstance(value, Tensor) and parameter is not None and value.dim() and value.shape == parameter.dtensor.shape:
+        return parameter.rows(value)
+    return value
 
 
 def _matching_groups(optimizer: Optimizer, saved: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:

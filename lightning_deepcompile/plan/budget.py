@@ -14,18 +14,22 @@ class MemoryBudgetError(RuntimeError):
     """No schedule fits into the memory budget."""
 
 
-def parse_budget(value: int | float | str | None, total: int) -> int:
+def parse_budget(
+    value: int | float | str | None, total: int, *, name: str = "memory_budget", default: float = 0.9
+) -> int:
     """Bytes that `value` stands for.
 
     Args:
-        value: Bytes, a text like ``"24GiB"``, or a fraction of `total` (a float of at most 1); None means 0.9.
+        value: Bytes, a text like ``"24GiB"``, or a fraction of `total` (a float of at most 1); None means `default`.
         total: Bytes of the device.
+        name: The argument of `CompileConfig`, for the message.
+        default: A fraction.
 
     Raises:
         ValueError: If it is none of these; the message names the value.
     """
     if value is None:
-        value = 0.9
+        value = default
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]+)\s*", value)
         if match and match[2].lower() in _UNITS and float(match[1]) > 0:
@@ -35,9 +39,7 @@ def parse_budget(value: int | float | str | None, total: int) -> int:
             return int(value * total)
     elif isinstance(value, int) and not isinstance(value, bool) and value > 1:
         return value
-    raise ValueError(
-        f"CompileConfig(memory_budget={value!r}): expected bytes, a text like '24GiB', or a fraction up to 1.0."
-    )
+    raise ValueError(f"CompileConfig({name}={value!r}): expected bytes, a text like '24GiB', or a fraction up to 1.0.")
 
 
 def check_budget(least: int, budget: int, chosen: object) -> None:

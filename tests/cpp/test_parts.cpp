@@ -1,115 +1,23 @@
 // The parts of the runtime without torch processes: layouts, buffers, buckets, use counts, faults. Run by sanitize.py.
+#include "support.h"
+
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/ones.h>
-#include <ATen/ops/zeros.h>
 
-#include <atomic>
-#include <cstdio>
 #include <cstdlib>
 #include <thread>
 
-#include "executor.h"
 #include "offload.h"
 #include "runtime_table.h"
 #include "same_on_all_ranks.h"
-#include "views.h"
+#include "state_copies.h"
 #include "watchdog.h"
 
 namespace {
 
 using namespace ldc;
-
-int failures = 0;
-
-#define EXPECT(condition)                                                        \
-  do {                                                                           \
-    if (!(condition)) {                                                          \
-      std::printf("%s:%d: %s\n", __FILE__, __LINE__, #condition);                \
-      ++failures;                                                                \
-    }                                                                            \
-  } while (false)
-
-/// Whether `call` raises, with `text` in the message.
-template <typename Call>
-bool refuses(const char* text, Call call) {
-  try {
-    call();
-  } catch (const std::exception& error) {
-    if (message_of(error).find(text) != std::string::npos) return true;
-    std::printf("unexpected message: %s\n", message_of(error).c_str());
-  }
-  return false;
-}
-
-const Device kCpu(c10::DeviceType::CPU);
-
-Tensor ones(at::IntArrayRef sizes, ScalarType dtype = c10::kFloat) { return at::ones(sizes, dtype); }
-
-/// Rank 0 of `world` ranks which all have the same tensors, except that others' bytes are rank 0's plus `skew`.
-class Mirror final : public Communicator {
- public:
-  explicit Mirror(int64_t world, int64_t skew = 0) : Communicator(0, world), skew_(skew) {}
-
-  Completion all_gather(const std::vector<Transfer>& group) override {
-    groups.push_back(static_cast<int64_t>(group.size()));
-    return Completion([this, group] {
-      for (const Transfer& transfer : group) {
-        for (int64_t rank = 0; rank < world_size(); ++rank) {
-          const Tensor part = flat(transfer.out).narrow(0, rank * transfer.in.numel(), transfer.in.numel());
-          part.copy_(flat(transfer.in));
-          if (rank > 0 && skew_ != 0) part.add_(skew_);
-        }
-      }
-    });
-  }
-
-  Completion reduce_scatter_mean(const std::vector<Transfer>& group) override {
-    groups.push_back(static_cast<int64_t>(group.size()));
-    return Completion([this, group] {
-      if (broken) throw std::runtime_error("the wire is cut");
-      for (const Transfer& transfer : group) {
-        flat(transfer.out).copy_(flat(transfer.in).narrow(0, 0, transfer.out.numel()));
-      }
-    });
-  }
-
-  Completion all_reduce_mean(const std::vector<Transfer>& group) override {
-    for (const Transfer& transfer : group) flat(transfer.out).copy_(flat(transfer.in));
-    return {};
-  }
-
-  std::string diagnose(std::chrono::milliseconds limit) override {
-    return stuck_for.load() > limit ? std::string("gather of 'w' is stuck") : std::string();
-  }
-
-  std::vector<int64_t> groups;  // sizes, in order
-  bool broken = false;
-  std::atomic<std::chrono::milliseconds> stuck_for{};
-
- private:
-  int64_t skew_;
-};
-
-/// Everything below a runtime, for a world of two.
-struct Bench {
-  explicit Bench(RuntimeOptions options = {}) : options(std::move(options)) {}
-  void add(int64_t id, std::vector<int64_t> shape) {
-    const auto shard = row_shard_shape(shape, 2);
-    registry.add(id, c10::str("p", id), std::move(shape), ones(shard), at::zeros(shard), {}, false);
-  }
-  RuntimeOptions options;
-  std::shared_ptr<Mirror> wire = std::make_shared<Mirror>(2);
-  Stats stats;
-  Registry registry{kCpu, 2};
-  GatherEngine gathers{kCpu, wire, registry, stats, options};
-  ReduceEngine reductions{kCpu, wire, registry, stats, options};
-  bool boundary = true;
-  std::unique_ptr<Executor> executor(int64_t stage, const Ids& ids, const std::string& reduce = "") {
-    return make_executor(stage, reduce, 0, ids, boundary, registry, gathers, reductions);
-  }
-};
+using namespace ldc::testing;
 
 void test_shard_shapes() {
   EXPECT((row_shard_shape({5, 3}, 2) == std::vector<int64_t>{3, 3}));
@@ -314,6 +222,59 @@ void test_offload() {
   EXPECT(bench.registry.at(0).shard.eq(1).all().item<bool>());
 }
 
+void test_host_slabs() {
+  HostSlabs slabs(kCpu, 3 << 20);
+  const Tensor like = at::empty({100, 7}, at::TensorOptions().device(c10::kMeta));
+  Tensor first = slabs.place(like), second = slabs.place(like);
+  const auto apart = static_cast<const char*>(second.const_data_ptr()) - static_cast<const char*>(first.const_data_ptr());
+  EXPECT(apart == align_up(100 * 7 * 4, kAlignment) && slabs.bytes() == 1 << 20);
+  EXPECT(refuses("contiguous", [&] { slabs.place(like.t()); }));
+  EXPECT(refuses("of at most 3145728 bytes", [&] { slabs.place(at::empty({3 << 20}, like.options())); }));
+  Tensor large = slabs.place(at::empty({1 << 18}, like.options()));  // does not fit into the first slab any more
+  EXPECT(slabs.bytes() == 2 << 20);
+  large.reset();
+  slabs.trim();
+  EXPECT(slabs.bytes() == 1 << 20);
+  const Tensor view = first.narrow(0, 3, 2);
+  first.reset();
+  second.reset();
+  slabs.trim();
+  EXPECT(slabs.bytes() == 1 << 20);  // a view still lies in it
+}
+
+void test_state_copies() {
+  Stats stats;
+  StateCopies states(kCpu, stats, 0);
+  std::vector<Tensor> homes;
+  for (int i = 0; i < 5; ++i) {
+    homes.push_back(states.home(ones({40 + i})));
+    states.stow(i % 3, {ones({40 + i}).mul_(i)}, {homes.back()});
+  }
+  for (int step = 0; step < 3; ++step) {
+    states.begin(kAlignment);
+    std::vector<Tensor> next = states.fetch(0, {homes[0]});
+    for (int i = 0; i < 5; ++i) {
+      const std::vector<Tensor> present = next;
+      if (i < 4) next = states.fetch((i + 1) % 3, {homes[static_cast<size_t>(i) + 1]});
+      states.arrive(i % 3);
+      EXPECT(present[0].eq(i + step).all().item<bool>());
+      present[0].add_(1);
+      states.stow(i % 3, present, {homes[static_cast<size_t>(i)]});
+    }
+    EXPECT(states.device_bytes() == 3 * kAlignment);
+    states.settle();
+    EXPECT(states.device_bytes() == 0);
+  }
+  EXPECT(stats.state_peak_bytes == 3 * kAlignment && stats.reloaded_bytes == 3 * 4 * (40 + 41 + 42 + 43 + 44));
+  states.begin(kAlignment);
+  EXPECT(refuses("larger than the 512", [&] { states.fetch(0, {homes[0], homes[1]}); }));
+  EXPECT(refuses("slot 3", [&] { states.arrive(3); }));
+  EXPECT(refuses("1 tensors but 0 homes", [&] { states.stow(0, {ones({2})}, {}); }));
+  homes.clear();
+  states.synchronize();
+  EXPECT(states.host_bytes() == 0);
+}
+
 void test_ranks_that_differ() {
   Mirror same(2), different(2, 1);
   require_same_on_all_ranks(same, kCpu, "it", {"a", "b"});
@@ -365,6 +326,8 @@ int main() {
   test_dry_runs_send_nothing();
   test_host_pool();
   test_offload();
+  test_host_slabs();
+  test_state_copies();
   test_ranks_that_differ();
   test_watchdog();
   test_serials();

@@ -1,0 +1,122 @@
+#include "state_copies.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+#include "views.h"
+
+namespace ldc {
+
+StateCopies::StateCopies(Device device, Stats& stats, int64_t limit)
+    : device_(device),
+      stats_(stats),
+      out_(pool_stream(device, /*high_priority=*/false)),
+      in_(pool_stream(device, /*high_priority=*/false)),
+      slabs_(device, limit) {}
+
+StateCopies::Slot& StateCopies::slot_at(int64_t slot) {
+  LDC_CHECK_ARG(slot >= 0 && slot < kSlots, "optimizer states: slot ", slot, " is not in [0, ", kSlots, ").");
+  return slots_[static_cast<size_t>(slot)];
+}
+
+void StateCopies::begin(int64_t slot_bytes) {
+  LDC_CHECK_ARG(slot_bytes >= 0, "begin_states: `slot_bytes` must not be negative, got ", slot_bytes, ".");
+  settle();
+  slot_bytes_ = slot_bytes;
+  order(scratch_, out_, in_);
+}
+
+std::vector<Tensor> StateCopies::fetch(int64_t slot, const std::vector<Tensor>& homes) {
+  Slot& target = slot_at(slot);
+  release_held(target);
+  if (homes.empty()) return {};
+  int64_t need = 0;
+  for (const Tensor& home : homes) {
+    LDC_CHECK_ARG(home.device().is_cpu() && home.is_contiguous(), "fetch_states: needs what state_home() returned.");
+    need += align_up(static_cast<int64_t>(home.nbytes()), kAlignment);
+  }
+  LDC_CHECK_ARG(need <= slot_bytes_, "fetch_states: a chunk of ", need, " bytes is larger than the ", slot_bytes_,
+                " of begin_states.");
+  const PlainTensors plain;
+  if (!target.memory.defined()) {
+    target.memory = at::empty({slot_bytes_}, at::TensorOptions().dtype(c10::kByte).device(device_));
+    order(scratch_, current_stream(device_), in_);
+    note_device_bytes();
+  }
+  target.left.block(in_);
+  std::vector<Tensor> arriving;
+  const c10::StreamGuard guard(in_);
+  int64_t offset = 0;
+  for (const Tensor& home : homes) {
+    const auto bytes = static_cast<int64_t>(home.nbytes());
+    arriving.push_back(typed_view(target.memory, offset, home.sizes(), home.scalar_type()));
+    arriving.back().copy_(home, /*non_blocking=*/true);
+    offset += align_up(bytes, kAlignment);
+    stats_.reloaded_bytes += bytes;
+  }
+  target.arrived.record(in_);
+  return arriving;
+}
+
+void StateCopies::arrive(int64_t slot) { slot_at(slot).arrived.block(current_stream(device_)); }
+
+void StateCopies::stow(int64_t slot, const std::vector<Tensor>& sources, const std::vector<Tensor>& homes) {
+  Slot& origin = slot_at(slot);
+  LDC_CHECK_ARG(sources.size() == homes.size(), "stow_states: ", sources.size(), " tensors but ", homes.size(),
+                " homes.");
+  if (sources.empty()) {
+    origin.left.record(current_stream(device_));
+    return;
+  }
+  const PlainTensors plain;
+  order(scratch_, current_stream(device_), out_);
+  const c10::StreamGuard guard(out_);
+  for (size_t i = 0; i < sources.size(); ++i) {
+    homes[i].copy_(sources[i], /*non_blocking=*/true);
+    stats_.offloaded_bytes += static_cast<int64_t>(sources[i].nbytes());
+    const bool in_buffer = origin.memory.defined() && sources[i].is_alias_of(origin.memory);
+    if (!in_buffer) origin.held.push_back(sources[i]);
+  }
+  origin.left.record(out_);
+  note_device_bytes();
+}
+
+void StateCopies::release_held(Slot& slot) {
+  if (slot.held.empty()) return;
+  slot.left.block(current_stream(device_));
+  slot.held.clear();
+}
+
+void StateCopies::settle() {
+  for (Slot& slot : slots_) {
+    if (!slot.memory.defined() && slot.held.empty()) continue;
+    slot.arrived.block(current_stream(device_));
+    slot.left.block(current_stream(device_));
+    slot.held.clear();
+    slot.memory.reset();
+  }
+}
+
+void StateCopies::synchronize() {
+  for (const Slot& slot : slots_) {
+    slot.arrived.synchronize();
+    slot.left.synchronize();
+  }
+  slabs_.trim();
+}
+
+int64_t StateCopies::device_bytes() const {
+  int64_t total = 0;
+  for (const Slot& slot : slots_) {
+    if (slot.memory.defined()) total += slot.memory.numel();
+    for (const Tensor& held : slot.held) total += static_cast<int64_t>(held.nbytes());
+  }
+  return total;
+}
+
+void StateCopies::note_device_bytes() {
+  stats_.state_peak_bytes = std::max(stats_.state_peak_bytes, device_bytes());
+}
+
+}  // namespace ldc

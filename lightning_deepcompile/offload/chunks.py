@@ -1,0 +1,110 @@
+"""Which parameters an optimizer steps together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_deepcompile.offload.probe import changed_settings, settings_of
+
+__all__ = ["Chunk", "GroupChanges", "make_chunks"]
+
+
+@dataclass
+class Chunk:
+    """Parameters that step together.
+
+    Args:
+        params: For each of the optimizer's groups, in its order.
+        visits: Whether their states come from host memory, or go there.
+        arrived: Of each state that was fetched: parameter, name, its home, and the tensor on the device.
+    """
+
+    params: list[list[Tensor]]
+    visits: bool
+    arrived: list[tuple[Tensor, str, Tensor, Tensor]] = field(default_factory=list)
+
+    def narrow(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Copies of the optimizer's groups that hold this chunk's parameters alone."""
+        return [{**group, "params": list(params)} for group, params in zip(groups, self.params, strict=True)]
+
+
+def make_chunks(
+    groups: Sequence[dict[str, Any]],
+    visits: Callable[[Tensor], bool],
+    size_of: Callable[[int, Tensor], int],
+    limit: int,
+) -> list[Chunk]:
+    """Divides the parameters; those whose states stay on the device are the first chunk: the next arrives meanwhile.
+
+    Args:
+        groups: The optimizer's.
+        visits: Whether a parameter's states come and go.
+        size_of: Bytes of the states of a parameter of a group.
+        limit: Most bytes of a chunk that has more than one parameter.
+
+    Returns:
+        The chunks; none is empty.
+    """
+    staying = Chunk([[p for p in group["params"] if not visits(p)] for group in groups], visits=False)
+    chunks = [staying] if any(staying.params) else []
+    filled = limit + 1
+    for index, group in enumerate(groups):
+        for parameter in group["params"]:
+            if not visits(parameter):
+                continue
+            size = size_of(index, parameter)
+            if filled + size > limit:
+                chunks.append(Chunk([[] for _ in groups], visits=True))
+                filled = 0
+            chunks[-1].params[index].append(parameter)
+            filled += size
+    return chunks
+
+
+class GroupChanges:
+    """What steps on chunks changed in the settings of groups; every chunk must come to the same.
+
+    Args:
+        optimizer: Holds its own groups.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.groups = optimizer.param_groups
+        self._before = [settings_of(group) for group in self.groups]
+        self._changes: list[dict[str, Any] | None] = [None] * len(self.groups)
+
+    def add(self, chunk: Chunk, narrowed: Sequence[dict[str, Any]], kind: str) -> None:
+        """Takes note of what a step on `chunk` did.
+
+        Args:
+            chunk: What was stepped.
+            narrowed: The groups that the optimizer held meanwhile.
+            kind: The optimizer's name, for the message.
+
+        Raises:
+            RuntimeError: If it depends on which parameters were stepped.
+        """
+        for index, group in enumerate(narrowed):
+            if not chunk.params[index]:
+                continue
+            changed = changed_settings(self._before[index], group)
+            known = self._changes[index]
+            in_place = [k for k, v in changed.items() if isinstance(v, Tensor)]
+            if in_place or (known is not None and known != changed):
+                names = sorted({*changed, *(known or {})})
+                raise RuntimeError(
+                    f"{kind} changes {names} of its parameter group {index} in a way that depends on which parameters "
+                    "step together, so its states cannot be offloaded. Use CompileConfig(offload='none'), or an "
+                    "element-wise optimizer."
+                )
+            self._changes[index] = changed
+
+    def apply(self) -> None:
+        """Makes the optimizer's own groups what one step over all parameters would have made of them."""
+        for group, changed in zip(self.groups, self._changes, strict=True):
+            group.update(changed or {})

@@ -1,0 +1,191 @@
+"""Where optimizer states live: decided once for all optimizers, by what a step was seen to need."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import weakref
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_deepcompile.agreement import exchange
+from lightning_deepcompile.capture.sharding import ShardedModel
+from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.offload.probe import probe_states
+from lightning_deepcompile.offload.states import StateOffload
+from lightning_deepcompile.plan.budget import parse_budget
+from lightning_deepcompile.plan.offload import OffloadDecision, OffloadNeed, check_host, decide_offload
+from lightning_deepcompile.profile.memory import memory_limit
+from lightning_deepcompile.program.printer import format_bytes
+
+__all__ = ["Residency"]
+
+_log = logging.getLogger(__name__)
+
+
+class Residency:
+    """Keeps as many optimizer states in host memory as the settings and the memory budget ask for.
+
+    The decision falls in the first optimizer step: by then forward and backward passes have shown what they take, and
+    there are no states yet, or only loaded ones, which wait in host memory for it. So no step ever holds more than the
+    plan allows, the first included.
+
+    Args:
+        config: ``offload`` is ``"auto"`` or ``"all"``.
+        model: How parameters are sharded.
+        runtime: ``_C.Runtime`` that copies.
+        group: The ranks.
+        device: Where states are stepped.
+        limit: Bytes of host memory that this rank may use; the same on all ranks.
+
+    Attributes:
+        decision: What was decided; None before the first optimizer step.
+    """
+
+    def __init__(
+        self,
+        config: CompileConfig,
+        model: ShardedModel,
+        runtime: Any,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        limit: int,
+    ) -> None:
+        self._config, self._model, self._runtime = config, model, runtime
+        self._group, self._device, self._limit = group, device, limit
+        self._chunk_bytes = parse_budget(config.offload_chunk, total=1, name="offload_chunk")
+        self._attached: list[tuple[weakref.ref[Optimizer], StateOffload]] = []
+        self._observing = False
+        self._last = 0, 0  # bytes in host memory and bytes moved, of optimizers that are retired
+        self.decision: OffloadDecision | None = None
+
+    def attach(self, optimizer: Optimizer) -> StateOffload:
+        """Takes charge of an optimizer's states.
+
+        Args:
+            optimizer: Before its first step, and before states are loaded into it.
+
+        Raises:
+            ValueError: If it cannot step chunk by chunk.
+            MemoryBudgetError: If all its states shall leave, and host memory does not hold them.
+        """
+        if "closure" not in inspect.signature(type(optimizer).step).parameters:
+            raise ValueError(
+                f"CompileConfig(offload={self._config.offload!r}): `{type(optimizer).__name__}.step` takes no closure, "
+                "as PyTorch's optimizers do. Add the argument, or use offload='none'."
+            )
+        sizes = probe_states(optimizer, self._device)
+        offload = StateOffload(
+            optimizer, self._runtime, sizes, self._chunk_bytes, before_step=self._decide, local_of=self._local_of
+        )
+        offload.leaving = lambda local: True  # until it is decided: loaded states do not come to the device first
+        offload.optional = self._config.offload == "auto"
+        self._attached.append((weakref.ref(optimizer), offload))
+        self.decision = None
+        self._observing = False
+        if self._config.offload == "all":
+            check_host(sum(size for *_, size in self._sizes()), self._limit, self._config.host_memory_budget)
+        return offload
+
+    def begin_step(self) -> None:
+        """Call before a training step's forward pass: it gets the memory of the optimizer's buffers."""
+        self._runtime.settle_states()
+        undecided = self._config.offload == "auto" and self.decision is None
+        if undecided and not self._observing and self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._observing = True
+
+    def retire(self) -> None:
+        """Ends the charge of all optimizers: their states move to ordinary host memory, pinned memory is freed."""
+        self._last = self.host_bytes, self.moved_bytes
+        for _, offload in self._attached:
+            offload.retire()
+        self._attached.clear()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of states in host memory; after the end of training, as many as there were."""
+        return sum(offload.host_bytes for _, offload in self._attached) if self._attached else self._last[0]
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that the last steps of all optimizers copied, out and in."""
+        return sum(offload.moved for _, offload in self._attached) if self._attached else self._last[1]
+
+    def describe(self) -> str:
+        """What is in host memory and why, in words; "" for nothing."""
+        if self.decision is None or self.decision.bytes == 0:
+            return ""
+        leaving, states = (format_bytes(n) for n in (self.decision.bytes, self.decision.states))
+        return f"{leaving} of {states} of optimizer states in host memory: {self.decision.reason}"
+
+    def _decide(self) -> None:
+        """Decides, in the first optimizer step after `attach`; then a collective."""
+        if self.decision is not None:
+            return
+        sizes = list(self._sizes())
+        seen = exchange(self._need(sizes), self._group)
+        need = OffloadNeed(
+            peak=max(n.peak for n in seen),
+            stepping=max(n.stepping for n in seen),
+            states=max(n.states for n in seen),
+            buffers=max(n.buffers for n in seen),
+            budget=min(n.budget for n in seen),
+            host=self._limit,
+        )
+        config = self._config
+        decision = decide_offload(config.offload, need, config.memory_budget, config.host_memory_budget)
+        chosen: dict[int, set[Tensor]] = {}
+        left = decision.bytes
+        for number, local, size in sizes:
+            if left > 0 and size > 0:
+                chosen.setdefault(number, set()).add(local)
+                left -= size
+        for number, (_, offload) in enumerate(self._attached):
+            if config.offload == "auto":
+                offload.leaving = chosen.get(number, set()).__contains__
+        self.decision = decision
+        if self._group.rank() == 0:
+            _log.info("%s", self.describe() or f"All optimizer states stay on the device: {decision.reason}")
+
+    def _need(self, sizes: list[tuple[int, Tensor, int]]) -> OffloadNeed:
+        states = sum(size for *_, size in sizes)
+        largest = max((size for *_, size in sizes), default=0)
+        if self._device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._device)
+            stepping = torch.cuda.memory_allocated(self._device)
+        else:
+            grads = sum(buffer.flat.numel() * buffer.flat.itemsize for buffer in self._model.grad_buffers)
+            peak = stepping = self._model.shard_bytes + grads
+        buffers = min(3 * max(self._chunk_bytes, largest), states)
+        budget = memory_limit(self._device, self._config.memory_budget)
+        return OffloadNeed(peak, stepping, states, buffers, budget, self._limit)
+
+    def _sizes(self) -> Iterator[tuple[int, Tensor, int]]:
+        """Each optimizer's number, its shards in order, and what their states take: padded, so equal on all ranks."""
+        for number, (reference, offload) in enumerate(self._attached):
+            optimizer = reference()
+            for index, group in enumerate(optimizer.param_groups if optimizer is not None else []):
+                for parameter in group["params"]:
+                    sharded = self._sharded(parameter)
+                    local = parameter if sharded is None else sharded.local
+                    elements = local.numel() if sharded is None else sharded.layout.shard_numel
+                    if parameter.requires_grad:
+                        yield number, local, offload.sizes.of(index, local.dtype, elements)
+
+    def _sharded(self, parameter: Tensor) -> Any:
+        return self._model.by_parameter.get(parameter) or self._by_local.get(parameter)
+
+    @cached_property
+    def _by_local(self) -> dict[Tensor, Any]:
+        return {sharded.local: sharded for sharded in self._model.parameters}
+
+    def _local_of(self, parameter: Tensor) -> Tensor:
+        sharded = self._model.by_parameter.get(parameter)
+        return parameter if sharded is None else sharded.local

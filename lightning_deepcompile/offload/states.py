@@ -1,0 +1,264 @@
+"""One optimizer whose states wait in host memory, and that steps chunk by chunk while they come and go.
+
+Between steps ``optimizer.state`` holds the host tensors, so that state dicts see them. A step runs the class's own
+`step` on copies of the groups that hold one chunk's parameters, and lets the call that the user made do the last chunk:
+hooks, counters of schedulers and return values are those of one step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.offload.chunks import Chunk, GroupChanges, make_chunks
+from lightning_deepcompile.offload.probe import StateSizes, can_leave
+
+__all__ = ["StateOffload"]
+
+_SLOTS = 3  # of the runtime: one chunk arrives, one is stepped, one leaves
+_ALIGNMENT = 512
+
+
+class StateOffload:
+    """Keeps states of one optimizer in host memory.
+
+    Args:
+        optimizer: While it steps it holds this rank's plain shards.
+        runtime: ``_C.Runtime`` that copies.
+        sizes: What its states take.
+        chunk_bytes: Most bytes of states that step together.
+        before_step: Called before each step; may set `leaving`.
+        local_of: This rank's shard of a parameter that the optimizer holds between steps.
+
+    Attributes:
+        sizes: As above.
+        leaving: Whether the states of a shard leave after a step.
+        optional: Whether states may stay on the device for want of host memory while they are loaded.
+        moved: Bytes that the last step copied to and from the device.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        runtime: Any,
+        sizes: StateSizes,
+        chunk_bytes: int,
+        before_step: Callable[[], None],
+        local_of: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._runtime = runtime
+        self.sizes = sizes
+        self._chunk_bytes = chunk_bytes
+        self._before_step = before_step
+        self._local_of = local_of
+        self.leaving: Callable[[Tensor], bool] = lambda local: False
+        self.optional = False
+        self.moved = 0
+        self._homes: dict[Tensor, dict[str, Tensor]] = {}  # by shard and name
+        self._chunks: list[Chunk] = []  # of the step under way
+        self._current = 0
+        self._changes: GroupChanges | None = None
+        # Copies to the host may still run when a step has returned.
+        optimizer.register_state_dict_pre_hook(lambda _: runtime.synchronize_states())
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a step is under way, so that calls of `step` are parts of it."""
+        return self._changes is not None
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of states in host memory."""
+        return sum(home.nbytes for entries in self._homes.values() for home in entries.values())
+
+    # A step -----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin(self, *args: Any, **kwargs: Any) -> None:
+        """Steps all chunks but the last, and leaves the optimizer with the last one's parameters.
+
+        Args:
+            *args: Arguments of the optimizer's `step`, without a closure.
+            **kwargs: Its keyword arguments.
+        """
+        self._before_step()
+        optimizer = self._held()
+        self.moved = 0
+        if not self._homes and not any(self.leaving(p) for group in optimizer.param_groups for p in group["params"]):
+            return
+        self._chunks = make_chunks(optimizer.param_groups, self._visits, self._size_of, self._chunk_bytes)
+        self._current = 0
+        self._changes = GroupChanges(optimizer)
+        self._runtime.begin_states(max(self._home_bytes(chunk) for chunk in self._chunks))
+        self._fetch(0)
+        with compat.unhooked_step(optimizer) as step:
+            for _ in self._chunks[1:]:
+                self._enter()
+                step(optimizer, *args, **kwargs)
+                self._leave()
+        self._enter()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Ends a step whose last chunk has been stepped."""
+        if self._changes is None:
+            return
+        self._leave()
+        self._changes.apply()
+        self.restore()
+
+    def restore(self) -> None:
+        """Gives the optimizer its own groups back; after an error, states that came to the device stay there."""
+        if self._changes is None:
+            return
+        self._held().param_groups = self._changes.groups
+        self._changes = None
+        self._chunks = []
+
+    def _visits(self, local: Tensor) -> bool:
+        return bool(self._homes.get(local)) or self.leaving(local)
+
+    def _size_of(self, group: int, local: Tensor) -> int:
+        homes = self._homes.get(local)
+        if homes:
+            return _buffer_bytes(homes.values())
+        return self.sizes.of(group, local.dtype, local.numel())
+
+    def _home_bytes(self, chunk: Chunk) -> int:
+        return sum(_buffer_bytes(self._homes.get(p, {}).values()) for params in chunk.params for p in params)
+
+    def _fetch(self, index: int) -> None:
+        chunk = self._chunks[index]
+        state = self._held().state
+        # A state that somebody put in the place of a home is left as it is.
+        wanted = [
+            (p, name, home)
+            for params in chunk.params
+            for p in params
+            for name, home in self._homes.get(p, {}).items()
+            if p in state and state[p].get(name) is home
+        ]
+        tensors = self._runtime.fetch_states(index % _SLOTS, [home for *_, home in wanted])
+        chunk.arrived = [(*entry, tensor) for entry, tensor in zip(wanted, tensors, strict=True)]
+        self.moved += sum(home.nbytes for *_, home in wanted)
+
+    def _enter(self) -> None:
+        index, optimizer = self._current, self._held()
+        assert self._changes is not None
+        if index + 1 < len(self._chunks):
+            self._fetch(index + 1)
+        self._runtime.await_states(index % _SLOTS)
+        chunk = self._chunks[index]
+        for p, name, _, tensor in chunk.arrived:
+            optimizer.state[p][name] = tensor
+        optimizer.param_groups = chunk.narrow(self._changes.groups)
+
+    def _leave(self) -> None:
+        index, optimizer = self._current, self._held()
+        assert self._changes is not None
+        chunk = self._chunks[index]
+        self._changes.add(chunk, optimizer.param_groups, type(optimizer).__name__)
+        known = {(p, name): (home, tensor) for p, name, home, tensor in chunk.arrived}
+        buffers = {tensor.untyped_storage().data_ptr() for *_, tensor in chunk.arrived}
+        sources: list[Tensor] = []
+        homes: list[Tensor] = []
+        for p in (p for params in chunk.params for p in params if chunk.visits):
+            entries = optimizer.state[p] if p in optimizer.state else {}
+            kept: dict[str, Tensor] = {}
+            for name, value in entries.items():
+                home, fetched = known.get((p, name), (None, None))
+                if value is not fetched and type(value) is Tensor and value.untyped_storage().data_ptr() in buffers:
+                    entries[name] = value = value.clone()  # a new view of a buffer that goes to the next chunk
+                if value is not fetched and not can_leave(value, p):
+                    continue
+                if not self.leaving(p):
+                    entries[name] = value.clone() if value is fetched else value  # it has come back to stay
+                    continue
+                if home is None or home.shape != value.shape or home.dtype != value.dtype:
+                    home = self._runtime.state_home(value)
+                entries[name] = kept[name] = home
+                sources.append(value)
+                homes.append(home)
+            if kept:
+                self._homes[p] = kept
+            else:
+                self._homes.pop(p, None)
+        chunk.arrived = []
+        self._runtime.stow_states(index % _SLOTS, sources, homes)
+        self.moved += sum(home.nbytes for home in homes)
+        self._current += 1
+
+    # Outside of steps -------------------------------------------------------------------------------------------------
+
+    def takes(self, parameter: Tensor, value: Any) -> bool:
+        """Whether a state that is about to be loaded shall wait in host memory.
+
+        Args:
+            parameter: As the optimizer holds it between steps.
+            value: This rank's part of the state.
+        """
+        local = self._local_of(parameter)
+        return (
+            isinstance(value, Tensor)
+            and value.dim() > 0
+            and value.numel() > 0
+            and value.numel() == local.numel()
+            and self.leaving(local)
+        )
+
+    def load(self, parameter: Tensor, name: str, dtype: torch.dtype, value: Tensor) -> Tensor:
+        """Puts a loaded state into host memory.
+
+        Args:
+            parameter: As the optimizer holds it between steps.
+            name: Of the state.
+            dtype: In which the optimizer keeps it.
+            value: This rank's part of it.
+
+        Returns:
+            What the optimizer is to hold.
+        """
+        local = self._local_of(parameter)
+        try:
+            home = self._runtime.state_home(torch.empty(value.shape, dtype=dtype, device="meta"))
+        except torch.OutOfMemoryError:
+            if not self.optional:
+                raise
+            return value.to(local.device, dtype, copy=True)
+        home.copy_(value)
+        self._homes.setdefault(local, {})[name] = home
+        return home
+
+    def forget(self) -> None:
+        """Call when the optimizer has got another state: what was in host memory is freed."""
+        self._homes.clear()
+        self._runtime.synchronize_states()
+
+    def retire(self) -> None:
+        """Moves what is in pinned memory to ordinary host memory, for an optimizer that is not going to step soon."""
+        optimizer = self._optimizer()
+        homes, self._homes = self._homes, {}
+        if optimizer is None or not homes:
+            return
+        self._runtime.synchronize_states()
+        for parameter, entries in optimizer.state.items():
+            for name, home in homes.pop(self._local_of(parameter), {}).items():
+                if entries.get(name) is home:
+                    entries[name] = home.clone()
+
+    def _held(self) -> Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None  # it is stepping
+        return optimizer
+
+
+def _buffer_bytes(homes: Iterable[Tensor]) -> int:
+    """Bytes of a buffer of the runtime that holds such tensors."""
+    return sum(-(-home.nbytes // _ALIGNMENT) * _ALIGNMENT for home in homes)

@@ -1,0 +1,100 @@
+"""Decides how many bytes of optimizer states leave the device: as many as exceed the memory budget, and no more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_deepcompile.plan.budget import MemoryBudgetError
+from lightning_deepcompile.program.printer import format_bytes
+
+__all__ = ["OffloadDecision", "OffloadMode", "OffloadNeed", "check_host", "decide_offload"]
+
+OffloadMode = Literal["none", "auto", "all"]
+
+
+@dataclass(frozen=True)
+class OffloadNeed:
+    """What the decision depends on; bytes of one rank.
+
+    Args:
+        peak: The most memory of forward and backward passes, without optimizer states.
+        stepping: Memory while the optimizer steps, without its states: parameters, gradients.
+        states: Of all optimizers, those that can leave.
+        buffers: On the device for states that come and go; needed if any leaves.
+        budget: That may be used on the device.
+        host: That may be used in host memory.
+    """
+
+    peak: int
+    stepping: int
+    states: int
+    buffers: int
+    budget: int
+    host: int
+
+
+@dataclass(frozen=True)
+class OffloadDecision:
+    """What leaves.
+
+    Args:
+        bytes: That must leave; at most `states`.
+        states: Bytes of states that could leave.
+        reason: Why, in words.
+    """
+
+    bytes: int
+    states: int
+    reason: str
+
+
+def decide_offload(mode: OffloadMode, need: OffloadNeed, chosen: object, host_chosen: object) -> OffloadDecision:
+    """Decides for all optimizers together.
+
+    Args:
+        mode: ``"all"`` takes everything, ``"auto"`` what exceeds the budget.
+        need: The numbers, the same on all ranks.
+        chosen: ``CompileConfig.memory_budget``; None, if the budget is the default: then not fitting is no error.
+        host_chosen: ``CompileConfig.host_memory_budget``.
+
+    Raises:
+        MemoryBudgetError: If it cannot fit; states the least that would do.
+    """
+    if mode == "all":
+        decision = OffloadDecision(need.states, need.states, "offload='all'")
+    else:
+        kept = max(need.peak, need.stepping) + need.states
+        numbers = f"{format_bytes(kept)} with all states on the device", format_bytes(need.budget)
+        excess = max(need.peak, need.stepping + need.buffers) + need.states - need.budget
+        if kept <= need.budget or need.states == 0:
+            return OffloadDecision(0, need.states, "{} fit into {}".format(*numbers))
+        if excess > need.states and chosen is not None:
+            least = max(need.peak, need.stepping + need.buffers)
+            raise MemoryBudgetError(
+                f"CompileConfig(memory_budget={chosen!r}) allows {need.budget} bytes, but with all optimizer states in "
+                f"host memory a step still needs {least} ({least / 2**30:.2f} GiB). Raise the budget to at least that, "
+                "use a smaller batch, activation checkpointing, or a smaller `offload_chunk`."
+            )
+        decision = OffloadDecision(min(max(excess, 1), need.states), need.states, "{} exceed {}".format(*numbers))
+    check_host(decision.bytes, need.host, host_chosen)
+    return decision
+
+
+def check_host(leaving: int, limit: int, chosen: object) -> None:
+    """Raises if what leaves does not fit into host memory.
+
+    Args:
+        leaving: Bytes of each rank.
+        limit: Bytes that each rank may use.
+        chosen: ``CompileConfig.host_memory_budget``.
+
+    Raises:
+        MemoryBudgetError: States the least host memory that would do.
+    """
+    if leaving > limit:
+        raise MemoryBudgetError(
+            f"CompileConfig(host_memory_budget={chosen!r}) gives each rank {limit} bytes of host memory, but optimizer "
+            f"states of {leaving} bytes ({leaving / 2**30:.2f} GiB) of every rank must leave its device. Give the node "
+            "at least that much for each of its ranks, use more ranks, or an optimizer with smaller states."
+        )
