@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.passes.unshard import gain_per_byte, keep_gathered
@@ -90,30 +89,32 @@ def keep_until_boundary(schedules: list[Schedule], forward: int, backward: int, 
     """
     result = keep_gathered(schedules, forward, backward, group.ids)
     sizes = dict(zip(group.ids, group.sizes, strict=True))
-    instructions: list[Instruction] = []
-    left = set(sizes)
-    for instruction in reversed(result[backward].instructions):
-        if instruction.op != "release":
-            instructions.append(instruction)
-            continue
-        late = left & set(instruction.ids)
-        left -= late
-        instructions.extend(_split(instruction, late))
-    if left:  # what backward does not read is of no use once its last forward is over
-        unread = tuple(sorted(left))
-        instructions.append(Instruction("release_at_boundary", unread, tuple(sizes[i] for i in unread)))
-    result[backward] = replace(result[backward], instructions=tuple(reversed(instructions)))
+    # A tied parameter is released between its uses, too.
+    result[forward] = result[forward].with_instructions(_released(result[forward].instructions, sizes.keys(), set()))
+    instructions = _released(result[backward].instructions, sizes.keys(), set(sizes))
+    released = {i for instruction in instructions if instruction.op == "release_at_boundary" for i in instruction.ids}
+    unread = tuple(sorted(sizes.keys() - released))
+    if unread:  # what backward does not read is of no use once its last forward is over
+        late = Instruction("release_at_boundary", unread, tuple(sizes[i] for i in unread))
+        instructions.insert(0, late)
+    result[backward] = result[backward].with_instructions(instructions)
     return result
 
 
-def _split(release: Instruction, late: Iterable[int]) -> list[Instruction]:
-    """`release`, and the part of it that waits for the boundary, in an instruction of its own."""
-    pairs = list(zip(release.ids, release.sizes, strict=True))
-    parts = []
-    for op, chosen in (
-        ("release", [pair for pair in pairs if pair[0] not in late]),
-        ("release_at_boundary", [pair for pair in pairs if pair[0] in late]),
-    ):
-        if chosen:
-            parts.append(Instruction(op, tuple(i for i, _ in chosen), tuple(size for _, size in chosen)))
-    return parts
+def _released(instructions: Sequence[Instruction], kept: Collection[int], late: set[int]) -> list[Instruction]:
+    """`instructions` without releases of `kept`, except that the last one of those in `late` waits for the boundary."""
+    result: list[Instruction] = []
+    for instruction in reversed(instructions):
+        if instruction.op != "release":
+            result.append(instruction)
+            continue
+        pairs = list(zip(instruction.ids, instruction.sizes, strict=True))
+        last = late.intersection(instruction.ids)
+        late = late - last
+        for op, chosen in (
+            ("release_at_boundary", [pair for pair in pairs if pair[0] in last]),
+            ("release", [pair for pair in pairs if pair[0] not in kept]),
+        ):
+            if chosen:
+                result.append(Instruction(op, tuple(i for i, _ in chosen), tuple(size for _, size in chosen)))
+    return result[::-1]

@@ -1,0 +1,76 @@
+"""Where parameters and states live, on GPUs: hybrid sharding, states in pinned memory, parameters kept whole."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from cases import CASES, Record, assert_same_training, train
+from multiprocess import run_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+
+ACCUMULATE = 3
+
+
+class KeepWhole(pl.Callback):
+    """From the second step on, every parameter stays gathered until the last micro-batch has used it."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        from lightning_deepcompile.plan.passes.keep_whole import keep_until_boundary
+        from lightning_deepcompile.program.schedule import read_schedule
+
+        if batch_idx == ACCUMULATE:
+            capture = trainer.strategy.engine.capture
+            plan = [read_schedule(executable.program) for executable in capture.executables]
+            for group in [i for i in plan[0].instructions if i.op == "gather"]:
+                plan = keep_until_boundary(plan, 0, 1, group)
+            capture.replan(plan={schedule.content: schedule for schedule in plan})
+
+
+def _train_all(accelerator: str) -> dict[str, Record]:
+    from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+
+    def run(optimizer: str, callbacks: list[pl.Callback], offload: str = "none", **arguments: Any) -> Record:
+        config = CompileConfig(region_backend="eager", offload=offload, offload_chunk=8_000)
+        return train(
+            CASES["gpt_tied"],
+            DeepCompileStrategy(compile=config, **arguments),
+            world_size=2,
+            rank=int(os.environ["RANK"]),
+            optimizer=optimizer,
+            accumulate=ACCUMULATE,
+            callbacks=callbacks,
+            inspect=lambda trainer: trainer.strategy.summary(),
+            accelerator=accelerator,
+        )
+
+    return {
+        "plain": run("adamw", []),
+        "kept": run("adamw", [KeepWhole()]),
+        "offloaded": run("adamw", [], offload="all"),
+        "replicas": run("sgd", [], device_mesh=(2, 1)),
+        "shards": run("sgd", [], device_mesh=(1, 2)),
+    }
+
+
+def _check(accelerator: str) -> None:
+    expected = train(
+        CASES["gpt_tied"], "auto", world_size=1, rank=0, data_world=2, accumulate=ACCUMULATE, accelerator=accelerator
+    )
+    for results in run_ranks(_train_all, 2, accelerator, timeout=380):
+        plain = results["plain"]
+        for name in ("kept", "offloaded"):
+            assert results[name].losses == plain.losses, name
+            assert all(torch.equal(results[name].params[key], plain.params[key]) for key in plain.params), name
+        assert results["offloaded"].extra.offloaded_bytes > 0 and plain.extra.offloaded_bytes == 0
+        assert results["kept"].extra.gathers_per_step == 0 < plain.extra.gathers_per_step  # in the last micro-batch
+        for name in ("replicas", "shards"):
+            assert_same_training(results[name], expected, params=True)
+
+
+def test_residency_changes_no_value() -> None:
+    _check("gpu")
