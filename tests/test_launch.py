@@ -66,7 +66,8 @@ def run_script(
     return done.returncode, done.stdout + done.stderr, time.monotonic() - start
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
+# Standalone: a port and an id of its own. By default all launches meet at one port, related or not.
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 @pytest.mark.slow
