@@ -12,8 +12,8 @@
 namespace ldc {
 
 /// One tensor of a group. Both sides are contiguous and of one dtype, and they differ `world_size` times in size (but see
-/// `all_reduce_mean`): a gather writes rank r's `in` to the r-th part of `out`; a reduction writes the mean of this rank's part of
-/// everybody's `in` to `out`.
+/// `all_reduce_mean`): a gather writes rank r's `in` to the r-th part of `out`; a reduction writes the mean of this rank's
+/// part of everybody's `in` to `out`.
 struct Transfer {
   Tensor out;
   Tensor in;

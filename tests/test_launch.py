@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from interpreters import ROOT, clean_environment, declare_entry_points
+from multiprocess import _free_port
 
 SCRIPT = """
 import os, sys
@@ -102,9 +102,7 @@ def test_a_killed_rank_ends_the_other(tmp_path: Path) -> None:
 @pytest.mark.timeout(200)
 def test_two_nodes_train(tmp_path: Path) -> None:
     """Two groups of two processes that meet over a port, as two hosts would."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     meeting = ("--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}")
 
     def node(rank: int) -> tuple[int, str, float]:
@@ -125,9 +123,7 @@ def test_two_nodes_train(tmp_path: Path) -> None:
 @pytest.mark.timeout(200)
 def test_slurm_trains(tmp_path: Path) -> None:
     """Two tasks as `srun` starts them: everything that Lightning needs to know is in the environment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "training", "SLURM_NTASKS": "2", "SLURM_NNODES": "1",
            "SLURM_NTASKS_PER_NODE": "2", "SLURM_NODELIST": "127.0.0.1", "SLURM_NODEID": "0",
            "MASTER_PORT": str(port)}  # fmt: skip

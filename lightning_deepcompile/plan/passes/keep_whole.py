@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Collection, Sequence
 
+from lightning_deepcompile.plan.choose import Candidate, choose_by_gain
 from lightning_deepcompile.plan.context import PlanContext
-from lightning_deepcompile.plan.passes.unshard import gain_per_byte, keep_gathered
-from lightning_deepcompile.plan.simulate import simulate
+from lightning_deepcompile.plan.passes.unshard import keep_gathered
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 
 __all__ = ["keep_until_boundary", "keep_whole"]
@@ -37,28 +36,12 @@ def keep_whole(schedules: list[Schedule], context: PlanContext) -> list[Schedule
         The schedules; unchanged where a step has one micro-batch.
     """
     profile = context.require_profile("keep_whole")
-    result = list(schedules)
     if profile.micro_batches < 2:
-        return result
-    best = simulate(result, profile)
-    # As in `unshard`: gains shrink, as a rule, so only the group that leads has to be simulated anew.
-    queue = [(float("-inf"), order, pair, group) for order, (pair, group) in enumerate(_candidates(result))]
-    heapq.heapify(queue)
-    while queue:
-        _, order, (forward, backward), group = heapq.heappop(queue)
-        trial = keep_until_boundary(result, forward, backward, group)
-        prediction = simulate(trial, profile)
-        gain = gain_per_byte(best, prediction, group)
-        if gain <= 0 or prediction.peak_bytes > max(best.peak_bytes, context.budget):
-            continue
-        if queue and -gain > queue[0][0]:
-            heapq.heappush(queue, (-gain, order, (forward, backward), group))
-            continue
-        result, best = trial, prediction
-    return result
+        return list(schedules)
+    return choose_by_gain(schedules, _candidates(schedules), keep_until_boundary, profile, context.budget)
 
 
-def _candidates(schedules: list[Schedule]) -> list[tuple[tuple[int, int], Instruction]]:
+def _candidates(schedules: list[Schedule]) -> list[Candidate]:
     """Groups of forward schedules, with the indices of the forward and the backward schedule; the first ones first.
 
     Nothing computes beside the gathers that open a forward program: they are the least hidden.

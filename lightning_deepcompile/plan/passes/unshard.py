@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable
 from dataclasses import replace
 
+from lightning_deepcompile.plan.choose import Candidate, choose_by_gain
 from lightning_deepcompile.plan.context import PlanContext
-from lightning_deepcompile.plan.simulate import Prediction, simulate
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 
-__all__ = ["gain_per_byte", "keep_gathered", "unshard", "unshard_candidates"]
+__all__ = ["keep_gathered", "unshard", "unshard_candidates"]
 
 
 def unshard(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
@@ -34,33 +33,14 @@ def unshard(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
         The schedules; ``kept`` of a forward and its backward schedule names what stays.
     """
     profile = context.require_profile("unshard")
-    result = list(schedules)
-    best = simulate(result, profile)
-    # The gain of one group shrinks, as a rule, the more are kept: a gain from an earlier round is an upper bound, and
-    # only the group that leads has to be simulated anew.
-    queue = [(float("-inf"), -order, pair, group) for order, (pair, group) in enumerate(unshard_candidates(result))]
-    heapq.heapify(queue)
-    while queue:
-        _, order, (forward, backward), group = heapq.heappop(queue)
-        trial = keep_gathered(result, forward, backward, group.ids)
-        prediction = simulate(trial, profile)
-        gain = gain_per_byte(best, prediction, group)
-        if gain <= 0 or prediction.peak_bytes > max(best.peak_bytes, context.budget):
-            continue
-        if queue and -gain > queue[0][0]:
-            heapq.heappush(queue, (-gain, order, (forward, backward), group))
-            continue
-        result, best = trial, prediction
-    return result
+
+    def keep(step: list[Schedule], forward: int, backward: int, group: Instruction) -> list[Schedule]:
+        return keep_gathered(step, forward, backward, group.ids)
+
+    return choose_by_gain(schedules, unshard_candidates(schedules)[::-1], keep, profile, context.budget)
 
 
-def gain_per_byte(before: Prediction, after: Prediction, group: Instruction) -> float:
-    """Seconds saved per byte; nothing below a ten-thousandth of the step, which is no reason to spend memory."""
-    saved = before.seconds - after.seconds
-    return saved / group.bytes if saved > 1e-4 * before.seconds and group.bytes else 0.0
-
-
-def unshard_candidates(schedules: list[Schedule]) -> list[tuple[tuple[int, int], Instruction]]:
+def unshard_candidates(schedules: list[Schedule]) -> list[Candidate]:
     """Groups that forward and backward gather both, the last first: it is kept for the shortest time.
 
     Args:
