@@ -72,12 +72,15 @@ class Comparison:
         """Runs the cases of a system; a case that ends its group is left out, and the rest starts in a new group."""
         remaining = list(self._arguments.cases)
         while remaining and time.time() < self._deadline:
-            group, error = self._run_group(self._job(system, remaining), system.name, self._results.append)
+            cases = remaining[:1] if system.plans else remaining
+            group, error = self._run_group(self._job(system, cases), system.name, self._results.append)
             remaining = [case for case in remaining if case not in group.finished]
             if error is None:
+                if group.finished:
+                    continue
                 break
             culprit = group.running()
-            failed = [culprit] if culprit else remaining
+            failed = [culprit] if culprit else cases
             self._miss(system, failed, "failed", f"{error}\n{group.log_tail()}")
             remaining = [case for case in remaining if case not in failed]
         self._miss(system, remaining, "skipped", f"the time budget of {self._arguments.time_budget:.0f} s was used up")
@@ -129,6 +132,8 @@ class Comparison:
         def on_case(case: Case) -> None:
             result = report.join_ranks(job.system, case, job.shape, group.records(case))
             self._log(f"{label} {case}: {result['ms']:.1f} ms, first step {result['first_step_s']:.1f} s")
+            for text in result.get("rounds", ()):
+                self._log(text)
             keep(result)
             self._save()
 

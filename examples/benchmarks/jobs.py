@@ -77,6 +77,11 @@ class System:
     kind: str
     options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def plans(self) -> bool:
+        """Whether it measures its first steps: a plan is for one case, so each gets processes of its own."""
+        return bool({"schedule", "plan", "memory_budget"} & self.options.keys())
+
     @classmethod
     def parse(cls, text: str) -> System:
         """Reads ``KIND`` or ``deepcompile@option=value+option=value`` (values are JSON, else strings)."""

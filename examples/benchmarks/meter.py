@@ -145,6 +145,12 @@ class Recorder:
         path.with_suffix(".part").write_text(json.dumps(record))
         path.with_suffix(".part").rename(path)
 
+    def save_profile(self, case: Case, profile: Any) -> None:
+        """Keeps what plans were made with, for ``python -m lightning_deepcompile simulate``; None where none was."""
+        if self._rank == 0 and profile is not None:
+            name = re.sub(r"[^\w.-]", "_", f"plan_{self._job.system.name}_{case}.json")
+            (Path(self._job.out) / name).write_text(profile.to_json())
+
     def out_of_time(self, device: torch.device) -> bool:
         """Whether any rank sees the deadline passed: all ranks get the same answer."""
         return agree(time.time() > self._job.deadline, device)

@@ -32,7 +32,7 @@ def join_ranks(system: System, case: Case, shape: Shape, ranks: Sequence[dict[st
     for key in ("first_step_s", "wall_s", "peak_gib", "reserved_gib", "device_gib", "dynamo_graphs"):
         if key in ranks[0]:
             result[key] = max(r[key] for r in ranks)
-    for key in ("summary", "compiled", "profile"):
+    for key in ("summary", "compiled", "profile", "rounds"):
         if key in ranks[0]:
             result[key] = ranks[0][key]
     result["host_ms"] = max(median(r["host_ms"]) for r in ranks)
