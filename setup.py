@@ -130,9 +130,9 @@ def make_extension(plan: BuildPlan) -> CppExtension:
             *os.environ.get("LDC_CXXFLAGS", "").split(),
         ],
         extra_link_args=[
-            # Some compilers link their own libstdc++ into the extension (toolsets beside a system's own, a wrapper around
-            # a private copy). Its symbols must stay inside: mixed with those of the libstdc++ that torch has loaded, the
-            # first number that is written to a stream ends the process.
+            # Some compilers link their own libstdc++ into the extension (toolsets beside a system's own). Its symbols
+            # must stay inside: mixed with those of the libstdc++ that torch has loaded, the first number that is
+            # written to a stream ends the process.
             "-Wl,--exclude-libs,ALL",
             # The exact library that torch loads too. `import torch` comes first, so it is found without a run path.
             *(["-l:libnccl.so.2"] if plan.cuda else []),

@@ -92,7 +92,7 @@ class NcclCommunicator final : public Communicator {
       if (!in_flight_.empty()) in_flight_.front().since = now;
     }
     if (in_flight_.empty() || now - in_flight_.front().since <= limit) return {};
-    return c10::str(in_flight_.front().what, " did not finish within ",
+    return c10::str(in_flight_.front().what(), " did not finish within ",
                     static_cast<double>(limit.count()) / 1000, " s on rank ", rank(), " of ", world_size(),
                     ". Another rank died, hangs, or went another way.");
   }
@@ -137,10 +137,17 @@ class NcclCommunicator final : public Communicator {
   };
 
   struct InFlight {
-    std::string what;
+    std::string_view operation;  // a literal
+    std::string first;           // the first parameter; its owner need not live as long as the operation
+    size_t others = 0;
     std::chrono::steady_clock::time_point since;
     Event done;
     bool queued = false;  // else a thread is still inside NCCL with it, perhaps waiting for a peer
+
+    /// Put together only for a message: this is made for every operation of every step.
+    std::string what() const {
+      return c10::str(operation, " of '", first, "'", others > 0 ? c10::str(" and ", others, " more") : "");
+    }
   };
 
   /// Makes an operation known to diagnose() from before it is handed to NCCL, and forgets it if that fails.
@@ -149,7 +156,9 @@ class NcclCommunicator final : public Communicator {
     Watched(NcclCommunicator& owner, std::string_view operation, const std::vector<Transfer>& group) : owner_(owner) {
       const std::lock_guard lock(owner_.in_flight_mutex_);
       InFlight& entry = owner_.in_flight_.emplace_back();
-      entry.what = c10::str(operation, " of ", names(group));
+      entry.operation = operation;
+      if (!group.empty()) entry.first = group[0].name;
+      entry.others = group.size() - std::min<size_t>(group.size(), 1);
       entry.since = std::chrono::steady_clock::now();
       if (owner_.spare_events_.empty()) return;
       entry.done = std::move(owner_.spare_events_.back());
@@ -175,7 +184,7 @@ class NcclCommunicator final : public Communicator {
 
   std::string in_flight_text() {
     const std::lock_guard lock(in_flight_mutex_);
-    return in_flight_.empty() ? "." : c10::str(", during ", in_flight_.front().what, ".");
+    return in_flight_.empty() ? "." : c10::str(", during ", in_flight_.front().what(), ".");
   }
 
   template <typename Call>

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 # A result that aliases an argument is a warning for PyTorch, and an error only under CI=1. Ranks inherit this.
 os.environ.setdefault("TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING", "1")
+# Tests run beside each other: Inductor's pool of up to 32 processes for each of them would cost more than it saves.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 @pytest.fixture(autouse=True, scope="module")

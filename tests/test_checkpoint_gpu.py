@@ -74,14 +74,14 @@ def _run(folder: Path, form: str) -> None:
     assert loading <= 0.1 * whole
     assert checkpoint["DeepCompilePrecision"] == checkpoint["MixedPrecision"] == scale
 
-    uninterrupted, resumed = Wide(), Wide()
-    full = trainer(4)
     torch.manual_seed(0)
-    full.fit(uninterrupted, data)
+    uninterrupted = Wide()
+    trainer(4).fit(uninterrupted, data)
     torch.manual_seed(0)
     half = trainer(2)
     half.fit(Wide(), data)
     half.save_checkpoint(folder / f"half_{form}")
+    resumed = Wide()  # other values: they come from the checkpoint
     trainer(4).fit(resumed, data, ckpt_path=folder / f"half_{form}")
     assert resumed.losses == uninterrupted.losses[2:]
 

@@ -92,10 +92,10 @@ def _parameter_property(name: str) -> property:
 
 
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # Users call parts of their model in hooks, to generate a sample, say; all ranks must, as with FSDP. Dynamo does not
-    # come by here: it takes modules apart itself.
+    # Users call parts of their model in hooks, to generate a sample, say; all ranks must, as with FSDP. Where a tracer
+    # comes by (most take modules apart themselves), it finds nothing to guard on.
     state = self.__dict__[_STATE]
-    if state.inside or state.calling:
+    if torch.compiler.is_compiling() or state.inside or state.calling:
         return nn.Module.__call__(self, *args, **kwargs)
     with state.set("calling"):
         return nn.Module.__call__(self, *args, **kwargs)
