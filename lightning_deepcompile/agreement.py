@@ -67,18 +67,23 @@ class Agreement:
         sequence = collective_sequence(program)
         if not sequence or self._world_size == 1:
             return
-        text = "\n".join(f"{kind} {ids}" for kind, ids in sequence)
-        digest = hashlib.sha256(f"{program.kind}\n{text}".encode()).hexdigest()
+        # Without the name: ranks that meet other shapes at a time have other numbers in their programs' names.
+        text = "\n".join([f"{program.kind} program", *(f"{kind} {ids}" for kind, ids in sequence)])
+        digest = hashlib.sha256(text.encode()).hexdigest()
         if digest in self._agreed:
             return
         key = f"{self._prefix}/program{self._rounds}"
         self._rounds += 1
-        self._store.set(f"{key}/{self._rank}", f"{program.name}\n{text}")
+        self._store.set(f"{key}/{self._rank}", text)
         for other in range(self._world_size):
             theirs = self._read(f"{key}/{other}", program, other)
-            if theirs != f"{program.name}\n{text}":
+            if theirs != text:
                 raise ProgramMismatchError(self._explain(program, text, theirs, other))
         self._agreed.add(digest)
+
+    def forget(self) -> None:
+        """Compares every program again; call on all ranks between the same two steps, when programs are swapped."""
+        self._agreed.clear()
 
     def _read(self, key: str, program: Program, other: int) -> str:
         try:
@@ -92,18 +97,18 @@ class Agreement:
         return self._store.get(key).decode()
 
     def _explain(self, program: Program, mine: str, theirs: str, other: int) -> str:
-        name, _, text = theirs.partition("\n")
-        pairs = zip([*mine.splitlines(), "nothing"], [*text.splitlines(), "nothing"], strict=False)
-        here, there = next((pair for pair in pairs if pair[0] != pair[1]), (program.name, name))
+        pairs = zip([*mine.splitlines(), "nothing"], [*theirs.splitlines(), "nothing"], strict=False)
+        here, there = next(pair for pair in pairs if pair[0] != pair[1])
         names = {info.ds_id & 0xFFFFFFFF: info.name for info in program.params.values()}
         return (
-            f"Rank {self._rank} and rank {other} compiled different programs for {program.name!r}. First difference: "
-            f"rank {self._rank} would run `{_named(here, names)}`, rank {other} `{_named(there, names)}`. Ranks must "
-            "take the same path through the model: look for conditions on the rank or on its data."
+            f"Rank {self._rank} and rank {other} would run different programs for {program.name!r}. First difference: "
+            f"`{_named(here, names)}` on rank {self._rank}, `{_named(there, names)}` on rank {other}. Ranks must take "
+            "the same path through the model, with the same plan: look for conditions on the rank or on its data."
         )
 
 
 def _named(line: str, names: dict[int, str]) -> str:
-    kind, _, ids = line.partition(" ")
-    numbers = [int(part) for part in ids.strip("()").split(",") if part.strip().isdigit()]
-    return f"{kind} {', '.join(names.get(n, str(n)) for n in numbers[:4])}{', ...' if len(numbers) > 4 else ''}"
+    kind, _, ids = line.partition(" (")
+    numbers = [int(part) for part in ids.strip(")").split(",") if part.strip().isdigit()]
+    shown = ", ".join(names.get(n, str(n)) for n in numbers[:4])
+    return f"{kind} {shown}{', ...' if len(numbers) > 4 else ''}".strip()

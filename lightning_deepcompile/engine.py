@@ -99,7 +99,7 @@ class Engine:
         number = store.add(f"lightning_deepcompile/engines/{dist.get_rank()}", 1)
         prefix = f"lightning_deepcompile/engine{number}"
         agreement = Agreement(store, dist.get_rank(group), ranks.world_size, timeout, prefix)
-        self.capture = Capture(config, self.model, self.runtime, self.gradients, agreement.check, stage)
+        self.capture = Capture(config, self.model, self.runtime, self.gradients, agreement, stage)
         self.tuner = Tuner(self.capture, self.runtime, group, device)
         self.residency: Residency | None = None
         if config.offload != "none":

@@ -96,7 +96,7 @@ class Tuner:
         self._probe: StepProbe | None = None
         self._probes: dict[int, StepProbe] = {}  # of this round, by step from its first
         self._schedules: dict[int, dict[str, Schedule]] = {}  # what ran in its profiled steps
-        self._previous: tuple[tuple[Pass, ...], Any] = (capture.passes, {})
+        self._previous: tuple[tuple[Pass, ...], tuple[Schedule, ...]] = (capture.passes, ())
         if not self._load():
             self._next_entry()
 
@@ -192,10 +192,9 @@ class Tuner:
         )
         ran = {run.program for run in self._probes[_ISOLATED].runs}
         self._known |= {s.content for s in self._capture_schedules() if s.name in ran}
-        self._previous = (self._capture.passes, self._capture.plan)
+        self._previous = (self._capture.passes, tuple(self._capture.plan.values()))
         before = self._capture_schedules()
-        plan = {key: s for s in planned for key in (s.structure, s.content)}
-        self._capture.replan(passes=self._passes, plan=plan)
+        self._capture.replan(passes=self._passes, plan=planned)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         if self._capture_schedules() == before:
@@ -318,11 +317,12 @@ class Tuner:
         try:
             if text is None:
                 raise PlanFileError(reason)
-            self._capture.plan = read_plan(text, self._setting)
+            plan = read_plan(text, self._setting)
         except PlanFileError as error:
             self._say(f"The plan {str(path)!r} is not used, as {error}. Training plans anew.", logging.WARNING)
             return False
-        self._known = set(self._capture.plan)
+        self._capture.replan(plan=plan.values())
+        self._known = set(plan)
         self._entries.clear()  # for programs that the file does not have, a round follows the look at them
         self._recheck = 2
         return True

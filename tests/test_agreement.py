@@ -70,6 +70,29 @@ def test_a_different_order_is_an_error_on_every_rank() -> None:
         assert "First difference" in str(error)
 
 
+def test_names_may_differ_and_kinds_may_not() -> None:
+    gathers = [("gather", (1,))]
+    members = ranks(2, 20)
+    assert (
+        check_together(members, [Program("frame0.forward", gathers), Program("frame3.forward", gathers)]) == [None] * 2
+    )
+    others = [Program("frame0.forward", gathers + gathers), Program("frame0", gathers + gathers, kind="inference")]
+    for error in check_together(members, others):
+        assert "forward program" in str(error) and "inference program" in str(error)
+
+
+def test_after_a_swap_what_was_agreed_on_before_does_not_count() -> None:
+    """One rank runs the new plan, which keeps a parameter, and another one goes on as before."""
+    members = ranks(2, 20)
+    before = Program("frame0.forward", [("gather", (1,))])
+    assert check_together(members, [before, before]) == [None] * 2
+    for member in members:
+        member.forget()
+    for error in check_together(members, [Program("frame0.forward", [("keep", (1,)), *before.sequence]), before]):
+        assert isinstance(error, ProgramMismatchError)
+        assert "`keep 1`" in str(error) and "`gather 1`" in str(error)
+
+
 def test_a_rank_that_does_not_come_is_named() -> None:
     (alone, _) = ranks(2, 0.3)
     with pytest.raises(TimeoutError, match=r"rank 1 did not do so within 0:00:00.3"):

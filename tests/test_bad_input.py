@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_deepcompile import CompileConfig, DeepCompilePrecision, DeepCompileStrategy
 from lightning_deepcompile.capture.checks import check_module
+from lightning_deepcompile.plan.settings import PlanSettings
 
 
 def test_missing_extension_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +111,15 @@ class _RankDependentPath(Mlp):
         return self.head(x)
 
 
+class _RankDependentPlan(Mlp):
+    """Two steps run alike; then one rank keeps what it gathered for backward, and the other gathers it again."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            kept = PlanSettings(keep_last_block=os.environ["RANK"] == "0")
+            self.trainer.strategy.engine.replan(kept)
+
+
 class _Counter(Mlp):
     """Every step looks different to the compiler."""
 
@@ -179,6 +189,7 @@ REFUSED: dict[str, tuple[type[Base], str]] = {
     "foreign parameters": (_Foreign, "configure_optimizers"),
     "returns None": (_ReturnsNone, "None"),
     "different paths": (_RankDependentPath, "different programs"),
+    "different plans": (_RankDependentPlan, "`keep head.weight, head.bias`"),
     "recompiles without end": (_Counter, "recompile_limit"),
     "writes to a weight": (_WritesToWeight, "writes to the parameter 'head.weight'"),
     "renormalises an embedding": (_RenormsEmbedding, "writes to the parameter 'embed.weight'"),

@@ -62,7 +62,7 @@ class Shuffle(pl.Callback):
                 step = keep_until_boundary(step, *pair, group)
         placements = [Placement.of(s) for s in step]
         step = [p.at(sorted(self.random.randint(0, g.need) for g in p.groups)) for p in placements]
-        capture.replan(plan={s.content: s for s in step})
+        capture.replan(plan=step)
         swapped = [read_schedule(e.program) for e in capture.executables]
         assert [s.instructions for s in swapped] == [s.instructions for s in step]
         return swapped
@@ -168,7 +168,7 @@ def test_a_budget_that_nothing_fits_states_what_would(mesh: Any) -> None:  # noq
 
 
 @pytest.mark.parametrize("length", [7, 36])
-def test_smaller_shapes_have_the_plan_of_the_nearest_program_at_once(mesh: Any, length: int) -> None:  # noqa: F811
+def test_other_shapes_have_the_plan_of_the_nearest_program_at_once(mesh: Any, length: int) -> None:  # noqa: F811
     torch._dynamo.reset()  # which remembers, across engines, that this size varies
     engine, optimizer = make_planner(mesh)
     for step in range(ROUND):
@@ -177,7 +177,7 @@ def test_smaller_shapes_have_the_plan_of_the_nearest_program_at_once(mesh: Any, 
         one_step(engine, TOKENS, optimizer)
     planned = bool(engine.capture.plan)  # a busy machine may have taken the plan back
     one_step(engine, torch.arange(2 * length).reshape(2, length) % 16, optimizer)
-    assert ("plan" in engine.capture.executables[-1].program.history) == (planned and length < 12)
+    assert ("plan" in engine.capture.executables[-1].program.history) == planned
     engine.close()
 
 
@@ -285,7 +285,7 @@ def test_what_is_kept_until_the_boundary_travels_once_a_step(mesh: Any) -> None:
                 plan = [read_schedule(e.program) for e in engine.capture.executables]
                 for group in [i for i in plan[0].instructions if i.op == "gather"]:
                     plan = keep_until_boundary(plan, 0, 1, group)
-                engine.capture.replan(plan={s.content: s for s in plan})
+                engine.capture.replan(plan=plan)
             optimizer.zero_grad()
             for last in (False, False, True):
                 before = engine.runtime.stats()["gathers"]

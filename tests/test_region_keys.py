@@ -58,6 +58,33 @@ def test_strides_outputs_and_literals_count() -> None:
     assert _key(integer(float("nan"))) == _key(integer(float("nan")))
 
 
+def _on(first: str, second: str) -> Callable[[Graph], fx.Node]:
+    def write(g: Graph) -> fx.Node:
+        x = g.input("x", 4)
+        with g.mode:
+            x.meta["val"] = torch.empty(4, device=first)
+        there = g.call(aten.full.default, [4], 1.0, device=torch.device(second))
+        return g.call(aten.add.Tensor, x, g.call(aten._to_copy.default, there, device=torch.device(first)))
+
+    return write
+
+
+def test_the_number_of_a_ranks_gpu_is_no_part_of_a_key() -> None:
+    """Plans are looked up by it on all ranks, and a rank that did not find its program would gather otherwise."""
+    assert _key(_on("cuda:0", "cuda:0")) == _key(_on("cuda:3", "cuda:3"))
+    assert _key(_on("cuda:0", "cuda:1")) == _key(_on("cuda:1", "cuda:0")) != _key(_on("cuda:0", "cuda:0"))
+    assert _key(_on("cpu", "cpu")) != _key(_on("cuda:0", "cuda:0"))
+
+
+def test_code_for_another_gpu_is_not_shared() -> None:
+    compiler = RegionCompiler("eager")
+    for device in ("cuda:0", "cuda:1", "cuda:0"):
+        g = Graph()
+        (region,) = g.regions(_on(device, device)(g))
+        compiler(extract_region(fx.GraphModule(nn.Module(), g.graph), region), "forward")
+    assert (compiler.requested, compiler.compiled) == (3, 2)
+
+
 def _constant_key(value: Tensor, device: str = "cpu") -> str:
     g = Graph()
     root = nn.Module()

@@ -28,7 +28,7 @@ class KeepWhole(pl.Callback):
             plan = [read_schedule(executable.program) for executable in capture.executables]
             for group in [i for i in plan[0].instructions if i.op == "gather"]:
                 plan = keep_until_boundary(plan, 0, 1, group)
-            capture.replan(plan={schedule.content: schedule for schedule in plan})
+            capture.replan(plan=plan)
 
 
 def _train_all(accelerator: str) -> dict[str, Record]:

@@ -10,13 +10,14 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
 
 from lightning_deepcompile import compat
+from lightning_deepcompile.agreement import Agreement
 from lightning_deepcompile.capture.causal_mask import recognize_causal_masks
 from lightning_deepcompile.capture.gradients import GradientSession
 from lightning_deepcompile.capture.graph_checks import check_graph
@@ -27,7 +28,6 @@ from lightning_deepcompile.plan.pass_manager import DEFAULT_PASSES, Pass, apply_
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.graph import is_gather, is_reduce
-from lightning_deepcompile.program.live import live_bytes
 from lightning_deepcompile.program.lower import RegionCompiler, lower
 from lightning_deepcompile.program.program import ParamInfo, Program, ProgramKind
 from lightning_deepcompile.program.schedule import Schedule, read_schedule, reschedule
@@ -56,7 +56,7 @@ class Capture:
         model: The sharded model.
         runtime: ``_C.Runtime`` that executes the programs.
         gradients: Brackets backward passes.
-        check: Compares a program with the other ranks' before its first run.
+        agreement: Compares a program with the other ranks' before its first run.
         stage: ZeRO stage under which the runtime executes the programs.
         progress: Told what is being compiled.
 
@@ -70,7 +70,7 @@ class Capture:
     model: ShardedModel
     runtime: Any
     gradients: GradientSession
-    check: Callable[[Program], None]
+    agreement: Agreement
     stage: int = 3
     progress: Callable[[str], None] | None = None
     executables: list[Executable] = field(default_factory=list)
@@ -84,8 +84,8 @@ class Capture:
         self.regions = RegionCompiler(self.config.region_backend)
         self.settings = PlanSettings(self.config.prefetch_blocks, self.config.keep_last_block)
         self.passes: tuple[Pass, ...] = DEFAULT_PASSES
-        self.plan: Mapping[str, Schedule] = {}
-        self._planned_bytes: dict[str, int] = {}  # what the values of planned programs take, by structure
+        # By structure: whatever shapes each rank meets, programs of one structure must gather alike on all of them.
+        self.plan: dict[str, Schedule] = {}
         world = self.model.ranks.shards
         self.params = {
             p.ds_id: ParamInfo(
@@ -138,24 +138,20 @@ class Capture:
         self,
         settings: PlanSettings | None = None,
         passes: Sequence[Pass] | None = None,
-        plan: Mapping[str, Schedule] | None = None,
+        plan: Iterable[Schedule] = (),
     ) -> None:
         """Swaps every program for one planned anew; nothing is traced or compiled again.
 
         Args:
             settings: New choices; None keeps those in use. Call between optimizer steps, on all ranks alike.
             passes: What programs go through from now on; step passes are left to whoever has a profile.
-            plan: Schedules by content or structure of the programs that they are for. Programs without one, now and
-                later, have what the passes make of them.
+            plan: Schedules for programs, now and later, of the same structure, whatever their shapes: for other shapes
+                it is the nearest plan that there is. All other programs have what the passes make of them.
         """
         self.settings = settings or self.settings
         self.passes = self.passes if passes is None else tuple(passes)
-        self.plan = {} if plan is None else plan
-        self._planned_bytes.clear()
-        for executable in self.executables:
-            schedule = read_schedule(executable.program)
-            if schedule.content in self.plan:
-                self._planned_bytes[schedule.structure] = _most_bytes(executable.program)
+        self.plan = {schedule.structure: schedule for schedule in plan}
+        self.agreement.forget()  # a program that fitted the others' old ones may not fit their new ones
         self.runtime.invalidate()
         for frame in self._frames:
             for executable in frame.executables:
@@ -192,7 +188,7 @@ class Capture:
             base = replace(base, frame=frame.index)
             self.runtime.register_graph(graph_id, sorted(frame.ids), stage=self.stage)
             before = self.gradients.begin if kind == "backward" else _nothing
-            executable = Executable(base, self._plan(frame, base), before, self.check)
+            executable = Executable(base, self._plan(frame, base), before, self.agreement.check)
         self.executables.append(executable)
         frame.executables.append(executable)
         return executable
@@ -221,21 +217,12 @@ class Capture:
         # Forward comes first, also when all are planned anew: a backward program must know what is left to it.
         program = self._apply(base.copy(kept=frame.kept), self.passes)
         if self.plan:
-            current = read_schedule(program)
-            wanted = self.plan.get(current.content)
-            # For other shapes of the same program its plan is the nearest that there is; for larger ones it might need
-            # more memory than there is.
-            if wanted is None and _most_bytes(program) <= self._planned_bytes.get(current.structure, -1):
-                wanted = self.plan.get(current.structure)
+            wanted = self.plan.get(read_schedule(program).structure)
             if wanted is not None:
                 program = reschedule(program, wanted, "plan")
         if program.kind == "forward":
             frame.kept = program.kept
         return program
-
-
-def _most_bytes(program: Program) -> int:
-    return max((peak for _, peak, _ in live_bytes(program).values()), default=0)
 
 
 def _nothing() -> None:

@@ -1,14 +1,15 @@
 """A region as a graph of its own, with a key that equal regions share.
 
 Nodes are renamed by position and keys are made of operators, arguments and tensor metadata alone, so that the same
-layer at another depth, in another process or on another rank has the same key: it is compiled once here, and found in
-Inductor's cache on disk by the next run.
+layer at another depth, in another process or on another rank has the same key: it is compiled once here, and all ranks
+find their programs in one plan. The number of a rank's GPU is therefore no part of a key.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,21 +28,81 @@ class ExtractedRegion:
     Args:
         gm: Its graph; its placeholders are `Region.inputs` in order.
         fake_inputs: Their metadata (fake tensors and symbolic integers).
-        key: Content key.
+        key: Content key, in which devices are numbered by first mention.
         shape_env: Torch's shape environment whose symbols it is written in; None where all sizes are numbers.
+        devices: The devices that `key` numbers: equal keys stand for the same code only on equal devices.
     """
 
     gm: fx.GraphModule
     fake_inputs: list[Any]
     key: str
     shape_env: object | None
+    devices: tuple[str, ...]
 
 
 class _Name(str):
-    """A node reference inside printed arguments."""
+    """A reference inside printed arguments, to a node or to a device."""
 
     def __repr__(self) -> str:
         return str(self)
+
+
+@dataclass
+class _Text:
+    """Writes values without the names that other ranks have for them.
+
+    Args:
+        nodes: Nodes, as they are called in the text.
+        devices: Devices with an index, in the order in which the text mentions them.
+    """
+
+    nodes: dict[fx.Node, str] = field(default_factory=dict)
+    devices: list[str] = field(default_factory=list)
+
+    def arguments(self, node: fx.Node) -> str:
+        args, kwargs = (fx.node.map_aggregate(part, self._reference) for part in (node.args, node.kwargs))
+        return f"{args!r}{kwargs!r}"
+
+    def _reference(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return _Name(self.nodes[value])
+        return _Name(self.device(value)) if isinstance(value, torch.device) else value
+
+    def device(self, device: torch.device) -> str:
+        if device.index is None or device.type == "cpu":
+            return device.type
+        if str(device) not in self.devices:
+            self.devices.append(str(device))
+        return f"{device.type}#{self.devices.index(str(device))}"
+
+    def value(self, value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            shape, strides = tuple(map(str, value.shape)), tuple(map(str, value.stride()))
+            return f"{value.dtype}{shape}{strides}@{value.storage_offset()} {self.device(value.device)}"
+        if isinstance(value, tuple | list):
+            return "(" + ", ".join(self.value(item) for item in value) + ")"
+        if isinstance(value, torch.Generator):
+            return f"generator {self.device(value.device)}"  # its text would be its address
+        return str(value)
+
+    def attribute(self, value: nn.Module | torch.Tensor) -> str:
+        """What a subgraph computes, or a constant holds."""
+        if isinstance(value, torch.Tensor):
+            with compat.real_tensors():
+                data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            return f"{self.value(value)} {hashlib.sha256(data).hexdigest()}"
+        parts = [self._code(value) if isinstance(value, fx.GraphModule) else repr(value)]
+        constants = (*value.named_buffers(), *value.named_parameters())
+        parts += [f"{name} = {self.attribute(tensor)}" for name, tensor in constants]
+        children = [(name, child) for name, child in value.named_modules() if name and hasattr(child, "code")]
+        parts += [f"{name} = {self._code(child)}" for name, child in children]
+        return "\n".join(parts)
+
+    def _code(self, module: Any) -> str:
+        return _DEVICE.sub(lambda found: self.device(torch.device(found[1], int(found[2]))), module.code)
+
+
+_DEVICE = re.compile(r"device\(type='(\w+)', index=(\d+)\)")
 
 
 def extract_region(parent: fx.GraphModule, region: Region) -> ExtractedRegion:
@@ -56,19 +117,19 @@ def extract_region(parent: fx.GraphModule, region: Region) -> ExtractedRegion:
     """
     graph, root = fx.Graph(), nn.Module()
     copies: dict[fx.Node, fx.Node] = {}
-    names: dict[fx.Node, str] = {}
+    text = _Text()
     lines: list[str] = []
     fake_inputs: list[Any] = []
     for index, source in enumerate(region.inputs):
         placeholder = graph.placeholder(f"a{index}")
         placeholder.meta["val"] = source.meta["val"]
-        copies[source], names[source] = placeholder, f"a{index}"
+        copies[source], text.nodes[source] = placeholder, f"a{index}"
         fake_inputs.append(source.meta["val"])
-        lines.append(f"a{index}: {_describe(source.meta['val'])}")
+        lines.append(f"a{index}: {text.value(source.meta['val'])}")
     for index, node in enumerate(region.nodes):
         for source in node.all_input_nodes:
             if source.op == "get_attr" and source not in copies:
-                _copy_attribute(parent, source, graph, root, copies, names, lines)
+                copies[source] = _copy_attribute(parent, source, graph, root, text, lines)
         copy = graph.create_node(
             node.op,
             node.target,
@@ -77,28 +138,21 @@ def extract_region(parent: fx.GraphModule, region: Region) -> ExtractedRegion:
             name=f"n{index}",
         )
         copy.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
-        copies[node], names[node] = copy, f"n{index}"
-        args = fx.map_arg(node.args, lambda n: _Name(names[n]))
-        kwargs = fx.map_arg(node.kwargs, lambda n: _Name(names[n]))
-        lines.append(f"n{index} = {node.target}{args!r}{kwargs!r}: {_describe(node.meta.get('val'))}")
+        copies[node], text.nodes[node] = copy, f"n{index}"
+        lines.append(f"n{index} = {node.target}{text.arguments(node)}: {text.value(node.meta.get('val'))}")
     output = graph.output(tuple(copies[node] for node in region.outputs))
     # Inductor may otherwise choose other strides for outputs than the next region was traced with.
     output.meta["user_visible_output_idxs"] = list(range(len(region.outputs)))
-    lines.append("return " + ", ".join(names[node] for node in region.outputs))
+    lines.append("return " + ", ".join(text.nodes[node] for node in region.outputs))
     key = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
     sizes = _symbolic_sizes([*region.inputs, *region.nodes])
-    return ExtractedRegion(fx.GraphModule(root, graph), fake_inputs, key, sizes[0].node.shape_env if sizes else None)
+    shape_env = sizes[0].node.shape_env if sizes else None
+    return ExtractedRegion(fx.GraphModule(root, graph), fake_inputs, key, shape_env, tuple(text.devices))
 
 
 def _copy_attribute(
-    parent: fx.GraphModule,
-    source: fx.Node,
-    graph: fx.Graph,
-    root: nn.Module,
-    copies: dict[fx.Node, fx.Node],
-    names: dict[fx.Node, str],
-    lines: list[str],
-) -> None:
+    parent: fx.GraphModule, source: fx.Node, graph: fx.Graph, root: nn.Module, text: _Text, lines: list[str]
+) -> fx.Node:
     """Copies a subgraph (of a higher-order operator) or a constant that the region refers to."""
     value: Any = parent
     for part in str(source.target).split("."):
@@ -108,21 +162,11 @@ def _copy_attribute(
         root.add_module(name, value)
     else:
         root.register_buffer(name, value)
-    copies[source], names[source] = graph.get_attr(name), name
-    copies[source].meta = dict(source.meta)
-    lines.append(f"{name} = {_content(value)}")
-
-
-def _content(value: nn.Module | torch.Tensor) -> str:
-    """What a subgraph computes, or a constant holds."""
-    if isinstance(value, torch.Tensor):
-        with compat.real_tensors():
-            data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        return f"{_describe(value)} {hashlib.sha256(data).hexdigest()}"
-    parts = [value.code if isinstance(value, fx.GraphModule) else repr(value)]
-    parts += [f"{name} = {_content(tensor)}" for name, tensor in (*value.named_buffers(), *value.named_parameters())]
-    parts += [f"{name} = {child.code}" for name, child in value.named_modules() if name and hasattr(child, "code")]
-    return "\n".join(parts)
+    copy = graph.get_attr(name)
+    copy.meta = dict(source.meta)
+    text.nodes[source] = name
+    lines.append(f"{name} = {text.attribute(value)}")
+    return copy
 
 
 def symbol_sources(graph: fx.Graph) -> dict[str, fx.Node]:
@@ -182,14 +226,3 @@ def _symbolic_sizes(nodes: list[fx.Node]) -> list[torch.SymInt]:
             sizes = (*leaf.shape, *leaf.stride(), leaf.storage_offset()) if isinstance(leaf, torch.Tensor) else (leaf,)
             found += [size for size in sizes if isinstance(size, torch.SymInt)]
     return found
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        shape, strides = tuple(map(str, value.shape)), tuple(map(str, value.stride()))
-        return f"{value.dtype}{shape}{strides}@{value.storage_offset()} {value.device}"
-    if isinstance(value, tuple | list):
-        return "(" + ", ".join(_describe(item) for item in value) + ")"
-    if isinstance(value, torch.Generator):
-        return f"generator {value.device}"  # its text would be its address
-    return str(value)

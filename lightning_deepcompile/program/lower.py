@@ -38,14 +38,14 @@ class RegionCompiler:
     compiled: int = 0
     requested: int = 0
     seconds: float = 0.0
-    _cache: dict[tuple[str, ProgramKind, object], compat.BoxedCallable] = field(default_factory=dict)
+    _cache: dict[tuple[str, tuple[str, ...], ProgramKind, object], compat.BoxedCallable] = field(default_factory=dict)
 
     def __call__(self, extracted: ExtractedRegion, kind: ProgramKind) -> compat.BoxedCallable:
         """Returns the compiled form of `extracted` for a program of `kind`."""
         self.requested += 1
         # Code for symbolic sizes holds under the guards of the frame it was compiled in, which are those of its shape
         # environment: another frame's sizes may break them. (Across frames Inductor's own cache checks the guards.)
-        key = (extracted.key, kind, extracted.shape_env)
+        key = (extracted.key, extracted.devices, kind, extracted.shape_env)
         if key not in self._cache:
             start = time.perf_counter()
             if self.backend == "eager":

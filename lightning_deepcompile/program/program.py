@@ -126,16 +126,27 @@ class Program:
 
 
 def collective_sequence(program: Program) -> list[tuple[str, tuple[int, ...]]]:
-    """The collectives that a program issues, in order, with parameter ids local to the model: equal on all ranks."""
-    sequence = []
+    """The collectives that a program issues, in order, with parameter ids local to the model: equal on all ranks.
+
+    A gather that finds its parameters sends nothing, so what stays gathered, and until when, belongs to it.
+    """
+    sequence: list[tuple[str, tuple[int, ...]]] = []
+    if program.kept:
+        sequence.append(("keep", _local(sorted(program.kept))))
     for node in program.gm.graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
         name = str(node.target)
         if name.startswith("dc.prefetch"):
-            sequence.append(("gather", tuple(i & 0xFFFFFFFF for i in node.args[2])))
+            sequence.append(("gather", _local(node.args[2])))
         elif name.startswith("dc.reduce_grads"):
-            sequence.append(("reduce", tuple(i & 0xFFFFFFFF for i in node.args[2])))
+            sequence.append(("reduce", _local(node.args[2])))
         elif name.startswith(("dc.gather", "dc.reduce.")):
-            sequence.append((name, (node.args[1] & 0xFFFFFFFF,)))
+            sequence.append((name, _local(node.args[1:2])))
+        elif name.startswith("dc.release_params_at_boundary"):
+            sequence.append(("release at the boundary", _local(node.args[1])))
     return sequence
+
+
+def _local(ids: Sequence[int]) -> tuple[int, ...]:
+    return tuple(i & 0xFFFFFFFF for i in ids)
