@@ -172,6 +172,16 @@ def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
     return types.MethodType(copy, method.__self__)
 
 
+def never_a_frame(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo compiles what `function` calls, and traces through it, but never compiles `function` by itself.
+
+    As it does with PyTorch's own ``Module.__call__``: behind a graph break, a function that all modules share would
+    otherwise be compiled for each of them, which soon exceeds the recompile limit.
+    """
+    torch._dynamo.eval_frame.skip_code(function.__code__)
+    return function
+
+
 def storage_uses(tensor: Tensor) -> int:
     """How many tensors share the memory of `tensor`, itself included; temporary Python objects count, too."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

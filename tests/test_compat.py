@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.testing import CompileCounter
 from torch._guards import TracingContext
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -327,6 +328,31 @@ def test_integers_of_a_module_are_inputs_and_too_many_compilations_raise() -> No
             step(torch.ones(()), name)
     assert torch._dynamo.config.recompile_limit == before
     assert not torch._dynamo.config.fail_on_recompile_limit_hit
+
+
+def test_a_function_that_is_never_a_frame_is_traced_through() -> None:
+    """Called in code that is not compiled, what it calls is compiled; called in code that is, it is part of that."""
+
+    def traced(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @compat.never_a_frame
+    def shared(x: Tensor) -> Tensor:
+        return traced(x) + x.numpy().item()  # no graph holds this
+
+    counter = CompileCounter()
+    compiled = torch.compile(lambda x: traced(shared(x)), backend=counter)
+    for size in (1, 1):
+        torch.testing.assert_close(compiled(torch.ones(size)), (torch.ones(size).sin() + 1).sin())
+    assert counter.frame_count == 2, "one for each call of `traced`, none for `shared`"
+
+    @compat.never_a_frame
+    def inlined(x: Tensor) -> Tensor:
+        return x.sin()
+
+    counter = CompileCounter()
+    torch.compile(lambda x: inlined(x).cos(), backend=counter, fullgraph=True)(torch.ones(2))
+    assert (counter.frame_count, counter.op_count) == (1, 2)
 
 
 def test_gathering_into_one_tensor_warns_of_nothing(mesh: DeviceMesh) -> None:

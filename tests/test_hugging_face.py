@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import assert_close
 from multiprocess import run_ranks
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -61,6 +62,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], str]] = {
 GRAPHS = {"GPT-2": 2, "RoBERTa": 2, "ViT": 2}
 if torch.__version__ < "2.12":
     GRAPHS |= {"T5": 4, "Whisper": 5}
+if Version(transformers.__version__) < Version("5.23"):
+    # Layers dropped at random, also with a probability of 0, and an operator for experts that cannot be traced.
+    GRAPHS |= {"BART": 16, "Whisper": 20, "Mixtral": 50}
 
 
 class Batches(Dataset[dict[str, Tensor]]):

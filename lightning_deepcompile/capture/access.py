@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_deepcompile import compat
+
 __all__ = ["StepState", "install_access", "sharded_class", "uninstall_access"]
 
 _log = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ class StepState:
 
 
 def _parameter_property(name: str) -> property:
+    @compat.never_a_frame
     def read(self: nn.Module) -> Tensor:
         # Compiled code always gathers: the tracer takes this branch as a constant, without a guard.
         if torch.compiler.is_compiling():
@@ -91,6 +94,7 @@ def _parameter_property(name: str) -> property:
     return property(read, doc=f"The parameter `{name}`: gathered while it is computed with, else this rank's shard.")
 
 
+@compat.never_a_frame
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # Users call parts of their model in hooks, to generate a sample, say; all ranks must, as with FSDP. Where a tracer
     # comes by (most take modules apart themselves), it finds nothing to guard on.
