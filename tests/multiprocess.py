@@ -1,4 +1,4 @@
-"""Runs a test function on several ranks: spawns, times out, and shows every rank's traceback."""
+"""Runs a test function on several ranks: spawns, times out, and shows every rank's traceback, of hanging ones too."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import multiprocessing as mp
 import os
 import pickle
+import signal
 import socket
 import tempfile
 import time
@@ -56,7 +57,7 @@ def run_ranks(
                     if all(not p.is_alive() for p in processes):
                         break
                 time.sleep(0.02)
-            alive = [rank for rank, p in enumerate(processes) if p.is_alive()]
+            alive = _where_they_hang(processes, folder)
         finally:
             for process in processes:
                 if process.is_alive():
@@ -68,12 +69,27 @@ def run_ranks(
             if path.exists():
                 errors.append(f"--- rank {rank}\n{path.read_text()}")
             elif rank in alive:
-                errors.append(f"--- rank {rank} was still running and was killed")
+                errors.append(f"--- rank {rank} was still running and was killed:\n{alive[rank]}")
             elif process.exitcode != 0:
                 errors.append(f"--- rank {rank} died with exit code {process.exitcode}")
         if errors:
             raise RankError("\n".join(errors))
         return [pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def _where_they_hang(processes: list[Any], folder: str) -> dict[int, str]:
+    """What the threads of the ranks that still run are doing, by rank."""
+    alive = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for rank in alive:
+        if Path(folder, f"stack{rank}").exists():  # else the signal would end it
+            os.kill(processes[rank].pid, signal.SIGUSR1)
+    if alive:
+        time.sleep(1)
+    return {rank: _text(Path(folder, f"stack{rank}")) for rank in alive}
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else "(it had not started yet)"
 
 
 def _free_port() -> int:
@@ -98,6 +114,8 @@ def _rank_main(
         TORCHINDUCTOR_COMPILE_THREADS="1",
     )
     faulthandler.enable()
+    stack = Path(folder, f"stack{rank}").open("w")  # stays open: the handler writes to it
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     torch.set_num_threads(1)
     try:
         result = function(*args, **kwargs)

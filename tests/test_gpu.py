@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+
+# A collective that takes longer is named by the watchdog, on every rank.
+LIMIT = timedelta(seconds=60)
 
 # Case, optimizer, micro-batches per step, stage.
 RUNS = [("mlp", "sgd", 1, 3), ("gpt_tied", "sgd", 3, 3), ("llama", "adamw", 1, 3), ("frozen", "sgd", 3, 3)]
@@ -31,7 +35,7 @@ def _train_nccl(region_backend: str) -> dict[Any, Record]:
     return {
         run: train(
             CASES[run[0]],
-            DeepCompileStrategy(stage=run[3], compile=CompileConfig(region_backend=region_backend)),
+            DeepCompileStrategy(stage=run[3], timeout=LIMIT, compile=CompileConfig(region_backend=region_backend)),
             world_size=2,
             rank=int(os.environ["RANK"]),
             optimizer=run[1],
@@ -89,7 +93,7 @@ def _deepcompile_curve() -> list[float]:
 
     torch.manual_seed(0)
     module = Curve()
-    _fit(module, DeepCompileStrategy(), _batches(int(os.environ["RANK"])))
+    _fit(module, DeepCompileStrategy(timeout=LIMIT), _batches(int(os.environ["RANK"])))
     return torch.stack(module.losses).tolist()
 
 
@@ -168,7 +172,7 @@ def _steady() -> tuple[list[int], list[int]]:
 
     torch.manual_seed(0)
     watch = _Watch()
-    _fit(Curve(), DeepCompileStrategy(), _batches(int(os.environ["RANK"])) * 10, [watch])
+    _fit(Curve(), DeepCompileStrategy(timeout=LIMIT), _batches(int(os.environ["RANK"])) * 10, [watch])
     return watch.allocated, watch.reserved
 
 
@@ -185,7 +189,7 @@ def _planned() -> tuple[list[Any], list[float], Any]:
     results = []
     for schedule in ("auto", None):
         torch.manual_seed(0)
-        module, strategy = Curve(), DeepCompileStrategy(compile=CompileConfig(schedule=schedule))
+        module, strategy = Curve(), DeepCompileStrategy(timeout=LIMIT, compile=CompileConfig(schedule=schedule))
         _fit(module, strategy, _batches(int(os.environ["RANK"])))
         results.append((strategy.report(), torch.stack(module.losses).tolist(), strategy.profile()))
     (rounds, losses, profile), (_, plain, _) = results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -38,7 +39,7 @@ def _train_all(accelerator: str) -> dict[str, Record]:
         config = CompileConfig(region_backend="eager", offload=offload, offload_chunk=8_000)
         return train(
             CASES["gpt_tied"],
-            DeepCompileStrategy(compile=config, **arguments),
+            DeepCompileStrategy(compile=config, timeout=timedelta(seconds=60), **arguments),
             world_size=2,
             rank=int(os.environ["RANK"]),
             optimizer=optimizer,

@@ -84,12 +84,15 @@ class WorkerGroup:
         return [(Case.parse(case), float(seconds)) for case, seconds in lines]
 
     def log_tail(self, lines: int = 150) -> str:
-        """The end of the most telling log: of a rank that failed by itself, else of rank 0."""
+        """The end of the most telling log: of a rank that failed by itself; of all logs if none did."""
         codes = [worker.poll() for worker in self._workers]
         failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, -signal.SIGKILL)]
-        logs = {rank: self._log(rank).read_text(errors="replace") for rank in failed or [0]}
-        rank = next((rank for rank, text in logs.items() if "Traceback" in text), next(iter(logs)))
-        return f"rank {rank}, exit code {codes[rank]}:\n" + "\n".join(logs[rank].splitlines()[-lines:])
+        stuck = not failed and all(code == -signal.SIGKILL for code in codes)
+        logs = {rank: self._log(rank).read_text(errors="replace") for rank in failed or range(len(codes))}
+        telling = next((rank for rank, text in logs.items() if "Traceback" in text), next(iter(logs)))
+        ranks = list(logs) if stuck else [telling]
+        tails = {rank: "\n".join(logs[rank].splitlines()[-(lines // len(ranks)) :]) for rank in ranks}
+        return "\n".join(f"rank {rank}, exit code {codes[rank]}:\n{tail}" for rank, tail in tails.items())
 
     def _watch(self, stall_s: float, until: float) -> str | None:
         seen, since, done_since = -1, time.time(), None

@@ -1,0 +1,32 @@
+"""The helper of all tests on several ranks says what happened on each of them."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+from multiprocess import RankError, run_ranks
+
+
+def _fails_or_waits() -> None:
+    if os.environ["RANK"] == "0":
+        raise ArithmeticError("of this rank")
+    time.sleep(60)
+
+
+def _waits() -> None:
+    time.sleep(60)
+
+
+def test_a_ranks_exception_ends_the_others_soon() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match="(?s)--- rank 0.*ArithmeticError: of this rank.*--- rank 1 was still running"):
+        run_ranks(_fails_or_waits, 2)
+    assert time.monotonic() - start < 45
+
+
+def test_ranks_that_hang_say_where() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(_waits, 2, timeout=15)
+    assert str(caught.value).count("was still running") == str(caught.value).count("in _waits") == 2
