@@ -156,6 +156,20 @@ def test_unshard_keeps_what_the_budget_allows_the_most_useful_first() -> None:
     assert unshard(step, PlanContext(profile=hidden))[0].kept == ()
 
 
+def test_groups_that_help_only_together_are_kept() -> None:
+    """Each of very many saves less than counts; and as many as fit are kept, of equal ones those used last."""
+    count = 150
+    step = _blocks(count, distance=0)
+    tiny = replace(profile(step, seconds=1.0), gather=Link(1e-3, 1e9))
+    context = PlanContext(profile=replace(tiny, budget=10**9))
+    before = simulate(step, tiny).seconds
+    (kept, _) = unshard(step, context)
+    assert len(kept.kept) == count
+    assert simulate(unshard(step, context), tiny).seconds == pytest.approx(before - count * 1e-3)
+    tight = replace(context, profile=replace(tiny, budget=simulate(step, tiny).peak_bytes))
+    assert simulate(unshard(step, tight), tiny).peak_bytes <= tight.budget
+
+
 def test_keep_whole_turns_stage_3_into_stage_2_as_far_as_memory_goes() -> None:
     step = _blocks(4)
     # Forward alone reads parameter 9; it is gathered first, with nothing beside it.

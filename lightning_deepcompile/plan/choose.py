@@ -6,23 +6,26 @@ import heapq
 from collections.abc import Callable, Sequence
 
 from lightning_deepcompile.plan.costs import Profile
-from lightning_deepcompile.plan.simulate import Prediction, simulate
+from lightning_deepcompile.plan.simulate import Prediction, memory_excess, simulate
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 
-__all__ = ["Candidate", "choose_by_gain"]
+__all__ = ["Candidate", "Keep", "choose_by_gain"]
 
 Candidate = tuple[tuple[int, int], Instruction]
 """Indices of a forward and its backward schedule, and a group of gathers that may stay gathered."""
 
 
+Keep = Callable[[list[Schedule], int, int, Instruction], list[Schedule]]
+"""Gives the schedules with a group kept; arguments as of `Candidate`."""
+
+
 def choose_by_gain(
-    schedules: list[Schedule],
-    candidates: Sequence[Candidate],
-    keep: Callable[[list[Schedule], int, int, Instruction], list[Schedule]],
-    profile: Profile,
-    budget: int,
+    schedules: list[Schedule], candidates: Sequence[Candidate], keep: Keep, profile: Profile, budget: int
 ) -> list[Schedule]:
     """Keeps groups in order of simulated time saved per byte, until none fits or none helps.
+
+    Groups can also help together and not alone: each of many saves too little to count, or a transfer that goes lets
+    the others start at a worse time. So keeping as many as fit, in the order given, is simulated as well.
 
     Args:
         schedules: The programs of a micro-batch.
@@ -34,8 +37,21 @@ def choose_by_gain(
     Returns:
         The schedules.
     """
+    start = simulate(schedules, profile)
+    one_by_one, predicted = _one_by_one(schedules, start, candidates, keep, profile, budget)
+    together, prediction = _as_many_as_fit(schedules, start, candidates, keep, profile, budget)
+    return together if _counts(predicted, prediction) else one_by_one
+
+
+def _one_by_one(
+    schedules: list[Schedule],
+    best: Prediction,
+    candidates: Sequence[Candidate],
+    keep: Keep,
+    profile: Profile,
+    budget: int,
+) -> tuple[list[Schedule], Prediction]:
     result = list(schedules)
-    best = simulate(result, profile)
     # The gain of one group shrinks, as a rule, the more are kept: a gain from an earlier round is an upper bound, and
     # only the group that leads has to be simulated anew.
     queue = [(float("-inf"), order, pair, group) for order, (pair, group) in enumerate(candidates)]
@@ -44,17 +60,32 @@ def choose_by_gain(
         _, order, (forward, backward), group = heapq.heappop(queue)
         trial = keep(result, forward, backward, group)
         prediction = simulate(trial, profile)
-        gain = _gain_per_byte(best, prediction, group)
-        if gain <= 0 or prediction.peak_bytes > max(best.peak_bytes, budget):
+        if not _counts(best, prediction) or prediction.peak_bytes > max(best.peak_bytes, budget):
             continue
+        gain = (best.seconds - prediction.seconds) / max(group.bytes, 1)
         if queue and -gain > queue[0][0]:
             heapq.heappush(queue, (-gain, order, (forward, backward), group))
             continue
         result, best = trial, prediction
-    return result
+    return result, best
 
 
-def _gain_per_byte(before: Prediction, after: Prediction, group: Instruction) -> float:
-    """Seconds saved per byte; nothing below a ten-thousandth of the step, which is no reason to spend memory."""
-    saved = before.seconds - after.seconds
-    return saved / group.bytes if saved > 1e-4 * before.seconds and group.bytes else 0.0
+def _as_many_as_fit(
+    schedules: list[Schedule],
+    start: Prediction,
+    candidates: Sequence[Candidate],
+    keep: Keep,
+    profile: Profile,
+    budget: int,
+) -> tuple[list[Schedule], Prediction]:
+    result = list(schedules)
+    for (forward, backward), group in candidates:
+        trial = keep(result, forward, backward, group)
+        if not memory_excess(trial, profile, max(start.peak_bytes, budget)):
+            result = trial
+    return result, simulate(result, profile)
+
+
+def _counts(before: Prediction, after: Prediction) -> bool:
+    """Whether it saves at least a ten-thousandth of the step: less is no reason to spend memory."""
+    return before.seconds - after.seconds > 1e-4 * before.seconds
