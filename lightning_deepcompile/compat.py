@@ -269,19 +269,19 @@ def compile_region(
         return compile_fx_inner(gm, inputs, is_backward=is_backward, is_inference=is_inference, static_input_idxs=())
 
 
-@contextlib.contextmanager
-def step_settings(recompile_limit: int) -> Iterator[None]:
-    """Dynamo's settings around a compiled step.
+def step_settings(recompile_limit: int) -> contextlib.AbstractContextManager[None]:
+    """Dynamo's settings around a compiled step; to be made once, and entered for every step.
 
     A function that is compiled too often must raise: Dynamo's silent way out is to run it eagerly, where sharded
     parameters are gathered one by one. Integers on modules (``self.global_step``) become inputs instead of guards.
 
+    Each one made costs time, and memory that PyTorch 2.13 never frees.
+
     Args:
         recompile_limit: Compilations of one function before the step is refused.
     """
-    with torch._dynamo.config.patch(
+    return torch._dynamo.config.patch(
         fail_on_recompile_limit_hit=True,
         recompile_limit=recompile_limit,
         allow_unspec_int_on_nn_module=True,
-    ):
-        yield
+    )

@@ -107,6 +107,7 @@ class Engine:
             self.tuner.offloaded = self.residency.describe
         self._local_shards: weakref.WeakKeyDictionary[Optimizer, LocalShards] = weakref.WeakKeyDictionary()
         self._compiled: dict[str, Callable[..., Any]] = {}
+        self._settings: dict[str, contextlib.AbstractContextManager[None]] = {}
         self._before_step: dict[str, int] = {}
         self._last_step: dict[str, int] = {}
         self._stale_gradients = False
@@ -133,6 +134,7 @@ class Engine:
         if name not in self._compiled:
             step = compat.with_own_code(getattr(self.module, name))
             self._compiled[name] = torch.compile(step, backend=self.capture)
+            self._settings[name] = compat.step_settings(self.config.recompile_limit)
         if name == "training_step":
             self.tuner.begin_micro_batch()
             if self.residency is not None:
@@ -142,7 +144,7 @@ class Engine:
             self._before_step = self.runtime.stats()
         self.gradients.follow_requires_grad()
         try:
-            with self.model.state.set("inside"), compat.step_settings(self.config.recompile_limit):
+            with self.model.state.set("inside"), self._settings[name]:
                 return self._compiled[name](*args, **kwargs)
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:
             raise RuntimeError(

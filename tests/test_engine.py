@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextvars
+import gc
+import itertools
 import re
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -210,6 +214,29 @@ def test_variable_lengths_recompile_once(mesh: DeviceMesh) -> None:
         expected = float(reference.training_step(TOKENS[:, :length]))
         assert one_step(engine, TOKENS[:, :length], optimizer) == pytest.approx(expected, rel=1e-5)
     assert engine.capture.frames == 2  # static, then dynamic
+    engine.close()
+
+
+def test_steps_leave_no_objects_behind(mesh: DeviceMesh) -> None:
+    engine = make_engine(mesh)
+    optimizer = sgd(engine)
+
+    def traced_after(steps: int) -> int:
+        for _ in range(steps):
+            one_step(engine, TOKENS, optimizer)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    one_step(engine, TOKENS, optimizer)
+    variables = len(contextvars.copy_context())
+    tracemalloc.start()
+    try:
+        # What lives on from before is replaced once, and counted from then on: that looks like growth, but ends.
+        marks = [traced_after(120) for _ in range(4)]
+    finally:
+        tracemalloc.stop()
+    assert len(contextvars.copy_context()) == variables, "PyTorch makes one for each patch of its settings"
+    assert min(b - a for a, b in itertools.pairwise(marks)) < 12_000, marks
     engine.close()
 
 
