@@ -13,9 +13,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from cases import CASES, Record, train
 from multiprocess import run_ranks
 from test_engine import TOKENS, make_engine, one_step, sgd
+from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.capture.backend import Capture
@@ -342,3 +344,31 @@ def test_no_schedule_changes_a_bit_or_hangs() -> None:
             if not name.startswith("shuffled"):
                 (done,) = planned.extra
                 assert done.outcome in ("kept", "reverted", "unchanged"), done
+
+
+def _lengths_that_differ() -> tuple[list[list[float]], list[int]]:
+    """Losses without and with a plan that keeps everything for backward, while each rank meets other lengths."""
+    dist.init_process_group("gloo")
+    mesh, rank = init_device_mesh("cpu", (2,)), int(os.environ["RANK"])
+    losses: list[list[float]] = [[], []]
+    gathers = []
+    for planned in (False, True):
+        torch._dynamo.reset()
+        engine = make_engine(mesh)
+        optimizer = sgd(engine)
+        for step, lengths in enumerate([(12, 12), (12, 9), (7, 12), (12, 7), (5, 12), (11, 4)]):
+            if step == 2 and planned:
+                plan = [read_schedule(e.program) for e in engine.capture.executables[:2]]
+                for pair, group in unshard_candidates(plan):
+                    plan = keep_gathered(plan, *pair, group.ids)
+                engine.capture.replan(plan=plan)
+            losses[planned].append(one_step(engine, TOKENS[:, : lengths[rank]], optimizer))
+        gathers.append(engine.runtime.stats()["gathers"])
+        engine.close()
+    return losses, gathers
+
+
+def test_ranks_that_meet_other_shapes_follow_one_plan() -> None:
+    for (plain, planned), (before, after) in run_ranks(_lengths_that_differ, 2):
+        assert plain == planned
+        assert after < before
