@@ -19,6 +19,19 @@ os.environ.setdefault("TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
+def _take_two_gpus() -> None:
+    """Gives each of pytest-xdist's workers two GPUs of its own, where there are that many: tests use no more."""
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER"), torch.cuda.device_count()
+    if worker is None or count < 4:
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    pair = 2 * (int(worker.removeprefix("gw")) % (count // 2))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[pair : pair + 2])
+
+
+_take_two_gpus()  # before anything starts CUDA
+
+
 @pytest.fixture(autouse=True, scope="module")
 def nothing_left_behind() -> Iterator[None]:
     """A Trainer that runs in this process leaves a process group and variables behind: not for the next file."""

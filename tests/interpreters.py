@@ -30,6 +30,11 @@ def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
 
 
+def python_path(*first: Path) -> str:
+    """What a child process imports from: `first`, this checkout, and where this process was told to look."""
+    return os.pathsep.join(filter(None, (*map(str, first), str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
 def run_python(*arguments: str, paths: tuple[Path, ...] = (), autoload: bool = True, timeout: float = 280) -> str:
     """Runs Python on `arguments` in this checkout; returns what it printed and fails if it fails.
 
@@ -41,7 +46,7 @@ def run_python(*arguments: str, paths: tuple[Path, ...] = (), autoload: bool = T
     """
     env = clean_environment()
     env.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
-    env["PYTHONPATH"] = os.pathsep.join(map(str, (*paths, ROOT)))
+    env["PYTHONPATH"] = python_path(*paths)
     if not autoload:
         env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     done = subprocess.run(

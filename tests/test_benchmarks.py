@@ -11,6 +11,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "examples" / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 import compare  # noqa: E402
+import plot  # noqa: E402
 import report  # noqa: E402
 from jobs import SHAPES, Case, Job, System  # noqa: E402
 from profile_trace import kernel_kind, overlap, summarize, total, union  # noqa: E402
@@ -158,6 +159,29 @@ def test_tables_compare_with_the_product_and_the_roofline() -> None:
     assert "fsdp2 failed: a worker failed: ValueError: no luck (8x1x1)" in text
 
 
+@pytest.mark.skipif(not plot.can_draw(), reason="matplotlib is not installed")
+def test_results_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import matplotlib.image
+
+    def result(case: str, system: str, ms: float) -> dict:
+        return {"case": case, "system": system, "status": "ok", "ms": ms}
+
+    results = [result("4x1x1", "a", 20.0), result("4x1x1", "b", 30.0), result("4x1x1", "roofline", 10.0)]
+    results += [result("8x1x1", "a", 50.0), {"case": "8x1x1", "system": "b", "status": "failed", "reason": "no luck"}]
+    sizes = []
+    for chosen in (results, [r for r in results if r["system"] != "roofline"]):
+        (tmp_path / "results.json").write_text(json.dumps({"results": chosen}))
+        monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path / "results.json"), str(tmp_path / "plot.png")])
+        assert plot.main() == 0
+        image = matplotlib.image.imread(tmp_path / "plot.png")
+        sizes.append(image.shape[0])
+        assert image.min() < 0.2, "it is not blank"
+    assert sizes[0] > sizes[1], "with a roofline there is a second panel"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plot.png", "results.json"]
+    (tmp_path / "results.json").write_text(json.dumps({"results": results[-1:]}))
+    assert plot.main() == 1
+
+
 @pytest.mark.slow
 def test_compare_measures_every_system_that_runs_without_gpus(tmp_path: Path) -> None:
     options = ("--systems", "ddp,fsdp,fsdp2,roofline", "--cases", "16x1x1,16x1x2", "--profile", "fsdp2:16x1x2")
@@ -173,6 +197,7 @@ def test_compare_measures_every_system_that_runs_without_gpus(tmp_path: Path) ->
     assert results["environment"]["torch"]
     out = tmp_path / "out"
     kept = {"results.json", "table.md", "log.txt", "profile_fsdp2_16x1x2.json", "profile_fsdp2_16x1x2.trace.json.gz"}
+    kept |= {"plot.png"} if plot.can_draw() else set()
     assert {path.name for path in out.iterdir()} == kept
     assert (out / "table.md").read_text() in printed
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -10,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from interpreters import ROOT, clean_environment, declare_entry_points
+from interpreters import clean_environment, declare_entry_points, python_path
 from multiprocess import _free_port
 
 SCRIPT = """
@@ -58,7 +57,7 @@ def run_script(
     metadata = folder / "metadata"
     metadata.mkdir()
     env = clean_environment() | {"FAILING_RANK": failing, "FAILURE": failure, "OMP_NUM_THREADS": "1"} | variables
-    env["PYTHONPATH"] = os.pathsep.join([str(declare_entry_points(metadata)), str(ROOT)])
+    env["PYTHONPATH"] = python_path(declare_entry_points(metadata))
     start = time.monotonic()
     done = subprocess.run(
         [sys.executable, *launcher, str(script)], env=env, cwd=folder, capture_output=True, text=True, timeout=150

@@ -6,7 +6,8 @@ r"""Compares ways to train a Llama model with sharded parameters: one call, all 
 Every system runs in a process group of its own, one after another; its cases share that group and its model. All train
 the same model: fp32 parameters, bf16 compute and reduction (fp32 on CPU), fused AdamW, no activation checkpointing,
 random tokens that already sit on the device. A group that fails or stands still is ended as a whole, its case is
-reported as failed, and the rest goes on. ``results.json``, ``table.md`` and ``log.txt`` are kept up to date.
+reported as failed, and the rest goes on. ``results.json``, ``table.md`` and ``log.txt`` are kept up to date; with
+matplotlib there is a ``plot.png`` in the end.
 
 ``--systems deepcompile,deepcompile@prefetch_blocks=1+reduce_window=4`` compares options of ``CompileConfig``.
 """
@@ -26,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import plot
 import report
 from groups import WorkerGroup
 from jobs import SHAPES, SYSTEMS, Case, Job, System
@@ -61,6 +63,8 @@ class Comparison:
                     self._run_warm(system)
         finally:
             print("\n" + self._save())
+            if plot.can_draw():
+                plot.draw(self._results, self._out / "plot.png")
         return all(result["status"] != "failed" for result in self._results)
 
     def _unable(self, system: System) -> str | None:

@@ -1,0 +1,99 @@
+r"""Draws what compare.py measured: milliseconds per step, and how near each system comes to the roofline.
+
+    python examples/benchmarks/plot.py results/results.json results/plot.png
+
+compare.py does so itself where matplotlib is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+COLORS = ("#1b6ca8", "#e07b39", "#6a994e", "#a4508b", "#8d99ae", "#bc4749")
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed; nothing else here needs it."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def draw(results: Sequence[dict[str, Any]], path: Path) -> bool:
+    """Writes a picture with a group of bars per case.
+
+    Args:
+        results: Results as in ``results.json``; those without numbers are left out.
+        path: The file; its ending says which format.
+
+    Returns:
+        Whether there was anything to draw.
+    """
+    found = {(r["case"], r["system"]): r for r in results if r["status"] == "ok"}
+    cases = list(dict.fromkeys(case for case, _ in found))
+    systems = [s for s in dict.fromkeys(system for _, system in found) if s != "roofline"]
+    if not systems:
+        return False
+    from matplotlib.figure import Figure
+
+    bounds = {case: found[case, "roofline"]["ms"] for case in cases if (case, "roofline") in found}
+    figure = Figure(figsize=(3 + 2.2 * len(cases), 7 if bounds else 4), layout="constrained")
+    panels = figure.subplots(2 if bounds else 1, 1, sharex=True, squeeze=False)[:, 0]
+    times = {key: result["ms"] for key, result in found.items()}
+    _bars(panels[0], cases, systems, times, "ms per optimizer step (median)", "{:.0f}")
+    for place, case in enumerate(cases):
+        if case in bounds:
+            panels[0].hlines(bounds[case], place - 0.45, place + 0.45, colors="black", linestyles="dashed")
+    if bounds:
+        panels[0].plot([], [], "k--", label="roofline")
+        shares = {(case, system): bounds[case] / ms for (case, system), ms in times.items() if case in bounds}
+        _bars(panels[1], cases, systems, shares, "fraction of the roofline", "{:.2f}")
+        panels[1].set_ylim(0, 1.05)
+    panels[0].legend(fontsize="small")
+    panels[-1].set_xlabel("sequence length x micro-batch x micro-batches per step")
+    part = path.with_name(f"{path.stem}.part{path.suffix}")
+    figure.savefig(part, dpi=150)
+    part.rename(path)
+    return True
+
+
+def _bars(
+    panel: Any,
+    cases: Sequence[str],
+    systems: Sequence[str],
+    values: dict[tuple[str, str], float],
+    title: str,
+    form: str,
+) -> None:
+    width = 0.9 / len(systems)
+    for number, system in enumerate(systems):
+        places = [place for place, case in enumerate(cases) if (case, system) in values]
+        heights = [values[cases[place], system] for place in places]
+        left = [place - 0.45 + (number + 0.5) * width for place in places]
+        bars = panel.bar(left, heights, 0.95 * width, label=system, color=COLORS[number % len(COLORS)])
+        panel.bar_label(bars, [form.format(height) for height in heights], fontsize="small")
+    panel.set_xticks(range(len(cases)), cases)
+    panel.set_ylabel(title)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def main() -> int:
+    """Draws a file of results; returns 0 if there was something to draw."""
+    if len(sys.argv) != 3:
+        print(__doc__, file=sys.stderr)
+        return 2
+    if not can_draw():
+        print("plot.py needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return 2
+    source, target = map(Path, sys.argv[1:])
+    if draw(json.loads(source.read_text())["results"], target):
+        return 0
+    print(f"{source} has no numbers to draw", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
