@@ -28,6 +28,7 @@ __all__ = [
     "current_fake_mode",
     "inference_joint_passes",
     "is_checkpoint",
+    "never_a_frame",
     "partition",
     "real_tensors",
     "run_first_after_step",
