@@ -36,6 +36,10 @@ def agree(flag: bool, device: torch.device) -> bool:
     return votes.item() > 0
 
 
+def _file_name(text: str) -> str:
+    return re.sub(r"[^\w.-]", "_", text)
+
+
 class StepMeter:
     """Follows one case from its first, compiling step to the last measured one.
 
@@ -99,7 +103,7 @@ class StepMeter:
         losses = [loss.item() for loss in self._losses]
         record = {**self._numbers, "losses": losses, "wall_s": time.perf_counter() - self._began}
         if self._profiler:
-            name = re.sub(r"[^\w.-]", "_", f"profile_{self._job.system.name}_{self._job.profile}")
+            name = _file_name(f"profile_{self._job.system.name}_{self._job.profile}")
             record["profile"] = self._profiler.save(Path(self._job.out), name)
         return record
 
@@ -148,7 +152,7 @@ class Recorder:
     def save_profile(self, case: Case, profile: Any) -> None:
         """Keeps what plans were made with, for ``python -m lightning_deepcompile simulate``; None where none was."""
         if self._rank == 0 and profile is not None:
-            name = re.sub(r"[^\w.-]", "_", f"plan_{self._job.system.name}_{case}.json")
+            name = _file_name(f"plan_{self._job.system.name}_{case}.json")
             (Path(self._job.out) / name).write_text(profile.to_json())
 
     def out_of_time(self, device: torch.device) -> bool:

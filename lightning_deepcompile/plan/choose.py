@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.simulate import Prediction, memory_excess, simulate
@@ -13,7 +14,6 @@ __all__ = ["Candidate", "Keep", "choose_by_gain"]
 
 Candidate = tuple[tuple[int, int], Instruction]
 """Indices of a forward and its backward schedule, and a group of gathers that may stay gathered."""
-
 
 Keep = Callable[[list[Schedule], int, int, Instruction], list[Schedule]]
 """Gives the schedules with a group kept; arguments as of `Candidate`."""
@@ -38,52 +38,47 @@ def choose_by_gain(
         The schedules.
     """
     start = simulate(schedules, profile)
-    one_by_one, predicted = _one_by_one(schedules, start, candidates, keep, profile, budget)
-    together, prediction = _as_many_as_fit(schedules, start, candidates, keep, profile, budget)
+    search = _Search(candidates, keep, profile, budget)
+    one_by_one, predicted = search.one_by_one(schedules, start)
+    together, prediction = search.as_many_as_fit(schedules, start)
     return together if _counts(predicted, prediction) else one_by_one
 
 
-def _one_by_one(
-    schedules: list[Schedule],
-    best: Prediction,
-    candidates: Sequence[Candidate],
-    keep: Keep,
-    profile: Profile,
-    budget: int,
-) -> tuple[list[Schedule], Prediction]:
-    result = list(schedules)
-    # The gain of one group shrinks, as a rule, the more are kept: a gain from an earlier round is an upper bound, and
-    # only the group that leads has to be simulated anew.
-    queue = [(float("-inf"), order, pair, group) for order, (pair, group) in enumerate(candidates)]
-    heapq.heapify(queue)
-    while queue:
-        _, order, (forward, backward), group = heapq.heappop(queue)
-        trial = keep(result, forward, backward, group)
-        prediction = simulate(trial, profile)
-        if not _counts(best, prediction) or prediction.peak_bytes > max(best.peak_bytes, budget):
-            continue
-        gain = (best.seconds - prediction.seconds) / max(group.bytes, 1)
-        if queue and -gain > queue[0][0]:
-            heapq.heappush(queue, (-gain, order, (forward, backward), group))
-            continue
-        result, best = trial, prediction
-    return result, best
+@dataclass(frozen=True)
+class _Search:
+    """What both ways of choosing look at; arguments as of `choose_by_gain`."""
 
+    candidates: Sequence[Candidate]
+    keep: Keep
+    profile: Profile
+    budget: int
 
-def _as_many_as_fit(
-    schedules: list[Schedule],
-    start: Prediction,
-    candidates: Sequence[Candidate],
-    keep: Keep,
-    profile: Profile,
-    budget: int,
-) -> tuple[list[Schedule], Prediction]:
-    result = list(schedules)
-    for (forward, backward), group in candidates:
-        trial = keep(result, forward, backward, group)
-        if not memory_excess(trial, profile, max(start.peak_bytes, budget)):
-            result = trial
-    return result, simulate(result, profile)
+    def one_by_one(self, schedules: list[Schedule], best: Prediction) -> tuple[list[Schedule], Prediction]:
+        result = list(schedules)
+        # The gain of one group shrinks, as a rule, the more are kept: a gain from an earlier round is an upper bound,
+        # and only the group that leads has to be simulated anew.
+        queue = [(float("-inf"), order, pair, group) for order, (pair, group) in enumerate(self.candidates)]
+        heapq.heapify(queue)
+        while queue:
+            _, order, (forward, backward), group = heapq.heappop(queue)
+            trial = self.keep(result, forward, backward, group)
+            prediction = simulate(trial, self.profile)
+            if not _counts(best, prediction) or prediction.peak_bytes > max(best.peak_bytes, self.budget):
+                continue
+            gain = (best.seconds - prediction.seconds) / max(group.bytes, 1)
+            if queue and -gain > queue[0][0]:
+                heapq.heappush(queue, (-gain, order, (forward, backward), group))
+                continue
+            result, best = trial, prediction
+        return result, best
+
+    def as_many_as_fit(self, schedules: list[Schedule], start: Prediction) -> tuple[list[Schedule], Prediction]:
+        result, limit = list(schedules), max(start.peak_bytes, self.budget)
+        for (forward, backward), group in self.candidates:
+            trial = self.keep(result, forward, backward, group)
+            if not memory_excess(trial, self.profile, limit):
+                result = trial
+        return result, simulate(result, self.profile)
 
 
 def _counts(before: Prediction, after: Prediction) -> bool:
