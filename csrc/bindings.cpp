@@ -76,7 +76,9 @@ void bind_lifecycle(Class& runtime) {
       .def("stats", &Runtime::stats, NoGil(), "Counters since the last reset_stats().")
       .def("reset_stats", &Runtime::reset_stats, NoGil())
       .def("abort", &Runtime::abort, NoGil(), "Fail pending and later operations instead of waiting for peers.")
-      .def("close", &Runtime::close, NoGil(), "End the runtime together with its peers. Idempotent.");
+      .def("close", &Runtime::close, NoGil(), "End the runtime together with its peers. Idempotent.")
+      .def("retire", &Runtime::retire, "wait_seconds"_a = 0.0, NoGil(),
+           "As close(), but waits for peers, which end it whenever they get to it, for so long at most.");
 }
 
 }  // namespace

@@ -5,7 +5,9 @@
 
 #include <chrono>
 #include <functional>
+#include <future>
 #include <string_view>
+#include <vector>
 
 #include "common.h"
 
@@ -62,6 +64,8 @@ class Communicator {
   virtual void abort() noexcept {}
   /// Orderly end, together with the peers; the device must be idle. Idempotent.
   virtual void close() {}
+  /// As close(), for one rank at a time of its own choice: what has to wait for the peers is added to `pending`.
+  virtual void retire(std::vector<std::future<void>>& /*pending*/) { close(); }
 
   int64_t rank() const { return rank_; }
   int64_t world_size() const { return world_size_; }

@@ -50,4 +50,9 @@ void HybridCommunicator::close() {
   replicas_->close();
 }
 
+void HybridCommunicator::retire(std::vector<std::future<void>>& pending) {
+  shard_->retire(pending);
+  replicas_->retire(pending);
+}
+
 }  // namespace ldc

@@ -27,6 +27,7 @@ class HybridCommunicator final : public Communicator {
   std::string diagnose(std::chrono::milliseconds limit) override;
   void abort() noexcept override;
   void close() override;
+  void retire(std::vector<std::future<void>>& pending) override;
 
  private:
   Completion and_over_replicas(Completion first, const std::vector<Transfer>& group);

@@ -12,6 +12,7 @@
 #include <deque>
 #include <mutex>
 #include <span>
+#include <thread>
 
 namespace ldc {
 namespace {
@@ -114,6 +115,23 @@ class NcclCommunicator final : public Communicator {
     const ncclResult_t destroyed = ncclCommDestroy(comm);
     check(finalized, "ncclCommFinalize", {});
     check(destroyed, "ncclCommDestroy", {});
+  }
+
+  void retire(std::vector<std::future<void>>& pending) override {
+    const std::lock_guard lock(calls_);
+    ncclComm_t comm = comm_.exchange(nullptr);
+    if (comm == nullptr) return;
+    // NCCL destroys a communicator when all ranks do. Where a rank does it at a time of its own (its garbage collector
+    // ran), the thread that happens to be there must not wait for peers, who may be waiting for it.
+    std::packaged_task<void()> end([comm, device = device_, rank = rank()] {
+      const c10::DeviceGuard guard(device);
+      const ncclResult_t finalized = ncclCommFinalize(comm);
+      const ncclResult_t destroyed = ncclCommDestroy(comm);
+      const ncclResult_t result = finalized == ncclSuccess ? destroyed : finalized;
+      if (result != ncclSuccess) TORCH_WARN("rank ", rank, " could not end a communicator: ", ncclGetErrorString(result));
+    });
+    pending.push_back(end.get_future());
+    std::thread(std::move(end)).detach();
   }
 
  private:

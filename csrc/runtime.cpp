@@ -108,7 +108,7 @@ Runtime::Runtime(const Group& gather_group, const Group& reduce_group, const Gro
 
 Runtime::~Runtime() {
   try {
-    shut_down(/*orderly=*/false);
+    shut_down(End::aborted);
   } catch (const std::exception& error) {
     TORCH_WARN("lightning_deepcompile: runtime ", serial_, " did not end cleanly: ", error.what());
   }
@@ -358,42 +358,6 @@ void Runtime::reset_stats() {
   stats_ = {};
   gathers_.arena().reset_peak();
   reductions_.arena().reset_peak();
-}
-
-void Runtime::abort() noexcept {
-  aborted_ = true;
-  gather_communicator_->abort();
-  reduce_communicator_->abort();
-}
-
-void Runtime::give_up(const std::string& reason) noexcept {
-  {
-    const std::lock_guard lock(failure_mutex_);
-    failure_ = reason;
-  }
-  abort();
-}
-
-void Runtime::close() { shut_down(/*orderly=*/true); }
-
-void Runtime::shut_down(bool orderly) {
-  const std::lock_guard lock(mutex_);
-  if (std::exchange(closed_, true)) return;
-  forget_serial(serial_);
-  if (!orderly) abort();
-  if (!aborted_) synchronize_device(device_);  // buffers and communicators are in use until the device is idle
-  watchdog_.reset();  // until here it frees this thread from operations that hang
-  executors_.clear();
-  offloads_.clear();
-  if (!aborted_) {
-    states_.settle();
-    states_.synchronize();
-  }
-  reductions_.clear();
-  gathers_.clear();
-  registry_.clear();
-  gather_communicator_->close();
-  reduce_communicator_->close();
 }
 
 }  // namespace ldc

@@ -7,13 +7,14 @@
 // collective.
 //
 // Lifetime: Python owns the Runtime (shared_ptr), the table holds a weak reference, an operator keeps it alive while it
-// runs. close() ends it together with the peers. A Runtime that is dropped without close() aborts instead, since its
-// peers may be gone.
+// runs. close() ends it together with the peers, retire() without waiting for them. A Runtime that is dropped without
+// either aborts instead, since its peers may be gone.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <atomic>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -91,6 +92,8 @@ class Runtime {
   void reset_stats();
   void abort() noexcept;
   void close();
+  /// As close(), but waits for the peers, which end it whenever they get to it, for `wait_seconds` at most.
+  void retire(double wait_seconds);
 
   // The operators (see ops.cpp for their schemas).
   Tensor allgather_param(int64_t graph_id, int64_t id, Dtype dtype);
@@ -121,7 +124,8 @@ class Runtime {
   void check_health();
   void forget_gathered();
   void check_serial(std::string_view operation, int64_t id) const;
-  void shut_down(bool orderly);
+  enum class End { together, alone, aborted };
+  std::vector<std::future<void>> shut_down(End end);  // what `alone` leaves under way
   void give_up(const std::string& reason) noexcept;
 
   /// Where in a step we are.

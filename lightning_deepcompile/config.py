@@ -35,9 +35,10 @@ class CompileConfig:
             profiles steps n and n + 1, plans with what they measured, and swaps the programs before step n + 2.
             Passes are names (``zero3``, ``prefetch``, ``fuse``, ``unshard``, ``keep_whole``, ``proactive_prefetch``)
             or ``"package.module:name"`` of your own. ``"auto"``: `plan.DEFAULT_SCHEDULE`, which plans at step 3. None:
-            nothing is measured, unless `plan` or `memory_budget` is given, which is as ``"auto"``.
+            nothing is measured; programs stay as they are compiled, with the least memory.
         memory_budget: What plans may use of each device's memory: bytes, a text like ``"24GiB"``, or a fraction. None
-            is 0.9 of it; anything else is held to: if no plan fits, training stops with an error that says what would.
+            is 0.9 of it, less what activations took in the profiled step, so that later batches may be up to twice as
+            large; anything else is held to: if no plan fits, training stops with an error that says what would.
             Where torch's allocator does not count (CPU), only what programs hold between regions is known.
         offload: Optimizer states in host memory: they come to the device, and leave again, chunk by chunk while the
             optimizer steps. ``"none"``: they stay on the device. ``"auto"``: as many bytes leave as exceed the memory
@@ -61,7 +62,7 @@ class CompileConfig:
     recompile_limit: int = 16
     max_ctas: int = 0
     recognize_causal_masks: bool = True
-    schedule: list[dict[str, Any]] | Literal["auto"] | None = None
+    schedule: list[dict[str, Any]] | Literal["auto"] | None = "auto"
     memory_budget: int | float | str | None = None
     plan: str | None = None
     offload: OffloadMode = "none"
@@ -84,11 +85,6 @@ class CompileConfig:
         parse_budget(self.offload_chunk, total=1, name="offload_chunk")
         if self.schedule is not None and self.schedule != "auto":
             _check_schedule(self.schedule)
-
-    @property
-    def measures(self) -> bool:
-        """Whether steps are to be profiled where the schedule itself does not say."""
-        return self.schedule == "auto" or self.plan is not None or self.memory_budget is not None
 
     def in_folder(self, root: str) -> CompileConfig:
         """The settings of a run whose root directory is `root`, in which ``plan="auto"`` is a file."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -39,6 +41,9 @@ from lightning_deepcompile.tuner import Tuner
 __all__ = ["Engine"]
 
 _log = logging.getLogger(__name__)
+
+_EXIT_SECONDS = 5.0
+"""How long a process that exits waits for others to end what they communicated with."""
 
 
 class Engine:
@@ -91,7 +96,11 @@ class Engine:
             timeout=timeout.total_seconds(),
             state_limit=host_bytes,
         )
-        self._close = weakref.finalize(self, self.runtime.close)
+        # Garbage is collected at another time on every rank, which must not wait for the others then; at exit it may.
+        at_exit = functools.partial(self.runtime.retire, _EXIT_SECONDS)
+        atexit.register(at_exit)
+        self._retire = weakref.finalize(self, _retire, self.runtime, at_exit)
+        self._retire.atexit = False
         self.model = shard_module(module, self.runtime, ranks, gather_dtype=gather_dtype, reduce_dtype=reduce_dtype)
         self.gradients = GradientSession(self.runtime, self.model, group)
         store = compat.store()
@@ -364,8 +373,14 @@ class Engine:
         self.runtime.abort()
 
     def close(self) -> None:
-        """Frees communicators and buffers; the module cannot run afterwards."""
-        self._close()
+        """Frees communicators and buffers, on all ranks together; the module cannot run afterwards."""
+        self.runtime.close()
+        self._retire()
+
+
+def _retire(runtime: Any, at_exit: Callable[[], None]) -> None:
+    atexit.unregister(at_exit)
+    runtime.retire()
 
 
 def _square_sum(tensors: list[Tensor], device: torch.device) -> Tensor:

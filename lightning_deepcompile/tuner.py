@@ -20,7 +20,7 @@ from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, Pass, opti
 from lightning_deepcompile.plan.plan_file import PlanFileError, Setting, read_plan, write_plan
 from lightning_deepcompile.plan.report import PassReport, Round, format_round
 from lightning_deepcompile.plan.simulate import just_in_time, least_budget
-from lightning_deepcompile.profile.build import build_profile, merge_profiles
+from lightning_deepcompile.profile.build import build_profile, explain, leave_room, merge_profiles
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.executable import Executable
@@ -72,7 +72,7 @@ class Tuner:
         if schedule is None or schedule == "auto":
             schedule = list(DEFAULT_SCHEDULE)
             nothing_to_plan = self._world == 1 or capture.stage != 3  # nothing travels, or parameters stay whole anyway
-            if nothing_to_plan or not self._config.measures:
+            if nothing_to_plan or self._config.schedule is None:
                 schedule = schedule[:1]
         if capture.stage != 3 and len(schedule) > 1:
             raise ValueError(
@@ -159,11 +159,13 @@ class Tuner:
         self._attempts += 1
         results = self._exchange(self._attempt(self._measured))
         failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
-        profiles = [profile for profile, _ in results if profile is not None]
+        measured = [result for result, _ in results if result is not None]
+        profiles = [profile for profile, _ in measured]
         try:
             if failed:
                 raise ProfileError("; ".join(failed))
-            self.profile = profile = merge_profiles(profiles)
+            merged = explain(merge_profiles(profiles))
+            self.profile = profile = replace(merged, schedules=measured[0][1])
         except ProfileError as error:
             self._say(f"No plan was made at step {self._step}: {error}", logging.WARNING)
             self._end_round(retry=True)
@@ -203,7 +205,8 @@ class Tuner:
     def _capture_schedules(self) -> list[Schedule]:
         return [read_schedule(e.program) for e in self._training()]
 
-    def _measured(self) -> Profile:
+    def _measured(self) -> tuple[Profile, tuple[Schedule, ...]]:
+        """What this rank saw of the programs that it ran, and the schedules that planning starts from."""
         observed, isolated = self._probes[_OBSERVED], self._probes[_ISOLATED]
         names = list(dict.fromkeys(run.program for run in isolated.runs))
         start = self._capture.schedules(names, self._passes)
@@ -219,7 +222,9 @@ class Tuner:
             step_seconds=self._fastest(-2, 0),
             live={name: live_bytes(programs[name]) for name in names},
         )
-        return replace(profile, schedules=tuple(start[s.name] for s in profile.schedules))
+        if self._config.memory_budget is None:
+            profile = leave_room(profile)
+        return profile, tuple(start[s.name] for s in profile.schedules)
 
     def _fastest(self, first: int, last: int) -> float:
         """The shortest of the steps from `first` up to `last`, counted from the round's first profiled one."""

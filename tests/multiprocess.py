@@ -10,11 +10,12 @@ import pickle
 import signal
 import socket
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -88,6 +89,14 @@ def _where_they_hang(processes: list[Any], folder: str) -> dict[int, str]:
     return {rank: _text(Path(folder, f"stack{rank}")) for rank in alive}
 
 
+def _keep_listening(stack: TextIO) -> None:
+    """Prints every thread's stack on SIGUSR1; Lightning resets the handlers of all signals when a trainer is done."""
+    while True:
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+        time.sleep(0.5)
+
+
 def _text(path: Path) -> str:
     return path.read_text() if path.exists() else "(it had not started yet)"
 
@@ -114,8 +123,9 @@ def _rank_main(
         TORCHINDUCTOR_COMPILE_THREADS="1",
     )
     faulthandler.enable()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # what Lightning goes back to; the default would end the process
     stack = Path(folder, f"stack{rank}").open("w")  # stays open: the handler writes to it
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    threading.Thread(target=_keep_listening, args=(stack,), daemon=True).start()
     torch.set_num_threads(1)
     try:
         result = function(*args, **kwargs)

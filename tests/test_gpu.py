@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -62,7 +64,7 @@ def test_nccl_equals_one_gpu(region_backend: str) -> None:
 
 
 class Curve(pl.LightningModule):
-    """Fits a few fixed batches and remembers its losses."""
+    """Learns to count in steps, and remembers its losses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,13 +81,14 @@ class Curve(pl.LightningModule):
             self.losses.append(outputs["loss"].detach().clone())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+        return torch.optim.AdamW(self.parameters(), lr=3e-4, fused=True)
 
 
 def _batches(rank: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rank)
-    data = torch.randint(0, VOCAB, (5, 8, 129), generator=generator)
-    return [data[i % 5].cuda(rank) for i in range(20)]
+    first = torch.randint(0, VOCAB, (20, 8, 1), generator=generator)
+    step = torch.randint(1, 4, (20, 8, 1), generator=generator)
+    return list(((first + step * torch.arange(129)) % VOCAB).cuda(rank))
 
 
 def _deepcompile_curve() -> list[float]:
@@ -142,7 +145,7 @@ def _fsdp2_curve() -> list[float]:
 def test_bf16_loss_curve_follows_fsdp2() -> None:
     ours = torch.tensor(run_ranks(_deepcompile_curve, 2))
     theirs = torch.tensor(run_ranks(_fsdp2_curve, 2))
-    assert theirs[:, -1].mean() < theirs[:, 0].mean() - 0.3  # it learns, so the comparison says something
+    assert theirs[:, -1].mean() < theirs[:, 0].mean() - 2  # it learns, so the comparison says something
     torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=0.0)
 
 
@@ -182,10 +185,36 @@ def test_steady_steps_do_not_synchronise_and_memory_is_flat() -> None:
         assert reserved[0] == reserved[1]
 
 
+def _ends_engines_one_by_one() -> list[bool]:
+    """Rank 0 drops its first engine before the second one compiles and runs, rank 1 afterwards."""
+    from lightning_deepcompile import DeepCompileStrategy
+
+    batches = _batches(int(os.environ["RANK"]))[:4]
+    gone = []
+
+    def fit() -> weakref.ref[Any]:
+        strategy = DeepCompileStrategy(timeout=LIMIT)
+        _fit(Curve(), strategy, batches)
+        return weakref.ref(strategy.engine.runtime)
+
+    for _ in range(2):
+        runtime = fit()
+        if os.environ["RANK"] == "0":
+            gc.collect()
+            gone.append(runtime() is None)
+    return gone
+
+
+def test_ranks_collect_garbage_at_different_times() -> None:
+    assert run_ranks(_ends_engines_one_by_one, 2, timeout=120) == [[True, True], []]
+
+
 def _planned() -> tuple[list[Any], list[float], Any]:
     from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
-    torch.manual_seed(0)
+    # Inductor's gradient of an embedding adds with atomics, in any order, unless told otherwise.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)
     results = []
     for schedule in ("auto", None):
         torch.manual_seed(0)

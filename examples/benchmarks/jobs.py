@@ -80,7 +80,7 @@ class System:
     @property
     def plans(self) -> bool:
         """Whether it measures its first steps: a plan is for one case, so each gets processes of its own."""
-        return bool({"schedule", "plan", "memory_budget"} & self.options.keys())
+        return self.kind == "deepcompile" and self.options.get("schedule", "auto") is not None
 
     @classmethod
     def parse(cls, text: str) -> System:

@@ -18,7 +18,7 @@ from jobs import Job
 
 def main() -> None:
     """Runs the job as the rank that the environment names."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the driver asks stuck workers where they are
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # what Lightning goes back to; the default would end the process
     threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
     job, rank = Job.load(Path(sys.argv[1])), int(os.environ["RANK"])
 
@@ -51,8 +51,13 @@ def _describe() -> dict[str, Any]:
 
 
 def _follow(parent: int) -> None:
-    """Ends the worker when the driver is gone, so that no GPU stays taken."""
+    """Ends the worker when the driver is gone, so that no GPU stays taken; until then, it says where it is when asked.
+
+    Lightning resets the handlers of all signals at the end of a trainer.
+    """
     while os.getppid() == parent:
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
         time.sleep(1)
     os._exit(1)
 

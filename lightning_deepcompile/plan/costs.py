@@ -88,6 +88,8 @@ class Profile:
         budget: Bytes that may be allocated; None if there is no limit.
         step_seconds: Duration of ordinary steps before this profile was taken; 0 if unknown.
         exposed_seconds: How long compute stood still for communication in such a step; 0 if unknown.
+        unexplained_seconds: By how much such a step was longer than what its programs and the optimizer are expected to
+            take (or shorter, if negative). Predictions include it.
     """
 
     world_size: int
@@ -104,6 +106,7 @@ class Profile:
     budget: int | None = None
     step_seconds: float = 0.0
     exposed_seconds: float = 0.0
+    unexplained_seconds: float = 0.0
 
     @property
     def host_computes(self) -> bool:

@@ -62,7 +62,7 @@ class Prediction:
     """What a step is expected to do.
 
     Args:
-        seconds: Its duration.
+        seconds: Its duration, `Profile.unexplained_seconds` included.
         compute_seconds: How long compute, the optimizer included, is busy.
         exposed_seconds: How long compute stands still for communication.
         gather_seconds: How long gathers take.
@@ -179,7 +179,7 @@ class _Simulation:
             for schedule, position, task, arena, other in self._memory
         ]
         return Prediction(
-            seconds=max(timing.end, default=0.0),
+            seconds=max(max(timing.end, default=0.0) + self._profile.unexplained_seconds, 0.0),
             compute_seconds=timing.busy["compute"],
             exposed_seconds=timing.exposed,
             gather_seconds=timing.busy["gather"],

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lightning_deepcompile.plan.costs import Contention, Link, Profile, ProfileError, RegionCost
-from lightning_deepcompile.plan.simulate import arena_bytes
+from lightning_deepcompile.plan.simulate import arena_bytes, simulate
 from lightning_deepcompile.profile.fit import fit_link
 from lightning_deepcompile.profile.probe import Run, StepProbe
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["build_profile", "merge_profiles"]
+__all__ = ["build_profile", "explain", "leave_room", "merge_profiles"]
 
 
 def build_profile(
@@ -78,7 +78,6 @@ def build_profile(
                 reductions.append((instruction.bytes, seconds[position]))
             elif instruction.op == "release":
                 launches.append(host[position])
-    inside = sum(sum(run.seconds()) for run in isolated.runs)
     profile = Profile(
         world_size=world_size,
         device_type=isolated.device.type,
@@ -87,7 +86,7 @@ def build_profile(
         gather=fit_link(gathers, world_size),
         reduce=fit_link(reductions, world_size),
         micro_batches=isolated.micro_batches,
-        optimizer_seconds=max(isolated.seconds() - inside, 0.0),
+        optimizer_seconds=_optimizer_seconds(isolated),
         launch_seconds=statistics.median(launches) if on_device and launches else 0.0,
         reduce_window=reduce_window,
         budget=budget,
@@ -95,6 +94,12 @@ def build_profile(
         exposed_seconds=_exposed(observed, schedules),
     )
     return replace(profile, contention=_contention(observed, schedules, profile))
+
+
+def _optimizer_seconds(isolated: StepProbe) -> float:
+    """From the end of the last program, whose reductions were over then, to the end of the optimizer's step."""
+    marks = isolated.runs[-1].marks
+    return max(isolated.end.since(marks[-1]), 0.0) if isolated.end is not None and marks else 0.0
 
 
 def _typical(rows: Sequence[Sequence[float]], schedule: Schedule) -> list[float]:
@@ -187,6 +192,29 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
         step_seconds=max(p.step_seconds for p in profiles),
         exposed_seconds=max(p.exposed_seconds for p in profiles),
     )
+
+
+def explain(profile: Profile) -> Profile:
+    """Adds what the model of a step leaves out: the difference between what was measured and what it says.
+
+    That is work outside of programs (the trainer's own, on host and device) and ranks that wait for each other.
+
+    Args:
+        profile: With the schedules that ran.
+    """
+    if profile.step_seconds <= 0:
+        return profile
+    plain = replace(profile, unexplained_seconds=0.0)
+    return replace(plain, unexplained_seconds=plain.step_seconds - simulate(plain.schedules, plain).seconds)
+
+
+def leave_room(profile: Profile) -> Profile:
+    """Takes off the budget what activations took: batches of other sizes may come, and plans outlive them."""
+    if profile.budget is None or not profile.regions:
+        return profile
+    peak = max(cost.peak for cost in profile.regions.values())
+    activations = peak - min(cost.before for cost in profile.regions.values())
+    return replace(profile, budget=max(profile.budget - max(activations, 0), 1))
 
 
 def _shared(links: Sequence[Link]) -> Link:

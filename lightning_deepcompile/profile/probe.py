@@ -21,18 +21,24 @@ class Mark:
         event: An event on the compute stream; None where the host computes.
         allocated: Bytes that torch's allocator has handed out; 0 where it does not count.
         peak: The most since the mark before.
+        left: The host's clock when the mark was set: asking the allocator can take longer than an instruction.
     """
 
     host: float
     event: Any = None
     allocated: int = 0
     peak: int = 0
+    left: float = 0.0
 
     def since(self, earlier: Mark) -> float:
         """Seconds from `earlier` on the compute stream. The device must have passed both."""
         if self.event is None:
-            return self.host - earlier.host
+            return self.host_since(earlier)
         return earlier.event.elapsed_time(self.event) / 1e3
+
+    def host_since(self, earlier: Mark) -> float:
+        """Seconds that the host took from `earlier`, marks not counted."""
+        return self.host - earlier.left
 
 
 @dataclass
@@ -49,7 +55,7 @@ class Run:
 
     def host_seconds(self) -> list[float]:
         """Time per instruction that the host took to issue it."""
-        return [b.host - a.host for a, b in zip(self.marks, self.marks[1:], strict=False)]
+        return [b.host_since(a) for a, b in zip(self.marks, self.marks[1:], strict=False)]
 
 
 @dataclass(eq=False)
@@ -98,15 +104,16 @@ class StepProbe:
 
     def mark(self, memory: bool = False) -> Mark:
         """Marks this moment."""
+        now = time.perf_counter()
         if self.device.type != "cuda":
-            return Mark(time.perf_counter())
+            return Mark(now, left=now)
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        if not memory:
-            return Mark(time.perf_counter(), event)
-        allocated, peak = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        return Mark(time.perf_counter(), event, allocated, peak)
+        allocated = peak = 0
+        if memory:
+            allocated, peak = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        return Mark(now, event, allocated, peak, left=time.perf_counter())
 
     def marks_of(self, program: str) -> ProgramMarks:
         """What the program of that name calls."""

@@ -1,0 +1,52 @@
+// How a runtime ends: with its peers, without waiting for them, or at once.
+#include <chrono>
+
+#include "runtime.h"
+
+namespace ldc {
+
+void Runtime::abort() noexcept {
+  aborted_ = true;
+  gather_communicator_->abort();
+  reduce_communicator_->abort();
+}
+
+void Runtime::give_up(const std::string& reason) noexcept {
+  {
+    const std::lock_guard lock(failure_mutex_);
+    failure_ = reason;
+  }
+  abort();
+}
+
+void Runtime::close() { shut_down(End::together); }
+
+void Runtime::retire(double wait_seconds) {
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::duration<double>(wait_seconds);
+  for (const std::future<void>& end : shut_down(End::alone)) end.wait_until(limit);
+}
+
+std::vector<std::future<void>> Runtime::shut_down(End end) {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::future<void>> pending;
+  if (std::exchange(closed_, true)) return pending;
+  forget_serial(serial_);
+  if (end == End::aborted) abort();
+  if (!aborted_) synchronize_device(device_);  // buffers and communicators are in use until the device is idle
+  watchdog_.reset();  // until here it frees this thread from operations that hang
+  executors_.clear();
+  offloads_.clear();
+  if (!aborted_) {
+    states_.settle();
+    states_.synchronize();
+  }
+  reductions_.clear();
+  gathers_.clear();
+  registry_.clear();
+  for (Communicator* communicator : {gather_communicator_.get(), reduce_communicator_.get()}) {
+    end == End::alone ? communicator->retire(pending) : communicator->close();
+  }
+  return pending;
+}
+
+}  // namespace ldc
