@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = [
     "capture",
     "compile_region",
     "current_fake_mode",
+    "held_weakly",
     "inference_joint_passes",
     "is_checkpoint",
     "never_a_frame",
@@ -171,6 +173,23 @@ def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
     copy.__dict__.update(function.__dict__)
     copy.__doc__, copy.__qualname__, copy.__module__ = function.__doc__, function.__qualname__, function.__module__
     return types.MethodType(copy, method.__self__)
+
+
+def held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a bound method as long as somebody else keeps its object.
+
+    Dynamo keeps every backend that it was ever given, and keeps what one returned in the globals of the module whose
+    code was compiled: with ours, whole models.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        alive = reference()
+        if alive is None:
+            raise RuntimeError("A compiled step runs, but its strategy is gone. Keep the Trainer as long as it does.")
+        return alive(*args, **kwargs)
+
+    return call
 
 
 def never_a_frame(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -109,6 +109,7 @@ class Engine:
         prefix = f"lightning_deepcompile/engine{number}"
         agreement = Agreement(store, dist.get_rank(group), ranks.world_size, timeout, prefix)
         self.capture = Capture(config, self.model, self.runtime, self.gradients, agreement, stage)
+        self._backend = compat.held_weakly(self.capture.__call__)
         self.tuner = Tuner(self.capture, self.runtime, group, device)
         self.residency: Residency | None = None
         if config.offload != "none":
@@ -142,7 +143,7 @@ class Engine:
         """
         if name not in self._compiled:
             step = compat.with_own_code(getattr(self.module, name))
-            self._compiled[name] = torch.compile(step, backend=self.capture)
+            self._compiled[name] = torch.compile(step, backend=self._backend)
             self._settings[name] = compat.step_settings(self.config.recompile_limit)
         if name == "training_step":
             self.tuner.begin_micro_batch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -136,7 +137,9 @@ class Tuner:
         if moment < -2:
             return
         isolated = moment == _ISOLATED
-        self._probe = StepProbe(self._device, drain=(lambda: self._runtime.free_grads([])) if isolated else None)
+        # Of this object it may know nothing: programs with marks outlive a training that ends during a round.
+        drain = functools.partial(self._runtime.free_grads, []) if isolated else None
+        self._probe = StepProbe(self._device, drain)
         self._probes[moment] = self._probe
         if moment in (_OBSERVED, _ISOLATED):
             self._instrument(moment, self._probe)

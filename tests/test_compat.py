@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -353,6 +355,24 @@ def test_a_function_that_is_never_a_frame_is_traced_through() -> None:
     counter = CompileCounter()
     torch.compile(lambda x: inlined(x).cos(), backend=counter, fullgraph=True)(torch.ones(2))
     assert (counter.frame_count, counter.op_count) == (1, 2)
+
+
+def test_a_backend_that_is_held_weakly_is_freed() -> None:
+    """Dynamo alone keeps nothing of it; if this fails with a plain backend as well, Dynamo forgets them by now."""
+
+    class Backend:
+        def __call__(self, gm: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+            return gm.forward
+
+    backend = Backend()
+    freed = weakref.ref(backend)
+    compiled = torch.compile(lambda x: x + 1, backend=compat.held_weakly(backend.__call__))
+    torch.testing.assert_close(compiled(torch.ones(2)), torch.full((2,), 2.0))
+    del backend
+    gc.collect()
+    assert freed() is None
+    with pytest.raises(Exception, match="its strategy is gone"):
+        torch.compile(lambda x: x + 2, backend=compat.held_weakly(Backend().__call__))(torch.ones(2))
 
 
 def test_gathering_into_one_tensor_warns_of_nothing(mesh: DeviceMesh) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import traceback
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,12 @@ def _train_all(runs: list[Run], region_backend: str) -> dict[Any, Record | str]:
             )
         except Exception:
             results[run] = traceback.format_exc()
+            continue
+        left = weakref.ref(strategy.engine)
+        del strategy
+        gc.collect()
+        if left() is not None:
+            results[run] = "The engine, and with it the model, outlives its training."
     return results
 
 

@@ -106,13 +106,14 @@ class Capture:
             check_graph(gm, example_inputs, {ds_id: info.name for ds_id, info in self.params.items()})
             if self.config.recognize_causal_masks:
                 self.causal_masks += recognize_causal_masks(gm)
+            compile_program = compat.held_weakly(self._compile)
             return compat.capture(
                 gm,
                 example_inputs,
-                forward=functools.partial(self._compile, frame, "forward"),
-                backward=functools.partial(self._compile, frame, "backward"),
-                inference=functools.partial(self._compile_inference, frame),
-                partitioner=self._partition,
+                forward=functools.partial(compile_program, frame, "forward"),
+                backward=functools.partial(compile_program, frame, "backward"),
+                inference=functools.partial(compat.held_weakly(self._compile_inference), frame),
+                partitioner=compat.held_weakly(self._partition),
                 eager_random=self.config.region_backend == "eager",
             )
 
@@ -187,7 +188,7 @@ class Capture:
             )
             base = replace(base, frame=frame.index)
             self.runtime.register_graph(graph_id, sorted(frame.ids), stage=self.stage)
-            before = self.gradients.begin if kind == "backward" else _nothing
+            before = compat.held_weakly(self.gradients.begin) if kind == "backward" else _nothing
             executable = Executable(base, self._plan(frame, base), before, self.agreement.check)
         self.executables.append(executable)
         frame.executables.append(executable)
