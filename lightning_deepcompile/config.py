@@ -23,6 +23,10 @@ class CompileConfig:
             use; each block ahead costs the memory of one gathered block.
         reduce_window: How many groups of full gradients may wait for their reduce-scatter before the compute stream
             waits for the oldest. Bounds the memory that gradients take during backward.
+        early_gathers: Launch the gathers that open a step when the optimizer has stepped, while the host is busy with
+            the trainer (stage 3, automatic optimization). Parameters that hooks write to in between are gathered again;
+            only writes through ``parameter.data`` that begin after the second step are not seen in time, and end
+            training with an error.
         keep_last_block: Keep the last gathered block of a forward pass for the backward pass that starts with it,
             instead of gathering it twice in a row.
         recompile_limit: How often Dynamo may compile one function anew (new shapes, changed attributes) before the
@@ -58,6 +62,7 @@ class CompileConfig:
     region_backend: Literal["inductor", "eager"] = "inductor"
     prefetch_blocks: int = 2
     reduce_window: int = 2
+    early_gathers: bool = True
     keep_last_block: bool = True
     recompile_limit: int = 16
     max_ctas: int = 0

@@ -21,12 +21,13 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.agreement import Agreement
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.capture.checks import check_module, check_same_model
+from lightning_deepcompile.capture.freshness import Freshness
 from lightning_deepcompile.capture.gradients import GradientSession
 from lightning_deepcompile.capture.graph_checks import UnsupportedStepError, ungathered_message
 from lightning_deepcompile.capture.ranks import Ranks
 from lightning_deepcompile.capture.sharding import shard_module
-from lightning_deepcompile.capture.write_watch import WriteWatch
 from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.early_gathers import EarlyGathers
 from lightning_deepcompile.offload.host_memory import host_limit
 from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.offload.states import StateOffload
@@ -121,9 +122,9 @@ class Engine:
         self._before_step: dict[str, int] = {}
         self._last_step: dict[str, int] = {}
         self._stale_gradients = False
-        self._writes = WriteWatch(self.model)
-        self._written: list[int] | None = None  # its counts, while what is gathered may be used again
-        self._ran = ""  # the step that ran last
+        self._fresh = Freshness(self.model, self.runtime, stage)
+        self._early = EarlyGathers(self.capture, group, device)
+        self._launched_early = False
         self._aborted = False
 
     def run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -146,12 +147,9 @@ class Engine:
             self._compiled[name] = torch.compile(step, backend=self._backend)
             self._settings[name] = compat.step_settings(self.config.recompile_limit)
         if name == "training_step":
-            self.tuner.begin_micro_batch()
-            if self.residency is not None:
-                self.residency.begin_step()
-        self._renew_gathered(name)
-        if name == "training_step":
-            self._before_step = self.runtime.stats()
+            self._begin_training_step()
+        else:
+            self._fresh.begin(name)
         self.gradients.follow_requires_grad()
         try:
             with self.model.state.set("inside"), self._settings[name]:
@@ -172,17 +170,26 @@ class Engine:
                 raise UnsupportedStepError(ungathered_message()) from error
             raise
 
-    def _renew_gathered(self, name: str) -> None:
-        # Whoever changed a parameter since the last step did so on the compute stream: the gathers must come after it.
-        # Where parameters stay whole between steps (of one accumulation, or in evaluation) they are kept as long as
-        # nobody has written to one. Looked at here and not after the optimizer step, so that a hook's changes count.
-        # Averaged weights are swapped in and out in ways that nobody counts, but only between training and evaluation.
-        counts = self._writes.counts() if self._written is not None and name == self._ran else None
-        if counts is None or counts != self._written:
-            self.runtime.invalidate()
-            self.runtime.refetch()
-        self._written = (counts or self._writes.counts()) if self.stage < 3 else None
-        self._ran = name
+    def _begin_training_step(self) -> None:
+        self.tuner.begin_micro_batch()
+        if self.residency is not None:
+            self.residency.begin_step()
+        if self.tuner.isolates:
+            self._fresh.doubt()
+        if not self._launched_early:
+            self._before_step = self.runtime.stats()
+        if self._fresh.begin("training_step") and self._launched_early:
+            self._early.check()
+        self._launched_early = False
+        self.capture.begin_step()
+
+    def finish_step(self) -> None:
+        """Call when an optimizer step is over and the next training step uses its parameters; may gather them."""
+        if self.stage == 3 and self.config.early_gathers and self.model.ranks.shards > 1 and self._early.useful:
+            self._before_step = self.runtime.stats()
+            self._early.launch()
+            self._fresh.settle()
+            self._launched_early = True
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -244,7 +251,7 @@ class Engine:
             raise
         self.gradients.finish()
         if self.stage == 3:  # between micro-batches, plans may keep what was gathered
-            self._written = None if self.gradients.update else self._writes.counts()
+            self._fresh.doubt() if self.gradients.update else self._fresh.settle()
         self._last_step = {key: value - self._before_step.get(key, 0) for key, value in self.runtime.stats().items()}
         return result
 
@@ -273,7 +280,7 @@ class Engine:
 
     def parameters_changed(self) -> None:
         """Call when parameters were written to: what is gathered is out of date, gradients may be dropped."""
-        self._written = None
+        self._fresh.doubt()
         self.runtime.invalidate()
         self._stale_gradients = True
         self.tuner.end_step()

@@ -329,12 +329,13 @@ class DeepCompileStrategy(CheckpointStrategy):
         with self.engine.accumulating():
             yield
 
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: nn.Module | None = None, **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Steps the optimizer, on this rank's shards."""
         with self.engine.stepping(optimizer):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.lightning_module.automatic_optimization:  # else users' code goes on, and may write to parameters
+            self.engine.finish_step()
+        return output
 
     # Looking inside ---------------------------------------------------------------------------------------------------
 

@@ -120,6 +120,11 @@ class Tuner:
         if self._probe is not None:
             self._probe.finish()
 
+    @property
+    def isolates(self) -> bool:
+        """Whether the step under way must gather everything by itself."""
+        return self._probe is not None and self._probe.drain is not None
+
     # A round ----------------------------------------------------------------------------------------------------------
 
     def _at_boundary(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +31,7 @@ from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.graph import is_gather, is_reduce
 from lightning_deepcompile.program.lower import RegionCompiler, lower
 from lightning_deepcompile.program.program import ParamInfo, Program, ProgramKind
-from lightning_deepcompile.program.schedule import Schedule, read_schedule, reschedule
+from lightning_deepcompile.program.schedule import Schedule, instruction_nodes, read_schedule, reschedule
 
 __all__ = ["Capture"]
 
@@ -79,6 +80,7 @@ class Capture:
     seconds: float = 0.0
     _frames: list[_Frame] = field(default_factory=list)
     _timing: bool = False
+    _opening: _Frame | None = None
 
     def __post_init__(self) -> None:
         self.regions = RegionCompiler(self.config.region_backend)
@@ -188,11 +190,36 @@ class Capture:
             )
             base = replace(base, frame=frame.index)
             self.runtime.register_graph(graph_id, sorted(frame.ids), stage=self.stage)
-            before = compat.held_weakly(self.gradients.begin) if kind == "backward" else _nothing
+            before = _nothing
+            if kind == "backward":
+                before = compat.held_weakly(self.gradients.begin)
+            elif kind == "forward":
+                before = functools.partial(compat.held_weakly(self._opens), frame)
             executable = Executable(base, self._plan(frame, base), before, self.agreement.check)
         self.executables.append(executable)
         frame.executables.append(executable)
         return executable
+
+    def _opens(self, frame: _Frame) -> None:
+        self._opening = self._opening or frame
+
+    def begin_step(self) -> None:
+        """Call before every training step."""
+        self._opening = None
+
+    def opening(self) -> list[tuple[int, list[int], list[Any]]]:
+        """The gathers that the last training step's first program begins with.
+
+        Returns:
+            Arguments of ``dc.prefetch_params_fused``: graph, parameters, dtypes. Ranks whose programs communicate alike
+            get the same, whatever shapes they met.
+        """
+        if self._opening is None:
+            return []
+        (program,) = (e.program for e in self._opening.executables if e.program.kind == "forward")
+        nodes = [(node, op) for node, op in instruction_nodes(program) if op in ("gather", "wait")]
+        gathers = itertools.takewhile(lambda pair: pair[1] == "gather", nodes)
+        return [(node.args[0], list(node.args[2]), list(node.args[3])) for node, _ in gathers]
 
     def schedules(self, names: Iterable[str], passes: Sequence[Pass]) -> dict[str, Schedule]:
         """What `passes`, without those that need a profile, make of programs; nothing is swapped.
@@ -227,4 +254,4 @@ class Capture:
 
 
 def _nothing() -> None:
-    """Forward programs need no preparation."""
+    """Inference needs no preparation."""

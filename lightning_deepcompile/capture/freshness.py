@@ -1,0 +1,55 @@
+"""Whether what is gathered of the parameters is still what the parameters are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_deepcompile.capture.sharding import ShardedModel
+from lightning_deepcompile.capture.write_watch import WriteWatch
+
+__all__ = ["Freshness"]
+
+
+class Freshness:
+    """Drops what is gathered before a step that might find it out of date.
+
+    Whoever changed a parameter since the last step did so on the compute stream: gathers must come after it. Looked at
+    when a step begins, and not after the optimizer's, so that a hook's changes count.
+
+    Args:
+        model: The sharded model.
+        runtime: ``_C.Runtime`` that gathers.
+        stage: ZeRO stage; below 3 parameters stay gathered between the steps of one accumulation, or of an evaluation,
+            as long as nobody writes to one.
+    """
+
+    def __init__(self, model: ShardedModel, runtime: Any, stage: int) -> None:
+        self._writes = WriteWatch(model)
+        self._runtime = runtime
+        self._keeps = stage < 3
+        self._counts: list[int] | None = None  # while what is gathered may be used again
+        self._ran = ""  # the step that ran last
+
+    def begin(self, name: str) -> bool:
+        """Call before the step `name`.
+
+        Returns:
+            Whether what is gathered stayed: nobody was seen to write to parameters.
+        """
+        # Averaged weights are swapped in and out in ways that nobody counts, but only between training and evaluation.
+        counts = self._writes.counts() if self._counts is not None and name == self._ran else None
+        stays = counts is not None and counts == self._counts
+        if not stays:
+            self._runtime.invalidate()
+            self._runtime.refetch()
+        self._counts = (counts or self._writes.counts()) if self._keeps else None
+        self._ran = name
+        return stays
+
+    def settle(self) -> None:
+        """From now on, what is gathered is right as long as nobody writes."""
+        self._counts = self._writes.counts()
+
+    def doubt(self) -> None:
+        """The next step gathers anew."""
+        self._counts = None

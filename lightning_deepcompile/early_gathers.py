@@ -1,0 +1,105 @@
+"""The gathers that open a step are launched when the optimizer has stepped, while the host is busy with the trainer.
+
+Between two steps the trainer waits for the device, fetches a batch and calls hooks; then the step's guards are checked,
+and then nothing can be computed before the first block has arrived. Launched early, it is there by then.
+
+What was gathered early is wrong if somebody writes to the parameters before the step. Writes that PyTorch counts are
+noticed (`Freshness`); those that it does not (``parameter.data``, ``torch._foreach`` functions on parameters) show in a
+checksum of the shards. Nothing is launched early before it is known that a model does without them; if it begins with
+them later on, training stops.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_deepcompile.agreement import exchange
+from lightning_deepcompile.capture.backend import Capture
+
+__all__ = ["EarlyGathers"]
+
+_log = logging.getLogger(__name__)
+
+
+class EarlyGathers:
+    """Launches the opening gathers of a training step; one per engine.
+
+    Args:
+        capture: Its programs say what opens a step.
+        group: The ranks; they decide together whether it is safe.
+        device: Where the shards are.
+    """
+
+    def __init__(self, capture: Capture, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._capture, self._group, self._device = capture, group, device
+        self._safe: bool | None = None  # None: not known yet
+        self._sums: Tensor | None = None  # after the optimizer's step
+        self._seen = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
+        self._copied: Any = None  # when `_seen` has arrived on the host
+
+    @property
+    def useful(self) -> bool:
+        """Whether there may be something to launch."""
+        return self._safe is not False
+
+    def launch(self) -> None:
+        """Call after the optimizer's step, on all ranks alike."""
+        opening = self._capture.opening()
+        self._sums = self._checksums({i for _, ids, _ in opening for i in ids}) if opening and self.useful else None
+        if self._safe:
+            for graph_id, ids, dtypes in opening:
+                torch.ops.dc.prefetch_params_fused(graph_id, [], ids, dtypes)
+
+    def check(self) -> None:
+        """Call before the next step, unless it gathers anew anyway.
+
+        Raises:
+            RuntimeError: If parameters were written to since `launch`. It does not wait for the device, and so may come
+                a step or two late.
+        """
+        sums, self._sums = self._sums, None
+        if sums is None:
+            return
+        opening = {i for _, ids, _ in self._capture.opening() for i in ids}
+        changed = (self._checksums(opening) != sums).any()
+        if self._safe is None:
+            self._safe = not any(exchange(bool(changed), self._group))
+            if not self._safe:
+                _log.info("Parameters are written to between steps, so that nothing is gathered before a step begins.")
+            return
+        if self._copied is not None:
+            if not self._copied.query():
+                return
+            self._raise_if_seen()
+        self._seen.copy_(changed, non_blocking=True)
+        if self._device.type != "cuda":
+            return self._raise_if_seen()
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    def _raise_if_seen(self) -> None:
+        if self._seen:
+            raise RuntimeError(
+                "Parameters were written to after the optimizer's step in a way that PyTorch does not count "
+                "(`parameter.data`, or a `torch._foreach` function on parameters), for the first time since training "
+                "began: a step has computed with values from before. Write to the parameters themselves under "
+                "`torch.no_grad()`, or set CompileConfig(early_gathers=False)."
+            )
+
+    @torch.no_grad()
+    def _checksums(self, ids: set[int]) -> Tensor:
+        """One per block that has a parameter among `ids`: the sum of its shards' bytes, taken as integers."""
+        model = self._capture.model
+        names = {model.by_id[i].name for i in ids}
+        sums = []
+        for chunk in model.chunks:
+            if any(shard.spec.name in names for shard in chunk.shards):
+                storage = model.by_name[chunk.shards[0].spec.name].leaf.untyped_storage()
+                words = torch.empty(0, dtype=torch.int64, device=self._device).set_(storage)
+                sums.append(words.sum())
+        return torch.stack(sums)
