@@ -370,6 +370,7 @@ class Engine:
         """Gives back what is only needed while steps run."""
         if self.residency is not None:
             self.residency.retire()
+        self._fresh.doubt()
         if self._aborted:
             return
         self.runtime.invalidate()

@@ -376,6 +376,7 @@ class DeepCompileStrategy(CheckpointStrategy):
         """Ends this rank's communication, and the ranks that it started, so that none waits for it."""
         super().on_exception(exception)
         if self._engine is not None:
+            self._engine.tuner.explain(exception)
             self._engine.abort()
         self.end_started_processes()
 

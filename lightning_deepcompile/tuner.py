@@ -26,6 +26,7 @@ from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.live import live_bytes
+from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule, read_schedule, reschedule
 
 __all__ = ["Tuner"]
@@ -119,6 +120,18 @@ class Tuner:
         self._boundary = True
         if self._probe is not None:
             self._probe.finish()
+
+    def explain(self, error: BaseException) -> None:
+        """Adds to an out-of-memory error what a plan has to do with it: it was made for the batches of a few steps."""
+        kept = [one for one in self.rounds if one.outcome == "kept"]
+        if kept and isinstance(error, torch.OutOfMemoryError):
+            peak, budget = kept[-1].passes[-1].peak_bytes, kept[-1].budget
+            error.add_note(
+                f"Since step {kept[-1].step} a plan uses memory that was free until then, for a peak of "
+                f"{format_bytes(peak)} with the batches seen before it"
+                f"{'' if budget is None else f', of {format_bytes(budget)}'}. Limit it with "
+                "CompileConfig(memory_budget=...), or plan nothing with CompileConfig(schedule=None)."
+            )
 
     @property
     def isolates(self) -> bool:

@@ -161,6 +161,23 @@ def test_a_profile_that_fails_is_reported_and_tried_again_a_few_times(
     engine.close()
 
 
+def test_running_out_of_memory_under_a_plan_says_what_limits_it(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    engine, optimizer = make_planner(mesh)
+    monkeypatch.setattr(type(engine.tuner), "_fastest", lambda *_: 0.001)
+    error = torch.OutOfMemoryError("no memory")
+    for step in range(ROUND + 1):
+        if step == 5:
+            engine.tuner.explain(error)
+            assert not hasattr(error, "__notes__"), "there is no plan yet"
+            _force_another_plan(engine)
+        one_step(engine, TOKENS, optimizer)
+    engine.tuner.explain(ValueError())
+    engine.tuner.explain(error)
+    (note,) = error.__notes__
+    assert note.startswith("Since step 5 a plan") and "memory_budget" in note
+    engine.close()
+
+
 def test_a_budget_that_nothing_fits_states_what_would(mesh: Any) -> None:  # noqa: F811
     engine, optimizer = make_planner(mesh, memory_budget=1000)
     with pytest.raises(MemoryBudgetError, match=r"allows 1000 bytes, but this model and batch need \d+ "):
