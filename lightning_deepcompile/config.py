@@ -21,6 +21,9 @@ class CompileConfig:
             runs the captured operators one by one: slow, and useful to tell a compiler problem from one of ours.
         prefetch_blocks: How many blocks ahead of its use a block's parameters are gathered. 0 gathers right before the
             use; each block ahead costs the memory of one gathered block.
+        reduce: When gradients of accumulated micro-batches travel: ``"every"`` micro-batch's are reduced, or they are
+            added up whole, in the parameters' dtype, and reduced at the ``"boundary"``, with the last one: less
+            communication for the memory of whole gradients. None: by stage, the boundary at stage 1 alone.
         reduce_window: How many groups of full gradients may wait for their reduce-scatter before the compute stream
             waits for the oldest. Bounds the memory that gradients take during backward.
         early_gathers: Launch the gathers that open a step when the optimizer has stepped, while the host is busy with
@@ -61,6 +64,7 @@ class CompileConfig:
 
     region_backend: Literal["inductor", "eager"] = "inductor"
     prefetch_blocks: int = 2
+    reduce: Literal["every", "boundary"] | None = None
     reduce_window: int = 2
     early_gathers: bool = True
     keep_last_block: bool = True
@@ -77,6 +81,8 @@ class CompileConfig:
     def __post_init__(self) -> None:
         if self.region_backend not in ("inductor", "eager"):
             raise ValueError(f"CompileConfig(region_backend={self.region_backend!r}): use 'inductor' or 'eager'.")
+        if self.reduce not in ("every", "boundary", None):
+            raise ValueError(f"CompileConfig(reduce={self.reduce!r}): use 'every', 'boundary' or None.")
         for name, least in (("prefetch_blocks", 0), ("reduce_window", 0), ("recompile_limit", 1), ("max_ctas", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -90,6 +96,10 @@ class CompileConfig:
         parse_budget(self.offload_chunk, total=1, name="offload_chunk")
         if self.schedule is not None and self.schedule != "auto":
             _check_schedule(self.schedule)
+
+    def reduces_late(self, stage: int) -> bool:
+        """Whether gradients are reduced once per optimizer step, under a ZeRO stage."""
+        return stage == 1 if self.reduce is None else self.reduce == "boundary"
 
     def in_folder(self, root: str) -> CompileConfig:
         """The settings of a run whose root directory is `root`, in which ``plan="auto"`` is a file."""

@@ -38,6 +38,7 @@ class EarlyGathers:
     def __init__(self, capture: Capture, group: dist.ProcessGroup, device: torch.device) -> None:
         self._capture, self._group, self._device = capture, group, device
         self._safe: bool | None = None  # None: not known yet
+        self._watched: set[int] = set()  # what was launched; another plan may open a step otherwise
         self._sums: Tensor | None = None  # after the optimizer's step
         self._seen = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
         self._copied: Any = None  # when `_seen` has arrived on the host
@@ -50,7 +51,8 @@ class EarlyGathers:
     def launch(self) -> None:
         """Call after the optimizer's step, on all ranks alike."""
         opening = self._capture.opening()
-        self._sums = self._checksums({i for _, ids, _ in opening for i in ids}) if opening and self.useful else None
+        self._watched = {i for _, ids, _ in opening for i in ids}
+        self._sums = self._checksums() if self._watched and self.useful else None
         if self._safe:
             for graph_id, ids, dtypes in opening:
                 torch.ops.dc.prefetch_params_fused(graph_id, [], ids, dtypes)
@@ -65,8 +67,7 @@ class EarlyGathers:
         sums, self._sums = self._sums, None
         if sums is None:
             return
-        opening = {i for _, ids, _ in self._capture.opening() for i in ids}
-        changed = (self._checksums(opening) != sums).any()
+        changed = (self._checksums() != sums).any()
         if self._safe is None:
             self._safe = not any(exchange(bool(changed), self._group))
             if not self._safe:
@@ -92,10 +93,10 @@ class EarlyGathers:
             )
 
     @torch.no_grad()
-    def _checksums(self, ids: set[int]) -> Tensor:
-        """One per block that has a parameter among `ids`: the sum of its shards' bytes, taken as integers."""
+    def _checksums(self) -> Tensor:
+        """One per block that has a parameter under watch: the sum of its shards' bytes, taken as integers."""
         model = self._capture.model
-        names = {model.by_id[i].name for i in ids}
+        names = {model.by_id[i].name for i in self._watched}
         sums = []
         for chunk in model.chunks:
             if any(shard.spec.name in names for shard in chunk.shards):

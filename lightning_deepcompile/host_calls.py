@@ -31,8 +31,9 @@ class HostOptimizer(LightningOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zeroes the gradients, also those that accumulate whole until the last batch; see `Optimizer.zero_grad`."""
         self._optimizer.zero_grad(set_to_none)
-        if self._strategy.stage == 1:
-            self._strategy.engine.gradients.forget(p for group in self._optimizer.param_groups for p in group["params"])
+        engine = self._strategy.engine
+        if engine.config.reduces_late(engine.stage):
+            engine.gradients.forget(p for group in self._optimizer.param_groups for p in group["params"])
 
 
 class HostCalls:

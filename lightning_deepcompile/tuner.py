@@ -238,6 +238,7 @@ class Tuner:
             self._schedules[_OBSERVED],
             self._schedules[_ISOLATED],
             world_size=self._world,
+            reduces_late=self._config.reduces_late(self._capture.stage),
             reduce_window=self._config.reduce_window,
             budget=memory_limit(self._device, self._config.memory_budget),
             step_seconds=self._fastest(-2, 0),

@@ -121,6 +121,19 @@ def test_accumulation_gathers_anew_in_every_micro_batch_and_the_optimizer_comes_
     assert result.gather_seconds == pytest.approx(3.0)
 
 
+def test_gradients_that_are_held_travel_once_and_cost_compute() -> None:
+    forward = schedule("forward", gather(0), wait(0), compute(0, 0), release(0))
+    backward = schedule("backward", compute(0), reduce(0), Instruction("end"))
+    both = [forward, backward]
+    held = profile(both, micro_batches=3, optimizer_seconds=4.0, hold_seconds=0.5 / SIZE)
+    result = simulate(both, held)
+    # Each time a gather, forward, backward and half a second to add; then one reduction and the optimizer.
+    assert result.seconds == pytest.approx(3 * (1 + 1 + 1 + 0.5) + 2 + 4)
+    assert result.reduce_seconds == pytest.approx(2.0)
+    single = replace(held, micro_batches=1)
+    assert simulate(both, single).seconds == simulate(both, replace(single, hold_seconds=None)).seconds
+
+
 def test_what_stays_until_the_boundary_is_gathered_once_a_step() -> None:
     forward = schedule("forward", gather(0), wait(0), compute(0, 0), kept=(0,))
     late = Instruction("release_at_boundary", (0,), (SIZE,))

@@ -189,7 +189,7 @@ class Capture:
                 progress=self.progress,
             )
             base = replace(base, frame=frame.index)
-            self.runtime.register_graph(graph_id, sorted(frame.ids), stage=self.stage)
+            self.runtime.register_graph(graph_id, sorted(frame.ids), stage=self.stage, reduce=self.config.reduce)
             before = _nothing
             if kind == "backward":
                 before = compat.held_weakly(self.gradients.begin)

@@ -84,6 +84,8 @@ class Profile:
         micro_batches: Forward and backward passes per optimizer step.
         optimizer_seconds: From the end of the last backward pass to the end of the optimizer's step.
         launch_seconds: Time that the host needs for an instruction that is not a region.
+        hold_seconds: What it takes compute to add a byte of a whole gradient to a sum that is reduced with the last
+            micro-batch; None where every micro-batch is reduced.
         reduce_window: Groups of gradients that may be on their way before compute waits for the oldest.
         budget: Bytes that may be allocated; None if there is no limit.
         step_seconds: Duration of ordinary steps before this profile was taken; 0 if unknown.
@@ -102,6 +104,7 @@ class Profile:
     micro_batches: int = 1
     optimizer_seconds: float = 0.0
     launch_seconds: float = 0.0
+    hold_seconds: float | None = None
     reduce_window: int = 2
     budget: int | None = None
     step_seconds: float = 0.0

@@ -298,6 +298,10 @@ class _Simulation:
             self._arena.release(group.slot, group.done if self._computed is None else self._computed)
 
     def _reduce(self, instruction: Instruction, host: list[int], label: str) -> None:
+        if self._profile.hold_seconds is not None and instruction.op == "reduce" and self._profile.micro_batches > 1:
+            self._compute(instruction.bytes * self._profile.hold_seconds, 0.0, label)
+            if not self._boundary:
+                return
         seconds = self._profile.reduce.seconds(instruction.bytes, self._profile.world_size)
         self._pending.append(self._add("reduce", seconds, [*host, *self._compute_point()], label))
         window = 0 if instruction.op == "reduce_now" else self._profile.reduce_window

@@ -22,6 +22,7 @@ def build_profile(
     isolated_schedules: Mapping[str, Schedule],
     *,
     world_size: int,
+    reduces_late: bool,
     reduce_window: int,
     budget: int | None,
     step_seconds: float,
@@ -35,6 +36,7 @@ def build_profile(
         schedules: What ran in `observed`, by program name.
         isolated_schedules: What ran in `isolated`, by program name.
         world_size: Number of ranks.
+        reduces_late: Whether gradients are added up, and reduced with the last micro-batch.
         reduce_window: As configured.
         budget: Bytes that may be allocated.
         step_seconds: Duration of ordinary steps.
@@ -56,13 +58,16 @@ def build_profile(
         by_name.setdefault(run.program, []).append(run)
     gathers: list[tuple[int, float]] = []
     reductions: list[tuple[int, float]] = []
+    holds: list[tuple[int, float]] = []
+    last = isolated.micro_batches - 1
     launches: list[float] = []
     regions: dict[str, RegionCost] = {}
     on_device = isolated.device.type == "cuda"
     arenas = arena_bytes([isolated_schedules[name] for name in order])
     for name, runs in by_name.items():
         schedule = isolated_schedules[name]
-        seconds = _typical([run.seconds() for run in runs], schedule)
+        rows = [run.seconds() for run in runs]
+        seconds = _typical(rows, schedule)
         host = _typical([run.host_seconds() for run in runs], schedule)
         for position, instruction in enumerate(schedule.instructions):
             if instruction.op == "compute":
@@ -75,7 +80,11 @@ def build_profile(
                 # The wait comes right behind it.
                 gathers.append((instruction.bytes, seconds[position] + seconds[position + 1]))
             elif instruction.op == "reduce":
-                reductions.append((instruction.bytes, seconds[position]))
+                times: dict[bool, list[float]] = {}
+                for run, row in zip(runs, rows, strict=True):
+                    times.setdefault(reduces_late and run.micro_batch < last, []).append(row[position])
+                for held, samples in times.items():
+                    (holds if held else reductions).append((instruction.bytes, statistics.median(samples)))
             elif instruction.op == "release":
                 launches.append(host[position])
     profile = Profile(
@@ -88,12 +97,18 @@ def build_profile(
         micro_batches=isolated.micro_batches,
         optimizer_seconds=_optimizer_seconds(isolated),
         launch_seconds=statistics.median(launches) if on_device and launches else 0.0,
+        hold_seconds=_rate(holds) if reduces_late else None,
         reduce_window=reduce_window,
         budget=budget,
         step_seconds=step_seconds,
         exposed_seconds=_exposed(observed, schedules),
     )
     return replace(profile, contention=_contention(observed, schedules, profile))
+
+
+def _rate(samples: Sequence[tuple[int, float]]) -> float:
+    size = sum(size for size, _ in samples)
+    return max(sum(seconds for _, seconds in samples), 0.0) / size if size else 0.0
 
 
 def _optimizer_seconds(isolated: StepProbe) -> float:
@@ -143,7 +158,9 @@ def _contention(probe: StepProbe, schedules: Mapping[str, Schedule], profile: Pr
                 alone += profile.cost(schedule, instruction.region).seconds
             elif instruction.op == "gather":
                 wires += profile.gather.seconds(instruction.bytes, profile.world_size)
-            elif instruction.op == "reduce":
+            elif instruction.op == "reduce" and (
+                profile.hold_seconds is None or run.micro_batch + 1 == probe.micro_batches
+            ):
                 wires += profile.reduce.seconds(instruction.bytes, profile.world_size)
     hidden = min(max(wires - profile.exposed_seconds, 0.0), alone)
     if hidden < 0.05 * alone or alone == 0:
@@ -188,6 +205,7 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
         micro_batches=max(p.micro_batches for p in profiles),
         optimizer_seconds=max(p.optimizer_seconds for p in profiles),
         launch_seconds=max(p.launch_seconds for p in profiles),
+        hold_seconds=max((p.hold_seconds for p in profiles if p.hold_seconds is not None), default=None),
         budget=min(budgets, default=None),
         step_seconds=max(p.step_seconds for p in profiles),
         exposed_seconds=max(p.exposed_seconds for p in profiles),
