@@ -64,6 +64,7 @@ def main() -> None:
 
     if trainer.is_global_zero and hasattr(trainer.strategy, "summary"):
         print(trainer.strategy.summary())
+        print(*trainer.strategy.report(), sep="\n")
     bits = float(trainer.callback_metrics["val_bits_per_byte"])  # the mean over all ranks: they agree on the outcome
     if args.steps >= STEPS and not bits < GOAL:
         sys.exit(f"Validation ended at {bits:.2f} bits per byte; {args.steps} steps should bring it below {GOAL}.")

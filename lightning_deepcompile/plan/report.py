@@ -60,6 +60,9 @@ class Round:
     after_peak_bytes: int | None = None
     outcome: str = "measuring"
 
+    def __str__(self) -> str:
+        return format_round(self)
+
     def misses(self) -> list[str]:
         """Predictions that were more than 10 % off in time, or 5 % in memory; in words."""
         found = []
