@@ -45,6 +45,8 @@ void bind_lifecycle(Class& runtime) {
       .def("free_grads", &Runtime::free_grads, "ids"_a, NoGil(),
            "Forget accumulations; storages without any are resized to 0 bytes until the next reduction.")
       .def("invalidate", &Runtime::invalidate, NoGil(), "The weights changed: forget all gathered parameters.")
+      .def("order_gathers", &Runtime::order_gathers, NoGil(),
+           "Gathers launched from now on read what the current stream has written by then; those under way stay.")
       .def("refetch", &Runtime::refetch, NoGil(),
            "Start gathering what invalidate() took from parameters that stay whole, in the order of their first use.")
       .def("start_forward", &Runtime::start_forward, NoGil())

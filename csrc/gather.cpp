@@ -208,6 +208,8 @@ void GatherEngine::invalidate() {
   while (!gathered_.empty()) drop(gathered_.begin());
 }
 
+void GatherEngine::order_behind_current_stream() { refresh_ = true; }
+
 void GatherEngine::invalidate(int64_t id) {
   refresh_ = true;
   if (const auto entry = gathered_.find(id); entry != gathered_.end()) drop(entry);

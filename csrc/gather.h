@@ -56,6 +56,8 @@ class GatherEngine {
   void invalidate();
   /// The same for one parameter, which is not remembered.
   void invalidate(int64_t id);
+  /// Gathers launched from now on read what the current stream has written by then; those under way stay.
+  void order_behind_current_stream();
 
   /// Starts gathering what the last invalidate() took from parameters that were kept: the same groups in the same
   /// order on every rank, as they follow from the gathers that all ranks made together.

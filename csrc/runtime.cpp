@@ -318,6 +318,11 @@ void Runtime::forget_gathered() {
   offloads_.invalidate();
 }
 
+void Runtime::order_gathers() {
+  const auto lock = enter();
+  gathers_.order_behind_current_stream();
+}
+
 void Runtime::refetch() {
   const auto lock = enter();
   gathers_.refetch();

@@ -65,6 +65,7 @@ class Runtime {
   void free_grads(const Ids& ids);
   void invalidate();
   void refetch();
+  void order_gathers();
 
   // The lifecycle of the `dc` functions. start_backward(update) opens a pass whose graphs end one by one; gradients
   // start anew, and weights are gathered anew, in the step after an update.

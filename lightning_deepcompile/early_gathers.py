@@ -40,8 +40,9 @@ class EarlyGathers:
         self._safe: bool | None = None  # None: not known yet
         self._watched: set[int] = set()  # what was launched; another plan may open a step otherwise
         self._sums: Tensor | None = None  # after the optimizer's step
-        self._seen = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
-        self._copied: Any = None  # when `_seen` has arrived on the host
+        self._written = torch.zeros((), dtype=torch.bool, device=device)  # since it is known to be safe
+        self._seen = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")  # its copy on the host
+        self._copied: Any = None  # when that has arrived
 
     @property
     def useful(self) -> bool:
@@ -61,8 +62,8 @@ class EarlyGathers:
         """Call before the next step, unless it gathers anew anyway.
 
         Raises:
-            RuntimeError: If parameters were written to since `launch`. It does not wait for the device, and so may come
-                a step or two late.
+            RuntimeError: If parameters were written to since a `launch`. It does not wait for the device, and so
+                comes a step or two late.
         """
         sums, self._sums = self._sums, None
         if sums is None:
@@ -73,15 +74,13 @@ class EarlyGathers:
             if not self._safe:
                 _log.info("Parameters are written to between steps, so that nothing is gathered before a step begins.")
             return
-        if self._copied is not None:
-            if not self._copied.query():
-                return
+        self._written.logical_or_(changed)
+        if self._copied is None or self._copied.query():
             self._raise_if_seen()
-        self._seen.copy_(changed, non_blocking=True)
-        if self._device.type != "cuda":
-            return self._raise_if_seen()
-        self._copied = torch.cuda.Event()
-        self._copied.record()
+            self._seen.copy_(self._written, non_blocking=True)
+            if self._device.type == "cuda":
+                self._copied = torch.cuda.Event()
+                self._copied.record()
 
     def _raise_if_seen(self) -> None:
         if self._seen:

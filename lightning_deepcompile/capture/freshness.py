@@ -39,7 +39,9 @@ class Freshness:
         # Averaged weights are swapped in and out in ways that nobody counts, but only between training and evaluation.
         counts = self._writes.counts() if self._counts is not None and name == self._ran else None
         stays = counts is not None and counts == self._counts
-        if not stays:
+        if stays:
+            self._runtime.order_gathers()  # those that follow, behind writes that nobody counts
+        else:
             self._runtime.invalidate()
             self._runtime.refetch()
         self._counts = (counts or self._writes.counts()) if self._keeps else None
