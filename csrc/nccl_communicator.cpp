@@ -13,6 +13,7 @@
 #include <mutex>
 #include <span>
 #include <thread>
+#include <utility>
 
 namespace ldc {
 namespace {
@@ -110,9 +111,7 @@ class NcclCommunicator final : public Communicator {
     const std::lock_guard lock(calls_);
     ncclComm_t comm = comm_.exchange(nullptr);
     if (comm == nullptr) return;
-    const c10::DeviceGuard guard(device_);
-    const ncclResult_t finalized = ncclCommFinalize(comm);
-    const ncclResult_t destroyed = ncclCommDestroy(comm);
+    const auto [finalized, destroyed] = end(comm, device_);
     check(finalized, "ncclCommFinalize", {});
     check(destroyed, "ncclCommDestroy", {});
   }
@@ -123,18 +122,23 @@ class NcclCommunicator final : public Communicator {
     if (comm == nullptr) return;
     // NCCL destroys a communicator when all ranks do. Where a rank does it at a time of its own (its garbage collector
     // ran), the thread that happens to be there must not wait for peers, who may be waiting for it.
-    std::packaged_task<void()> end([comm, device = device_, rank = rank()] {
-      const c10::DeviceGuard guard(device);
-      const ncclResult_t finalized = ncclCommFinalize(comm);
-      const ncclResult_t destroyed = ncclCommDestroy(comm);
+    std::packaged_task<void()> task([comm, device = device_, rank = rank()] {
+      const auto [finalized, destroyed] = end(comm, device);
       const ncclResult_t result = finalized == ncclSuccess ? destroyed : finalized;
       if (result != ncclSuccess) TORCH_WARN("rank ", rank, " could not end a communicator: ", ncclGetErrorString(result));
     });
-    pending.push_back(end.get_future());
-    std::thread(std::move(end)).detach();
+    pending.push_back(task.get_future());
+    std::thread(std::move(task)).detach();
   }
 
  private:
+  /// What ncclCommFinalize and ncclCommDestroy say; waits until all ranks have come here.
+  static std::pair<ncclResult_t, ncclResult_t> end(ncclComm_t comm, Device device) {
+    const c10::DeviceGuard guard(device);
+    const ncclResult_t finalized = ncclCommFinalize(comm);
+    return {finalized, ncclCommDestroy(comm)};
+  }
+
   /// Ends the NCCL group whatever happens in between: an open group would swallow every later call of this thread.
   class Bracket {
    public:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_deepcompile.agreement import exchange
 from lightning_deepcompile.capture.backend import Capture
+from lightning_deepcompile.program.schedule import Gathers
 
 __all__ = ["EarlyGathers"]
 
@@ -38,7 +39,8 @@ class EarlyGathers:
     def __init__(self, capture: Capture, group: dist.ProcessGroup, device: torch.device) -> None:
         self._capture, self._group, self._device = capture, group, device
         self._safe: bool | None = None  # None: not known yet
-        self._watched: set[int] = set()  # what was launched; another plan may open a step otherwise
+        self._opening: list[Gathers] = []  # what was launched last; another plan may open a step otherwise
+        self._watched: list[Tensor] = []  # a shard of every block that it gathers from
         self._sums: Tensor | None = None  # after the optimizer's step
         self._written = torch.zeros((), dtype=torch.bool, device=device)  # since it is known to be safe
         self._seen = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")  # its copy on the host
@@ -52,8 +54,9 @@ class EarlyGathers:
     def launch(self) -> None:
         """Call after the optimizer's step, on all ranks alike."""
         opening = self._capture.opening()
-        self._watched = {i for _, ids, _ in opening for i in ids}
-        self._sums = self._checksums() if self._watched and self.useful else None
+        if opening != self._opening:
+            self._opening, self._watched = opening, self._shards_of({i for _, ids, _ in opening for i in ids})
+        self._sums = self._checksums() if opening else None
         if self._safe:
             for graph_id, ids, dtypes in opening:
                 torch.ops.dc.prefetch_params_fused(graph_id, [], ids, dtypes)
@@ -91,15 +94,14 @@ class EarlyGathers:
                 "`torch.no_grad()`, or set CompileConfig(early_gathers=False)."
             )
 
+    def _shards_of(self, ids: set[int]) -> list[Tensor]:
+        model = self._capture.model
+        names = {model.by_id[i].name for i in ids}
+        chunks = [chunk for chunk in model.chunks if any(shard.spec.name in names for shard in chunk.shards)]
+        return [model.by_name[chunk.shards[0].spec.name].leaf for chunk in chunks]
+
     @torch.no_grad()
     def _checksums(self) -> Tensor:
-        """One per block that has a parameter under watch: the sum of its shards' bytes, taken as integers."""
-        model = self._capture.model
-        names = {model.by_id[i].name for i in self._watched}
-        sums = []
-        for chunk in model.chunks:
-            if any(shard.spec.name in names for shard in chunk.shards):
-                storage = model.by_name[chunk.shards[0].spec.name].leaf.untyped_storage()
-                words = torch.empty(0, dtype=torch.int64, device=self._device).set_(storage)
-                sums.append(words.sum())
-        return torch.stack(sums)
+        """One per block under watch: the sum of all bytes of its shards, taken as integers."""
+        words = torch.empty(0, dtype=torch.int64, device=self._device)
+        return torch.stack([words.new_empty(0).set_(leaf.untyped_storage()).sum() for leaf in self._watched])

@@ -176,11 +176,11 @@ class Engine:
             self.residency.begin_step()
         if self.tuner.isolates:
             self._fresh.doubt()
-        if not self._launched_early:
-            self._before_step = self.runtime.stats()
-        if self._fresh.begin("training_step") and self._launched_early:
+        early, self._launched_early = self._launched_early, False
+        if self._fresh.begin("training_step") and early:
             self._early.check()
-        self._launched_early = False
+        else:  # what was launched early is gone, and gathered again
+            self._before_step = self.runtime.stats()
         self.capture.begin_step()
 
     def finish_step(self) -> None:

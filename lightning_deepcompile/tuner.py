@@ -19,7 +19,7 @@ from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Profile, ProfileError
 from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, Pass, optimize, resolve_passes
 from lightning_deepcompile.plan.plan_file import PlanFileError, Setting, read_plan, write_plan
-from lightning_deepcompile.plan.report import PassReport, Round, format_round
+from lightning_deepcompile.plan.report import PassReport, Round
 from lightning_deepcompile.plan.simulate import just_in_time, least_budget
 from lightning_deepcompile.profile.build import build_profile, explain, leave_room, merge_profiles
 from lightning_deepcompile.profile.memory import memory_limit
@@ -267,7 +267,7 @@ class Tuner:
 
     def _finish_round(self, **fields: Any) -> None:
         self.rounds[-1] = done = replace(self.rounds[-1], **fields)
-        self._say(format_round(done), logging.INFO)
+        self._say(str(done), logging.INFO)
         for miss in done.misses():
             self._say(f"The plan of step {done.step} did not do what was predicted: {miss}.", logging.WARNING)
         if done.outcome != "reverted":

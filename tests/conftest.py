@@ -58,3 +58,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and torch.cuda.device_count() < 2:
             item.add_marker(missing)
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Dynamo has compiled nothing before the test, and keeps nothing of it."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.testing import CompileCounter
 from torch._guards import TracingContext
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,11 +21,7 @@ from lightning_deepcompile import compat
 aten = torch.ops.aten
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def boxed(gm: fx.GraphModule) -> compat.BoxedCallable:
@@ -297,82 +290,6 @@ def test_a_compiled_region_takes_its_inputs_and_keeps_its_strides() -> None:
     sum(value.sum() for value in actual).backward()
     with torch.no_grad():
         torch.testing.assert_close(compiled(x, w), expected)
-
-
-# Settings -------------------------------------------------------------------------------------------------------------
-
-
-class Counter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return x * self.count
-
-
-def test_integers_of_a_module_are_inputs_and_too_many_compilations_raise() -> None:
-    counter, compiles = Counter(), []
-    step = torch.compile(counter, backend=lambda gm, inputs: compiles.append(gm) or gm)
-    before = torch._dynamo.config.recompile_limit
-    with compat.step_settings(3):
-        for expected in range(1, 8):
-            assert float(step(torch.ones(()))) == expected
-    assert len(compiles) <= 2
-
-    def many(x: Tensor, name: str) -> Tensor:
-        return x + len(name)
-
-    step = torch.compile(many, backend="eager")
-    with compat.step_settings(3), pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        for name in "abcdef":
-            step(torch.ones(()), name)
-    assert torch._dynamo.config.recompile_limit == before
-    assert not torch._dynamo.config.fail_on_recompile_limit_hit
-
-
-def test_a_function_that_is_never_a_frame_is_traced_through() -> None:
-    """Called in code that is not compiled, what it calls is compiled; called in code that is, it is part of that."""
-
-    def traced(x: Tensor) -> Tensor:
-        return x.sin()
-
-    @compat.never_a_frame
-    def shared(x: Tensor) -> Tensor:
-        return traced(x) + x.numpy().item()  # no graph holds this
-
-    counter = CompileCounter()
-    compiled = torch.compile(lambda x: traced(shared(x)), backend=counter)
-    for size in (1, 1):
-        torch.testing.assert_close(compiled(torch.ones(size)), (torch.ones(size).sin() + 1).sin())
-    assert counter.frame_count == 2, "one for each call of `traced`, none for `shared`"
-
-    @compat.never_a_frame
-    def inlined(x: Tensor) -> Tensor:
-        return x.sin()
-
-    counter = CompileCounter()
-    torch.compile(lambda x: inlined(x).cos(), backend=counter, fullgraph=True)(torch.ones(2))
-    assert (counter.frame_count, counter.op_count) == (1, 2)
-
-
-def test_a_backend_that_is_held_weakly_is_freed() -> None:
-    """Dynamo alone keeps nothing of it; if this fails with a plain backend as well, Dynamo forgets them by now."""
-
-    class Backend:
-        def __call__(self, gm: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-            return gm.forward
-
-    backend = Backend()
-    freed = weakref.ref(backend)
-    compiled = torch.compile(lambda x: x + 1, backend=compat.held_weakly(backend.__call__))
-    torch.testing.assert_close(compiled(torch.ones(2)), torch.full((2,), 2.0))
-    del backend
-    gc.collect()
-    assert freed() is None
-    with pytest.raises(Exception, match="its strategy is gone"):
-        torch.compile(lambda x: x + 2, backend=compat.held_weakly(Backend().__call__))(torch.ones(2))
 
 
 def test_gathering_into_one_tensor_warns_of_nothing(mesh: DeviceMesh) -> None:

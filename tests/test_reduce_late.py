@@ -16,7 +16,6 @@ def _inspect(trainer: Any) -> dict[str, Any]:
     strategy = trainer.strategy
     return {
         "stats": strategy.engine.runtime.stats(),
-        "summary": strategy.summary(),
         "profile": strategy.profile(),
         "rounds": strategy.report(),
     }

@@ -86,13 +86,11 @@ class CaseCallback(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: LlamaModule) -> None:
         record = pl_module.meter.record()
         if self._job.system.kind == "deepcompile":
-            from lightning_deepcompile.plan.report import format_round
-
             record["summary"] = asdict(trainer.strategy.summary())
             counters = {key: record["summary"][key] for key in COMPILE_COUNTERS}
             record["compiled"] = {key: count - self._compiled.get(key, 0) for key, count in counters.items()}
             self._compiled = counters
-            record["rounds"] = [format_round(one) for one in trainer.strategy.report()]
+            record["rounds"] = list(map(str, trainer.strategy.report()))
             self._recorder.save_profile(self._job.cases[trainer.current_epoch], trainer.strategy.profile())
         self._recorder.save(self._job.cases[trainer.current_epoch], record)
         trainer.should_stop = self._recorder.out_of_time(trainer.strategy.root_device)

@@ -28,14 +28,13 @@ def main() -> None:
     from runners import run_fsdp2, run_lightning
 
     torch.set_float32_matmul_precision("high")
-    # Users train at one shape: a second case in the same process must not turn any system's graphs dynamic. And a
-    # system that would silently fall back to eager code is not what its column says.
-    torch._dynamo.config.automatic_dynamic_shapes = False
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
     if rank == 0:
         Path(job.folder, "environment.json").write_text(json.dumps(_describe()))
     runners = {"fsdp2": run_fsdp2, "fsdp2-noreshard": run_fsdp2, "roofline": run_roofline}
-    runners.get(job.system.kind, run_lightning)(job, rank, Recorder(job, rank))
+    # Users train at one shape: a second case in the same process must not turn any system's graphs dynamic. And a
+    # system that would silently fall back to eager code is not what its column says.
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False, fail_on_recompile_limit_hit=True):
+        runners.get(job.system.kind, run_lightning)(job, rank, Recorder(job, rank))
 
 
 def _describe() -> dict[str, Any]:

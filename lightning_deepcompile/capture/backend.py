@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +31,7 @@ from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.graph import is_gather, is_reduce
 from lightning_deepcompile.program.lower import RegionCompiler, lower
 from lightning_deepcompile.program.program import ParamInfo, Program, ProgramKind
-from lightning_deepcompile.program.schedule import Schedule, instruction_nodes, read_schedule, reschedule
+from lightning_deepcompile.program.schedule import Gathers, Schedule, read_schedule, reschedule
 
 __all__ = ["Capture"]
 
@@ -213,19 +212,15 @@ class Capture:
         """Call before every training step."""
         self._opening = None
 
-    def opening(self) -> list[tuple[int, list[int], list[Any]]]:
+    def opening(self) -> list[Gathers]:
         """The gathers that the last training step's first program begins with.
 
-        Returns:
-            Arguments of ``dc.prefetch_params_fused``: graph, parameters, dtypes. Ranks whose programs communicate alike
-            get the same, whatever shapes they met.
+        Ranks whose programs communicate alike get the same, whatever shapes they met.
         """
         if self._opening is None:
             return []
-        (program,) = (e.program for e in self._opening.executables if e.program.kind == "forward")
-        nodes = [(node, op) for node, op in instruction_nodes(program) if op in ("gather", "wait")]
-        gathers = itertools.takewhile(lambda pair: pair[1] == "gather", nodes)
-        return [(node.args[0], list(node.args[2]), list(node.args[3])) for node, _ in gathers]
+        (forward,) = (e for e in self._opening.executables if e.program.kind == "forward")
+        return forward.opening
 
     def schedules(self, names: Iterable[str], passes: Sequence[Pass]) -> dict[str, Schedule]:
         """What `passes`, without those that need a profile, make of programs; nothing is swapped.

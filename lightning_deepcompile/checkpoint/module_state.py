@@ -139,7 +139,7 @@ class _Destination(Tensor):
             destination.parameter.local.copy_(destination.parameter.rows(source))
             destination.filled = True
             return destination
-        raise NotImplementedError(
+        raise NotImplementedError(  # no stub: what PyTorch expects of a subclass that lacks an operator
             f"While a state dict is loaded into sharded parameters, {func} cannot be applied to them: load hooks may "
             "rename, drop and change the checkpoint's tensors, and `copy_` into the module's."
         )

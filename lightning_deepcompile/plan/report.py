@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_deepcompile.plan.pass_manager import PassEffect
 from lightning_deepcompile.program.printer import format_bytes
 
-__all__ = ["PassReport", "Round", "format_passes", "format_round"]
+__all__ = ["PassReport", "Round", "format_passes"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,13 @@ class Round:
     outcome: str = "measuring"
 
     def __str__(self) -> str:
-        return format_round(self)
+        """The round as a table."""
+        rows = [_predicted(entry) for entry in self.passes]
+        rows.append(_row("measured before", self.before_seconds, self.before_exposed_seconds, None, ""))
+        if self.after_seconds is not None:
+            rows.append(_row("measured after", self.after_seconds, None, self.after_peak_bytes, self.outcome))
+        state = "" if self.after_seconds is not None else f" ({self.outcome})"
+        return f"plan at step {self.step}{state}\n{_table(rows)}"
 
     def misses(self) -> list[str]:
         """Predictions that were more than 10 % off in time, or 5 % in memory; in words."""
@@ -81,16 +87,6 @@ class Round:
 def format_passes(passes: Sequence[PassReport]) -> str:
     """Lays out what passes did as a table."""
     return _table([_predicted(entry) for entry in passes])
-
-
-def format_round(one: Round) -> str:
-    """Lays out a round as a table."""
-    rows = [_predicted(entry) for entry in one.passes]
-    rows.append(_row("measured before", one.before_seconds, one.before_exposed_seconds, None, ""))
-    if one.after_seconds is not None:
-        rows.append(_row("measured after", one.after_seconds, None, one.after_peak_bytes, one.outcome))
-    state = "" if one.after_seconds is not None else f" ({one.outcome})"
-    return f"plan at step {one.step}{state}\n{_table(rows)}"
 
 
 def _predicted(entry: PassReport) -> Sequence[str]:

@@ -59,7 +59,6 @@ def build_profile(
     gathers: list[tuple[int, float]] = []
     reductions: list[tuple[int, float]] = []
     holds: list[tuple[int, float]] = []
-    last = isolated.micro_batches - 1
     launches: list[float] = []
     regions: dict[str, RegionCost] = {}
     on_device = isolated.device.type == "cuda"
@@ -82,7 +81,8 @@ def build_profile(
             elif instruction.op == "reduce":
                 times: dict[bool, list[float]] = {}
                 for run, row in zip(runs, rows, strict=True):
-                    times.setdefault(reduces_late and run.micro_batch < last, []).append(row[position])
+                    held = reduces_late and not isolated.in_last_micro_batch(run)
+                    times.setdefault(held, []).append(row[position])
                 for held, samples in times.items():
                     (holds if held else reductions).append((instruction.bytes, statistics.median(samples)))
             elif instruction.op == "release":
@@ -158,9 +158,7 @@ def _contention(probe: StepProbe, schedules: Mapping[str, Schedule], profile: Pr
                 alone += profile.cost(schedule, instruction.region).seconds
             elif instruction.op == "gather":
                 wires += profile.gather.seconds(instruction.bytes, profile.world_size)
-            elif instruction.op == "reduce" and (
-                profile.hold_seconds is None or run.micro_batch + 1 == probe.micro_batches
-            ):
+            elif instruction.op == "reduce" and (profile.hold_seconds is None or probe.in_last_micro_batch(run)):
                 wires += profile.reduce.seconds(instruction.bytes, profile.world_size)
     hidden = min(max(wires - profile.exposed_seconds, 0.0), alone)
     if hidden < 0.05 * alone or alone == 0:
@@ -222,8 +220,8 @@ def explain(profile: Profile) -> Profile:
     """
     if profile.step_seconds <= 0:
         return profile
-    plain = replace(profile, unexplained_seconds=0.0)
-    return replace(plain, unexplained_seconds=plain.step_seconds - simulate(plain.schedules, plain).seconds)
+    explained = simulate(profile.schedules, profile).seconds - profile.unexplained_seconds
+    return replace(profile, unexplained_seconds=profile.step_seconds - explained)
 
 
 def leave_room(profile: Profile) -> Profile:

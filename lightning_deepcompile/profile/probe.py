@@ -18,17 +18,17 @@ class Mark:
 
     Args:
         host: The host's clock, in seconds.
+        left: The same when the mark was set: asking the allocator can take longer than an instruction.
         event: An event on the compute stream; None where the host computes.
         allocated: Bytes that torch's allocator has handed out; 0 where it does not count.
         peak: The most since the mark before.
-        left: The host's clock when the mark was set: asking the allocator can take longer than an instruction.
     """
 
     host: float
+    left: float
     event: Any = None
     allocated: int = 0
     peak: int = 0
-    left: float = 0.0
 
     def since(self, earlier: Mark) -> float:
         """Seconds from `earlier` on the compute stream. The device must have passed both."""
@@ -86,6 +86,10 @@ class StepProbe:
             self.start = self.mark()
         self.micro_batches += 1
 
+    def in_last_micro_batch(self, run: Run) -> bool:
+        """Whether the optimizer steps after `run`'s micro-batch."""
+        return run.micro_batch + 1 == self.micro_batches
+
     def finish(self) -> None:
         """The optimizer has stepped."""
         self.end = self.mark()
@@ -106,14 +110,14 @@ class StepProbe:
         """Marks this moment."""
         now = time.perf_counter()
         if self.device.type != "cuda":
-            return Mark(now, left=now)
+            return Mark(now, now)
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         allocated = peak = 0
         if memory:
             allocated, peak = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
-        return Mark(now, event, allocated, peak, left=time.perf_counter())
+        return Mark(now, time.perf_counter(), event, allocated, peak)
 
     def marks_of(self, program: str) -> ProgramMarks:
         """What the program of that name calls."""

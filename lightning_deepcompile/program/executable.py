@@ -10,6 +10,7 @@ from typing import Any
 from lightning_deepcompile.program.codegen import Marks, generate
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import Program
+from lightning_deepcompile.program.schedule import Gathers, opening_gathers
 
 __all__ = ["Executable"]
 
@@ -28,6 +29,7 @@ class Executable:
 
     Attributes:
         calls: Number of runs.
+        opening: The gathers that the current schedule begins with.
     """
 
     base: Program
@@ -36,6 +38,7 @@ class Executable:
     check: Callable[[Program], None]
     calls: int = 0
     source: str = field(init=False, default="")
+    opening: list[Gathers] = field(init=False)
     _run: Callable[[list[Any]], Sequence[Any]] = field(init=False)
     _running: Program = field(init=False)
     _checked: bool = field(init=False, default=False)
@@ -56,6 +59,7 @@ class Executable:
             raise ValueError(f"The program {program.name!r} belongs to another graph than {self.base.name!r}.")
         self.program = self._running = program
         self._run, self.source = generate(program)
+        self.opening = opening_gathers(program)
         self._checked = False
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("%s", format_program(program))

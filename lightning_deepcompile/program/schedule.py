@@ -7,6 +7,7 @@ with another schedule has the same regions in the same order, so nothing is comp
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -19,12 +20,14 @@ from lightning_deepcompile.program.program import Program, ProgramKind
 
 __all__ = [
     "RELEASES",
+    "Gathers",
     "Instruction",
     "Operation",
     "Schedule",
     "ScheduleError",
     "check_schedule",
     "instruction_nodes",
+    "opening_gathers",
     "read_schedule",
     "reschedule",
 ]
@@ -45,6 +48,9 @@ _OPERATIONS: dict[str, Operation] = {
 }
 RELEASES: frozenset[Operation] = frozenset({"release", "release_at_boundary"})
 """The operations that end the use of a gathered parameter."""
+
+Gathers = tuple[int, list[int], list[torch.dtype]]
+"""Arguments of ``dc.prefetch_params_fused``: graph, parameters, dtypes."""
 
 _MOVABLE = RELEASES | {"gather"}
 _LOCAL = 0xFFFFFFFF
@@ -144,6 +150,13 @@ def instruction_nodes(program: Program) -> list[tuple[fx.Node, Operation]]:
         elif node.op == "call_function" and str(node.target) in _OPERATIONS:
             found.append((node, _OPERATIONS[str(node.target)]))
     return found
+
+
+def opening_gathers(program: Program) -> list[Gathers]:
+    """The gathers that `program` launches before it waits for the first one."""
+    nodes = [(node, op) for node, op in instruction_nodes(program) if op in ("gather", "wait")]
+    gathers = itertools.takewhile(lambda pair: pair[1] == "gather", nodes)
+    return [(node.args[0], list(node.args[2]), list(node.args[3])) for node, _ in gathers]
 
 
 def _read(program: Program, node: fx.Node, op: Operation) -> Instruction:
