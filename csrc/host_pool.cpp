@@ -38,19 +38,33 @@ HostPool::Lease HostPool::acquire(const Tensor& like, const Stream& writer) {
   }
   buffer->used.block(writer);
   Buffer* address = buffer.get();
-  // std::function wants something it could copy, so the buffer goes by address; the deleter runs exactly once.
-  auto deleter = [pool = shared_from_this(), owned = buffer.release()](void*) {
-    pool->give_back(std::unique_ptr<Buffer>(owned));
-  };
   const bool dense = like.is_non_overlapping_and_dense();
   const std::vector<int64_t> strides =
       dense ? like.strides().vec() : at::empty(like.sizes(), like.options().device(c10::kMeta)).strides().vec();
-  return {at::from_blob(address->memory.mutable_data_ptr(), like.sizes(), strides, std::move(deleter),
-                        at::TensorOptions().dtype(like.scalar_type())),
+  auto owner = std::make_unique<Owner>(shared_from_this(), std::move(buffer));
+  return {at::for_blob(address->memory.mutable_data_ptr(), like.sizes())
+              .strides(strides)
+              .context(owner.release(), &HostPool::end_lease)
+              .options(at::TensorOptions().dtype(like.scalar_type()))
+              .make_tensor(),
           address};
 }
 
+HostPool::Buffer* HostPool::buffer_of(const Tensor& tensor) {
+  const Owner* owner = tensor.storage().data_ptr().cast_context<Owner>(&HostPool::end_lease);
+  return owner == nullptr ? nullptr : owner->buffer.get();
+}
+
+void HostPool::end_lease(void* owner) {
+  const std::unique_ptr<Owner> ending(static_cast<Owner*>(owner));
+  ending->pool->give_back(std::move(ending->buffer));
+}
+
 void HostPool::give_back(std::unique_ptr<Buffer> buffer) {
+  if (buffer->source.defined()) {  // a step that was given up between the copy and the wait for it
+    buffer->used.synchronize();
+    buffer->source.reset();
+  }
   const std::lock_guard lock(mutex_);
   const int64_t capacity = buffer->memory.numel();
   free_.emplace(capacity, std::move(buffer));

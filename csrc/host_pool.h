@@ -18,7 +18,8 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
  public:
   struct Buffer {
     Tensor memory;
-    Event used;  // the last copy from or to it
+    Event used;     // the last copy from or to it
+    Tensor source;  // what is being copied here, as long as its memory may not be used for anything else
   };
   /// A tensor over a buffer. The buffer is valid as long as the tensor is alive.
   struct Lease {
@@ -31,6 +32,8 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
 
   /// A host tensor with the layout of `like`, for work that is queued on `writer` from now on.
   Lease acquire(const Tensor& like, const Stream& writer);
+  /// The buffer that `tensor` lies in, if it, or a tensor that it is a view of, came from a pool; else null.
+  static Buffer* buffer_of(const Tensor& tensor);
 
   int64_t bytes() const;  // held, free buffers included
   int64_t limit() const { return limit_; }
@@ -38,6 +41,13 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
   void trim();
 
  private:
+  /// What the memory of a leased tensor belongs to.
+  struct Owner {
+    std::shared_ptr<HostPool> pool;
+    std::unique_ptr<Buffer> buffer;
+  };
+  static void end_lease(void* owner);
+
   void give_back(std::unique_ptr<Buffer> buffer);
   void trim_locked();
 

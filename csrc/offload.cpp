@@ -83,6 +83,60 @@ Tensor OffloadEngine::wait_reload(int64_t id) {
   return with_own_storage(target);
 }
 
+std::vector<Tensor> OffloadEngine::offload_group(const std::vector<Tensor>& tensors) {
+  const PlainTensors plain;
+  order(scratch_, current_stream(device_), out_);
+  const c10::StreamGuard guard(out_);
+  std::vector<Tensor> hosts;
+  hosts.reserve(tensors.size());
+  for (const Tensor& tensor : tensors) {
+    if (tensor.device() != device_ || !tensor.is_non_overlapping_and_dense()) {
+      hosts.push_back(tensor);
+      continue;
+    }
+    const HostPool::Lease lease = pool_->acquire(tensor, out_);
+    lease.tensor.copy_(tensor, /*non_blocking=*/true);
+    lease.buffer->used.record(out_);
+    lease.buffer->source = tensor.detach();
+    stats_.offloaded_bytes += static_cast<int64_t>(tensor.nbytes());
+    hosts.push_back(lease.tensor);
+  }
+  return hosts;
+}
+
+std::vector<Tensor> OffloadEngine::reload_group(const std::vector<Tensor>& hosts) {
+  const PlainTensors plain;
+  std::vector<Tensor> targets;
+  targets.reserve(hosts.size());
+  for (const Tensor& host : hosts) {
+    if (HostPool::buffer_of(host) != nullptr) {
+      targets.push_back(at::empty_strided(host.sizes(), host.strides(), host.options().device(device_)));
+    } else {  // never left, or a user's saved-tensor hooks have packed it into memory of their own
+      targets.push_back(host.to(device_));
+    }
+  }
+  order(scratch_, current_stream(device_), in_);
+  const c10::StreamGuard guard(in_);
+  for (size_t i = 0; i < hosts.size(); ++i) {
+    HostPool::Buffer* buffer = HostPool::buffer_of(hosts[i]);
+    if (buffer == nullptr) continue;
+    buffer->used.block(in_);
+    targets[i].copy_(hosts[i], /*non_blocking=*/true);
+    buffer->used.record(in_);
+    stats_.reloaded_bytes += static_cast<int64_t>(hosts[i].nbytes());
+  }
+  return targets;
+}
+
+void OffloadEngine::wait_copies(const std::vector<Tensor>& hosts) {
+  for (const Tensor& host : hosts) {
+    HostPool::Buffer* buffer = HostPool::buffer_of(host);
+    if (buffer == nullptr) continue;
+    buffer->used.block(current_stream(device_));
+    buffer->source.reset();
+  }
+}
+
 void OffloadEngine::check_own_storage(const Param& param) const {
   const c10::Storage& storage = param.shard.storage();
   const bool own = static_cast<int64_t>(storage.nbytes()) == static_cast<int64_t>(param.shard.nbytes()) &&

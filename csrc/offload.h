@@ -1,7 +1,9 @@
 // The offload engine: tensors and shards that wait in host memory, copied out and in on streams of their own.
 //
-// A tensor: offload → wait_offload → reload → wait_reload. A parameter's shard: offload_param frees the shard's memory
-// once it is copied, reload_param brings it back; what has not changed since is not copied out again.
+// A tensor: offload → wait_offload → reload → wait_reload. Saved activations go the same way in groups, and without
+// numbers: their host tensors know what they wait for, so a program may run again before its backward program does.
+// A parameter's shard: offload_param frees the shard's memory once it is copied, reload_param brings it back; what has
+// not changed since is not copied out again.
 //
 // Order on the device, and what would break without it:
 //   source written → copy out       an event of the compute stream
@@ -34,6 +36,14 @@ class OffloadEngine {
   /// Starts copying back what offload(id) returned; returns the device tensor, to be used after wait_reload.
   Tensor reload(const Tensor& host, int64_t id);
   Tensor wait_reload(int64_t id);
+
+  /// Starts copying a group of tensors to the host. Their memory stays theirs until wait_copies(). A tensor that could
+  /// not come back with its strides stays where it is and is returned itself.
+  std::vector<Tensor> offload_group(const std::vector<Tensor>& tensors);
+  /// Starts copying back what offload_group() returned; to be used after wait_copies() of the same host tensors.
+  std::vector<Tensor> reload_group(const std::vector<Tensor>& hosts);
+  /// The current stream waits for the last copies of `hosts`; what was copied out may be used for something else.
+  void wait_copies(const std::vector<Tensor>& hosts);
 
   /// Starts copying a shard to the host; its memory is freed when that is done, at one of the next calls.
   void offload_param(int64_t id);

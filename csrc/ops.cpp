@@ -61,6 +61,18 @@ Tensor wait_reload(const Tensor& /*tensor*/, int64_t graph_id, int64_t id) {
   return Runtime::of(graph_id)->wait_reload(graph_id, id);
 }
 
+std::vector<Tensor> offload_tensors_fused(int64_t graph_id, at::TensorList tensors) {
+  return Runtime::of(graph_id)->offload_tensors_fused(graph_id, tensors.vec());
+}
+
+std::vector<Tensor> reload_tensors_fused(int64_t graph_id, at::TensorList hosts) {
+  return Runtime::of(graph_id)->reload_tensors_fused(graph_id, hosts.vec());
+}
+
+void wait_copies_fused(int64_t graph_id, at::TensorList hosts) {
+  Runtime::of(graph_id)->wait_copies_fused(graph_id, hosts.vec());
+}
+
 void offload_parameter(const Tensor& /*param*/, int64_t graph_id, int64_t id) {
   Runtime::of(graph_id)->offload_parameter(graph_id, id);
 }
@@ -125,6 +137,10 @@ TORCH_LIBRARY(dc, m) {
   m.def("wait_offload(Tensor tensor, int graph_id, int id) -> Tensor");
   m.def("reload_tensor(Tensor tensor, int graph_id, int id) -> Tensor");
   m.def("wait_reload(Tensor tensor, int graph_id, int id) -> Tensor");
+  // The same for a group of activations. Their host tensors need no numbers: they carry what has to be waited for.
+  m.def("offload_tensors_fused(int graph_id, Tensor[] tensors) -> Tensor[]");
+  m.def("reload_tensors_fused(int graph_id, Tensor[] tensors) -> Tensor[]");
+  m.def("wait_copies_fused(int graph_id, Tensor[] tensors) -> ()");
   // Shards in host memory; `id` is the parameter's.
   m.def("offload_parameter(Tensor param, int graph_id, int id) -> ()");
   m.def("reload_parameter(Tensor param, int graph_id, int id) -> ()");
@@ -147,6 +163,9 @@ TORCH_LIBRARY_IMPL(dc, CompositeExplicitAutograd, m) {
   m.impl("release_params_fused", &ldc::release_params_fused);
   m.impl("release_params_at_boundary", &ldc::release_params_at_boundary);
   m.impl("reduce_grads_fused", &ldc::reduce_grads_fused);
+  m.impl("offload_tensors_fused", &ldc::offload_tensors_fused);
+  m.impl("reload_tensors_fused", &ldc::reload_tensors_fused);
+  m.impl("wait_copies_fused", &ldc::wait_copies_fused);
 }
 
 TORCH_LIBRARY_IMPL(dc, CPU, m) { ldc::implement_for_device(m); }

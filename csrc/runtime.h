@@ -110,6 +110,9 @@ class Runtime {
   Tensor wait_offload(int64_t graph_id, int64_t id);
   Tensor reload_tensor(const Tensor& tensor, int64_t graph_id, int64_t id);
   Tensor wait_reload(int64_t graph_id, int64_t id);
+  std::vector<Tensor> offload_tensors_fused(int64_t graph_id, const std::vector<Tensor>& tensors);
+  std::vector<Tensor> reload_tensors_fused(int64_t graph_id, const std::vector<Tensor>& hosts);
+  void wait_copies_fused(int64_t graph_id, const std::vector<Tensor>& hosts);
   void offload_parameter(int64_t graph_id, int64_t id);
   void reload_parameter(int64_t graph_id, int64_t id);
   Tensor gather(const Tensor& shard, int64_t id, c10::IntArrayRef size, ScalarType dtype);

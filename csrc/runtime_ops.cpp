@@ -93,6 +93,24 @@ Tensor Runtime::wait_reload(int64_t graph_id, int64_t id) {
   return offloads_.wait_reload(id);
 }
 
+std::vector<Tensor> Runtime::offload_tensors_fused(int64_t graph_id, const std::vector<Tensor>& tensors) {
+  const auto lock = enter();
+  executor(graph_id);
+  return offloads_.offload_group(tensors);
+}
+
+std::vector<Tensor> Runtime::reload_tensors_fused(int64_t graph_id, const std::vector<Tensor>& hosts) {
+  const auto lock = enter();
+  executor(graph_id);
+  return offloads_.reload_group(hosts);
+}
+
+void Runtime::wait_copies_fused(int64_t graph_id, const std::vector<Tensor>& hosts) {
+  const auto lock = enter();
+  executor(graph_id);
+  offloads_.wait_copies(hosts);
+}
+
 void Runtime::offload_parameter(int64_t graph_id, int64_t id) {
   const auto lock = enter();
   executor(graph_id).check_members({id});

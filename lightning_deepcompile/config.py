@@ -40,9 +40,9 @@ class CompileConfig:
         schedule: Which passes plan the programs, and when: a list of ``{"step": n, "passes": [...]}``, in optimizer
             steps since the start or the resuming. The entry of step 0 applies from the first step on. Each later one
             profiles steps n and n + 1, plans with what they measured, and swaps the programs before step n + 2.
-            Passes are names (``zero3``, ``prefetch``, ``fuse``, ``unshard``, ``keep_whole``, ``proactive_prefetch``)
-            or ``"package.module:name"`` of your own. ``"auto"``: `plan.DEFAULT_SCHEDULE`, which plans at step 3. None:
-            nothing is measured; programs stay as they are compiled, with the least memory.
+            Passes are names (``zero3``, ``prefetch``, ``fuse``, ``offload_activation``, ``unshard``, ``keep_whole``,
+            ``proactive_prefetch``) or ``"package.module:name"`` of your own. ``"auto"``: `plan.DEFAULT_SCHEDULE`, which
+            plans at step 3. None: nothing is measured; programs stay as they are compiled, with the least memory.
         memory_budget: What plans may use of each device's memory: bytes, a text like ``"24GiB"``, or a fraction. None
             is 0.9 of it, less what activations took in the profiled step, so that later batches may be up to twice as
             large; anything else is held to: if no plan fits, training stops with an error that says what would.
@@ -51,7 +51,11 @@ class CompileConfig:
             optimizer steps. ``"none"``: they stay on the device. ``"auto"``: as many bytes leave as exceed the memory
             budget, decided in the first optimizer step by the memory that its forward and backward passes took (CPU:
             by the size of shards, gradients and states). ``"all"``: all leave.
-        host_memory_budget: What may be used of each node's memory for that, by all of its ranks together: bytes, a
+        offload_activations: Saved tensors in host memory: they leave when forward has made them and come back before
+            backward reads them, while the device computes. ``"none"``: they stay on the device. ``"auto"``: as many
+            leave as exceed the memory budget, decided by planning; until then all do, if sizes say that they may not
+            fit. ``"all"``: all leave.
+        host_memory_budget: What may be used of each node's memory for both, by all of its ranks together: bytes, a
             text like ``"400GiB"``, or a fraction of what is available when training is set up. None is 0.8.
         offload_chunk: Most bytes of states that step together; three such buffers are on the device while the
             optimizer steps. A parameter whose states are larger is a chunk of its own.
@@ -75,6 +79,7 @@ class CompileConfig:
     memory_budget: int | float | str | None = None
     plan: str | None = None
     offload: OffloadMode = "none"
+    offload_activations: OffloadMode = "none"
     host_memory_budget: int | float | str | None = None
     offload_chunk: int | str = "256MiB"
 
@@ -89,8 +94,9 @@ class CompileConfig:
                 raise ValueError(f"CompileConfig({name}={value!r}): expected an integer of at least {least}.")
         parse_budget(self.memory_budget, total=1)
         parse_budget(self.host_memory_budget, total=1, name="host_memory_budget")
-        if self.offload not in ("none", "auto", "all"):
-            raise ValueError(f"CompileConfig(offload={self.offload!r}): use 'none', 'auto' or 'all'.")
+        for name in ("offload", "offload_activations"):
+            if getattr(self, name) not in ("none", "auto", "all"):
+                raise ValueError(f"CompileConfig({name}={getattr(self, name)!r}): use 'none', 'auto' or 'all'.")
         if isinstance(self.offload_chunk, float):
             raise ValueError(f"CompileConfig(offload_chunk={self.offload_chunk!r}): expected bytes or a text.")
         parse_budget(self.offload_chunk, total=1, name="offload_chunk")

@@ -7,13 +7,13 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -26,8 +26,10 @@ from lightning_deepcompile.capture.gradients import GradientSession
 from lightning_deepcompile.capture.graph_checks import UnsupportedStepError, ungathered_message
 from lightning_deepcompile.capture.ranks import Ranks
 from lightning_deepcompile.capture.sharding import shard_module
+from lightning_deepcompile.clipping import Clipping
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.early_gathers import EarlyGathers
+from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.offload.host_memory import host_limit
 from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.offload.states import StateOffload
@@ -86,7 +88,8 @@ class Engine:
         if mesh.device_type == "cpu" and mesh.size() > 1:
             # Separate groups, so that gathers and reductions need not wait for each other.
             gather_group, reduce_group = ranks.new_shard_groups(2, timeout=timeout)
-        host_bytes = host_limit(config.host_memory_budget, group) if config.offload != "none" else 0
+        offloads = config.offload != "none" or config.offload_activations != "none"
+        host_bytes = host_limit(config.host_memory_budget, group) if offloads else 0
         self.runtime = extension.Runtime(
             gather_group,
             reduce_group,
@@ -96,6 +99,7 @@ class Engine:
             max_ctas=config.max_ctas,
             timeout=timeout.total_seconds(),
             state_limit=host_bytes,
+            offload_limit=host_bytes,
         )
         # Garbage is collected at another time on every rank, which must not wait for the others then; at exit it may.
         at_exit = functools.partial(self.runtime.retire, _EXIT_SECONDS)
@@ -109,13 +113,20 @@ class Engine:
         number = store.add(f"lightning_deepcompile/engines/{dist.get_rank()}", 1)
         prefix = f"lightning_deepcompile/engine{number}"
         agreement = Agreement(store, dist.get_rank(group), ranks.world_size, timeout, prefix)
-        self.capture = Capture(config, self.model, self.runtime, self.gradients, agreement, stage)
+        leaving = ActivationOffload(config, self.model, device, stage)
+        self.capture = Capture(
+            config, self.model, self.runtime, self.gradients, agreement, stage, choose_activations=leaving.choose
+        )
         self._backend = compat.held_weakly(self.capture.__call__)
         self.tuner = Tuner(self.capture, self.runtime, group, device)
         self.residency: Residency | None = None
         if config.offload != "none":
             self.residency = Residency(config, self.model, self.runtime, group, device, host_bytes)
             self.tuner.offloaded = self.residency.describe
+        if config.offload_activations != "none":
+            states = self.residency
+            self.tuner.host_room = lambda: host_bytes - (0 if states is None else states.host_bytes)
+        self.clipping = Clipping(self.model, self.gradients, device)
         self._local_shards: weakref.WeakKeyDictionary[Optimizer, LocalShards] = weakref.WeakKeyDictionary()
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._settings: dict[str, contextlib.AbstractContextManager[None]] = {}
@@ -295,43 +306,6 @@ class Engine:
         """Swaps all programs for ones planned with `settings`; call on all ranks, between optimizer steps."""
         self.capture.replan(settings)
 
-    def clip_norm(self, parameters: Iterable[Tensor], limit: float) -> Tensor:
-        """Scales gradients so that their 2-norm over all ranks is at most `limit`; one collective, no host wait.
-
-        Args:
-            parameters: The module's, sharded or replicated; those without a gradient are left out.
-            limit: Largest allowed norm.
-
-        Returns:
-            The norm before; a 0-dim tensor, equal on all ranks.
-        """
-        sharded, replicated = self._local_grads(parameters)
-        total = _square_sum(sharded, self.device)
-        if self.model.ranks.shards > 1:
-            dist.all_reduce(total, group=self.model.ranks.shard_group)
-        norm = (total + _square_sum(replicated, self.device)).sqrt()
-        if sharded or replicated:
-            # As torch.nn.utils.clip_grad_norm_: no branch on the norm, for which the host would have to wait.
-            torch._foreach_mul_(sharded + replicated, torch.clamp(limit / (norm + 1e-6), max=1.0))
-        return norm
-
-    def clip_value(self, parameters: Iterable[Tensor], limit: float) -> None:
-        """Clamps every element of the gradients to ``[-limit, limit]``; arguments as of `clip_norm`."""
-        sharded, replicated = self._local_grads(parameters)
-        if sharded or replicated:
-            torch._foreach_clamp_min_(sharded + replicated, -limit)
-            torch._foreach_clamp_max_(sharded + replicated, limit)
-
-    @torch.no_grad()
-    def _local_grads(self, parameters: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        sharded: list[Tensor] = []
-        replicated: list[Tensor] = []
-        for parameter in parameters:
-            grad = self.gradients.local_grad(parameter)
-            if grad is not None and grad.numel():
-                (sharded if parameter in self.model.by_parameter else replicated).append(grad)
-        return sharded, replicated
-
     def report(self) -> list[Round]:
         """What each round of profiling and planning did."""
         return list(self.tuner.rounds)
@@ -364,6 +338,7 @@ class Engine:
             offloaded_bytes=0 if self.residency is None else self.residency.host_bytes,
             offload_moved_bytes=0 if self.residency is None else self.residency.moved_bytes,
             offload_reason="" if decision is None else decision.reason,
+            offloaded_activation_bytes=last.get("offloaded_bytes", 0),
         )
 
     def release_memory(self) -> None:
@@ -390,9 +365,3 @@ class Engine:
 def _retire(runtime: Any, at_exit: Callable[[], None]) -> None:
     atexit.unregister(at_exit)
     runtime.retire()
-
-
-def _square_sum(tensors: list[Tensor], device: torch.device) -> Tensor:
-    if not tensors:
-        return torch.zeros((), device=device)
-    return torch.stack([norm.float() for norm in torch._foreach_norm(tensors)]).square().sum()

@@ -159,7 +159,7 @@ class DeepCompilePrecision(FSDPPrecision):
             optimizer: Its parameters' gradients are clipped together.
             clip_val: Largest allowed norm.
         """
-        self._engine().clip_norm(self.main_params(optimizer), clip_val)
+        self._engine().clipping.norm(self.main_params(optimizer), clip_val)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clamps every element of the gradients to ``[-clip_val, clip_val]``.
@@ -168,7 +168,7 @@ class DeepCompilePrecision(FSDPPrecision):
             optimizer: Its parameters' gradients are clipped.
             clip_val: Largest allowed absolute value.
         """
-        self._engine().clip_value(self.main_params(optimizer), clip_val)
+        self._engine().clipping.value(self.main_params(optimizer), clip_val)
 
     def _engine(self) -> Engine:
         if self.engine is None:

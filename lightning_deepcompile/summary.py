@@ -33,6 +33,7 @@ class Summary:
         offloaded_bytes: Optimizer states of this rank in host memory.
         offload_moved_bytes: What the last optimizer step copied of them, to the device and back.
         offload_reason: Why so many; empty before it is decided, and without offloading.
+        offloaded_activation_bytes: Saved tensors that the last training step copied to host memory, and back.
     """
 
     world_size: int
@@ -54,6 +55,7 @@ class Summary:
     offloaded_bytes: int = 0
     offload_moved_bytes: int = 0
     offload_reason: str = ""
+    offloaded_activation_bytes: int = 0
 
     @property
     def _ranks(self) -> str:
@@ -72,4 +74,6 @@ class Summary:
         if self.offload_reason:
             moved = f"{format_bytes(self.offload_moved_bytes)} moved a step"
             rows.append(("offloaded states", f"{format_bytes(self.offloaded_bytes)}, {moved} ({self.offload_reason})"))
+        if self.offloaded_activation_bytes:
+            rows.append(("offloaded activations", f"{format_bytes(self.offloaded_activation_bytes)} a step"))
         return "\n".join(["DeepCompile", *(f"  {name:<24}{value}" for name, value in rows)])

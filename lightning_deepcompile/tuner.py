@@ -16,12 +16,14 @@ from lightning_deepcompile.agreement import exchange
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.plan.budget import MemoryBudgetError, check_budget
 from lightning_deepcompile.plan.context import PlanContext
+from lightning_deepcompile.plan.copy_placement import offload_all
 from lightning_deepcompile.plan.costs import Profile, ProfileError
 from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, Pass, optimize, resolve_passes
 from lightning_deepcompile.plan.plan_file import PlanFileError, Setting, read_plan, write_plan
 from lightning_deepcompile.plan.report import PassReport, Round
 from lightning_deepcompile.plan.simulate import just_in_time, least_budget
 from lightning_deepcompile.profile.build import build_profile, explain, leave_room, merge_profiles
+from lightning_deepcompile.profile.copies import measure_copies
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.executable import Executable
@@ -56,6 +58,7 @@ class Tuner:
 
     Attributes:
         offloaded: Says what of the optimizers' states is in host memory; "" for none. For the report.
+        host_room: Bytes of host memory that saved tensors may take; None where none may leave.
         rounds: What was done, round by round.
         profile: What the last round planned with.
 
@@ -87,6 +90,7 @@ class Tuner:
         capture.passes = first[1]
         self._passes: tuple[Pass, ...] = self._entries[-1][1] if self._entries else ()
         self.offloaded: Callable[[], str] = str
+        self.host_room: Callable[[], int] | None = None
         self.rounds: list[Round] = []
         self.profile: Profile | None = None
         self._step = 0  # optimizer steps done
@@ -193,7 +197,8 @@ class Tuner:
             return
         self._log_spread(profiles)
         budget = profile.budget or 0
-        check_budget(least_budget(profile.schedules, profile), budget, self._config.memory_budget)
+        smallest = profile.schedules if self.host_room is None else offload_all(profile.schedules)
+        check_budget(least_budget(smallest, profile), budget, self._config.memory_budget)
         planned, effects = optimize(profile.schedules, self._passes, PlanContext(self._capture.settings, profile))
         peak = effects[-1].prediction.peak_bytes
         if self._config.memory_budget is not None and peak > budget:
@@ -246,6 +251,9 @@ class Tuner:
         )
         if self._config.memory_budget is None:
             profile = leave_room(profile)
+        if self.host_room is not None:
+            out, back = measure_copies(self._device)
+            profile = replace(profile, copy_out=out, copy_in=back, host_budget=self.host_room())
         return profile, tuple(start[s.name] for s in profile.schedules)
 
     def _fastest(self, first: int, last: int) -> float:
@@ -259,7 +267,9 @@ class Tuner:
         seen = self._exchange((after, peak))
         after, peak = max(t for t, _ in seen), max((p for _, p in seen if p is not None), default=None)
         before = self.rounds[-1].before_seconds
-        slower = before > 0 and after > before * (1 + _NOISE)
+        assert self.profile is not None
+        must = self.rounds[-1].passes[0].peak_bytes > (self.profile.budget or 0) + self.profile.room
+        slower = before > 0 and after > before * (1 + _NOISE) and not must  # what did not fit is no alternative
         if slower:
             passes, plan = self._previous
             self._capture.replan(passes=passes, plan=plan)

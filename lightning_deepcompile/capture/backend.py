@@ -25,12 +25,14 @@ from lightning_deepcompile.capture.graph_checks import check_graph
 from lightning_deepcompile.capture.partition import count_saved_parameters, partition
 from lightning_deepcompile.capture.sharding import ShardedModel
 from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.plan.copy_placement import fit_copies, offload_saved
 from lightning_deepcompile.plan.pass_manager import DEFAULT_PASSES, Pass, apply_passes
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.program.executable import Executable
-from lightning_deepcompile.program.graph import is_gather, is_reduce
+from lightning_deepcompile.program.graph import is_gather, is_reduce, nbytes, output_node
 from lightning_deepcompile.program.lower import RegionCompiler, lower
 from lightning_deepcompile.program.program import ParamInfo, Program, ProgramKind
+from lightning_deepcompile.program.saved import mark_saved
 from lightning_deepcompile.program.schedule import Gathers, Schedule, read_schedule, reschedule
 
 __all__ = ["Capture"]
@@ -40,11 +42,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Frame:
-    """One graph that Dynamo captured: its parameters, its programs, and what forward leaves gathered for backward."""
+    """One graph that Dynamo captured: its parameters and its programs.
+
+    Args:
+        index: Its number.
+        ids: Parameters that it gathers or reduces.
+        kept: Those that forward leaves gathered for backward.
+        offloaded: Saved tensors that forward leaves in host memory.
+        chosen: Those that do so where no plan says otherwise; None until its forward program is compiled.
+        executables: Its programs.
+    """
 
     index: int
     ids: set[int] = field(default_factory=set)
     kept: tuple[int, ...] = ()
+    offloaded: frozenset[int] = frozenset()
+    chosen: frozenset[int] | None = None
     executables: list[Executable] = field(default_factory=list)
 
 
@@ -60,6 +73,8 @@ class Capture:
         agreement: Compares a program with the other ranks' before its first run.
         stage: ZeRO stage under which the runtime executes the programs.
         progress: Told what is being compiled.
+        choose_activations: Which saved tensors leave the device, by a forward program's schedule and the bytes of all
+            that it saves; by default none.
 
     Attributes:
         executables: One per program, in order of compilation.
@@ -74,6 +89,7 @@ class Capture:
     agreement: Agreement
     stage: int = 3
     progress: Callable[[str], None] | None = None
+    choose_activations: Callable[[Schedule, int], frozenset[int]] | None = None
     executables: list[Executable] = field(default_factory=list)
     saved_parameters: int = 0
     causal_masks: int = 0
@@ -84,7 +100,9 @@ class Capture:
 
     def __post_init__(self) -> None:
         self.regions = RegionCompiler(self.config.region_backend)
-        self.settings = PlanSettings(self.config.prefetch_blocks, self.config.keep_last_block)
+        self.settings = PlanSettings(
+            self.config.prefetch_blocks, self.config.keep_last_block, self.config.offload_activations
+        )
         self.passes: tuple[Pass, ...] = DEFAULT_PASSES
         # By structure: whatever shapes each rank meets, programs of one structure must gather alike on all of them.
         self.plan: dict[str, Schedule] = {}
@@ -170,6 +188,7 @@ class Capture:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = partition(gm, joint_inputs, **kwargs)
         self.saved_parameters += count_saved_parameters(forward, kwargs["num_fwd_outputs"])
+        mark_saved(forward, backward, kwargs["num_fwd_outputs"])
         return forward, backward
 
     def _compile_inference(self, frame: _Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> compat.BoxedCallable:
@@ -233,7 +252,7 @@ class Capture:
         for frame in self._frames:
             kept: tuple[int, ...] = ()
             for executable in frame.executables:
-                program = self._apply(executable.base.copy(kept=kept), passes)
+                program = self._offload(frame, self._apply(executable.base.copy(kept=kept), passes))
                 kept = program.kept if program.kind == "forward" else kept
                 if program.name in wanted:
                     found[program.name] = read_schedule(program)
@@ -245,13 +264,34 @@ class Capture:
     def _plan(self, frame: _Frame, base: Program) -> Program:
         # Forward comes first, also when all are planned anew: a backward program must know what is left to it.
         program = self._apply(base.copy(kept=frame.kept), self.passes)
-        if self.plan:
-            wanted = self.plan.get(read_schedule(program).structure)
-            if wanted is not None:
-                program = reschedule(program, wanted, "plan")
+        schedule = read_schedule(program)
+        if program.kind == "forward" and frame.chosen is None:
+            frame.chosen = frozenset()
+            if self.choose_activations is not None:
+                frame.chosen = self.choose_activations(schedule, _saved_bytes(program))
+        wanted = self.plan.get(schedule.structure)
+        if wanted is None:
+            program = self._offload(frame, program)
+        else:
+            leaving = frame.chosen if program.kind == "forward" else frame.offloaded
+            program = reschedule(program, fit_copies(wanted, schedule, leaving or ()), "plan")
         if program.kind == "forward":
             frame.kept = program.kept
+            frame.offloaded = frozenset(read_schedule(program).offloaded)
         return program
+
+    @staticmethod
+    def _offload(frame: _Frame, program: Program) -> Program:
+        """Lets saved tensors leave where no plan says which."""
+        if not frame.chosen or program.kind == "inference":
+            return program
+        (schedule,) = offload_saved([read_schedule(program)], {frame.index: frame.chosen})
+        return reschedule(program, schedule, "offload")
+
+
+def _saved_bytes(forward: Program) -> int:
+    """Bytes of what a forward program makes and returns: nearly all of it is saved for backward."""
+    return sum(nbytes(n) for n in output_node(forward.gm.graph).all_input_nodes if n.op != "placeholder")
 
 
 def _nothing() -> None:

@@ -30,6 +30,11 @@ class PlanContext:
         """Bytes that may be allocated."""
         return NO_LIMIT if self.profile is None or self.profile.budget is None else self.profile.budget
 
+    @property
+    def whole_budget(self) -> int:
+        """The same, with the room that is left for larger batches."""
+        return self.budget if self.profile is None else self.budget + self.profile.room
+
     def require_profile(self, name: str) -> Profile:
         """The profile of a step of at most two micro-batches, for the pass `name` that cannot do without.
 

@@ -7,6 +7,7 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from lightning_deepcompile.program.saved import Saved
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 
 __all__ = ["PROFILE_VERSION", "Contention", "Link", "Profile", "ProfileError", "RegionCost", "schedule_from_dict"]
@@ -33,6 +34,10 @@ class Link:
     def seconds(self, size: int, world_size: int) -> float:
         """Seconds to gather, or to reduce, `size` bytes (of the whole tensors) over `world_size` ranks."""
         return self.latency + size * (world_size - 1) / world_size / self.bandwidth
+
+    def copy_seconds(self, size: int) -> float:
+        """Seconds to copy `size` bytes from one place to another."""
+        return self.latency + size / self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,10 @@ class Profile:
             micro-batch; None where every micro-batch is reduced.
         reduce_window: Groups of gradients that may be on their way before compute waits for the oldest.
         budget: Bytes that may be allocated; None if there is no limit.
+        room: Bytes that were taken off the budget for larger batches: no reason for anything to leave the device.
+        host_budget: Bytes of host memory for saved tensors; None if there is no limit.
+        copy_out: Model of copies to host memory.
+        copy_in: Model of copies from host memory.
         step_seconds: Duration of ordinary steps before this profile was taken; 0 if unknown.
         exposed_seconds: How long compute stood still for communication in such a step; 0 if unknown.
         unexplained_seconds: By how much such a step was longer than what its programs and the optimizer are expected to
@@ -107,6 +116,10 @@ class Profile:
     hold_seconds: float | None = None
     reduce_window: int = 2
     budget: int | None = None
+    room: int = 0
+    host_budget: int | None = None
+    copy_out: Link = Link(0.0, 1e12)
+    copy_in: Link = Link(0.0, 1e12)
     step_seconds: float = 0.0
     exposed_seconds: float = 0.0
     unexplained_seconds: float = 0.0
@@ -153,8 +166,10 @@ class Profile:
         try:
             data["schedules"] = tuple(schedule_from_dict(s) for s in data["schedules"])
             data["regions"] = {name: RegionCost(**cost) for name, cost in data["regions"].items()}
-            for name, kind in (("gather", Link), ("reduce", Link), ("contention", Contention)):
-                data[name] = kind(**data[name])
+            for name in ("gather", "reduce", "copy_out", "copy_in"):
+                if name in data:
+                    data[name] = Link(**data[name])
+            data["contention"] = Contention(**data["contention"])
             profile = cls(**data)
         except (KeyError, TypeError, AttributeError) as error:
             raise ProfileError(f"The profile is damaged ({type(error).__name__}: {error}). Take a new one.") from error
@@ -169,7 +184,8 @@ class Profile:
         """
         if not isinstance(self.world_size, int) or self.world_size < 1:
             raise ProfileError(f"The profile's world_size is {self.world_size!r}; expected a positive integer.")
-        for name, link in (("gather", self.gather), ("reduce", self.reduce)):
+        for name in ("gather", "reduce", "copy_out", "copy_in"):
+            link = getattr(self, name)
             if not (link.bandwidth > 0 and 0 <= link.latency < math.inf):
                 raise ProfileError(f"The profile's model of {name} is {link}: bandwidth must be positive.")
         if min(asdict(self.contention).values()) < 1:
@@ -187,4 +203,5 @@ def schedule_from_dict(data: dict[str, Any]) -> Schedule:
     instructions = tuple(
         Instruction(i["op"], tuple(i["ids"]), tuple(i["sizes"]), i["region"]) for i in data["instructions"]
     )
-    return Schedule(**{**data, "instructions": instructions, "kept": tuple(data["kept"])})
+    saved = tuple(Saved(**one) for one in data.get("saved", ()))
+    return Schedule(**{**data, "instructions": instructions, "kept": tuple(data["kept"]), "saved": saved})

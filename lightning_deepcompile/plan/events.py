@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from lightning_deepcompile.plan.costs import Contention
 
 __all__ = ["StreamName", "Task", "Timing", "run_tasks"]
 
-StreamName = Literal["host", "compute", "gather", "reduce"]
+StreamName = Literal["host", "compute", "gather", "reduce", "out", "in"]
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Timing:
         start: Start of every task, in seconds.
         end: Its end.
         busy: Seconds that each stream worked.
-        exposed: Seconds in which a gather or a reduction ran and compute did not.
+        exposed: Seconds in which a gather, a reduction or a copy ran and compute did not.
     """
 
     start: list[float]
@@ -58,7 +58,7 @@ def run_tasks(tasks: Sequence[Task], contention: Contention) -> Timing:
     Returns:
         Their times.
     """
-    queues: dict[StreamName, deque[int]] = {"host": deque(), "compute": deque(), "gather": deque(), "reduce": deque()}
+    queues: dict[StreamName, deque[int]] = {stream: deque() for stream in get_args(StreamName)}
     for number, task in enumerate(tasks):
         if any(other >= number for other in task.after):
             raise ValueError(f"Task {number} ({task.label}) waits for one that comes later: {task.after}.")
@@ -83,7 +83,7 @@ def run_tasks(tasks: Sequence[Task], contention: Contention) -> Timing:
             remaining = left[number] - step / slowdown.get(stream, 1.0)
             # The one that set the step is over, whatever rounding says; so is whatever ends with it.
             left[number] = remaining if remaining > 1e-12 * max(tasks[number].seconds, 1e-9) else 0.0
-        if "compute" not in active and ("gather" in active or "reduce" in active):
+        if "compute" not in active and active.keys() - {"host"}:
             exposed += step
         now += step
         for stream, number in active.items():
@@ -95,7 +95,7 @@ def run_tasks(tasks: Sequence[Task], contention: Contention) -> Timing:
 
 def _slowdown(active: set[StreamName], contention: Contention) -> dict[StreamName, float]:
     wires = active & {"gather", "reduce"}
-    factors: dict[StreamName, float] = {}
+    factors: dict[StreamName, float] = {}  # copies to and from the host have links of their own
     if "compute" in active:
         factors["compute"] = contention.compute if wires else 1.0
     for wire in wires:

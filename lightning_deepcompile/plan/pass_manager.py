@@ -11,13 +11,14 @@ from typing import Any, Literal
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.passes.fuse import fuse
 from lightning_deepcompile.plan.passes.keep_whole import keep_whole
+from lightning_deepcompile.plan.passes.offload_activation import offload_activation
 from lightning_deepcompile.plan.passes.prefetch import prefetch
 from lightning_deepcompile.plan.passes.proactive_prefetch import proactive_prefetch
 from lightning_deepcompile.plan.passes.unshard import unshard
 from lightning_deepcompile.plan.passes.zero3 import zero3
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.simulate import Prediction, simulate
-from lightning_deepcompile.program.printer import format_program
+from lightning_deepcompile.program.printer import format_bytes, format_program
 from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.schedule import Schedule, read_schedule, reschedule
 
@@ -91,6 +92,7 @@ BUILTIN_PASSES: dict[str, Pass] = {
         program_pass("zero3", provides=["gathers"])(zero3),
         program_pass("prefetch", needs=["gathers"])(prefetch),
         step_pass("fuse", needs=["gathers", "profile"])(fuse),
+        step_pass("offload_activation", needs=["gathers", "profile"])(offload_activation),
         step_pass("unshard", needs=["gathers", "profile"])(unshard),
         step_pass("keep_whole", needs=["gathers", "profile"])(keep_whole),
         step_pass("proactive_prefetch", needs=["gathers", "profile"])(proactive_prefetch),
@@ -103,7 +105,10 @@ DEFAULT_PASSES: tuple[Pass, ...] = (BUILTIN_PASSES["zero3"], BUILTIN_PASSES["pre
 
 DEFAULT_SCHEDULE: tuple[dict[str, Any], ...] = (
     {"step": 0, "passes": ["zero3", "prefetch"]},
-    {"step": 3, "passes": ["zero3", "prefetch", "fuse", "unshard", "keep_whole", "proactive_prefetch"]},
+    {
+        "step": 3,
+        "passes": ["zero3", "prefetch", "fuse", "offload_activation", "unshard", "keep_whole", "proactive_prefetch"],
+    },
 )
 """What `CompileConfig.schedule` means by ``"auto"``."""
 
@@ -252,6 +257,16 @@ def _run_step_pass(one: Pass, schedules: list[Schedule], context: PlanContext) -
     if [s.name for s in result] != [s.name for s in schedules]:
         raise PassError(f"The pass {one.name!r} must return a schedule for each program that it was given, in order.")
     kept = {s.frame: s.kept for s in result if s.kind == "forward"}
+    offloaded = {s.frame: s.offloaded for s in result if s.kind == "forward"}
+    for schedule in result:
+        left = offloaded.get(schedule.frame)
+        if schedule.kind == "backward" and left is not None:
+            read = tuple(s.number for s in schedule.saved if s.number in left)
+            if schedule.offloaded != read:
+                raise PassError(
+                    f"After the pass {one.name!r}, forward leaves the saved tensors {list(left)} in host memory, and "
+                    f"{schedule.name!r} copies {list(schedule.offloaded)} back: they must be the same."
+                )
     return [replace(s, kept=kept.get(s.frame, s.kept)) if s.kind == "backward" else s for s in result]
 
 
@@ -269,6 +284,12 @@ def _difference(before: Sequence[Schedule], after: Sequence[Schedule]) -> str:
     ]
     if whole[0] != whole[1]:
         parts.append(f"parameters kept for the next micro-batch: {whole[0]} become {whole[1]}")
+    away = [
+        sum(schedule.instructions[position].bytes for schedule in step for position in schedule.at("offload"))
+        for step in (before, after)
+    ]
+    if away[0] != away[1]:
+        parts.append(f"activations in host memory: {format_bytes(away[0])} become {format_bytes(away[1])}")
     moved = sum(a.instructions != b.instructions for a, b in zip(before, after, strict=True))
     if moved and not parts:
         parts.append(f"launches moved in {moved} of {len(after)} programs")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_deepcompile.plan.offload import OffloadMode
+
 __all__ = ["PlanSettings"]
 
 
@@ -14,7 +16,9 @@ class PlanSettings:
     Args:
         prefetch_blocks: How many groups ahead of their use gathers are launched.
         keep_last_block: Whether a forward program leaves its last group gathered for the backward program.
+        offload_activations: Which saved tensors wait in host memory: ``"none"``, ``"all"``, or what exceeds the budget.
     """
 
     prefetch_blocks: int = 2
     keep_last_block: bool = True
+    offload_activations: OffloadMode = "none"

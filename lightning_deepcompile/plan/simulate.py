@@ -48,6 +48,7 @@ class MemoryPoint:
         seconds: When the device gets there.
         arena: Bytes of slots for gathered parameters.
         bytes: All allocated bytes.
+        away: Bytes of saved tensors in host memory.
     """
 
     schedule: int
@@ -55,6 +56,7 @@ class MemoryPoint:
     seconds: float
     arena: int
     bytes: int
+    away: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,15 @@ def memory_excess(schedules: Sequence[Schedule], profile: Profile, limit: int) -
 
 
 def arena_bytes(schedules: Sequence[Schedule]) -> list[list[int]]:
-    """Bytes of the arena's slots after every instruction of every schedule, in a micro-batch that runs them."""
+    """What the programs' own memory does not explain, after every instruction of every schedule of a micro-batch.
+
+    Returns:
+        Bytes of the arena's slots, less those of saved tensors that are in host memory.
+    """
     regions = {f"{s.name}/{s.instructions[p].region}": RegionCost(0.0) for s in schedules for p in s.at("compute")}
     link = Link(0.0, 1.0)
     prediction = simulate(schedules, Profile(1, "cpu", tuple(schedules), regions, link, link))
-    return [[m.arena for m in prediction.memory if m.schedule == index] for index in range(len(schedules))]
+    return [[m.arena - m.away for m in prediction.memory if m.schedule == index] for index in range(len(schedules))]
 
 
 def least_budget(schedules: Sequence[Schedule], profile: Profile) -> int:
@@ -121,13 +127,16 @@ def least_budget(schedules: Sequence[Schedule], profile: Profile) -> int:
 
 
 def just_in_time(schedule: Schedule) -> Schedule:
-    """`schedule` with every group gathered right before it is waited for, and nothing left for later programs."""
+    """`schedule` with every group gathered right before it is waited for, and nothing left for later programs.
+
+    Copies are waited for at once.
+    """
     groups = [instruction for instruction in schedule.instructions if instruction.op == "gather"]
     result: list[Instruction] = []
     gathered: set[int] = set()
     sizes: dict[int, int] = {i: size for g in groups for i, size in zip(g.ids, g.sizes, strict=True)}
     for instruction in schedule.instructions:
-        if instruction.op == "gather":
+        if instruction.op in ("gather", "reload") or (instruction.op == "wait_copy" and schedule.kind == "forward"):
             continue
         if instruction.op == "wait":
             absent = tuple(i for i in instruction.ids if i not in gathered)
@@ -137,7 +146,11 @@ def just_in_time(schedule: Schedule) -> Schedule:
         elif instruction.op in RELEASES:
             gathered.difference_update(instruction.ids)
             instruction = replace(instruction, op="release")
+        elif instruction.op == "wait_copy":
+            result.append(replace(instruction, op="reload"))
         result.append(instruction)
+        if instruction.op == "offload":
+            result.append(replace(instruction, op="wait_copy"))
     if gathered:
         left = tuple(sorted(gathered))
         result.append(Instruction("release", left, tuple(sizes[i] for i in left)))
@@ -164,7 +177,9 @@ class _Simulation:
         self._computed: int | None = None  # the last task on the compute stream
         self._pending: deque[int] = deque()  # reductions
         self._boundary = False  # in the last micro-batch
-        self._memory: list[tuple[int, int, int, int, int]] = []  # the task is the next one, the optimizer if none
+        self._copies: dict[tuple[int, int], int] = {}  # the last copy of a frame's saved tensor
+        self._away = 0
+        self._memory: list[tuple[int, int, int, int, int, int]] = []  # the task is the next one, the optimizer if none
 
     def run(self, schedules: Sequence[Schedule]) -> Prediction:
         self._issue_step(schedules)
@@ -175,8 +190,8 @@ class _Simulation:
             if task.seconds > 0
         ]
         memory = [
-            MemoryPoint(schedule, position, timing.start[task], arena, arena + other)
-            for schedule, position, task, arena, other in self._memory
+            MemoryPoint(schedule, position, timing.start[task], arena, arena + other, away)
+            for schedule, position, task, arena, other, away in self._memory
         ]
         return Prediction(
             seconds=max(max(timing.end, default=0.0) + self._profile.unexplained_seconds, 0.0),
@@ -191,7 +206,7 @@ class _Simulation:
 
     def excess(self, schedules: Sequence[Schedule], limit: int) -> list[tuple[int, int]]:
         self._issue_step(schedules)
-        return [(index, position) for index, position, _, arena, other in self._memory if arena + other > limit]
+        return [(index, position) for index, position, _, arena, other, _ in self._memory if arena + other > limit]
 
     def _issue_step(self, schedules: Sequence[Schedule]) -> None:
         last_backward = max((k for k, s in enumerate(schedules) if s.kind == "backward"), default=len(schedules) - 1)
@@ -218,7 +233,7 @@ class _Simulation:
                 held, other = _peak(cost), cost.after
             else:
                 self._communicate(schedule, instruction)
-            self._memory.append((index, position, task, self._arena.bytes, held))
+            self._memory.append((index, position, task, self._arena.bytes, held - self._away, self._away))
 
     def _communicate(self, schedule: Schedule, instruction: Instruction) -> None:
         host = self._issue(self._profile.launch_seconds)
@@ -235,6 +250,23 @@ class _Simulation:
                 self._release(i)
         elif instruction.op in ("reduce", "reduce_now"):
             self._reduce(instruction, host, label)
+        elif instruction.op in ("offload", "reload"):
+            self._copy(schedule.frame, instruction, host, label)
+        elif instruction.op == "wait_copy":
+            self._barrier.extend(self._copies[schedule.frame, number] for number in instruction.ids)
+            if schedule.kind == "forward":
+                self._away += instruction.bytes
+
+    def _copy(self, frame: int, instruction: Instruction, host: list[int], label: str) -> None:
+        out = instruction.op == "offload"
+        link = self._profile.copy_out if out else self._profile.copy_in
+        stream: StreamName = "out" if out else "in"
+        for number, size in zip(instruction.ids, instruction.sizes, strict=True):
+            after = [*host, *self._compute_point()]
+            if not out:
+                after.append(self._copies[frame, number])
+                self._away -= size  # its memory is taken when the copy is launched
+            self._copies[frame, number] = self._add(stream, link.copy_seconds(size), after, label)
 
     def _issue(self, seconds: float) -> list[int]:
         """The host's part of an instruction; what the device's part has to wait for."""

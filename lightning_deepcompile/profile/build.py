@@ -125,7 +125,7 @@ def _typical(rows: Sequence[Sequence[float]], schedule: Schedule) -> list[float]
 
 
 def _allocated(runs: Sequence[Run], position: int, arena: Sequence[int] | None) -> tuple[int, int, int]:
-    """Bytes before, at the peak of and after an instruction, without the slots of gathered parameters."""
+    """Bytes before, at the peak of and after an instruction: without gathered parameters, and if nothing had left."""
     slots = arena[position] if arena is not None else 0
     before = max(run.marks[position].allocated for run in runs)
     peak = max(run.marks[position + 1].peak for run in runs)
@@ -205,6 +205,10 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
         launch_seconds=max(p.launch_seconds for p in profiles),
         hold_seconds=max((p.hold_seconds for p in profiles if p.hold_seconds is not None), default=None),
         budget=min(budgets, default=None),
+        room=max(p.room for p in profiles),
+        host_budget=min((p.host_budget for p in profiles if p.host_budget is not None), default=None),
+        copy_out=_slowest([p.copy_out for p in profiles]),
+        copy_in=_slowest([p.copy_in for p in profiles]),
         step_seconds=max(p.step_seconds for p in profiles),
         exposed_seconds=max(p.exposed_seconds for p in profiles),
     )
@@ -229,8 +233,13 @@ def leave_room(profile: Profile) -> Profile:
     if profile.budget is None or not profile.regions:
         return profile
     peak = max(cost.peak for cost in profile.regions.values())
-    activations = peak - min(cost.before for cost in profile.regions.values())
-    return replace(profile, budget=max(profile.budget - max(activations, 0), 1))
+    activations = max(peak - min(cost.before for cost in profile.regions.values()), 0)
+    left = max(profile.budget - activations, 1)
+    return replace(profile, budget=left, room=profile.budget - left)
+
+
+def _slowest(links: Sequence[Link]) -> Link:
+    return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
 
 
 def _shared(links: Sequence[Link]) -> Link:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from lightning_deepcompile.program.copies import strip_copies
 from lightning_deepcompile.program.graph import is_element, nbytes
 from lightning_deepcompile.program.program import Program
 
@@ -19,8 +20,10 @@ def live_bytes(program: Program) -> dict[str, tuple[int, int, int]]:
         program: A scheduled program.
 
     Returns:
-        Bytes before, at the peak and after, by region name.
+        Bytes before, at the peak and after, by region name, as if no saved tensor left the device.
     """
+    program = program.copy()
+    strip_copies(program.gm.graph)
     nodes = [node for node in program.gm.graph.nodes if _counts(node)]
     position = {node: index for index, node in enumerate(program.gm.graph.nodes)}
     last_use = {node: max((position[user] for user in node.users), default=position[node]) for node in nodes}

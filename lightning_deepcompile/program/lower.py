@@ -144,7 +144,7 @@ class _Builder:
         call.meta["val"] = tuple(node.meta["val"] for node in region.outputs)
         for position, node in enumerate(region.outputs):
             element = self._graph.call_function(operator.getitem, (call, position))
-            element.meta = {"val": node.meta.get("val")}
+            element.meta = {key: node.meta[key] for key in ("val", "saved") if key in node.meta}
             self._done[node] = element
         for node in region.outputs:
             for user in node.users:

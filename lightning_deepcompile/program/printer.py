@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from lightning_deepcompile.program.copies import OFFLOAD, RELOAD, WAIT_COPIES, copied_numbers
+from lightning_deepcompile.program.graph import nbytes
 from lightning_deepcompile.program.program import Program
 
 __all__ = ["format_bytes", "format_program"]
@@ -18,6 +20,7 @@ _LABELS = {
     "dc.release_params_at_boundary.default": "release at boundary",
     "dc.reduce_grads_fused.default": "reduce",
 }
+_COPIES = {OFFLOAD: "offload", RELOAD: "reload", WAIT_COPIES: "wait copy"}
 
 
 def format_program(program: Program) -> str:
@@ -52,6 +55,10 @@ def _line(program: Program, node: fx.Node, shapes: dict[str, str]) -> str:
     if target in _LABELS:
         ids = node.args[1] if target.startswith(("dc.wait", "dc.release")) else node.args[2]
         return f"{_LABELS[target]:8} {_describe(program, ids)}"
+    if target in _COPIES:
+        size = format_bytes(sum(nbytes(source) for source in node.args[1]))
+        numbers = ", ".join(map(str, copied_numbers(node)))
+        return f"{_COPIES[target]:8} saved {numbers} ({size})"
     if target == "dc.end_backward.default":
         return "end of backward"
     if target.startswith("dc."):

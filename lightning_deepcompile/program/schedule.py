@@ -15,16 +15,20 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from lightning_deepcompile.program.copies import OFFLOAD, RELOAD, WAIT_COPIES, CopyWriter, copied_numbers, strip_copies
 from lightning_deepcompile.program.graph import is_element, nbytes, output_node
 from lightning_deepcompile.program.program import Program, ProgramKind
+from lightning_deepcompile.program.saved import Saved, read_saved
 
 __all__ = [
+    "COPIES",
     "RELEASES",
     "Gathers",
     "Instruction",
     "Operation",
     "Schedule",
     "ScheduleError",
+    "check_copies",
     "check_schedule",
     "instruction_nodes",
     "opening_gathers",
@@ -33,7 +37,18 @@ __all__ = [
 ]
 
 Operation = Literal[
-    "gather", "wait", "compute", "release", "release_at_boundary", "reduce", "end", "gather_now", "reduce_now"
+    "gather",
+    "wait",
+    "compute",
+    "release",
+    "release_at_boundary",
+    "reduce",
+    "end",
+    "gather_now",
+    "reduce_now",
+    "offload",
+    "reload",
+    "wait_copy",
 ]
 
 _OPERATIONS: dict[str, Operation] = {
@@ -45,14 +60,20 @@ _OPERATIONS: dict[str, Operation] = {
     "dc.end_backward.default": "end",
     "dc.gather.default": "gather_now",
     "dc.reduce.default": "reduce_now",
+    OFFLOAD: "offload",
+    RELOAD: "reload",
+    WAIT_COPIES: "wait_copy",
 }
 RELEASES: frozenset[Operation] = frozenset({"release", "release_at_boundary"})
 """The operations that end the use of a gathered parameter."""
 
+COPIES: frozenset[Operation] = frozenset({"offload", "reload", "wait_copy"})
+"""The operations on saved tensors; their ids are numbers of `Schedule.saved`, not parameters."""
+
 Gathers = tuple[int, list[int], list[torch.dtype]]
 """Arguments of ``dc.prefetch_params_fused``: graph, parameters, dtypes."""
 
-_MOVABLE = RELEASES | {"gather"}
+_MOVABLE = RELEASES | COPIES | {"gather"}
 _LOCAL = 0xFFFFFFFF
 
 
@@ -68,9 +89,11 @@ class Instruction:
         op: What happens. ``gather`` launches one group, ``wait`` makes the compute stream wait for it, ``reduce``
             launches the reduction of one group of gradients; ``gather_now`` and ``reduce_now`` also wait.
             ``release_at_boundary`` releases in the last micro-batch before the optimizer steps, and does nothing in
-            those before, so that the next one finds the parameters gathered.
-        ids: Parameters concerned, numbered within the model; of a ``compute``, those it reads.
-        sizes: Bytes per parameter: gathered, or of its whole gradient.
+            those before, so that the next one finds the parameters gathered. ``offload`` starts copying saved tensors
+            to the host and ``reload`` back; ``wait_copy`` makes the compute stream wait for either.
+        ids: Parameters concerned, numbered within the model; of a ``compute``, those it reads; of copies, the saved
+            tensors.
+        sizes: Bytes per parameter: gathered, or of its whole gradient; of copies, per tensor.
         region: Name of the region that a ``compute`` runs.
     """
 
@@ -95,6 +118,7 @@ class Schedule:
         frame: Which captured graph it belongs to; a forward and its backward program share it.
         instructions: What runs, in the order in which the host issues it.
         kept: Parameters that a forward schedule leaves gathered, or that a backward schedule finds gathered.
+        saved: Saved tensors that may leave the device between the two.
         content: Key of what the program computes and communicates, equal on all ranks and in every run.
         structure: The same without what its regions compute: programs for other shapes share it.
     """
@@ -104,8 +128,15 @@ class Schedule:
     frame: int
     instructions: tuple[Instruction, ...]
     kept: tuple[int, ...] = ()
+    saved: tuple[Saved, ...] = ()
     content: str = ""
     structure: str = ""
+
+    @property
+    def offloaded(self) -> tuple[int, ...]:
+        """Numbers of the saved tensors that a forward schedule leaves, or a backward schedule finds, on the host."""
+        op = "offload" if self.kind == "forward" else "reload"
+        return tuple(sorted(i for position in self.at(op) for i in self.instructions[position].ids))
 
     def at(self, op: Operation) -> list[int]:
         """Positions of the instructions `op`."""
@@ -136,6 +167,7 @@ def read_schedule(program: Program) -> Schedule:
         program.frame,
         instructions,
         kept,
+        read_saved(program.gm.graph),
         content=_digest([*structure, *regions]),
         structure=_digest(structure),
     )
@@ -165,6 +197,8 @@ def _read(program: Program, node: fx.Node, op: Operation) -> Instruction:
         return Instruction(op, tuple(i & _LOCAL for i in dict.fromkeys(ids)), region=str(node.target))
     if op == "end":
         return Instruction(op)
+    if op in COPIES:
+        return Instruction(op, copied_numbers(node), tuple(nbytes(source) for source in node.args[1]))
     if op in ("gather_now", "reduce_now"):
         size = program.params[node.args[1]].gathered_bytes if op == "gather_now" else nbytes(node.args[0])
         return Instruction(op, (node.args[1] & _LOCAL,), (size,))
@@ -222,6 +256,7 @@ def check_schedule(schedule: Schedule) -> None:
                 raise ScheduleError(f"{where}: only backward programs know whether the optimizer steps next.")
             gathered -= ids
             waited -= ids
+    check_copies(schedule)
     expected = set(schedule.kept) if schedule.kind == "forward" else set()
     if gathered != expected:
         raise ScheduleError(
@@ -233,7 +268,8 @@ def check_schedule(schedule: Schedule) -> None:
 def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
     """Gives `program` another schedule.
 
-    Gathers and releases may move, merge, split, appear and disappear; regions, waits and reductions stay in order.
+    Gathers, releases and copies may move, merge, split, appear and disappear; regions, waits and reductions stay in
+    order.
 
     Args:
         program: A program that communicates by scheduled instructions.
@@ -256,9 +292,11 @@ def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
     graph = result.gm.graph
     nodes = instruction_nodes(result)
     dtypes = {i: dtype for node, op in nodes if op == "gather" for i, dtype in zip(*node.args[2:4], strict=True)}
+    strip_copies(graph)
     for node, op in nodes:
-        if op in _MOVABLE:
+        if op in _MOVABLE - COPIES:
             graph.erase_node(node)
+    copies = CopyWriter(graph, program.graph_id)
     anchors = [node for node, op in nodes if op not in _MOVABLE]
     anchors.append(output_node(graph))
     passed = 0
@@ -268,7 +306,13 @@ def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
             continue
         ids = [serial | i for i in instruction.ids]
         with graph.inserting_before(anchors[passed]):
-            if instruction.op == "release":
+            if instruction.op == "offload":
+                copies.offload(instruction.ids)
+            elif instruction.op == "reload":
+                copies.reload(instruction.ids)
+            elif instruction.op == "wait_copy":
+                copies.wait(instruction.ids)
+            elif instruction.op == "release":
                 graph.call_function(torch.ops.dc.release_params_fused.default, (program.graph_id, ids))
             elif instruction.op == "release_at_boundary":
                 graph.call_function(torch.ops.dc.release_params_at_boundary.default, (program.graph_id, ids))
@@ -281,3 +325,43 @@ def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
 def _fixed(schedule: Schedule) -> list[Instruction]:
     """What a new schedule must leave as it is."""
     return [replace(i, sizes=()) for i in schedule.instructions if i.op not in _MOVABLE]
+
+
+def check_copies(schedule: Schedule) -> None:
+    """Raises unless every saved tensor is copied when it is there, waited for, and back before it is read.
+
+    Args:
+        schedule: The schedule.
+
+    Raises:
+        ScheduleError: Names the instruction and the tensor.
+    """
+    saved = {one.number: one for one in schedule.saved}
+    region = {i.region: position for position, i in enumerate(schedule.instructions) if i.op == "compute"}
+    forward = schedule.kind == "forward"
+    started: dict[int, int] = {}
+    waited: set[int] = set()
+    for position, instruction in enumerate(schedule.instructions):
+        if instruction.op not in COPIES:
+            continue
+        where = f"{schedule.name}, instruction {position} ({instruction.op} {instruction.ids})"
+        if instruction.op == ("reload" if forward else "offload"):
+            raise ScheduleError(f"{where}: only {'backward' if forward else 'forward'} programs do that.")
+        for number in instruction.ids:
+            if number not in saved:
+                raise ScheduleError(f"{where}: there is no saved tensor {number} that could be copied.")
+            if instruction.op == "wait_copy":
+                if number not in started or number in waited:
+                    raise ScheduleError(f"{where}: tensor {number} is not being copied.")
+                waited.add(number)
+                first = region[saved[number].first]
+                if not forward and first < position:
+                    raise ScheduleError(f"{where}: tensor {number} is read before, by {saved[number].first}.")
+                continue
+            if number in started:
+                raise ScheduleError(f"{where}: tensor {number} is copied twice.")
+            if forward and region[saved[number].first] > position:
+                raise ScheduleError(f"{where}: tensor {number} is made later, by {saved[number].first}.")
+            started[number] = position
+    if missing := started.keys() - waited:
+        raise ScheduleError(f"{schedule.name}: nothing waits for the copies of tensors {sorted(missing)}.")

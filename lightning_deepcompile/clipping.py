@@ -1,0 +1,73 @@
+"""Clipping gradients of which every rank has a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_deepcompile.capture.gradients import GradientSession
+from lightning_deepcompile.capture.sharding import ShardedModel
+
+__all__ = ["Clipping"]
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """Clips gradients in place.
+
+    Args:
+        model: The sharded model.
+        gradients: Knows this rank's part of each gradient.
+        device: Where they are.
+    """
+
+    model: ShardedModel
+    gradients: GradientSession
+    device: torch.device
+
+    def norm(self, parameters: Iterable[Tensor], limit: float) -> Tensor:
+        """Scales gradients so that their 2-norm over all ranks is at most `limit`; one collective, no host wait.
+
+        Args:
+            parameters: The module's, sharded or replicated; those without a gradient are left out.
+            limit: Largest allowed norm.
+
+        Returns:
+            The norm before; a 0-dim tensor, equal on all ranks.
+        """
+        sharded, replicated = self._local_grads(parameters)
+        total = _square_sum(sharded, self.device)
+        if self.model.ranks.shards > 1:
+            dist.all_reduce(total, group=self.model.ranks.shard_group)
+        norm = (total + _square_sum(replicated, self.device)).sqrt()
+        if sharded or replicated:
+            # As torch.nn.utils.clip_grad_norm_: no branch on the norm, for which the host would have to wait.
+            torch._foreach_mul_(sharded + replicated, torch.clamp(limit / (norm + 1e-6), max=1.0))
+        return norm
+
+    def value(self, parameters: Iterable[Tensor], limit: float) -> None:
+        """Clamps every element of the gradients to ``[-limit, limit]``; arguments as of `norm`."""
+        sharded, replicated = self._local_grads(parameters)
+        if sharded or replicated:
+            torch._foreach_clamp_min_(sharded + replicated, -limit)
+            torch._foreach_clamp_max_(sharded + replicated, limit)
+
+    @torch.no_grad()
+    def _local_grads(self, parameters: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        sharded: list[Tensor] = []
+        replicated: list[Tensor] = []
+        for parameter in parameters:
+            grad = self.gradients.local_grad(parameter)
+            if grad is not None and grad.numel():
+                (sharded if parameter in self.model.by_parameter else replicated).append(grad)
+        return sharded, replicated
+
+
+def _square_sum(tensors: list[Tensor], device: torch.device) -> Tensor:
+    if not tensors:
+        return torch.zeros((), device=device)
+    return torch.stack([norm.float() for norm in torch._foreach_norm(tensors)]).square().sum()

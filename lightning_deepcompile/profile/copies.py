@@ -1,0 +1,53 @@
+"""How fast tensors travel to host memory and back: a few copies, made while every rank makes them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_deepcompile.plan.costs import Link
+
+__all__ = ["measure_copies"]
+
+_LARGE, _SMALL = 32 << 20, 1 << 12
+_TIMES = 3
+
+
+def measure_copies(device: torch.device) -> tuple[Link, Link]:
+    """Times copies from `device` to pinned host memory, and back.
+
+    Args:
+        device: The device; on a CPU, one place in memory stands for it and another for the host.
+
+    Returns:
+        Models of copies out and of copies in.
+    """
+    host = torch.empty(_LARGE, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    place = torch.zeros(_LARGE, dtype=torch.uint8, device=device)
+    links = []
+    for target, source in ((host, place), (place, host)):
+        latency = _seconds(lambda t=target, s=source: t[:_SMALL].copy_(s[:_SMALL], non_blocking=True), device)
+        large = _seconds(lambda t=target, s=source: t.copy_(s, non_blocking=True), device)
+        links.append(Link(latency, _LARGE / max(large - latency, 1e-9)))
+    return links[0], links[1]
+
+
+def _seconds(copy: Callable[[], Tensor], device: torch.device) -> float:
+    """The shortest of some copies; the first one, which may still set something up, does not count."""
+    times = []
+    for _ in range(_TIMES + 1):
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            copy()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        else:
+            begin = time.perf_counter()
+            copy()
+            times.append(time.perf_counter() - begin)
+    return min(times[1:])
