@@ -76,7 +76,8 @@ class Tuner:
         schedule = self._config.schedule
         if schedule is None or schedule == "auto":
             schedule = list(DEFAULT_SCHEDULE)
-            nothing_to_plan = self._world == 1 or capture.stage != 3  # nothing travels, or parameters stay whole anyway
+            nothing_travels = self._world == 1 and self._config.offload_activations == "none"
+            nothing_to_plan = nothing_travels or capture.stage != 3  # there parameters stay whole anyway
             if nothing_to_plan or self._config.schedule is None:
                 schedule = schedule[:1]
         if capture.stage != 3 and len(schedule) > 1:

@@ -23,6 +23,7 @@ from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.engine import Engine
 from lightning_deepcompile.plan.budget import MemoryBudgetError
+from lightning_deepcompile.plan.copy_placement import CopyPlacement
 from lightning_deepcompile.plan.costs import Link, Profile, ProfileError
 from lightning_deepcompile.plan.pass_manager import resolve_passes, step_pass
 from lightning_deepcompile.plan.passes.keep_whole import keep_until_boundary
@@ -44,7 +45,7 @@ def make_planner(mesh: Any, **settings: Any) -> tuple[Engine, torch.optim.Optimi
 
 
 class Shuffle(pl.Callback):
-    """Another valid schedule for every step, the same on both ranks: launches anywhere, any blocks kept."""
+    """Another valid schedule for every step, the same on both ranks: launches and copies anywhere, any blocks kept."""
 
     def __init__(self) -> None:
         self.random = random.Random(5)
@@ -64,10 +65,20 @@ class Shuffle(pl.Callback):
                 step = keep_until_boundary(step, *pair, group)
         placements = [Placement.of(s) for s in step]
         step = [p.at(sorted(self.random.randint(0, g.need) for g in p.groups)) for p in placements]
+        step = self.copy(step)
         capture.replan(plan=step)
         swapped = [read_schedule(e.program) for e in capture.executables]
         assert [s.instructions for s in swapped] == [s.instructions for s in step]
         return swapped
+
+    def copy(self, step: list[Schedule]) -> list[Schedule]:
+        placements = [CopyPlacement.of(s) for s in step]
+        read = {(p.schedule.frame, n) for p in placements if p.schedule.kind == "backward" for n in p.saved}
+        away = {key for key in sorted(read) if self.random.random() < 0.5}
+        return [
+            p.at({n: self.random.randint(0, len(p.body)) for n in p.saved if (p.schedule.frame, n) in away})
+            for p in placements
+        ]
 
 
 # One rank -------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from lightning_deepcompile.capture.partition import partition
 from lightning_deepcompile.capture.sharding import collect_parameters
 from lightning_deepcompile.program.lower import RegionCompiler, lower
 from lightning_deepcompile.program.program import ParamInfo, Program, ProgramKind
+from lightning_deepcompile.program.saved import mark_saved
 from lightning_deepcompile.runtime import load_extension
 
 __all__ = ["Captured", "Simulator", "capture"]
@@ -120,6 +121,7 @@ def capture(
         result.num_outputs = kwargs["num_fwd_outputs"]
         split = partition if tag else (lambda *a, **k: compat.partition(*a, lambda gm: None, **k))
         result.forward, result.backward = split(gm, joint_inputs, **kwargs)
+        mark_saved(result.forward, result.backward, result.num_outputs)
         return result.forward, result.backward
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -170,6 +172,7 @@ class Simulator:
         grads: Sums of the gradients that were reduced.
         reductions: How often each parameter's gradient was reduced.
         log: What ran: ``(name, ids)``.
+        copies: Saved tensors that are being copied: the host tensor, and its target if it is on its way back.
     """
 
     full: dict[int, Tensor]
@@ -179,6 +182,7 @@ class Simulator:
     grads: dict[int, Tensor] = field(default_factory=dict)
     reductions: dict[int, int] = field(default_factory=dict)
     log: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    copies: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
 
     def install(self, program: Program) -> Program:
         """A copy of `program` that calls this simulator."""
@@ -236,6 +240,26 @@ class Simulator:
 
     def _end_backward(self, graph_id: int) -> None:
         self.log.append(("end_backward", ()))
+
+    def _offload_tensors_fused(self, graph_id: int, tensors: list[Tensor]) -> list[Tensor]:
+        self.log.append(("offload", (len(tensors),)))
+        hosts = [tensor.clone() for tensor in tensors]
+        self.copies += [(host, None) for host in hosts]
+        return hosts
+
+    def _reload_tensors_fused(self, graph_id: int, hosts: list[Tensor]) -> list[Tensor]:
+        self.log.append(("reload", (len(hosts),)))
+        targets = [torch.full_like(h, float("nan") if h.is_floating_point() else 0) for h in hosts]
+        self.copies += list(zip(hosts, targets, strict=True))
+        return targets
+
+    def _wait_copies_fused(self, graph_id: int, hosts: list[Tensor]) -> None:
+        self.log.append(("wait_copy", (len(hosts),)))
+        for host in hosts:
+            (position,) = [k for k, (other, _) in enumerate(self.copies) if other is host]
+            _, target = self.copies.pop(position)
+            if target is not None:  # what is read before it is waited for is not there yet
+                target.copy_(host)
 
     def _gather(self, shard: Tensor, ds_id: int, size: list[int], dtype: torch.dtype) -> Tensor:
         assert list(self.full[ds_id].shape) == list(size) and self.full[ds_id].dtype == dtype

@@ -1,0 +1,397 @@
+"""Activations in host memory between forward and backward: programs, planning, and training to the last bit."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, Record, train
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from multiprocess import run_ranks
+from test_engine import make_engine, one_step, sgd
+from test_passes import Net
+from test_plan_passes import ALL
+from test_simulate import compute
+from torch.distributed.device_mesh import DeviceMesh
+from tracing import Simulator, capture
+
+from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+from lightning_deepcompile.plan.budget import MemoryBudgetError
+from lightning_deepcompile.plan.context import PlanContext
+from lightning_deepcompile.plan.copy_placement import CopyPlacement, fit_copies, offload_all
+from lightning_deepcompile.plan.costs import Contention, Link, Profile, RegionCost
+from lightning_deepcompile.plan.pass_manager import PassError, apply_passes, optimize, resolve_passes, step_pass
+from lightning_deepcompile.plan.passes.offload_activation import offload_activation
+from lightning_deepcompile.plan.settings import PlanSettings
+from lightning_deepcompile.plan.simulate import arena_bytes, just_in_time, simulate
+from lightning_deepcompile.program.codegen import generate
+from lightning_deepcompile.program.printer import format_program
+from lightning_deepcompile.program.saved import Saved
+from lightning_deepcompile.program.schedule import (
+    Instruction,
+    Schedule,
+    ScheduleError,
+    check_schedule,
+    read_schedule,
+    reschedule,
+)
+
+# Programs -------------------------------------------------------------------------------------------------------------
+
+
+def _programs() -> tuple[Any, Any, Any]:
+    captured = capture(Net(), torch.arange(6).view(2, 3))
+    forward = apply_passes(captured.lower("forward"), PlanSettings(1, keep_last_block=False))
+    backward = apply_passes(captured.lower("backward"), PlanSettings(1, keep_last_block=False))
+    return captured, forward, backward
+
+
+def _run(captured: Any, forward: Any, backward: Any) -> tuple[Any, Simulator]:
+    simulator = Simulator(captured.full)
+    outputs = generate(simulator.install(forward))[0](list(captured.args))
+    tangents = [torch.ones_like(out) for out in outputs[: captured.num_outputs] if isinstance(out, torch.Tensor)]
+    grads = generate(simulator.install(backward))[0]([*outputs[captured.num_outputs :], *tangents])
+    return (outputs[0], grads), simulator
+
+
+def test_a_program_prints_its_copies() -> None:
+    _, forward, backward = _programs()
+    printed = []
+    schedules = offload_all([read_schedule(p) for p in (forward, backward)])
+    for program, one in zip((forward, backward), schedules, strict=True):
+        lines = format_program(reschedule(program, one, "offload")).splitlines()[1:]
+        printed += [line.strip() for line in lines if not line.strip().startswith(("gather", "wait  ", "release"))]
+    assert "\n".join(printed) == _COPIES
+
+
+_COPIES = """\
+compute  region_0 = r0 (embed; 1 ops)
+compute  region_1 = r1 (layers.0; 3 ops)
+offload  saved 6 (192 B)
+compute  region_2 = r2 (layers.1; 5 ops)
+offload  saved 7 (192 B)
+wait copy saved 6 (192 B)
+compute  region_3 = r2 (layers.2; 5 ops)
+offload  saved 8 (192 B)
+wait copy saved 7 (192 B)
+compute  region_4 = r3 (head; 6 ops)
+offload  saved 9 (192 B)
+wait copy saved 8, 9 (384 B)
+reload   saved 9, 8 (384 B)
+reload   saved 7 (192 B)
+wait copy saved 9 (192 B)
+compute  region_0 = r0 (head; 11 ops)
+reduce   head (2 params, 432 B float32)
+reload   saved 6 (192 B)
+wait copy saved 8 (192 B)
+compute  region_1 = r1 (layers.2; 14 ops)
+reduce   layers.2 (2 params, 288 B float32)
+wait copy saved 7 (192 B)
+compute  region_2 = r1 (layers.1; 14 ops)
+reduce   layers.1 (2 params, 288 B float32)
+wait copy saved 6 (192 B)
+compute  region_3 = r2 (layers.0; 13 ops)
+reduce   layers.0 (2 params, 288 B float32)
+compute  region_4 = r3 (embed; 8 ops)
+reduce   embed (1 param, 384 B float32)
+end of backward"""
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_copies_anywhere_never_change_results(data: st.DataObject) -> None:
+    captured, *programs = _programs()
+    expected, reference = _run(captured, *programs)
+    placements = [CopyPlacement.of(read_schedule(p)) for p in programs]
+    away = data.draw(st.sets(st.sampled_from(sorted(placements[1].saved))))
+    changed = []
+    for program, placement in zip(programs, placements, strict=True):
+        schedule = placement.at({n: data.draw(st.integers(0, len(placement.body))) for n in sorted(away)})
+        check_schedule(schedule)
+        changed.append(reschedule(program, schedule, "copies"))
+        assert read_schedule(changed[-1]).instructions == schedule.instructions
+        assert read_schedule(changed[-1]).offloaded == tuple(sorted(away))
+        back = reschedule(changed[-1], read_schedule(program), "back")
+        assert format_program(back).splitlines()[1:] == format_program(program).splitlines()[1:]
+    (value, grads), simulator = _run(captured, *changed)
+    assert torch.equal(value, expected[0]) and simulator.copies == []
+    assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(grads, expected[1], strict=True))
+    assert all(torch.equal(simulator.grads[k], reference.grads[k]) for k in reference.grads)
+
+
+# Planning -------------------------------------------------------------------------------------------------------------
+
+COUNT, SIZE = 6, 1 << 20
+"""Regions of a forward schedule, each of which saves one tensor of so many bytes."""
+
+
+def copies(op: Any, *numbers: int) -> Instruction:
+    return Instruction(op, numbers, (SIZE,) * len(numbers))
+
+
+def _step(loads: float = 1.0, **fields: Any) -> tuple[list[Schedule], Profile]:
+    """Regions take a second; a copy takes `loads` seconds; memory is what is saved."""
+    names = [f"region_{k}" for k in range(COUNT)]
+    last_first = names[::-1]
+    forward = Schedule(
+        "forward", "forward", 0, tuple(compute(k) for k in range(COUNT)),
+        saved=tuple(Saved(k, SIZE, names[k], names[k]) for k in range(COUNT)),
+    )  # fmt: skip
+    backward = Schedule(
+        "backward", "backward", 0, tuple(compute(k) for k in range(COUNT)),
+        saved=tuple(Saved(k, SIZE, last_first[k], last_first[k]) for k in range(COUNT)),
+    )  # fmt: skip
+    regions = {}
+    for k in range(COUNT):
+        held = k * SIZE
+        regions[f"forward/region_{k}"] = RegionCost(1.0, 0.0, held, held + SIZE, held + SIZE)
+        held = (COUNT - k) * SIZE
+        regions[f"backward/region_{k}"] = RegionCost(1.0, 0.0, held, held, held - SIZE)
+    link, copy = Link(0.0, 1e12), Link(0.0, SIZE / loads)
+    schedules = [forward, backward]
+    profile = Profile(2, "cuda", tuple(schedules), regions, link, link, Contention(), copy_out=copy, copy_in=copy)
+    return schedules, replace(profile, **fields)
+
+
+def _plan(budget: float, mode: Any = "auto", loads: float = 1.0, **fields: Any) -> tuple[list[Schedule], Any]:
+    schedules, profile = _step(loads, budget=int(budget * SIZE), **fields)
+    planned = offload_activation(schedules, PlanContext(PlanSettings(offload_activations=mode), profile))
+    for schedule in planned:
+        check_schedule(schedule)
+    assert planned[0].offloaded == planned[1].offloaded
+    return planned, simulate(planned, profile)
+
+
+def test_nothing_leaves_that_fits() -> None:
+    schedules, _ = _step()
+    assert _plan(COUNT)[0] == schedules
+    assert _plan(COUNT - 1, room=SIZE)[0] == schedules, "room for larger batches is no reason"
+    assert _plan(1, "none")[0] == schedules
+
+
+@pytest.mark.parametrize("budget", [5, 4, 3])
+def test_what_exceeds_the_budget_leaves_and_no_more(budget: int) -> None:
+    planned, prediction = _plan(budget)
+    assert prediction.peak_bytes <= budget * SIZE
+    # Of the tensors that are away at the end of forward one comes back in time to be read.
+    assert planned[0].offloaded == tuple(range(COUNT - budget))
+    assert prediction.seconds == pytest.approx(2 * COUNT) and prediction.exposed_seconds == 0
+
+
+def test_copies_are_where_a_person_would_put_them() -> None:
+    """Each copy takes as long as a region: it runs beside the next one, and comes back beside the one before."""
+    planned, _ = _plan(4)
+    assert planned[0].instructions == (
+        compute(0), copies("offload", 0), compute(1), copies("offload", 1), copies("wait_copy", 0),
+        compute(2), copies("wait_copy", 1), compute(3), compute(4), compute(5),
+    )  # fmt: skip
+    assert planned[1].instructions == (
+        compute(0), compute(1), compute(2), copies("reload", 1), compute(3), copies("reload", 0),
+        copies("wait_copy", 1), compute(4), copies("wait_copy", 0), compute(5),
+    )  # fmt: skip
+
+
+def test_slow_copies_make_compute_wait_where_the_memory_is_needed() -> None:
+    planned, prediction = _plan(3, loads=4.0)
+    assert prediction.peak_bytes <= 3 * SIZE
+    assert prediction.exposed_seconds > 0 and prediction.seconds > 2 * COUNT + 1
+    roomy, roomier = _plan(5, loads=4.0)
+    assert len(roomy[0].offloaded) < len(planned[0].offloaded)
+    assert roomier.seconds < prediction.seconds
+
+
+def test_everything_leaves_on_demand_and_host_memory_is_bounded() -> None:
+    assert _plan(COUNT, "all")[0][0].offloaded == tuple(range(COUNT))
+    assert _plan(COUNT, "all", host_budget=2 * SIZE)[0][0].offloaded == (0, 1)
+    assert _plan(3, host_budget=2 * SIZE)[1].peak_bytes == 4 * SIZE, "as far as the host's memory goes"
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    budget=st.integers(1, COUNT + 1),
+    loads=st.floats(0.01, 5.0),
+    mode=st.sampled_from(["auto", "all"]),
+    batches=st.integers(1, 3),
+)
+def test_plans_keep_their_promises(budget: int, loads: float, mode: str, batches: int) -> None:
+    schedules, profile = _step(loads, budget=budget * SIZE, micro_batches=batches)
+    context = PlanContext(PlanSettings(offload_activations=mode), profile)
+    planned = offload_activation(schedules, context)
+    for schedule in planned:
+        check_schedule(schedule)
+        check_schedule(just_in_time(schedule))
+    assert planned[0].offloaded == planned[1].offloaded
+    peak, before = (simulate(s, profile).peak_bytes for s in (planned, schedules))
+    assert peak <= max(before, budget * SIZE)
+    if budget >= 3:
+        assert peak <= budget * SIZE
+    away = arena_bytes(planned)
+    assert away[1][-1] == 0 and all(bytes_ <= 0 for program in away for bytes_ in program)
+
+
+def test_schedules_that_lose_a_tensor_are_refused() -> None:
+    (forward, backward), _ = _step()
+    everything = [compute(k) for k in range(COUNT)]
+    for schedule, instructions, message in [
+        (forward, [copies("offload", 0), *everything, copies("wait_copy", 0)], "made later, by region_0"),
+        (forward, [*everything, copies("offload", 0)], r"nothing waits for the copies of tensors \[0\]"),
+        (forward, [*everything, copies("offload", 0, 0), copies("wait_copy", 0)], "copied twice"),
+        (forward, [*everything, copies("offload", 9), copies("wait_copy", 9)], "no saved tensor 9"),
+        (forward, [*everything, copies("reload", 0)], "only backward programs do that"),
+        (backward, [*everything, copies("wait_copy", 0)], "is not being copied"),
+        (backward, [*everything, copies("reload", 5), copies("wait_copy", 5)], "is read before, by region_0"),
+        (backward, [copies("offload", 5), *everything], "only forward programs do that"),
+    ]:
+        with pytest.raises(ScheduleError, match=message):
+            check_schedule(schedule.with_instructions(instructions))
+
+    @step_pass("forgetful", needs=["gathers"])
+    def forgetful(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
+        return [offload_all(schedules)[0], schedules[1]]
+
+    schedules, profile = _step()
+    with pytest.raises(PassError, match="'forgetful', forward leaves the saved tensors .* they must be the same"):
+        optimize(schedules, resolve_passes(["zero3", forgetful], profiled=True), PlanContext(profile=profile))
+
+
+def test_a_plan_for_other_saved_tensors_is_fitted() -> None:
+    schedules, _ = _step()
+    forward, backward = offload_all(schedules)
+    fewer = replace(schedules[0], saved=schedules[0].saved[:3])
+    assert fit_copies(forward, schedules[0], ()) == forward
+    assert fit_copies(forward, fewer, ()).offloaded == ()
+    assert fit_copies(forward, fewer, (0, 2)).offloaded == (0, 2)
+    assert fit_copies(backward, schedules[1], range(COUNT)) == backward
+    assert fit_copies(backward, schedules[1], (1, 4)).offloaded == (1, 4), "backward follows what forward does"
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+MODES = {
+    "all": {"offload_activations": "all", "schedule": None},
+    "planned": {"offload_activations": "all"},
+    "auto": {"offload_activations": "auto", "memory_budget": "1GiB"},
+}
+
+
+def _train(world: int) -> dict[str, str]:
+    wrong = {}
+    cases = {"gpt": 1, "mlp": 3, "graph_break": 1, "llama_checkpointing": 1, "normed": 3} if world == 2 else {"gpt": 3}
+    for name, accumulate in cases.items():
+        records: dict[str, Record] = {}
+        for mode, options in {"plain": {"schedule": None}, **MODES}.items():
+            records[mode] = train(
+                CASES[name],
+                DeepCompileStrategy(compile=CompileConfig(region_backend="eager", **options)),
+                world_size=world,
+                rank=int(os.environ["RANK"]),
+                steps=5 if mode == "all" else 7,
+                accumulate=accumulate,
+                gradient_clip_val=0.5,
+                inspect=lambda trainer: trainer.strategy.engine.runtime.stats(),
+            )
+        plain = records["plain"]
+        for mode, record in records.items():
+            moved = record.extra["offloaded_bytes"]
+            if record.losses != plain.losses[: len(record.losses)]:
+                wrong[f"{name}, {mode}"] = f"{record.losses} instead of {plain.losses}"
+            elif (moved > 0) != (mode in ("all", "planned")) or moved != record.extra["reloaded_bytes"]:
+                wrong[f"{name}, {mode}"] = f"{moved} bytes left, {record.extra['reloaded_bytes']} came back"
+            elif mode != "all" and any(not torch.equal(plain.params[k], record.params[k]) for k in plain.params):
+                wrong[f"{name}, {mode}"] = "other parameters"
+    return wrong
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("world", [2, 3])
+def test_training_is_the_same_to_the_last_bit(world: int) -> None:
+    assert run_ranks(_train, world, world, timeout=380) == [{}] * world
+
+
+BATCH = torch.arange(64 * 128).reshape(64, 128) % 16
+"""Tensors of 256 KiB are saved."""
+
+
+def test_a_budget_is_kept_and_said(mesh: DeviceMesh) -> None:
+    """Every tensor leaves at first, as sizes say that it may not fit; planning takes back what does."""
+    plain = make_engine(mesh, schedule=None)
+    expected = [one_step(plain, BATCH, optimizer) for optimizer in [sgd(plain)] for _ in range(12)]
+    roomy = make_engine(mesh, offload_activations="auto")
+    assert [one_step(roomy, BATCH, optimizer) for optimizer in [sgd(roomy)] for _ in range(7)] == expected[:7]
+    (nothing,) = roomy.report()
+    assert roomy.runtime.stats()["offloaded_bytes"] == 0
+    needed = nothing.passes[0].peak_bytes
+    engine = make_engine(mesh, offload_activations="auto", memory_budget=int(0.8 * needed))
+    optimizer = sgd(engine)
+    losses, moved = [], []
+    for _ in range(12):
+        before = engine.runtime.stats()["offloaded_bytes"]
+        losses.append(one_step(engine, BATCH, optimizer))
+        moved.append(engine.runtime.stats()["offloaded_bytes"] - before)
+    assert losses == expected
+    (done,) = engine.report()
+    assert done.outcome == "kept" and "activations in host memory" in str(done)
+    assert done.passes[-1].peak_bytes <= 0.8 * needed
+    assert 0 < moved[-1] < moved[0], "some of it fits"
+    assert engine.summary().offloaded_activation_bytes == moved[-1] and "offloaded activations" in str(engine.summary())
+    for one in (plain, roomy, engine):
+        one.close()
+
+
+def test_a_budget_below_everything_states_the_least(mesh: DeviceMesh) -> None:
+    engine = make_engine(mesh, offload_activations="auto", memory_budget=40_000)
+    optimizer = sgd(engine)
+    with pytest.raises(MemoryBudgetError, match="need [0-9]+ .* even with one block gathered at a time"):
+        for _ in range(6):
+            one_step(engine, BATCH, optimizer)
+    engine.close()
+
+
+def test_host_memory_that_does_not_suffice_is_named(mesh: DeviceMesh) -> None:
+    engine = make_engine(mesh, schedule=None, offload_activations="all", host_memory_budget=100_000)
+    with pytest.raises(torch.OutOfMemoryError, match="no host memory for .* bytes of offloaded tensors"):
+        one_step(engine, BATCH, sgd(engine))
+    engine.close()
+
+
+def test_a_graph_may_run_again_before_its_backward(mesh: DeviceMesh) -> None:
+    results = []
+    for mode in ("none", "all"):
+        engine = make_engine(mesh, schedule=None, offload_activations=mode)
+        first, second = (engine.run_step("training_step", batch) for batch in (BATCH[:8], BATCH[8:16]))
+        engine.backward((first + 2 * second).backward)
+        results.append([p.grad.to_local().clone() for p in engine.module.parameters()])
+        moved = engine.runtime.stats()
+        assert (moved["offloaded_bytes"] > 0) == (mode == "all")
+        engine.close()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_step_that_is_given_up_leaves_nothing_behind(mesh: DeviceMesh) -> None:
+    engine = make_engine(mesh, schedule=None, offload_activations="all")
+    optimizer = sgd(engine)
+    expected = one_step(engine, BATCH, optimizer)
+    for _ in range(2):
+        engine.run_step("training_step", BATCH)  # its loss is dropped, and with it what it saved
+    held = engine.runtime.stats()["host_bytes"]
+    for _ in range(3):
+        assert one_step(engine, BATCH, optimizer) != expected
+    assert engine.runtime.stats()["host_bytes"] == held > 0, "buffers are used again"
+    engine.close()
+
+
+def test_the_pass_is_among_the_defaults() -> None:
+    names = [p.name for p in resolve_passes([*ALL[:3], "offload_activation", *ALL[3:]], profiled=True)]
+    assert names.index("offload_activation") < names.index("unshard"), "what must leave comes first"
+    assert list(itertools.chain(*(entry["passes"] for entry in _default_schedule())))[2:] == names
+
+
+def _default_schedule() -> Any:
+    from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE
+
+    return DEFAULT_SCHEDULE
