@@ -1,0 +1,85 @@
+"""Activations in pinned host memory, on GPUs: the same losses, less memory, no step that waits for the host."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from cases import VOCAB
+from multiprocess import run_ranks
+from test_gpu import LIMIT, Curve, _fit
+from torch import Tensor
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+
+STEPS = 12
+
+
+class Peaks(pl.Callback):
+    """The most memory of every step, and no host synchronisation in the last ones."""
+
+    def __init__(self) -> None:
+        self.bytes: list[int] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        torch.cuda.reset_peak_memory_stats()
+        if batch_idx >= STEPS - 2:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+        self.bytes.append(torch.cuda.max_memory_allocated())
+
+
+def _batches(rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return list(torch.randint(0, VOCAB, (STEPS, 32, 257), generator=generator).cuda(rank))
+
+
+def _train(budget: int | None) -> dict[str, Any]:
+    """Trains with what `budget` asks for, or, if there is none, with nothing and with everything in host memory."""
+    from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+
+    # Inductor's gradient of an embedding adds with atomics, in any order, unless told otherwise.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    modes: dict[str, dict[str, Any]] = {"none": {"schedule": None}}
+    if budget is None:
+        modes["all"] = {"schedule": None, "offload_activations": "all"}
+    else:
+        modes = {"auto": {"offload_activations": "auto", "memory_budget": budget}}
+    results = {}
+    for mode, options in modes.items():
+        torch.manual_seed(0)
+        module, peaks = Curve(), Peaks()
+        strategy = DeepCompileStrategy(timeout=LIMIT, compile=CompileConfig(**options))
+        _fit(module, strategy, _batches(int(os.environ["RANK"])), [peaks])
+        results[mode] = {
+            "losses": torch.stack(module.losses).tolist(),
+            "peaks": peaks.bytes,
+            "moved": strategy.summary().offloaded_activation_bytes,
+            "rounds": strategy.report(),
+        }
+    return results
+
+
+def test_activations_leave_the_device_and_no_loss_changes() -> None:
+    fixed = run_ranks(_train, 2, None, timeout=200)
+    for result in fixed:
+        none, everything = result["none"], result["all"]
+        assert everything["losses"] == none["losses"]
+        assert none["moved"] == 0 < everything["moved"]
+        # The last block's come back at once, and two regions' are on their way at a time.
+        assert none["peaks"][-1] - everything["peaks"][-1] > 0.4 * everything["moved"]
+    least, most = (max(result[mode]["peaks"][-1] for result in fixed) for mode in ("all", "none"))
+    budget = (least + most) // 2
+    for result, plain in zip(run_ranks(_train, 2, budget, timeout=190), fixed, strict=True):
+        auto = result["auto"]
+        assert auto["losses"] == plain["none"]["losses"]
+        (done,) = auto["rounds"]
+        assert done.outcome == "kept" and 0 < auto["moved"] < plain["all"]["moved"], str(done)
+        assert max(auto["peaks"][-3:]) <= budget, str(done)
+        assert done.after_peak_bytes == pytest.approx(done.passes[-1].peak_bytes, rel=0.05)
