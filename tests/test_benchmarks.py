@@ -1,6 +1,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,10 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "examples" / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 import compare  # noqa: E402
+import deepspeed_setup  # noqa: E402
 import plot  # noqa: E402
 import report  # noqa: E402
-from jobs import SHAPES, Case, Job, System  # noqa: E402
+from jobs import DEEPSPEED, SHAPES, Case, Job, System  # noqa: E402
 from profile_trace import kernel_kind, overlap, summarize, total, union  # noqa: E402
 
 BUILT = importlib.util.find_spec("lightning_deepcompile._C") is not None
@@ -40,7 +42,9 @@ def test_case_says_what_it_expects(text: str) -> None:
         Case.parse(text)
 
 
-@pytest.mark.parametrize("text", ["fsdp3", "fsdp@forward_prefetch=1", "deepcompile@prefetch_blocks", "@a=1"])
+@pytest.mark.parametrize(
+    "text", ["fsdp3", "fsdp@forward_prefetch=1", "deepcompile@prefetch_blocks", "deepspeed@compile", "@a=1"]
+)
 def test_system_refuses_what_it_cannot_run(text: str) -> None:
     with pytest.raises(ValueError, match="system"):
         System.parse(text)
@@ -51,25 +55,31 @@ def test_system_options_keep_their_types() -> None:
     assert system.options == {"prefetch_blocks": 3, "region_backend": "eager", "keep_last_block": False}
 
 
+def make_job(system: str, *cases: Case, **more: object) -> Job:
+    fixed = {"shape": SHAPES["tiny"], "world": 2, "device": "cpu", "precision": "fp32", "steps": 1, "warmup": 1}
+    fixed |= {"folder": "f", "out": "o", "spawned": 1.5, "deadline": 2.5}
+    return Job(system=System.parse(system), cases=list(cases), **(fixed | more))
+
+
 @pytest.mark.parametrize("profile", [None, Case(8, 1, 2)])
 def test_job_survives_its_file(tmp_path: Path, profile: Case | None) -> None:
-    job = Job(
-        system=System.parse("deepcompile@prefetch_blocks=3"),
-        cases=[Case(8, 1, 2), Case(16, 1, 1)],
-        shape=SHAPES["tiny"],
-        world=2,
-        device="cpu",
-        precision="fp32",
-        steps=1,
-        warmup=1,
-        folder="f",
-        out="o",
-        spawned=1.5,
-        deadline=2.5,
-        profile=profile,
-    )
+    job = make_job("deepcompile@prefetch_blocks=3", Case(8, 1, 2), Case(16, 1, 1), profile=profile)
     job.save(tmp_path / "job.json")
     assert Job.load(tmp_path / "job.json") == job
+
+
+def test_deepspeed_is_configured_for_the_case() -> None:
+    config = deepspeed_setup.configuration(make_job("deepspeed", Case(8, 2, 4), precision="bf16"))
+    assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (2, 4)
+    assert config["bf16"]["enabled"] and config["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert config["zero_optimization"]["reduce_bucket_size"] == 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160
+    text = "deepspeed-deepcompile@offload_optimizer=cpu+reduce_bucket_size=7+compile.double_buffer=false"
+    job = make_job(text, Case(8, 1, 1), device="cuda", precision="bf16")
+    config = deepspeed_setup.configuration(job)
+    assert "data_types" not in config, "nothing is added up"
+    assert config["compile"] == {"deepcompile": True, "double_buffer": False}
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert config["zero_optimization"]["reduce_bucket_size"] == 7
 
 
 def test_flops_of_llama3_8b() -> None:
@@ -222,6 +232,41 @@ def test_a_system_that_fails_or_stands_still_leaves_the_others_alone(tmp_path: P
     assert "no progress" in results["results"][0]["reason"]
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     assert not any(str(tmp_path).encode() in command for command in commands)
+
+
+def test_a_missing_deepspeed_is_skipped_with_its_reason(tmp_path: Path) -> None:
+    hidden = tmp_path / "hidden" / "deepspeed"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'hjson'\")")
+    path = os.pathsep.join(filter(None, [str(hidden.parent), os.environ.get("PYTHONPATH")]))
+    code, results, printed = run_compare(
+        tmp_path, "--systems", ",".join(DEEPSPEED), "--cases", "16x1x1,16x1x2", PYTHONPATH=path
+    )
+    assert code == 0, "to skip is not to fail"
+    assert [r["status"] for r in results["results"]] == ["skipped"] * 4
+    found = by_system(results, "16x1x1")
+    assert "pip install deepspeed" in found["deepspeed"]["reason"]
+    assert "No module named 'hjson'" in found["deepspeed"]["reason"]
+    assert "needs GPUs" in found["deepspeed-deepcompile"]["reason"]
+    assert "deepspeed skipped: DeepSpeed cannot be imported" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.skipif(shutil.which("ninja") is None, reason="DeepSpeed compiles its collectives on CPU with ninja")
+def test_deepspeed_trains_as_ddp_does(tmp_path: Path) -> None:
+    fresh = "stage3_max_reuse_distance=0+stage3_max_live_parameters=0"  # else nothing is freed of so small a model
+    systems = [f"deepspeed@{fresh}", f"deepspeed@compile=true+{fresh}", "ddp"]
+    code, results, printed = run_compare(
+        tmp_path,
+        *("--systems", ",".join(systems), "--cases", "16x1x2"),
+        TORCH_COMPILE_DISABLE="1",
+        TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"),
+    )
+    assert code == 0, printed
+    found = by_system(results, "16x1x2")
+    for system in systems[:-1]:
+        assert found[system]["losses"] == pytest.approx(found["ddp"]["losses"], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ reported as failed, and the rest goes on. ``results.json``, ``table.md`` and ``l
 matplotlib there is a ``plot.png`` in the end.
 
 ``--systems deepcompile,deepcompile@prefetch_blocks=1+reduce_window=4`` compares options of ``CompileConfig``.
+``--systems deepspeed,deepspeed@compile=true,deepspeed-deepcompile`` compares with DeepSpeed, where it is installed;
+``deepspeed@offload_optimizer=cpu`` is ZeRO-Offload (``deepspeed_setup.py`` says what is set and how to change it).
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import deepspeed_setup
 import plot
 import report
 from groups import WorkerGroup
-from jobs import SHAPES, SYSTEMS, Case, Job, System
+from jobs import DEEPSPEED, SHAPES, SYSTEMS, Case, Job, System
 
 GRACE_S = 45
 """A case begun before the deadline may end this long after it."""
@@ -70,13 +73,15 @@ class Comparison:
     def _unable(self, system: System) -> str | None:
         if system.kind == "fsdp" and self._arguments.device == "cpu":
             return "Lightning's FSDPStrategy needs GPUs"
+        if system.kind in DEEPSPEED:
+            return deepspeed_setup.unable(system, self._arguments.device)
         return None
 
     def _run_system(self, system: System) -> None:
         """Runs the cases of a system; a case that ends its group is left out, and the rest starts in a new group."""
         remaining = list(self._arguments.cases)
         while remaining and time.time() < self._deadline:
-            cases = remaining[:1] if system.plans else remaining
+            cases = remaining[:1] if system.case_by_case else remaining
             group, error = self._run_group(self._job(system, cases), system.name, self._results.append)
             remaining = [case for case in remaining if case not in group.finished]
             if error is None:

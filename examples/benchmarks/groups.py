@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jobs import Case, Job
+import deepspeed_setup
+from jobs import DEEPSPEED, Case, Job
 
 HERE = Path(__file__).resolve().parent
 POLL_S, SETTLE_S, EXIT_S, KILL_S = 0.2, 3.0, 15.0, 30.0
@@ -141,6 +142,8 @@ class WorkerGroup:
             "LOCAL_WORLD_SIZE": world,
             "NODE_RANK": "0",
         }
+        if self._job.system.kind in DEEPSPEED:
+            base |= deepspeed_setup.environment(self._job, cache)
         return [base | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self._job.world)]
 
     def _spawn(self, rank: int, env: dict[str, str]) -> subprocess.Popen[bytes]:

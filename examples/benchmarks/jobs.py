@@ -16,9 +16,16 @@ SYSTEMS = {
     "gradients reduced every micro-batch",
     "fsdp2-noreshard": "as fsdp2, parameters stay gathered until the step's last backward, gradients reduced once a "
     "step (FSDP2's fastest setting, at the price of memory)",
+    "deepspeed": "plain loop, deepspeed.initialize, ZeRO-3, eager: overlap_comm, buckets and prefetch of one block, "
+    "norms not partitioned, no clipping, gradients of several micro-batches added up in fp32; with @compile=true "
+    "blocks are leaf modules and compiled one by one, other options are DeepSpeed's own",
+    "deepspeed-deepcompile": "as deepspeed, with DeepSpeed's DeepCompile (engine.compile()): what its passes plan "
+    "holds from step 6 on",
     "ddp": "Lightning Trainer, DDPStrategy: nothing sharded, the reference for losses of small models",
     "roofline": "no training: the bound described in roofline.py",
 }
+DEEPSPEED = ("deepspeed", "deepspeed-deepcompile")
+WITH_OPTIONS = ("deepcompile", *DEEPSPEED)
 
 
 @dataclass(frozen=True)
@@ -34,9 +41,14 @@ class Shape:
 
     def flops_per_token(self, seq: int) -> int:
         """Model FLOPs of forward plus backward for one token: no recomputation, causal attention at half its square."""
-        attention = 2 * self.hidden * self.hidden * (1 + self.kv_heads / self.heads)
-        matmul = self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden
-        return int(6 * matmul + 6 * self.layers * self.hidden * seq)
+        matmul = self.layers * self.block_weights + self.vocab * self.hidden
+        return 6 * matmul + 6 * self.layers * self.hidden * seq
+
+    @property
+    def block_weights(self) -> int:
+        """Elements of a block's matrices; its norms are 2 x hidden more."""
+        attention = 2 * self.hidden * (self.hidden + self.hidden * self.kv_heads // self.heads)
+        return attention + 3 * self.hidden * self.intermediate
 
 
 SHAPES = {
@@ -78,21 +90,27 @@ class System:
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def plans(self) -> bool:
-        """Whether it measures its first steps: a plan is for one case, so each gets processes of its own."""
-        return self.kind == "deepcompile" and self.options.get("schedule", "auto") is not None
+    def case_by_case(self) -> bool:
+        """Whether each case gets processes of its own.
+
+        What is planned with measurements of the first steps is for one case, and DeepSpeed's engines are told when they
+        are made how many micro-batches a step has.
+        """
+        return self.kind in DEEPSPEED or (
+            self.kind == "deepcompile" and self.options.get("schedule", "auto") is not None
+        )
 
     @classmethod
     def parse(cls, text: str) -> System:
-        """Reads ``KIND`` or ``deepcompile@option=value+option=value`` (values are JSON, else strings)."""
+        """Reads ``KIND`` or ``KIND@option=value+option=value`` (values are JSON, else strings)."""
         kind, _, tail = text.partition("@")
         if kind not in SYSTEMS:
             raise ValueError(f"system {kind!r} is not one of {', '.join(SYSTEMS)}")
-        if tail and kind != "deepcompile":
-            raise ValueError(f"system {text!r}: only deepcompile takes options after @")
+        if tail and kind not in WITH_OPTIONS:
+            raise ValueError(f"system {text!r}: only {', '.join(WITH_OPTIONS)} take options after @")
         pairs = [item.partition("=")[::2] for item in tail.split("+") if item]
         if any(not name or not value for name, value in pairs):
-            raise ValueError(f"system {text!r}: write options as deepcompile@name=value+name=value")
+            raise ValueError(f"system {text!r}: write options as {kind}@name=value+name=value")
         return cls(text, kind, {name: _value(value) for name, value in pairs})
 
 

@@ -8,6 +8,7 @@ import torch
 from jobs import Case, Shape
 from transformers import LlamaConfig, LlamaForCausalLM
 
+LEARNING_RATE = 1e-4
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -32,7 +33,7 @@ def build_model(shape: Shape, device: torch.device | str) -> LlamaForCausalLM:
 
 def adamw(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.AdamW:
     """The optimizer of every system."""
-    return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0, fused=True)
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
 
 class Batches:

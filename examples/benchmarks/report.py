@@ -17,8 +17,8 @@ from jobs import SYSTEMS, Case, Shape, System
 
 Result = dict[str, Any]
 _PARTS = ("forward_backward_ms", "gather_ms", "reduce_ms", "optimizer_ms")
-_VARIABLES = ("NCCL_", "TORCH", "PYTORCH_", "CUDA_", "OMP_", "TRITON_")
-_PACKAGES = ("torch", "triton", "lightning", "pytorch-lightning", "transformers", "lightning-deepcompile")
+_VARIABLES = ("NCCL_", "TORCH", "PYTORCH_", "CUDA_", "OMP_", "TRITON_", "DS_")
+_PACKAGES = ("torch", "triton", "lightning", "pytorch-lightning", "transformers", "lightning-deepcompile", "deepspeed")
 
 
 def join_ranks(system: System, case: Case, shape: Shape, ranks: Sequence[dict[str, Any]]) -> Result:

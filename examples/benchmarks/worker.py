@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jobs import Job
+from jobs import DEEPSPEED, Job
 
 
 def main() -> None:
@@ -31,6 +31,10 @@ def main() -> None:
     if rank == 0:
         Path(job.folder, "environment.json").write_text(json.dumps(_describe()))
     runners = {"fsdp2": run_fsdp2, "fsdp2-noreshard": run_fsdp2, "roofline": run_roofline}
+    if job.system.kind in DEEPSPEED:
+        from deepspeed_runner import run_deepspeed  # DeepSpeed may not be installed
+
+        runners[job.system.kind] = run_deepspeed
     # Users train at one shape: a second case in the same process must not turn any system's graphs dynamic. And a
     # system that would silently fall back to eager code is not what its column says.
     with torch._dynamo.config.patch(automatic_dynamic_shapes=False, fail_on_recompile_limit_hit=True):
