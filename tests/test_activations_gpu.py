@@ -54,7 +54,7 @@ def _train(budget: int | None) -> dict[str, Any]:
     results = {}
     for mode, options in modes.items():
         torch.manual_seed(0)
-        module, peaks = Curve(), Peaks()
+        module, peaks = Curve(layers=12), Peaks()
         strategy = DeepCompileStrategy(timeout=LIMIT, compile=CompileConfig(**options))
         _fit(module, strategy, _batches(int(os.environ["RANK"])), [peaks])
         results[mode] = {
@@ -72,8 +72,8 @@ def test_activations_leave_the_device_and_no_loss_changes() -> None:
         none, everything = result["none"], result["all"]
         assert everything["losses"] == none["losses"]
         assert none["moved"] == 0 < everything["moved"]
-        # The last block's come back at once, and two regions' are on their way at a time.
-        assert none["peaks"][-1] - everything["peaks"][-1] > 0.4 * everything["moved"]
+        # Those of three of the twelve blocks are there at any time: one computes, and those of two are on their way.
+        assert none["peaks"][-1] - everything["peaks"][-1] > 0.5 * everything["moved"]
     least, most = (max(result[mode]["peaks"][-1] for result in fixed) for mode in ("all", "none"))
     budget = (least + most) // 2
     for result, plain in zip(run_ranks(_train, 2, budget, timeout=190), fixed, strict=True):

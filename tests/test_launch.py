@@ -27,6 +27,7 @@ class Model(pl.LightningModule):
 
     def on_train_batch_start(self, batch, batch_idx):
         if batch_idx == 2 and str(self.global_rank) == os.environ["FAILING_RANK"]:
+            open("failed", "w").close()
             if os.environ["FAILURE"] == "exception":
                 raise ArithmeticError("this rank gives up")
             os.kill(os.getpid(), 9)
@@ -50,7 +51,7 @@ def run_script(
     """Runs the script, with more environment `variables`.
 
     Returns:
-        Its exit code, what all its processes printed, and the seconds it took.
+        Its exit code, what all its processes printed, and the seconds from its failure to its end.
     """
     script = folder / "train.py"
     script.write_text(SCRIPT)
@@ -58,11 +59,12 @@ def run_script(
     metadata.mkdir()
     env = clean_environment() | {"FAILING_RANK": failing, "FAILURE": failure, "OMP_NUM_THREADS": "1"} | variables
     env["PYTHONPATH"] = python_path(declare_entry_points(metadata))
-    start = time.monotonic()
     done = subprocess.run(
-        [sys.executable, *launcher, str(script)], env=env, cwd=folder, capture_output=True, text=True, timeout=150
+        [sys.executable, *launcher, str(script)], env=env, cwd=folder, capture_output=True, text=True, timeout=180
     )
-    return done.returncode, done.stdout + done.stderr, time.monotonic() - start
+    failed = folder / "failed"
+    seconds = time.time() - failed.stat().st_mtime if failed.exists() else 0.0
+    return done.returncode, done.stdout + done.stderr, seconds
 
 
 # Standalone: a port and an id of its own. By default all launches meet at one port, related or not.
@@ -70,7 +72,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(240)
 def test_torchrun_trains(tmp_path: Path) -> None:
     code, output, _ = run_script(tmp_path, *TORCHRUN, failing="none")
     assert code == 0, output
@@ -78,7 +80,7 @@ def test_torchrun_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("launcher", "failing"), [((), "0"), ((), "1"), (TORCHRUN, "1")], ids=["lightning-0", "lightning-1", "torchrun-1"]
 )
@@ -86,19 +88,19 @@ def test_an_exception_ends_all_ranks(tmp_path: Path, launcher: tuple[str, ...], 
     code, output, seconds = run_script(tmp_path, *launcher, failing=failing)
     assert code != 0 and "this rank gives up" in output, output
     assert "is done" not in output
-    assert seconds < 90
+    assert 0 < seconds < 45
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(240)
 def test_a_killed_rank_ends_the_other(tmp_path: Path) -> None:
     code, output, seconds = run_script(tmp_path, *TORCHRUN, failing="0", failure="kill")
     assert code != 0 and "is done" not in output, output
-    assert seconds < 90
+    assert 0 < seconds < 45
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(240)
 def test_two_nodes_train(tmp_path: Path) -> None:
     """Two groups of two processes that meet over a port, as two hosts would."""
     port = _free_port()
@@ -119,7 +121,7 @@ def test_two_nodes_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(240)
 def test_slurm_trains(tmp_path: Path) -> None:
     """Two tasks as `srun` starts them: everything that Lightning needs to know is in the environment."""
     port = _free_port()

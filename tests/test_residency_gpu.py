@@ -36,7 +36,7 @@ def _train_all(accelerator: str) -> dict[str, Record]:
     from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
     def run(optimizer: str, callbacks: list[pl.Callback], offload: str = "none", **arguments: Any) -> Record:
-        config = CompileConfig(region_backend="eager", offload=offload, offload_chunk=8_000)
+        config = CompileConfig(region_backend="eager", schedule=None, offload=offload, offload_chunk=8_000)
         return train(
             CASES["gpt_tied"],
             DeepCompileStrategy(compile=config, timeout=timedelta(seconds=60), **arguments),
