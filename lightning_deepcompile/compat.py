@@ -34,6 +34,7 @@ __all__ = [
     "partition",
     "real_tensors",
     "run_first_after_step",
+    "start_compile_workers",
     "step_settings",
     "storage_uses",
     "store",
@@ -287,6 +288,18 @@ def compile_region(
 
     with tracing(TracingContext(current_fake_mode())):
         return compile_fx_inner(gm, inputs, is_backward=is_backward, is_inference=is_inference, static_input_idxs=())
+
+
+def start_compile_workers() -> None:
+    """Starts the processes in which Inductor compiles GPU kernels, or wakes them; returns at once.
+
+    They take seconds to come up, and until then kernels are compiled one after another in this process.
+    ``torch.compile(backend="inductor")`` does this by itself; whoever calls Inductor for a part of a graph must do it.
+    Without Triton there are none.
+    """
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
 
 
 def step_settings(recompile_limit: int) -> contextlib.AbstractContextManager[None]:

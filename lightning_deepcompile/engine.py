@@ -88,6 +88,8 @@ class Engine:
         if mesh.device_type == "cpu" and mesh.size() > 1:
             # Separate groups, so that gathers and reductions need not wait for each other.
             gather_group, reduce_group = ranks.new_shard_groups(2, timeout=timeout)
+        if config.region_backend == "inductor" and device.type == "cuda":
+            compat.start_compile_workers()  # they are there when the step is traced
         offloads = config.offload != "none" or config.offload_activations != "none"
         host_bytes = host_limit(config.host_memory_budget, group) if offloads else 0
         self.runtime = extension.Runtime(

@@ -82,4 +82,3 @@ def test_activations_leave_the_device_and_no_loss_changes() -> None:
         (done,) = auto["rounds"]
         assert done.outcome == "kept" and 0 < auto["moved"] < plain["all"]["moved"], str(done)
         assert max(auto["peaks"][-3:]) <= budget, str(done)
-        assert done.after_peak_bytes == pytest.approx(done.passes[-1].peak_bytes, rel=0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -88,3 +89,16 @@ def test_a_backend_that_is_held_weakly_is_freed() -> None:
     assert freed() is None
     with pytest.raises(Exception, match="its strategy is gone"):
         torch.compile(lambda x: x + 2, backend=compat.held_weakly(Backend().__call__))(torch.ones(2))
+
+
+def test_compile_workers_come_up_without_a_compilation() -> None:
+    from torch._inductor.async_compile import AsyncCompile
+    from torch.utils._triton import has_triton_package
+
+    compat.start_compile_workers()
+    if not has_triton_package():
+        pytest.skip("without Triton nothing is compiled in other processes")
+    end = time.monotonic() + 60
+    while not AsyncCompile.use_process_pool():
+        assert time.monotonic() < end, "the workers did not come up"
+        time.sleep(0.05)

@@ -122,6 +122,8 @@ class Capture:
         """The backend function that ``torch.compile`` calls."""
         frame = _Frame(self.frames)
         self._frames.append(frame)
+        if self.config.region_backend == "inductor" and any(getattr(x, "is_cuda", False) for x in example_inputs):
+            compat.start_compile_workers()  # they sleep when nothing was compiled for a while
         with self._timed():
             check_graph(gm, example_inputs, {ds_id: info.name for ds_id, info in self.params.items()})
             if self.config.recognize_causal_masks:
