@@ -75,12 +75,13 @@ class StepState:
 
 
 def _parameter_property(name: str) -> property:
+    is_compiling, gather = torch.compiler.is_compiling, torch.ops.dc.gather  # the tracer looks each name up anew
+
     @compat.never_a_frame
     def read(self: nn.Module) -> Tensor:
         # Compiled code always gathers: the tracer takes this branch as a constant, without a guard.
-        if torch.compiler.is_compiling():
-            leaf, ds_id, size, dtype = self.__dict__[_META][name]
-            return torch.ops.dc.gather(leaf, ds_id, size, dtype)
+        if is_compiling():
+            return gather(*self.__dict__[_META][name])
         # Eager code outside of a step and of the module's own call gets the shard: reading an attribute must never
         # start a collective that other ranks know nothing of.
         state = self.__dict__[_STATE]
@@ -89,7 +90,7 @@ def _parameter_property(name: str) -> property:
         leaf, ds_id, size, dtype = self.__dict__[_META][name]
         if state.inside:
             state.warn_uncompiled(ds_id, name)
-        return torch.ops.dc.gather(leaf, ds_id, size, dtype if state.inside else leaf.dtype)
+        return gather(leaf, ds_id, size, dtype if state.inside else leaf.dtype)
 
     return property(read, doc=f"The parameter `{name}`: gathered while it is computed with, else this rank's shard.")
 
