@@ -69,15 +69,16 @@ def _name(sharding_strategy: Any) -> str:
 
 
 def with_cpu_offload(config: CompileConfig, cpu_offload: Any) -> CompileConfig:
-    """The settings with what FSDP's argument means here: as many optimizer states leave the device as must.
+    """The settings with what FSDP's argument means here: as many activations and optimizer states leave as must.
 
     Args:
-        config: The user's settings; an ``offload`` that is chosen there stays.
+        config: The user's settings; what is chosen there stays.
         cpu_offload: A bool, or ``torch.distributed.fsdp.CPUOffload``; None if not given.
     """
-    if getattr(cpu_offload, "offload_params", cpu_offload) and config.offload == "none":
-        return replace(config, offload="auto")
-    return config
+    if not getattr(cpu_offload, "offload_params", cpu_offload):
+        return config
+    chosen = {name: getattr(config, name) for name in ("offload", "offload_activations")}
+    return replace(config, **{name: "auto" for name, mode in chosen.items() if mode == "none"})
 
 
 def warn_about_ignored(arguments: Mapping[str, Any]) -> None:

@@ -74,8 +74,8 @@ class DeepCompileStrategy(CheckpointStrategy):
         device_mesh: For hybrid sharding: (number of replicas, ranks that share the parameters), or a DeviceMesh of
             these two dimensions. Ranks next to each other share; gradients are reduced among them, and then averaged
             over the replicas.
-        cpu_offload: Of FSDP; True means ``CompileConfig(offload="auto")``: optimizer states live in host memory as far
-            as the device's does not suffice.
+        cpu_offload: Of FSDP; True means ``CompileConfig(offload="auto", offload_activations="auto")``: activations and
+            optimizer states live in host memory as far as the device's does not suffice.
         auto_wrap_policy: Of FSDP; ignored with a warning, as are the next ones.
         use_orig_params: Of FSDP; ignored.
         backward_prefetch: Of FSDP; ignored.

@@ -247,7 +247,8 @@ class Tuner:
             reduces_late=self._config.reduces_late(self._capture.stage),
             reduce_window=self._config.reduce_window,
             budget=memory_limit(self._device, self._config.memory_budget),
-            step_seconds=self._fastest(-2, 0),
+            # The steps before may still have grown memory or tuned kernels; marks, too, only make a step longer.
+            step_seconds=self._fastest(-2, _OBSERVED + 1),
             live={name: live_bytes(programs[name]) for name in names},
         )
         if self._config.memory_budget is None:

@@ -50,24 +50,26 @@ def test_refused(arguments: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "offload"),
+    ("arguments", "offload", "activations"),
     [
-        ({}, "none"),
-        ({"cpu_offload": False}, "none"),
-        ({"cpu_offload": True}, "auto"),
-        ({"cpu_offload": CPUOffload(offload_params=True)}, "auto"),
-        ({"cpu_offload": True, "compile": CompileConfig(offload="all")}, "all"),
+        ({}, "none", "none"),
+        ({"cpu_offload": False}, "none", "none"),
+        ({"cpu_offload": True}, "auto", "auto"),
+        ({"cpu_offload": CPUOffload(offload_params=True)}, "auto", "auto"),
+        ({"cpu_offload": True, "compile": CompileConfig(offload="all")}, "all", "auto"),
+        ({"cpu_offload": True, "compile": CompileConfig(offload_activations="all")}, "auto", "all"),
     ],
 )
-def test_cpu_offload(arguments: dict[str, Any], offload: str) -> None:
+def test_cpu_offload(arguments: dict[str, Any], offload: str, activations: str) -> None:
     strategy = DeepCompileStrategy(**arguments)
-    assert strategy.compile.offload == offload
+    assert (strategy.compile.offload, strategy.compile.offload_activations) == (offload, activations)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"offload": "some"}, "offload='some'"),
+        ({"offload_activations": True}, "offload_activations=True"),
         ({"host_memory_budget": "much"}, "host_memory_budget='much'"),
         ({"offload_chunk": 0.5}, "offload_chunk=0.5"),
         ({"offload_chunk": "1 parsec"}, "offload_chunk='1 parsec'"),

@@ -211,6 +211,32 @@ def test_everything_leaves_on_demand_and_host_memory_is_bounded() -> None:
     assert _plan(3, host_budget=2 * SIZE)[1].peak_bytes == 4 * SIZE, "as far as the host's memory goes"
 
 
+def test_nothing_leaves_in_vain() -> None:
+    """Where the peak is elsewhere, only what lowers it to there leaves, however small the budget."""
+    for elsewhere, leaving in ((10, ()), (4, (0, 1))):
+        schedules, profile = _step(budget=2 * SIZE)
+        profile.regions["backward/region_5"] = RegionCost(1.0, 0.0, SIZE, elsewhere * SIZE, 0)
+        planned = offload_activation(schedules, PlanContext(PlanSettings(offload_activations="auto"), profile))
+        assert planned[0].offloaded == leaving
+        assert simulate(planned, profile).peak_bytes == elsewhere * SIZE
+
+
+def test_a_frame_between_two_others_sees_what_they_left() -> None:
+    """Two graphs of one step: while the second one runs, all that the first has left is away."""
+    (forward, backward), profile = _step()
+    inner = [replace(s, name=f"{s.name} 1", frame=1) for s in (forward, backward)]
+    base = COUNT * SIZE
+    costs = {
+        f"{name} 1/{region}": replace(c, before=c.before + base, peak=c.peak + base, after=c.after + base)
+        for (name, region), c in ((key.split("/"), c) for key, c in profile.regions.items())
+    }
+    schedules = [forward, *inner, backward]
+    profile = replace(profile, regions={**profile.regions, **costs}, schedules=tuple(schedules), budget=8 * SIZE)
+    planned = offload_activation(schedules, PlanContext(PlanSettings(offload_activations="auto"), profile))
+    assert planned[0].offloaded == planned[3].offloaded == (0, 1, 2, 3) and planned[1].offloaded == ()
+    assert simulate(planned, profile).peak_bytes == 8 * SIZE
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     budget=st.integers(1, COUNT + 1),
@@ -370,6 +396,22 @@ def test_a_graph_may_run_again_before_its_backward(mesh: DeviceMesh) -> None:
         assert (moved["offloaded_bytes"] > 0) == (mode == "all")
         engine.close()
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(("stage", "backend"), [(1, "eager"), (2, "eager"), (3, "inductor")])
+def test_stages_backends_and_other_lengths(mesh: DeviceMesh, stage: int, backend: str) -> None:
+    losses: list[list[float]] = []
+    for mode in ("none", "all"):
+        torch._dynamo.reset()  # else the second engine's first program has symbolic sizes, and other kernels
+        settings_ = {"schedule": None, "region_backend": backend, "offload_activations": mode}
+        engine = make_engine(mesh, stage, **settings_)
+        optimizer = sgd(engine)
+        losses.append([one_step(engine, BATCH[:, :length], optimizer) for length in (32, 32, 17, 24, 32)])
+        assert (engine.summary().offloaded_activation_bytes > 0) == (mode == "all")
+        with torch.no_grad():
+            losses[-1].append(float(engine.run_step("validation_step", BATCH[:, :9])))
+        engine.close()
+    assert losses[0] == losses[1]
 
 
 def test_a_step_that_is_given_up_leaves_nothing_behind(mesh: DeviceMesh) -> None:

@@ -65,6 +65,9 @@ def test_a_profile_is_planned_for_other_ranks_links_and_budgets(
     assert "kept for backward" not in tight
     wide = _printed(monkeypatch, capsys, "simulate", str(path), "--world", "64", "--bandwidth", "1000")
     assert "64 ranks" in wide and "1000.00 GB/s" in wide and "6000.0 ms" in wide
-    for arguments in (["--world", "0"], ["--bandwidth", "-1"], ["--budget", "much"], ["--passes", "zero9"]):
+    roomy = _printed(monkeypatch, capsys, "simulate", str(path), "--offload-activations", "auto")
+    assert "offload_activation" in roomy and "activations in host memory" not in roomy
+    wrong = [["--copy-bandwidth", "-1"], ["--offload-activations", "some"], ["--world", "0"], ["--bandwidth", "-1"]]
+    for arguments in (*wrong, ["--budget", "much"], ["--passes", "zero9"]):
         with pytest.raises(SystemExit):
             _printed(monkeypatch, capsys, "simulate", str(path), *arguments)

@@ -59,5 +59,5 @@ class ActivationOffload:
         largest = max(gathered.values(), default=0) * (self.config.prefetch_blocks + 2)
         whole = min(largest, sum(gathered.values())) if self.stage == 3 else sum(gathered.values())
         used = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else self.model.shard_bytes
-        states = 2 * trained if self.config.offload == "none" else 0  # Adam's
+        states = 0 if self.config.offload == "all" else 2 * trained  # Adam's; activations leave sooner, they cost less
         return memory_limit(self.device, self.config.memory_budget) - used - trained - states - whole

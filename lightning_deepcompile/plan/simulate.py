@@ -23,6 +23,7 @@ __all__ = [
     "arena_bytes",
     "just_in_time",
     "least_budget",
+    "memory_bytes",
     "memory_excess",
     "simulate",
 ]
@@ -106,7 +107,13 @@ def simulate(schedules: Sequence[Schedule], profile: Profile) -> Prediction:
 
 def memory_excess(schedules: Sequence[Schedule], profile: Profile, limit: int) -> list[tuple[int, int]]:
     """Where more than `limit` bytes are allocated, as indices of schedules and instructions; needs no events."""
-    return _Simulation(profile).excess(schedules, limit)
+    memory = memory_bytes(schedules, profile)
+    return [(k, position) for k, row in enumerate(memory) for position, size in enumerate(row) if size > limit]
+
+
+def memory_bytes(schedules: Sequence[Schedule], profile: Profile) -> list[list[int]]:
+    """The most bytes allocated while each instruction is issued, by schedule; needs no events."""
+    return _Simulation(profile).memory(schedules)
 
 
 def arena_bytes(schedules: Sequence[Schedule]) -> list[list[int]]:
@@ -204,9 +211,12 @@ class _Simulation:
             spans=tuple(spans),
         )
 
-    def excess(self, schedules: Sequence[Schedule], limit: int) -> list[tuple[int, int]]:
+    def memory(self, schedules: Sequence[Schedule]) -> list[list[int]]:
         self._issue_step(schedules)
-        return [(index, position) for index, position, _, arena, other, _ in self._memory if arena + other > limit]
+        most = [[0] * len(schedule.instructions) for schedule in schedules]
+        for index, position, _, arena, other, _ in self._memory:
+            most[index][position] = max(most[index][position], arena + other)
+        return most
 
     def _issue_step(self, schedules: Sequence[Schedule]) -> None:
         last_backward = max((k for k, s in enumerate(schedules) if s.kind == "backward"), default=len(schedules) - 1)

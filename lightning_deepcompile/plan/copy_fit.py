@@ -1,0 +1,172 @@
+"""Where copies of saved tensors go, so that they are hidden and memory stays within a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lightning_deepcompile.plan.copy_placement import CopyPlacement
+from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.simulate import memory_bytes
+from lightning_deepcompile.program.schedule import Schedule
+
+__all__ = ["CopyFit", "Key"]
+
+Key = tuple[int, int]
+"""A frame, and the number of one of its saved tensors."""
+
+
+@dataclass
+class _Program:
+    """One program of a micro-batch.
+
+    Args:
+        placement: Its body, and what may be copied.
+        memory: Bytes at every place of the body if nothing is away.
+        clock: When compute, never waiting, gets to every place.
+        partner: Index of the frame's other program.
+    """
+
+    placement: CopyPlacement
+    memory: list[int]
+    clock: list[float]
+    partner: int | None = None
+
+    @property
+    def forward(self) -> bool:
+        return self.placement.schedule.kind == "forward"
+
+
+class CopyFit:
+    """Places copies in the programs of a micro-batch.
+
+    What is away is taken off memory that was simulated once, without copies: nothing else depends on them.
+
+    Args:
+        schedules: Without copies.
+        profile: What to simulate with.
+        limit: Bytes that may be allocated.
+    """
+
+    def __init__(self, schedules: Sequence[Schedule], profile: Profile, limit: int) -> None:
+        self.limit = limit
+        self._profile = profile
+        self._programs = [
+            _Program(CopyPlacement.of(schedule), row, _clock(schedule, profile))
+            for schedule, row in zip(schedules, memory_bytes(schedules, profile), strict=True)
+        ]
+        for program in self._programs:
+            frame, kind = program.placement.schedule.frame, "backward" if program.forward else "forward"
+            others = (k for k, s in enumerate(schedules) if (s.frame, s.kind) == (frame, kind))
+            program.partner = next(others, None)
+
+    def candidates(self, smallest: int) -> list[tuple[Key, int]]:
+        """What may leave, with its bytes, in the order in which forward makes it.
+
+        Args:
+            smallest: Fewest bytes.
+        """
+        found = []
+        for program in self._programs:
+            if not program.forward or program.partner is None:
+                continue
+            placement, read = program.placement, self._programs[program.partner].placement.saved
+            for number in sorted(read, key=lambda n, p=placement: (p.first(n), -p.saved[n].size, n)):
+                if placement.saved[number].size >= max(smallest, 1):
+                    found.append(((placement.schedule.frame, number), placement.saved[number].size))
+        return found
+
+    def peak(self, chosen: Iterable[Key]) -> int:
+        """The most bytes if `chosen` leave: within the limit, or as little as can be."""
+        return self._placed(chosen, 1.0)[1]
+
+    def place(self, chosen: Iterable[Key], margin: float) -> list[Schedule]:
+        """The schedules with copies of `chosen`.
+
+        Args:
+            chosen: What leaves.
+            margin: How many times as long as expected copies shall have, where memory allows.
+        """
+        turns, _ = self._placed(chosen, margin)
+        return [program.placement.at(turn) for program, turn in zip(self._programs, turns, strict=True)]
+
+    def _placed(self, chosen: Iterable[Key], margin: float) -> tuple[list[dict[int, int]], int]:
+        keys = list(chosen)
+        turns: list[dict[int, int]] = []
+        peak = 0
+        for index, program in enumerate(self._programs):
+            frame = program.placement.schedule.frame
+            mine = [n for f, n in keys if f == frame] if program.partner is not None else []
+            turn = self._hidden(program, mine, margin)
+            elsewhere = self._away_throughout(index, keys)
+            peak = max(peak, self._fit(program, turn, elsewhere))
+            turns.append(turn)
+        return turns, peak
+
+    def _away_throughout(self, index: int, keys: Sequence[Key]) -> int:
+        """Bytes of tensors of other frames that are away while a program runs: it lies between their two programs."""
+        total = 0
+        for k, program in enumerate(self._programs):
+            if program.forward and program.partner is not None and k < index < program.partner:
+                saved, frame = program.placement.saved, program.placement.schedule.frame
+                total += sum(saved[n].size for f, n in keys if f == frame)
+        return total
+
+    def _hidden(self, program: _Program, numbers: Sequence[int], margin: float) -> dict[int, int]:
+        """The places that hide the copies, if each takes `margin` times as long as the profile says."""
+        placement, clock = program.placement, program.clock
+        turns: dict[int, int] = {}
+        order = sorted(numbers, key=lambda n: (placement.first(n), n))
+        if program.forward:
+            done, place = 0.0, 0
+            for number in order:
+                seconds = self._profile.copy_out.copy_seconds(placement.saved[number].size)
+                done = max(done, clock[placement.first(number) + 1]) + margin * seconds
+                while place < len(placement.body) and clock[place] < done:
+                    place += 1
+                turns[number] = max(place, placement.free(number))
+        else:
+            deadline, place = float("inf"), len(placement.body)
+            for number in reversed(order):
+                first = placement.first(number)
+                seconds = self._profile.copy_in.copy_seconds(placement.saved[number].size)
+                deadline = min(deadline, clock[first]) - margin * seconds
+                place = min(place, first)
+                while place > 0 and clock[place] > deadline:
+                    place -= 1
+                turns[number] = place
+        return turns
+
+    def _fit(self, program: _Program, turns: dict[int, int], elsewhere: int) -> int:
+        """Moves turns to where memory is needed; returns the peak.
+
+        Forward waits for copies earlier, those first that were made first; backward starts copies later, those first
+        that are needed last.
+        """
+        placement = program.placement
+        size = {n: placement.saved[n].size for n in turns}
+        by_age = sorted(turns, key=lambda n: (placement.first(n), n))
+        peak = 0
+        for place, memory in enumerate(program.memory):
+            if program.forward:
+                away = sum(size[n] for n in by_age if turns[n] <= place)
+                movable = [n for n in by_age if turns[n] > place >= placement.free(n)]
+            else:
+                away = sum(size[n] for n in by_age if turns[n] > place)
+                movable = [n for n in reversed(by_age) if turns[n] <= place < placement.first(n)]
+            over = memory - elsewhere - away - self.limit
+            for number in movable:
+                if over <= 0:
+                    break
+                turns[number] = place if program.forward else place + 1
+                over -= size[number]
+            peak = max(peak, over + self.limit)
+        return peak
+
+
+def _clock(schedule: Schedule, profile: Profile) -> list[float]:
+    clock = [0.0]
+    for instruction in schedule.instructions:
+        cost = profile.cost(schedule, instruction.region).seconds if instruction.op == "compute" else 0.0
+        clock.append(clock[-1] + cost)
+    return clock
