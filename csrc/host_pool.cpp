@@ -30,7 +30,8 @@ HostPool::Lease HostPool::acquire(const Tensor& like, const Stream& writer) {
       if (bytes_ + capacity > limit_) trim_locked();  // buffers of other sizes may be what is in the way
       TORCH_CHECK_WITH(OutOfMemoryError, bytes_ + capacity <= limit_, "lightning_deepcompile: no host memory for ",
                        capacity, " bytes of offloaded tensors: ", bytes_, " of at most ", limit_,
-                       " bytes are in use. Offload less, or raise `offload_limit`.");
+                       " bytes are in use. Offload less, or raise `offload_limit` (with the strategy: "
+                       "CompileConfig(host_memory_budget=...)).");
       buffer = std::make_unique<Buffer>();
       buffer->memory = at::empty({capacity}, at::TensorOptions().dtype(c10::kByte).pinned_memory(has_streams(device_)));
       bytes_ += capacity;

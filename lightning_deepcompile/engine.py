@@ -115,7 +115,7 @@ class Engine:
         number = store.add(f"lightning_deepcompile/engines/{dist.get_rank()}", 1)
         prefix = f"lightning_deepcompile/engine{number}"
         agreement = Agreement(store, dist.get_rank(group), ranks.world_size, timeout, prefix)
-        leaving = ActivationOffload(config, self.model, device, stage)
+        leaving = ActivationOffload(config, self.model, device, stage, host_bytes)
         self.capture = Capture(
             config, self.model, self.runtime, self.gradients, agreement, stage, choose_activations=leaving.choose
         )

@@ -8,32 +8,34 @@ import torch
 
 from lightning_deepcompile.capture.sharding import ShardedModel
 from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.plan.offload import pinned_bytes
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["ActivationOffload"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class ActivationOffload:
     """Decides for each captured graph, when its forward program is compiled.
 
-    With ``"auto"`` all of a graph's tensors leave if they might not fit: the first steps run with more copies than they
-    need rather than out of memory, and planning takes back what fits. Nothing is exchanged, as copies concern no other
-    rank.
+    With ``"auto"`` all of a graph's tensors, or as many as host memory holds, leave if they might not fit: the first
+    steps run with more copies than they need rather than out of memory, and planning takes back what fits. Nothing is
+    exchanged, as copies concern no other rank.
 
     Args:
         config: ``offload_activations``, and what memory may be used.
         model: The sharded model.
         device: Where it runs.
         stage: ZeRO stage.
+        host_bytes: What this rank may take of host memory.
     """
 
     config: CompileConfig
     model: ShardedModel
     device: torch.device
     stage: int
-    _taken: int = 0  # bytes of saved tensors of the graphs seen so far
+    host_bytes: int
 
     def choose(self, forward: Schedule, saved_bytes: int) -> frozenset[int]:
         """The numbers of the tensors that leave.
@@ -42,11 +44,15 @@ class ActivationOffload:
             forward: Of the program.
             saved_bytes: Bytes of everything that it saves.
         """
-        self._taken += saved_bytes
         mode = self.config.offload_activations
-        if mode == "none" or (mode == "auto" and self._taken <= self._room()):
+        if mode == "none" or (mode == "auto" and saved_bytes <= self._room()):
             return frozenset()
-        return frozenset(one.number for one in forward.saved if one.size > 0)
+        leaving, total = set(), 0
+        for one in forward.saved:
+            total += pinned_bytes(one.size)
+            if one.size > 0 and (mode == "all" or total <= self.host_bytes):
+                leaving.add(one.number)
+        return frozenset(leaving)
 
     def _room(self) -> int:
         """Bytes that saved tensors may take of the budget, as far as sizes tell."""

@@ -8,9 +8,14 @@ from typing import Literal
 from lightning_deepcompile.plan.budget import MemoryBudgetError
 from lightning_deepcompile.program.printer import format_bytes
 
-__all__ = ["OffloadDecision", "OffloadMode", "OffloadNeed", "check_host", "decide_offload"]
+__all__ = ["OffloadDecision", "OffloadMode", "OffloadNeed", "check_host", "decide_offload", "pinned_bytes"]
 
 OffloadMode = Literal["none", "auto", "all"]
+
+
+def pinned_bytes(size: int) -> int:
+    """Bytes of the host buffer that the runtime takes for a saved tensor of `size` bytes: a power of two."""
+    return 1 << max(size - 1, 0).bit_length()
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.copy_fit import CopyFit, Key
 from lightning_deepcompile.plan.copy_placement import without_copies
 from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.offload import pinned_bytes
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.schedule import Schedule
 
@@ -56,7 +57,7 @@ def offload_activation(schedules: list[Schedule], context: PlanContext) -> list[
 def _that_fit_on_host(candidates: Sequence[tuple[Key, int]], profile: Profile) -> list[Key]:
     result, total = [], 0
     for key, size in candidates:
-        total += 1 << max(size - 1, 0).bit_length()  # the runtime's buffers have powers of two
+        total += pinned_bytes(size)
         if profile.host_budget is not None and total > profile.host_budget:
             break
         result.append(key)
