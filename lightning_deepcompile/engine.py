@@ -115,9 +115,9 @@ class Engine:
         number = store.add(f"lightning_deepcompile/engines/{dist.get_rank()}", 1)
         prefix = f"lightning_deepcompile/engine{number}"
         agreement = Agreement(store, dist.get_rank(group), ranks.world_size, timeout, prefix)
-        leaving = ActivationOffload(config, self.model, device, stage, host_bytes)
+        self._leaving = ActivationOffload(config, self.model, device, stage, host_bytes)
         self.capture = Capture(
-            config, self.model, self.runtime, self.gradients, agreement, stage, choose_activations=leaving.choose
+            config, self.model, self.runtime, self.gradients, agreement, stage, choose_activations=self._leaving.choose
         )
         self._backend = compat.held_weakly(self.capture.__call__)
         self.tuner = Tuner(self.capture, self.runtime, group, device)
@@ -295,7 +295,7 @@ class Engine:
         """Call when parameters were written to: what is gathered is out of date, gradients may be dropped."""
         self._fresh.doubt()
         self.runtime.invalidate()
-        self._stale_gradients = True
+        self._stale_gradients = self._leaving.has_states = True
         self.tuner.end_step()
 
     def drop_stale_gradients(self) -> None:

@@ -187,6 +187,24 @@ def test_a_budget_is_kept_and_said(mesh: DeviceMesh) -> None:
         one.close()
 
 
+@pytest.mark.parametrize("schedule", [None, "auto"])
+def test_a_larger_batch_than_planned_for_goes_to_the_host(mesh: DeviceMesh, schedule: str | None) -> None:
+    """Small batches stay on the device, planned or not; activations of one that may not fit leave at once."""
+    batches = [BATCH[:4]] * 8 + [BATCH] * 2 + [BATCH[:4]]
+    losses, moved = [], []
+    for mode in ("none", "auto"):
+        torch._dynamo.reset()
+        engine = make_engine(mesh, schedule=schedule, offload_activations=mode, memory_budget=1_000_000)
+        optimizer = sgd(engine)
+        losses.append([one_step(engine, batch, optimizer) for batch in batches[:8]])
+        moved.append([engine.runtime.stats()["offloaded_bytes"]])
+        losses[-1] += [one_step(engine, batch, optimizer) for batch in batches[8:]]
+        moved[-1].append(engine.runtime.stats()["offloaded_bytes"])
+        engine.close()
+    assert losses[0] == losses[1]
+    assert moved[0] == [0, 0] and moved[1][0] == 0 < moved[1][1]
+
+
 def test_a_budget_below_everything_states_the_least(mesh: DeviceMesh) -> None:
     engine = make_engine(mesh, offload_activations="auto", memory_budget=40_000)
     optimizer = sgd(engine)

@@ -267,11 +267,12 @@ class Capture:
         # Forward comes first, also when all are planned anew: a backward program must know what is left to it.
         program = self._apply(base.copy(kept=frame.kept), self.passes)
         schedule = read_schedule(program)
+        wanted = self.plan.get(schedule.structure)
         if program.kind == "forward" and frame.chosen is None:
             frame.chosen = frozenset()
             if self.choose_activations is not None:
-                frame.chosen = self.choose_activations(schedule, _saved_bytes(program))
-        wanted = self.plan.get(schedule.structure)
+                running = replace(wanted or schedule, saved=schedule.saved)
+                frame.chosen = self.choose_activations(running, _saved_bytes(program))
         if wanted is None:
             program = self._offload(frame, program)
         else:

@@ -42,17 +42,20 @@ def offload_all(schedules: Sequence[Schedule]) -> list[Schedule]:
 def fit_copies(wanted: Schedule, current: Schedule, offloaded: Collection[int]) -> Schedule:
     """A plan's schedule with copies that the program at hand has.
 
-    Programs of one structure communicate alike whatever their shapes, but may save other tensors.
+    Programs of one structure communicate alike whatever their shapes, but may save other tensors, or larger ones.
 
     Args:
         wanted: Schedule of a plan for the program's structure.
         current: The program's own.
-        offloaded: What leaves if the plan's copies do not fit; for a backward program, what forward leaves in any case.
+        offloaded: What leaves if the plan's copies do not fit, or are for another shape and there is anything here; for
+            a backward program, what forward leaves in any case.
     """
     known = {(one.number, one.first, one.last) for one in current.saved}
     copied = set(wanted.offloaded)
     fits = all((one.number, one.first, one.last) in known for one in wanted.saved if one.number in copied)
     own = replace(wanted, saved=current.saved, frame=current.frame)
+    if current.kind == "forward" and offloaded and wanted.content != current.content:
+        fits = False
     if fits and (current.kind == "forward" or copied == {one.number for one in current.saved} & set(offloaded)):
         return own
     return offload_saved([own], {current.frame: offloaded})[0]
