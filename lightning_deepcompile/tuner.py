@@ -16,7 +16,7 @@ from lightning_deepcompile.agreement import exchange
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.plan.budget import MemoryBudgetError, check_budget
 from lightning_deepcompile.plan.context import PlanContext
-from lightning_deepcompile.plan.copy_placement import offload_all
+from lightning_deepcompile.plan.copy_placement import offload_all, without_copies
 from lightning_deepcompile.plan.costs import Profile, ProfileError
 from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, Pass, optimize, resolve_passes
 from lightning_deepcompile.plan.plan_file import PlanFileError, Setting, read_plan, write_plan
@@ -361,7 +361,10 @@ class Tuner:
         except PlanFileError as error:
             self._say(f"The plan {str(path)!r} is not used, as {error}. Training plans anew.", logging.WARNING)
             return False
-        self._capture.replan(plan=plan.values())
+        schedules = plan.values()
+        if self._config.offload_activations == "none":
+            schedules = [without_copies(schedule) for schedule in schedules]
+        self._capture.replan(plan=schedules)
         self._known = set(plan)
         self._entries.clear()  # for programs that the file does not have, a round follows the look at them
         self._recheck = 2

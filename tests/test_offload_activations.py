@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,6 +186,23 @@ def test_a_budget_is_kept_and_said(mesh: DeviceMesh) -> None:
     assert engine.summary().offloaded_activation_bytes == moved[-1] and "offloaded activations" in str(engine.summary())
     for one in (plain, roomy, engine):
         one.close()
+
+
+def test_a_plan_file_remembers_what_leaves(mesh: DeviceMesh, tmp_path: Path) -> None:
+    budget, path = 2_200_000, str(tmp_path / "plan.json")
+    moved = {}
+    for mode, steps in (("auto", 11), ("auto", 2), ("none", 2)):
+        torch._dynamo.reset()
+        engine = make_engine(mesh, offload_activations=mode, memory_budget=budget, plan=path)
+        optimizer = sgd(engine)
+        for _ in range(steps):
+            before = engine.runtime.stats()["offloaded_bytes"]
+            one_step(engine, BATCH, optimizer)
+            moved.setdefault((mode, steps), []).append(engine.runtime.stats()["offloaded_bytes"] - before)
+        engine.close()
+    assert 0 < moved["auto", 11][-1] < moved["auto", 11][0]
+    assert moved["auto", 2] == [moved["auto", 11][-1]] * 2, "from the first step on"
+    assert moved["none", 2] == [0, 0], "a plan is no reason to let them leave"
 
 
 @pytest.mark.parametrize("schedule", [None, "auto"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +12,12 @@ from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.plan.offload import pinned_bytes
 from lightning_deepcompile.plan.simulate import arena_bytes
 from lightning_deepcompile.profile.memory import memory_limit
+from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["ActivationOffload"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -55,6 +59,12 @@ class ActivationOffload:
             total += pinned_bytes(one.size)
             if one.size > 0 and (mode == "all" or total <= self.host_bytes):
                 leaving.add(one.number)
+        if mode == "auto" and self.model.ranks.group.rank() == 0:
+            _log.info(
+                "Saved tensors of %s, %s, might not fit: they wait in host memory unless a plan says otherwise.",
+                forward.name,
+                format_bytes(saved_bytes),
+            )
         return frozenset(leaving)
 
     def _room(self, forward: Schedule) -> int:
