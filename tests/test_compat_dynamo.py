@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-import time
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -91,14 +93,23 @@ def test_a_backend_that_is_held_weakly_is_freed() -> None:
         torch.compile(lambda x: x + 2, backend=compat.held_weakly(Backend().__call__))(torch.ones(2))
 
 
-def test_compile_workers_come_up_without_a_compilation() -> None:
-    from torch._inductor.async_compile import AsyncCompile
-    from torch.utils._triton import has_triton_package
+_WORKERS = """
+import time
+from lightning_deepcompile import compat
+from torch._inductor.async_compile import AsyncCompile
+from torch.utils._triton import has_triton_package
+compat.start_compile_workers()
+end = time.monotonic() + 60
+while has_triton_package() and not AsyncCompile.use_process_pool():  # without Triton there are none
+    assert time.monotonic() < end, "the workers did not come up"
+    time.sleep(0.05)
+"""
 
-    compat.start_compile_workers()
-    if not has_triton_package():
-        pytest.skip("without Triton nothing is compiled in other processes")
-    end = time.monotonic() + 60
-    while not AsyncCompile.use_process_pool():
-        assert time.monotonic() < end, "the workers did not come up"
-        time.sleep(0.05)
+
+def test_compile_workers_come_up_without_a_compilation() -> None:
+    """In a process of its own: tests compile without workers."""
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", _WORKERS], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
