@@ -24,14 +24,12 @@ from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.engine import Engine
 from lightning_deepcompile.plan.budget import MemoryBudgetError
 from lightning_deepcompile.plan.copy_placement import CopyPlacement
-from lightning_deepcompile.plan.costs import Link, Profile, ProfileError
+from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.pass_manager import resolve_passes, step_pass
 from lightning_deepcompile.plan.passes.keep_whole import keep_until_boundary
 from lightning_deepcompile.plan.passes.unshard import keep_gathered, unshard_candidates
 from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.plan.simulate import arena_bytes
-from lightning_deepcompile.profile.build import merge_profiles
-from lightning_deepcompile.profile.fit import fit_link
 from lightning_deepcompile.program.schedule import Schedule, read_schedule
 
 PLANNED = ["zero3", "prefetch", "fuse", "unshard", "keep_whole", "proactive_prefetch"]
@@ -276,33 +274,6 @@ def test_configured_passes_are_checked_when_the_engine_is_made(mesh: Any) -> Non
 
 
 # Numbers --------------------------------------------------------------------------------------------------------------
-
-
-def test_links_are_fitted() -> None:
-    true = Link(20e-6, 300e9)
-    sizes = [1 << k for k in range(12, 30, 3)]
-    fitted = fit_link([(size, true.seconds(size, 8)) for size in sizes], 8)
-    assert fitted.latency == pytest.approx(true.latency) and fitted.bandwidth == pytest.approx(true.bandwidth)
-    same = fit_link([(1 << 20, 0.001)] * 3, 2)
-    assert same.latency == 0 and same.seconds(1 << 20, 2) == pytest.approx(0.001)
-    assert fit_link([], 2).seconds(1 << 30, 2) < 0.01
-    assert fit_link([(100, 0.5), (200, 0.7)], 1).latency == pytest.approx(0.5)
-    assert fit_link([(1 << 20, 0.2), (1 << 10, 0.4)], 2).bandwidth > 0, "a bigger transfer was faster"
-    negative = fit_link([(1 << 10, 1e-6), (1 << 20, 1e-2)], 2)
-    assert negative.latency >= 0 and negative.bandwidth > 0
-
-
-def test_ranks_plan_with_the_slowest_times_and_the_least_budget() -> None:
-    from test_simulate import compute, gather, profile, release, schedule, wait
-
-    forward = schedule("forward", gather(0), wait(0), compute(0, 0), release(0))
-    fast, slow = profile([forward], 1.0, budget=100), profile([forward], 3.0, budget=50, step_seconds=2.0)
-    merged = merge_profiles([fast, slow])
-    assert merged == merge_profiles([slow, fast])
-    assert merged.regions["forward/region_0"].seconds == 3.0
-    assert (merged.budget, merged.step_seconds) == (50, 2.0)
-    with pytest.raises(ProfileError, match="Rank 0 ran .* and rank 1"):
-        merge_profiles([fast, profile([replace(forward, structure="other")])])
 
 
 def test_what_is_kept_until_the_boundary_travels_once_a_step(mesh: Any) -> None:  # noqa: F811

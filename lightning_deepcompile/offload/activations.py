@@ -77,9 +77,10 @@ class ActivationOffload:
             states = 0 if self.has_states else states
         else:
             used = self.model.shard_bytes + present
-        gathered = max(arena_bytes([forward])[0], default=0)
-        if self.stage != 3:
-            gathered = sum(p.layout.shard_numel * p.gather_dtype.itemsize for p in self.model.parameters)
-            gathered *= self.model.ranks.shards
+        if self.stage == 3:
+            gathered = max(arena_bytes([forward])[0], default=0)
+        else:
+            shards = sum(p.layout.shard_numel * p.gather_dtype.itemsize for p in self.model.parameters)
+            gathered = shards * self.model.ranks.shards
         coming = max(trained - present, 0) + states
         return memory_limit(self.device, self.config.memory_budget) - used - coming - gathered

@@ -52,7 +52,7 @@ class CopyFit:
         self.limit = limit
         self._profile = profile
         self._programs = [
-            _Program(CopyPlacement.of(schedule), row, _clock(schedule, profile))
+            _Program(CopyPlacement.of(schedule), row, profile.clock(schedule))
             for schedule, row in zip(schedules, memory_bytes(schedules, profile), strict=True)
         ]
         for program in self._programs:
@@ -162,11 +162,3 @@ class CopyFit:
                 over -= size[number]
             peak = max(peak, over + self.limit)
         return peak
-
-
-def _clock(schedule: Schedule, profile: Profile) -> list[float]:
-    clock = [0.0]
-    for instruction in schedule.instructions:
-        cost = profile.cost(schedule, instruction.region).seconds if instruction.op == "compute" else 0.0
-        clock.append(clock[-1] + cost)
-    return clock

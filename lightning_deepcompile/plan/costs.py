@@ -140,6 +140,14 @@ class Profile:
             raise ProfileError(f"The profile has no times of {key}: it was taken of other programs. Take a new one.")
         return self.regions[key]
 
+    def clock(self, schedule: Schedule) -> list[float]:
+        """When compute, never waiting, gets to each instruction of `schedule`, and to its end; in seconds."""
+        moments = [0.0]
+        for instruction in schedule.instructions:
+            seconds = self.cost(schedule, instruction.region).seconds if instruction.op == "compute" else 0.0
+            moments.append(moments[-1] + seconds)
+        return moments
+
     def for_ranks(self, world_size: int) -> Profile:
         """What the same program would cost on `world_size` ranks: smaller shards, other collectives."""
         optimizer = self.optimizer_seconds * self.world_size / world_size

@@ -73,10 +73,7 @@ def _placements(schedule: Schedule, profile: Profile) -> Iterator[Schedule]:
 
 def _latest(placement: Placement, profile: Profile, margin: float) -> list[int]:
     """The latest places from which all transfers are done in time, if each takes `margin` times as long."""
-    clock = [0.0]  # when compute, never waiting, gets to each instruction of the body
-    for instruction in placement.body:
-        cost = profile.cost(placement.schedule, instruction.region).seconds if instruction.op == "compute" else 0.0
-        clock.append(clock[-1] + cost)
+    clock = profile.clock(placement.schedule.with_instructions(placement.body))
     deadline = float("inf")
     positions: list[int] = []
     resident = set(placement.schedule.kept) if placement.schedule.kind == "backward" else set()
