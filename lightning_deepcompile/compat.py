@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -25,8 +25,10 @@ __all__ = [
     "BoxedCallable",
     "all_gather_into",
     "capture",
+    "capture_apart",
     "compile_region",
     "current_fake_mode",
+    "fake_tensor",
     "held_weakly",
     "inference_joint_passes",
     "is_checkpoint",
@@ -96,6 +98,19 @@ def capture(
         return backend(gm, example_inputs)
 
 
+def capture_apart(gm: fx.GraphModule, example_inputs: Sequence[Tensor], **compilers: Any) -> None:
+    """As `capture`, for a part of a graph whose compilation is in progress, which learns nothing of it.
+
+    Args:
+        gm: The part, of Dynamo's kind.
+        example_inputs: What it reads: fake tensors, of which some may require gradients.
+        **compilers: As for `capture`.
+    """
+    with tracing(TracingContext(current_fake_mode())):
+        leaves = [value.detach().requires_grad_(value.requires_grad) for value in example_inputs]
+        capture(gm, leaves, **compilers)
+
+
 def partition(
     gm: fx.GraphModule, joint_inputs: Sequence[Any], prepare: Callable[[fx.GraphModule], None], **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -142,6 +157,22 @@ def current_fake_mode() -> FakeTensorMode:
     if mode is None:
         raise RuntimeError("No fake tensor mode is active: a graph was lowered outside of a compilation.")
     return mode
+
+
+def fake_tensor(tensor: Tensor, like: Tensor) -> Tensor:
+    """A fake tensor with the sizes, strides and memory of `tensor`; no fake mode may be on.
+
+    Far faster than the operators that would compute it.
+
+    Args:
+        tensor: On device "meta", or a fake tensor, which is returned as it is.
+        like: A fake tensor: gives the fake mode and the device.
+    """
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    if not isinstance(like, FakeTensor):
+        raise TypeError(f"fake_tensor: expected a fake tensor to make one like, got {type(like).__name__}.")
+    return FakeTensor(like.fake_mode, tensor, like.fake_device)
 
 
 def real_tensors() -> contextlib.AbstractContextManager[None]:

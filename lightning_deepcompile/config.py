@@ -37,6 +37,9 @@ class CompileConfig:
         max_ctas: Upper limit of GPU thread blocks that a NCCL collective may occupy; 0 leaves the choice to NCCL.
         recognize_causal_masks: Replace an attention mask that provably is the causal one by ``is_causal=True``, which
             admits the flash attention kernels.
+        trace_blocks_once: Trace blocks that are equal (the layers of a transformer) once, and write them out again:
+            the first step begins in a fraction of the time. Blocks that draw random numbers, write to buffers or meet
+            symbolic sizes are traced one by one all the same.
         schedule: Which passes plan the programs, and when: a list of ``{"step": n, "passes": [...]}``, in optimizer
             steps since the start or the resuming. The entry of step 0 applies from the first step on. Each later one
             profiles steps n and n + 1, plans with what they measured, and swaps the programs before step n + 2.
@@ -75,6 +78,7 @@ class CompileConfig:
     recompile_limit: int = 16
     max_ctas: int = 0
     recognize_causal_masks: bool = True
+    trace_blocks_once: bool = True
     schedule: list[dict[str, Any]] | Literal["auto"] | None = "auto"
     memory_budget: int | float | str | None = None
     plan: str | None = None

@@ -22,8 +22,10 @@ from lightning_deepcompile.agreement import Agreement
 from lightning_deepcompile.capture.causal_mask import recognize_causal_masks
 from lightning_deepcompile.capture.gradients import GradientSession
 from lightning_deepcompile.capture.graph_checks import check_graph
+from lightning_deepcompile.capture.inlining import inline_blocks
 from lightning_deepcompile.capture.partition import count_saved_parameters, partition
 from lightning_deepcompile.capture.sharding import ShardedModel
+from lightning_deepcompile.capture.templates import Instance, call_repeats, tracing_blocks
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.plan.copy_placement import fit_copies, offload_saved
 from lightning_deepcompile.plan.pass_manager import DEFAULT_PASSES, Pass, apply_passes
@@ -79,6 +81,7 @@ class Capture:
     Attributes:
         executables: One per program, in order of compilation.
         saved_parameters: Gathered parameters among saved activations; a full parameter there would defeat sharding.
+        blocks: Blocks that were not traced by themselves but with their equals.
         seconds: Time spent in compilation after Dynamo: tracing with AOTAutograd, partitioning, regions.
     """
 
@@ -93,6 +96,7 @@ class Capture:
     executables: list[Executable] = field(default_factory=list)
     saved_parameters: int = 0
     causal_masks: int = 0
+    blocks: int = 0
     seconds: float = 0.0
     _frames: list[_Frame] = field(default_factory=list)
     _timing: bool = False
@@ -128,16 +132,22 @@ class Capture:
             check_graph(gm, example_inputs, {ds_id: info.name for ds_id, info in self.params.items()})
             if self.config.recognize_causal_masks:
                 self.causal_masks += recognize_causal_masks(gm)
+            eager_random = self.config.region_backend == "eager"
+            instances: list[Instance] = []
+            if self.config.trace_blocks_once:
+                gm, instances = call_repeats(gm, lambda ds_id: self.params[ds_id].block, eager_random=eager_random)
+                self.blocks += len(instances)
             compile_program = compat.held_weakly(self._compile)
-            return compat.capture(
-                gm,
-                example_inputs,
-                forward=functools.partial(compile_program, frame, "forward"),
-                backward=functools.partial(compile_program, frame, "backward"),
-                inference=functools.partial(compat.held_weakly(self._compile_inference), frame),
-                partitioner=compat.held_weakly(self._partition),
-                eager_random=self.config.region_backend == "eager",
-            )
+            with tracing_blocks(instances):
+                return compat.capture(
+                    gm,
+                    example_inputs,
+                    forward=functools.partial(compile_program, frame, "forward"),
+                    backward=functools.partial(compile_program, frame, "backward"),
+                    inference=functools.partial(compat.held_weakly(self._compile_inference), frame, instances),
+                    partitioner=functools.partial(compat.held_weakly(self._partition), instances),
+                    eager_random=eager_random,
+                )
 
     @property
     def frames(self) -> int:
@@ -186,14 +196,19 @@ class Capture:
                 executable.swap(self._plan(frame, executable.base))
 
     def _partition(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
+        self, instances: Sequence[Instance], gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = partition(gm, joint_inputs, **kwargs)
+        inline_blocks(forward, instances)
+        inline_blocks(backward, instances)
         self.saved_parameters += count_saved_parameters(forward, kwargs["num_fwd_outputs"])
         mark_saved(forward, backward, kwargs["num_fwd_outputs"])
         return forward, backward
 
-    def _compile_inference(self, frame: _Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> compat.BoxedCallable:
+    def _compile_inference(
+        self, frame: _Frame, instances: Sequence[Instance], gm: fx.GraphModule, inputs: Sequence[Any]
+    ) -> compat.BoxedCallable:
+        inline_blocks(gm, instances)
         compat.inference_joint_passes(gm)
         return self._compile(frame, "inference", gm, inputs)
 

@@ -1,0 +1,116 @@
+"""Writes traced blocks out: every call of a block in a partitioned graph gives way to its template's nodes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.capture.templates import Instance, called_block
+from lightning_deepcompile.program.graph import is_gather, is_reduce, output_node
+
+__all__ = ["inline_blocks"]
+
+
+def inline_blocks(gm: fx.GraphModule, instances: Sequence[Instance]) -> None:
+    """Replaces the calls of blocks in `gm`, in place.
+
+    What a call returned keeps its name, by which AOTAutograd's two graphs find each other's tensors.
+
+    Args:
+        gm: A forward, backward or inference graph that was traced with `run_block`.
+        instances: The blocks.
+    """
+    with compat.real_tensors():  # the fake mode may be on, under which "meta" is a device like others
+        for node in list(gm.graph.nodes):
+            block = called_block(node)
+            if block is not None:
+                backward = "backward" in str(node.target)
+                template, ids = instances[block].template, instances[block].ids
+                _write_out(gm, node, template.backward if backward else template.forward, ids)
+    if instances:
+        gm.graph.lint()
+        gm.recompile()
+
+
+def _write_out(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, ids: dict[int, int]) -> None:
+    inputs = iter(call.args[0])
+    copies: dict[fx.Node, fx.Node] = {}
+    values = _FreshValues()
+    with gm.graph.inserting_before(call):
+        for node in body.graph.nodes:
+            if node.op == "placeholder":
+                copies[node] = next(inputs)
+                values.know(node.meta["val"], copies[node].meta["val"])
+            elif node.op == "get_attr":
+                copies[node] = _copy_attribute(gm, body, node, call)
+            elif node.op != "output":
+                copy = copies[node] = gm.graph.node_copy(node, copies.__getitem__)
+                copy.meta = {**node.meta, "val": values.of(node.meta.get("val"))}
+                if is_gather(copy) or is_reduce(copy):
+                    copy.update_arg(1, ids[copy.args[1]])
+    results = [node for node in output_node(body.graph).args[0] if node is not None]
+    for element in list(call.users):
+        result = copies[results[element.args[1]]]
+        element.replace_all_uses_with(result)
+        gm.graph.erase_node(element)
+        if result.op == "call_function":
+            result.name = element.name
+    gm.graph.erase_node(call)
+
+
+def _copy_attribute(gm: fx.GraphModule, body: fx.GraphModule, node: fx.Node, call: fx.Node) -> fx.Node:
+    """Copies a reference to a constant, under a name that all blocks of one kind share."""
+    value = functools.reduce(getattr, str(node.target).split("."), body)
+    kind = str(call.target).rpartition("_")[2].split(".")[0]
+    name = f"block_{kind}_{len(body.graph.nodes)}_{str(node.target).replace('.', '_')}"
+    while getattr(gm, name, value) is not value:
+        name += "_"
+    setattr(gm, name, value)
+    copy = gm.graph.get_attr(name)
+    copy.meta = dict(node.meta)
+    return copy
+
+
+class _FreshValues:
+    """Fake tensors like a template's, of which two share memory where the template's do.
+
+    Blocks must not share theirs: where two are neighbours in one region, Inductor would take a copy between them for
+    one of a tensor to itself, and leave it out.
+    """
+
+    def __init__(self) -> None:
+        self._bases: dict[
+            StorageWeakRef, tuple[Tensor, Tensor]
+        ] = {}  # a template's tensor, and what has its memory here
+
+    def know(self, value: Any, copy: Any) -> None:
+        """`copy` is the tensor that the block reads where its template reads `value`."""
+        if isinstance(value, Tensor) and isinstance(copy, Tensor):
+            self._bases.setdefault(StorageWeakRef(value.untyped_storage()), (value, copy))
+
+    def of(self, value: Any) -> Any:
+        """What stands for `value`: of tensors, and tuples of them, a copy."""
+        if isinstance(value, tuple | list):
+            return type(value)(self.of(item) for item in value)
+        if not isinstance(value, Tensor):
+            return value
+        base, copy = self._bases.get(StorageWeakRef(value.untyped_storage()), (None, None))
+        if base is not None and copy is not None and base.dtype == value.dtype:
+            offset = copy.storage_offset() + value.storage_offset() - base.storage_offset()
+            if offset >= 0 and _fits(value, offset, copy):
+                return compat.fake_tensor(copy.as_strided(value.shape, value.stride(), offset), value)
+        elements = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        self.know(value, elements)
+        return compat.fake_tensor(elements, value)
+
+
+def _fits(value: Tensor, offset: int, base: Tensor) -> bool:
+    """Whether a view of the memory of `base`, of the shape of `value`, ends inside of it."""
+    last = offset + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+    return last < base.untyped_storage().nbytes() // base.element_size()

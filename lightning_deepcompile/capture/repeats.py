@@ -1,0 +1,320 @@
+"""Finds the blocks of a Dynamo graph that are equal, such as the layers of a transformer, and makes each a call.
+
+Tracing 32 equal layers with AOTAutograd, and cutting their joint graph in two, takes 32 times as long as for one layer,
+and is most of what a first step waits for. Equal blocks are therefore traced once (`capture/templates.py`): here each
+becomes one node, and after partitioning each is written out again (`capture/inlining.py`).
+
+A block is what ran inside one module whose parameters form one block of the layout. Two are equal if they consist of
+the same operators with the same arguments, on inputs of the same shapes, but for the parameters that they gather.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensor
+
+__all__ = ["Block", "body_of", "call_blocks", "find_repeats"]
+
+# Fewer blocks, or smaller ones, are not worth a trace of their own.
+_FEWEST, _SMALLEST = 3, 10
+
+
+@dataclass
+class Block:
+    """A run of nodes of a Dynamo graph that does what other runs of the same `key` do.
+
+    Args:
+        nodes: Its nodes, in order.
+        key: Equal for equal blocks of one graph.
+        inputs: What it reads from outside: tensors, in order of first use.
+        outputs: Those of its nodes that others read: tensors.
+        ids: The parameters that it gathers, in order of first use.
+    """
+
+    nodes: list[fx.Node]
+    key: object = None
+    inputs: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+
+
+def find_repeats(gm: fx.GraphModule, block_of: Callable[[int], str]) -> list[list[Block]]:
+    """Groups of equal blocks, in order of their first nodes.
+
+    Args:
+        gm: Dynamo's graph.
+        block_of: Parameter id to the name of the layout's block.
+
+    Returns:
+        One list per kind of block that is there often enough; empty for a graph with symbolic sizes, or one that
+        changes PyTorch's global state in a way that is not known.
+    """
+    modes = _modes(gm.graph)
+    if modes is None:
+        return []
+    kinds: dict[object, list[Block]] = defaultdict(list)
+    for nodes in _runs(gm, block_of):
+        block = Block(nodes)
+        large = sum(_size(gm, node) for node in nodes) >= _SMALLEST
+        if large and modes[nodes[0]] == modes[nodes[-1]] == _Modes() and _describe(gm, block):
+            kinds[block.key].append(block)
+    return [blocks for blocks in kinds.values() if len(blocks) >= _FEWEST]
+
+
+def call_blocks(
+    gm: fx.GraphModule, blocks: Sequence[Block], function: Callable[..., tuple[Tensor, ...]]
+) -> fx.GraphModule:
+    """A copy of `gm` in which each of `blocks` is one call.
+
+    Args:
+        gm: Dynamo's graph; left as it is.
+        blocks: Blocks of it.
+        function: What they are replaced by: takes a block's place among `blocks`, and its inputs; returns its outputs.
+    """
+    first = {block.nodes[0]: (number, block) for number, block in enumerate(blocks)}
+    inside = {node for block in blocks for node in block.nodes}
+    graph, copies = fx.Graph(), {}
+    for node in gm.graph.nodes:
+        if node in first:
+            number, block = first[node]
+            call = graph.call_function(function, (number, *(copies[source] for source in block.inputs)))
+            call.meta["example_value"] = tuple(output.meta["example_value"] for output in block.outputs)
+            for index, output in enumerate(block.outputs):
+                copies[output] = graph.call_function(operator.getitem, (call, index))
+                copies[output].meta = dict(output.meta)
+        elif node not in inside:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    called = fx.GraphModule(gm, graph)
+    called.meta = dict(gm.meta)
+    return called
+
+
+def body_of(gm: fx.GraphModule, block: Block) -> fx.GraphModule:
+    """`block` as a graph of its own, from its inputs to a tuple of its outputs.
+
+    Args:
+        gm: The graph that it is a block of.
+        block: The block.
+    """
+    graph, copies = fx.Graph(), {}
+    for source in block.inputs:
+        copies[source] = graph.placeholder(source.name)
+        copies[source].meta["example_value"] = source.meta["example_value"]
+    for node in block.nodes:
+        for source in _sources(node):
+            if source not in copies:  # a checkpointed layer's graph, referred to from outside
+                copies[source] = graph.node_copy(source)
+        copies[node] = graph.node_copy(node, copies.get)
+        if _is_gather(node):
+            copies[node].update_arg(1, _id(node))
+    graph.output(tuple(copies[node] for node in block.outputs))
+    return fx.GraphModule(gm, graph)
+
+
+@dataclass(frozen=True)
+class _Modes:
+    """What surrounds a node: open autocast contexts, and the gradient mode if it was set."""
+
+    autocast: int = 0
+    gradients: bool | None = None
+
+
+def _modes(graph: fx.Graph) -> dict[fx.Node, _Modes] | None:
+    """The modes in front of every node; None if the graph changes others."""
+    modes, autocast, gradients = {}, 0, None
+    for node in graph.nodes:
+        modes[node] = _Modes(autocast, gradients)
+        known = node.meta.get("example_value") is not None or isinstance(node.target, torch._ops.OpOverload)
+        if node.op != "call_function" or known:
+            continue
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            autocast += 1
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            autocast -= 1
+        elif node.target is torch._C._set_grad_enabled:
+            gradients = None if node.args == (True,) else False
+        elif node.target is not torch._C._log_api_usage_once:
+            return None
+    return modes
+
+
+def _runs(gm: fx.GraphModule, block_of: Callable[[int], str]) -> Iterator[list[fx.Node]]:
+    """The runs of nodes, each all that happened in one block's module, that no other block interrupts."""
+    order = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+    blocks_under: dict[str, set[str]] = defaultdict(set)
+    for node in order:
+        gathered = {block_of(id_) for id_ in _gathered(gm, node)}
+        for path in _paths(node):
+            blocks_under[path] |= gathered
+    label: dict[fx.Node, str] = {}
+    spans: dict[str, tuple[int, int]] = {}
+    for position, node in enumerate(order):
+        names = _names(gm, node, blocks_under, block_of)
+        if len(names) != 1:
+            continue
+        (label[node],) = names
+        low, _ = spans.get(label[node], (position, position))
+        spans[label[node]] = low, position + 1
+    for name, (low, high) in spans.items():
+        while high < len(order) and order[high] not in label and _takes_apart(order[high], order[low:high]):
+            high += 1
+        run = order[low:high]
+        if all(label.get(node, name) == name for node in run):
+            yield run
+
+
+def _takes_apart(node: fx.Node, run: list[fx.Node]) -> bool:
+    """Whether `node` takes an element of a tuple that `run` makes."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and source in run and not isinstance(source.meta.get("example_value"), Tensor)
+
+
+def _names(
+    gm: fx.GraphModule, node: fx.Node, blocks_under: dict[str, set[str]], block_of: Callable[[int], str]
+) -> set[str]:
+    """The block that `node` works for: of the outermost module around it that gathers one block's parameters alone."""
+    for path in _paths(node):
+        if len(blocks_under[path]) == 1:
+            return blocks_under[path]
+    return {block_of(id_) for id_ in _gathered(gm, node)}
+
+
+def _paths(node: fx.Node) -> Iterable[str]:
+    """Paths of the modules that `node` was called in, from the outermost on."""
+    return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+
+
+def _is_gather(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in (torch.ops.dc.gather, torch.ops.dc.gather.default)
+
+
+def _gathered(gm: fx.GraphModule, node: fx.Node) -> Iterator[int]:
+    """The parameters that `node`, or a subgraph that it refers to, gathers."""
+    if _is_gather(node) and (id_ := _id(node)) is not None:
+        yield id_
+    for source in (node, *node.all_input_nodes):
+        body = _body(gm, source)
+        for inner in body.graph.nodes if body is not None else ():
+            yield from _gathered(body, inner)
+
+
+def _id(gather: fx.Node) -> int | None:
+    """The parameter that is gathered, if that is known.
+
+    Dynamo makes its number an input where the same code was compiled with another one, for another model; asking for
+    its value, as AOTAutograd does too, makes it a constant of this graph.
+    """
+    id_ = gather.args[1]
+    value = id_.meta.get("example_value") if isinstance(id_, fx.Node) else id_
+    return None if value is None else int(value)
+
+
+def _size(gm: fx.GraphModule, node: fx.Node) -> int:
+    """How many nodes `node` stands for."""
+    body = _body(gm, node)
+    return 1 if body is None else sum(_size(body, inner) for inner in body.graph.nodes)
+
+
+def _body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
+    """The subgraph (of a checkpointed layer) that `node` is a reference to."""
+    if node.op != "get_attr":
+        return None
+    value: Any = gm
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    return value if isinstance(value, fx.GraphModule) else None
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """The nodes that `node` reads; a gather's parameter is a constant of its block."""
+    return [source for source in node.all_input_nodes if not (_is_gather(node) and source is node.args[1])]
+
+
+class _Unequal(Exception):
+    """A block holds what cannot be compared, or handed to a function of its own."""
+
+
+def _describe(gm: fx.GraphModule, block: Block) -> bool:
+    """Fills in all but a block's nodes; False if it cannot be one."""
+    inside = set(block.nodes)
+    names: dict[fx.Node, Any] = {}
+    ids: dict[int, int] = {}
+    lines: list[object] = []
+    try:
+        for position, node in enumerate(block.nodes):
+            for source in _sources(node):
+                if source not in inside and source not in names and _body(gm, source) is None:
+                    names[source] = ("in", len(block.inputs))
+                    block.inputs.append(source)
+            lines.append(_line(gm, node, names, ids))
+            names[node] = ("node", position)
+        outputs = [n for n in block.nodes if any(user not in inside for user in n.users) and _body(gm, n) is None]
+        block.outputs = outputs
+        values = [_value(node) for node in (*block.inputs, *outputs)]
+    except _Unequal:
+        return False
+    block.ids = list(ids)
+    block.key = (tuple(lines), tuple(values), tuple(names[node] for node in outputs))
+    return True
+
+
+def _line(gm: fx.GraphModule, node: fx.Node, names: dict[fx.Node, Any], ids: dict[int, int]) -> object:
+    """What `node` does, with the block's own numbers for nodes and parameters."""
+    if (body := _body(gm, node)) is not None:
+        inner: dict[fx.Node, Any] = {}
+        lines = []
+        for position, other in enumerate(body.graph.nodes):
+            lines.append(_line(body, other, inner, ids))
+            inner[other] = ("inner", position)
+        return tuple(lines)
+    if node.op not in ("call_function", "call_method", "output", "placeholder"):
+        raise _Unequal
+    args = node.args
+    if _is_gather(node):
+        if (id_ := _id(node)) is None:
+            raise _Unequal
+        args = (args[0], ("id", ids.setdefault(id_, len(ids))), *args[2:])
+    target = None if node.op in ("output", "placeholder") else node.target
+    return node.op, target, _plain(gm, args, names, ids), _plain(gm, node.kwargs, names, ids)
+
+
+# Compared by type and text: 1 == 1.0 == True, and 0.0 == -0.0.
+_ATOMS = (int, float, bool, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout)
+_ATOMS += (torch.memory_format,)
+
+
+def _plain(gm: fx.GraphModule, value: Any, names: dict[fx.Node, Any], ids: dict[int, int]) -> object:
+    """`value` as something that can be compared and hashed."""
+    if isinstance(value, fx.Node):
+        if value in names:
+            return names[value]
+        if _body(gm, value) is None:
+            raise _Unequal
+        return _line(gm, value, names, ids)
+    if isinstance(value, tuple | list):
+        return (type(value).__name__, *(_plain(gm, item, names, ids) for item in value))
+    if isinstance(value, dict):
+        return ("dict", *((key, _plain(gm, item, names, ids)) for key, item in value.items()))
+    if isinstance(value, slice):
+        return ("slice", *(_plain(gm, item, names, ids) for item in (value.start, value.stop, value.step)))
+    if type(value) in _ATOMS:
+        return type(value).__name__, repr(value)
+    raise _Unequal
+
+
+def _value(node: fx.Node) -> object:
+    """What is known of a tensor that enters or leaves a block."""
+    value = node.meta.get("example_value")
+    if type(value) is not FakeTensor:
+        raise _Unequal
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    if value.layout is not torch.strided or not all(type(size) is int for size in sizes):
+        raise _Unequal
+    return sizes, len(value.shape), value.dtype, value.device, value.requires_grad

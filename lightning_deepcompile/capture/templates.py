@@ -1,0 +1,312 @@
+"""Traces one of several equal blocks, and lets a step's graph call what came of it.
+
+A template is a block's forward and backward graph, as AOTAutograd and the partitioner make them of the block alone.
+While the whole step is traced, a block is one call of an opaque operator and its derivative another (`run_block`); both
+know the shapes of their results and nothing else. `capture/inlining.py` puts the template's nodes in their place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.capture.partition import partition
+from lightning_deepcompile.capture.repeats import Block, body_of, call_blocks, find_repeats
+from lightning_deepcompile.program.graph import is_element, is_view, output_node
+
+__all__ = [
+    "Instance",
+    "Template",
+    "UnsuitableBlockError",
+    "call_repeats",
+    "called_block",
+    "run_block",
+    "trace_block",
+    "tracing_blocks",
+]
+
+_log = logging.getLogger(__name__)
+
+
+class UnsuitableBlockError(Exception):
+    """A block does what only the whole graph can be traced with; its text is the reason."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """What one block does.
+
+    Args:
+        forward: From the block's inputs to its outputs, followed by what is made for backward.
+        outputs: Number of the block's outputs.
+        backward: From what is saved, and the gradients of outputs, to the gradients of inputs. None if there are none.
+        saved: What `backward` reads first: an input's number, or ``~n`` for what `forward` returns at place n.
+        tangents: The outputs whose gradients it reads then.
+        gradients: For every input its gradient's place in what `backward` returns, or None.
+    """
+
+    forward: fx.GraphModule
+    outputs: int
+    backward: fx.GraphModule | None = None
+    saved: tuple[int, ...] = ()
+    tangents: tuple[int, ...] = ()
+    gradients: tuple[int | None, ...] = ()
+
+    @functools.cached_property
+    def made(self) -> list[Tensor]:
+        """Fake tensors like those that `forward` returns."""
+        return [node.meta["val"] for node in output_node(self.forward.graph).args[0]]
+
+    @functools.cached_property
+    def found(self) -> list[Tensor]:
+        """Fake tensors like the gradients that `backward` returns."""
+        return [node.meta["val"] for node in _outputs(self.backward) if node is not None]
+
+    @functools.cached_property
+    def expected(self) -> list[Tensor]:
+        """Fake tensors like the gradients that `backward` reads."""
+        return [node.meta["val"] for node in _placeholders(self.backward)[len(self.saved) :]]
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One of several equal blocks.
+
+    Args:
+        template: What it does.
+        ids: The template's number of every parameter to this block's.
+    """
+
+    template: Template
+    ids: dict[int, int]
+
+
+def call_repeats(
+    gm: fx.GraphModule, block_of: Callable[[int], str], *, eager_random: bool
+) -> tuple[fx.GraphModule, list[Instance]]:
+    """Traces every kind of block that `gm` repeats once.
+
+    Args:
+        gm: Dynamo's graph; left as it is.
+        block_of: Parameter id to the name of the layout's block.
+        eager_random: As in `compat.capture`.
+
+    Returns:
+        A graph that calls the blocks, and what they are: `gm` itself and nothing where none is worth it.
+    """
+    blocks: list[Block] = []
+    instances: list[Instance] = []
+    for equal in find_repeats(gm, block_of):
+        try:
+            template = trace_block(gm, equal[0], eager_random=eager_random)
+        except UnsuitableBlockError as reason:
+            _log.debug("Blocks of %d nodes are traced one by one, as %s.", len(equal[0].nodes), reason)
+            continue
+        blocks += equal
+        instances += [Instance(template, dict(zip(equal[0].ids, block.ids, strict=True))) for block in equal]
+    return (call_blocks(gm, blocks, run_block) if blocks else gm), instances
+
+
+def trace_block(gm: fx.GraphModule, block: Block, *, eager_random: bool) -> Template:
+    """Traces and partitions a block.
+
+    Args:
+        gm: Dynamo's graph.
+        block: A block of it.
+        eager_random: As in `compat.capture`.
+
+    Raises:
+        UnsuitableBlockError: If it writes to its inputs, draws random numbers, or returns parts of its inputs.
+    """
+    traced: dict[str, fx.GraphModule] = {}
+
+    def cut(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = partition(gm, inputs, **kwargs)
+        traced.update(forward=forward, backward=backward)
+        return forward, backward
+
+    def record(kind: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> compat.BoxedCallable:
+        traced.setdefault(kind, gm)
+        return _never
+
+    compat.capture_apart(
+        body_of(gm, block),
+        [node.meta["example_value"] for node in block.inputs],
+        forward=functools.partial(record, "forward"),
+        backward=functools.partial(record, "backward"),
+        inference=functools.partial(record, "forward"),
+        partitioner=cut,
+        eager_random=eager_random,
+    )
+    needs_gradient = [node.meta["example_value"].requires_grad for node in block.outputs]
+    return _read(traced["forward"], traced.get("backward"), len(block.inputs), needs_gradient)
+
+
+def _never(args: list[Any]) -> Sequence[Any]:
+    raise RuntimeError("A template was run: a defect.")
+
+
+def _read(
+    forward: fx.GraphModule, backward: fx.GraphModule | None, inputs: int, needs_gradient: Sequence[bool]
+) -> Template:
+    for node in (*forward.graph.nodes, *(backward.graph.nodes if backward is not None else ())):
+        _check(node)
+    outputs = len(needs_gradient)
+    results = _outputs(forward)
+    bases = Counter(_base(node) for node in results[:outputs])
+    if len(_placeholders(forward)) != inputs or any(n > 1 or b.op != "call_function" for b, n in bases.items()):
+        raise UnsuitableBlockError("it returns its inputs, or one memory twice")
+    if backward is None:
+        if len(results) != outputs:
+            raise UnsuitableBlockError("it writes to its inputs")
+        return Template(forward, outputs)
+    reads = _placeholders(backward)
+    tangents = tuple(place for place, needed in enumerate(needs_gradient) if needed)
+    saved = [node.name for node in reads if not node.name.startswith("tangents")]
+    gradients = _outputs(backward)
+    if len(reads) - len(saved) != len(tangents) or len(gradients) != inputs:
+        raise UnsuitableBlockError("its gradients do not follow its outputs and inputs one by one")
+    made = results[:outputs]
+    made += [node for node in dict.fromkeys(results[outputs:]) if node not in made and node.op != "placeholder"]
+    output_node(forward.graph).args = (made,)
+    places = {node.name: number for number, node in enumerate(_placeholders(forward))}
+    places |= {node.name: ~place for place, node in enumerate(made)}
+    if not all(name in places for name in saved):
+        raise UnsuitableBlockError("its backward graph reads what its forward graph does not return")
+    number = itertools.count()
+    return Template(
+        forward,
+        outputs,
+        backward,
+        tuple(places[name] for name in saved),
+        tangents,
+        tuple(None if gradient is None else next(number) for gradient in gradients),
+    )
+
+
+def _check(node: fx.Node) -> None:
+    """Raises for an operator whose every call counts."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return
+    if not isinstance(node.target, torch._ops.OpOverload):
+        raise UnsuitableBlockError(f"it calls {node.target}")
+    schema = node.target._schema
+    if schema.is_mutable:
+        raise UnsuitableBlockError(f"it writes to memory ({node.target})")
+    arguments = {a.name: a.default_value for a in schema.arguments}
+    arguments |= {a.name: value for a, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
+    # Attention is tagged as random whether or not it drops anything.
+    random = torch.Tag.nondeterministic_seeded in node.target.tags and arguments.get("dropout_p") != 0.0
+    if random or schema.name.startswith("prims::inductor_"):
+        raise UnsuitableBlockError(f"it draws random numbers ({node.target})")
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The node that made the memory of `node`."""
+    while is_view(node) or is_element(node):
+        node = node.args[0]
+    return node
+
+
+def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
+
+
+def _outputs(gm: fx.GraphModule) -> list[fx.Node | None]:
+    return list(output_node(gm.graph).args[0])
+
+
+_instances: ContextVar[Sequence[Instance]] = ContextVar("instances")
+
+
+@contextlib.contextmanager
+def tracing_blocks(instances: Sequence[Instance]) -> Iterator[None]:
+    """Inside, `run_block` can be traced; it stands for one of `instances`."""
+    _register()
+    token = _instances.set(instances)
+    try:
+        yield
+    finally:
+        _instances.reset(token)
+
+
+def run_block(block: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Stands for a block in a graph that AOTAutograd traces, and for its derivative.
+
+    Args:
+        block: Its place among the instances.
+        inputs: Its inputs.
+    """
+    return _Block.apply(block, *inputs)
+
+
+class _Block(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, block: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        template = _instances.get()[block].template
+        made = torch.ops.deepcompile.block_forward(list(inputs), block)
+        if template.backward is not None:
+            ctx.block = block
+            ctx.save_for_backward(*(made[~place] if place < 0 else inputs[place] for place in template.saved))
+            unneeded = set(range(template.outputs)) - set(template.tangents)
+            ctx.mark_non_differentiable(*(made[place] for place in sorted(unneeded)))
+        return tuple(made[: template.outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        template = _instances.get()[ctx.block].template
+        tangents = [gradients[place] for place in template.tangents]
+        tangents = [_laid_out_like(*pair) for pair in zip(tangents, template.expected, strict=True)]
+        found = torch.ops.deepcompile.block_backward([*ctx.saved_tensors, *tangents], ctx.block)
+        return None, *(None if place is None else found[place] for place in template.gradients)
+
+
+def _laid_out_like(gradient: Tensor, expected: Tensor) -> Tensor:
+    """`gradient` with the strides that the template was traced with."""
+    if gradient.stride() == expected.stride():
+        return gradient
+    if expected.is_contiguous():
+        return gradient.contiguous()
+    return gradient.new_empty_strided(expected.shape, expected.stride()).copy_(gradient)
+
+
+def called_block(node: fx.Node) -> int | None:
+    """The instance that `node` of a traced graph stands for, forward or backward; None for any other node."""
+    if node.op == "call_function" and getattr(node.target, "namespace", None) == _NAMESPACE:
+        return int(node.args[1])
+    return None
+
+
+_NAMESPACE = "deepcompile"
+
+
+def _fresh(values: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+
+
+@functools.cache
+def _register() -> None:
+    """Defines the two operators. They have no kernels: no program contains them."""
+    fakes: dict[str, Callable[[Template], list[Tensor]]] = {
+        "block_forward": lambda template: template.made,
+        "block_backward": lambda template: template.found,
+    }
+    for name, results in fakes.items():
+        torch.library.define(f"{_NAMESPACE}::{name}", "(Tensor[] inputs, int block) -> Tensor[]")
+
+        def fake(inputs: list[Tensor], block: int, results: Any = results) -> list[Tensor]:
+            return _fresh(results(_instances.get()[block].template))
+
+        torch.library.register_fake(f"{_NAMESPACE}::{name}", fake)

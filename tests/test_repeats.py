@@ -1,0 +1,209 @@
+"""Equal blocks are traced once, and nobody can tell from the results."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpt import GPT
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_deepcompile import CompileConfig
+from lightning_deepcompile.engine import Engine
+
+WIDTH, LAYERS = 8, 4
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+class Layer(nn.Module):
+    """A block with a nested module, a constant, and a residual."""
+
+    def __init__(self, scale: float = 0.5, *, dropout: float = 0.0, norm: type[nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.norm, self.scale, self.dropout = norm(WIDTH), scale, dropout
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, side: Tensor) -> Tensor:
+        y = self.inner(self.norm(x) * side) + self.bias
+        return x + self.scale * F.dropout(y, self.dropout, self.training)
+
+
+class Net(nn.Module):
+    """Layers that share an input with no gradient, and one with."""
+
+    def __init__(self, make: Callable[[int], nn.Module] = lambda index: Layer(), *, frozen: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(make(index) for index in range(LAYERS))
+        for parameter in itertools.chain.from_iterable(layer.parameters() for layer in self.layers[:frozen]):
+            parameter.requires_grad_(False)
+
+    def call(self, layer: nn.Module, x: Tensor, side: Tensor) -> Tensor:
+        return layer(x, side)
+
+    def training_step(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        side = x.sigmoid()
+        for layer in self.layers:
+            x = self.call(layer, x, side)
+        return x.square().mean()
+
+    def validation_step(self, x: Tensor) -> Tensor:
+        return self.training_step(x)
+
+
+class Checkpointed(Net):
+    """The same with activation checkpointing."""
+
+    def call(self, layer: nn.Module, x: Tensor, side: Tensor) -> Tensor:
+        return checkpoint(layer, x, side, use_reentrant=False)
+
+
+class Autocast(Net):
+    """The same under an autocast of its own, which a block by itself would not see."""
+
+    def training_step(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().training_step(x)
+
+
+def _gpt() -> nn.Module:
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = GPT(layers=LAYERS, width=16, heads=2, vocabulary=32)
+
+        def training_step(self, x: Tensor) -> Tensor:
+            tokens = (x.abs() * 31).long().clamp(max=31)[:, :, 0]
+            return F.cross_entropy(self.net(tokens).flatten(0, 1), tokens.flatten())
+
+    return Step()
+
+
+# What is built, and how many of its blocks share a trace.
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "equal": (Net, LAYERS),
+    "gpt": (_gpt, LAYERS),
+    "checkpointed": (Checkpointed, LAYERS),
+    "autocast in the step": (Autocast, 0),
+    "one frozen": (lambda: Net(frozen=1), LAYERS - 1),
+    "one constant differs": (lambda: Net(lambda index: Layer(0.5 + (index == 2))), LAYERS - 1),
+    "zeros of two signs": (lambda: Net(lambda index: Layer(-0.0 if index < 2 else 0.0)), 0),
+    "random": (lambda: Net(lambda index: Layer(dropout=0.5)), 0),
+    "buffers": (lambda: Net(lambda index: Layer(norm=_BatchNorm)), 0),
+}
+
+
+class _BatchNorm(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(0, 1)).view_as(x)
+
+
+def _steps(engine: Engine, batches: list[Tensor]) -> list[Tensor]:
+    """Losses and gradients of accumulated passes."""
+    results = []
+    for batch in batches:
+        torch.manual_seed(1)
+        loss = engine.run_step("training_step", batch)
+        engine.backward(loss.backward)
+        results += [loss.detach(), *(p.grad.to_local().clone() for p in engine.module.parameters() if p.requires_grad)]
+    return results
+
+
+def _batches(*lengths: int) -> list[Tensor]:
+    torch.manual_seed(2)
+    return [torch.randn(2, length, WIDTH) for length in lengths]
+
+
+def _engine(model: nn.Module, mesh: DeviceMesh, once: bool) -> Engine:
+    return Engine(model.train(), mesh, CompileConfig(region_backend="eager", trace_blocks_once=once))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_results_are_the_same_to_the_last_bit(name: str, mesh: DeviceMesh) -> None:
+    make, shared = MODELS[name]
+    _assert_equal(make, shared, mesh)
+
+
+def test_low_precision_around_the_step(mesh: DeviceMesh) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        _assert_equal(_gpt, LAYERS, mesh)
+
+
+def _assert_equal(make: Callable[[], nn.Module], shared: int, mesh: DeviceMesh) -> None:
+    once, plain = _engine(make(), mesh, True), _engine(make(), mesh, False)
+    for ours, expected in zip(_steps(once, _batches(4, 4)), _steps(plain, _batches(4, 4)), strict=True):
+        assert torch.equal(ours, expected)
+    assert (once.capture.blocks, plain.capture.blocks) == (shared, 0)
+    assert once.capture.saved_parameters == 0
+
+
+def test_each_block_gathers_and_reduces_its_own_parameters(mesh: DeviceMesh) -> None:
+    engine = _engine(Net(), mesh, True)
+    _steps(engine, _batches(4))
+    for text in engine.programs().values():
+        gathers = "".join(line for line in text.splitlines() if line.startswith("  gather"))
+        assert all(f"layers.{index} " in gathers for index in range(LAYERS))
+    summary = engine.summary()
+    assert summary.reductions_per_step == len(list(engine.module.parameters()))
+    assert summary.regions_compiled < summary.regions_total
+
+
+def test_evaluation_and_symbolic_lengths(mesh: DeviceMesh) -> None:
+    engine, plain = _engine(Net(), mesh, True), _engine(Net(), mesh, False)
+    for length in (4, 6, 7):  # the second length is traced with a symbol, block by block
+        (batch,) = _batches(length)
+        with torch.no_grad():
+            assert torch.equal(engine.run_step("validation_step", batch), plain.run_step("validation_step", batch))
+    assert engine.capture.blocks == LAYERS
+
+
+def test_another_model_of_the_same_class(mesh: DeviceMesh) -> None:
+    """Dynamo makes the parameters' numbers inputs then."""
+    engines = [_engine(Net(), mesh, True) for _ in range(3)]
+    first, *others = [_steps(engine, _batches(4)) for engine in engines]
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    assert [engine.capture.blocks for engine in engines] == [LAYERS] * 3
+
+
+def test_blocks_do_not_share_memory_in_what_inductor_sees(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it takes a copy from one block to the next for a copy of a tensor to itself, and drops it."""
+    from lightning_deepcompile.capture import backend
+
+    graphs: list[fx.GraphModule] = []
+    inline = backend.inline_blocks
+
+    def record(gm: fx.GraphModule, instances: Any) -> None:
+        inline(gm, instances)
+        graphs.append(gm)
+
+    monkeypatch.setattr(backend, "inline_blocks", record)
+    _steps(_engine(Net(), mesh, True), _batches(4))
+    for gm in graphs:
+        values = {n: n.meta["val"] for n in gm.graph.nodes if isinstance(n.meta.get("val"), Tensor)}
+        products = [n for n in values if n.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)]
+        assert len(products) >= 2 * LAYERS
+        for product in products:
+            sharing = [n for n, value in values.items() if torch._C._is_alias_of(value, values[product])]
+            assert product in sharing and all(product in _ancestors(node) for node in sharing if node is not product)
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                pending.append(source)
+    return found
