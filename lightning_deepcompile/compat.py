@@ -34,6 +34,7 @@ __all__ = [
     "is_checkpoint",
     "never_a_frame",
     "partition",
+    "process_group",
     "real_tensors",
     "run_first_after_step",
     "start_compile_workers",
@@ -183,15 +184,15 @@ def real_tensors() -> contextlib.AbstractContextManager[None]:
 
 
 def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a bound method whose compilations are counted, and cached, apart from those of the original's code.
+    """A copy of a method whose compilations are counted, and cached, apart from those of the original's code.
 
     Dynamo keeps what it compiled with the code object. Without this, every model of a class, and every training run in
     a process, would use up the recompile limit of the others, and slow their guards down.
 
     Args:
-        method: A method written in Python; anything else is returned as it is.
+        method: A bound method, or a function, written in Python; anything else is returned as it is.
     """
-    function = getattr(method, "__func__", None)
+    function = getattr(method, "__func__", method)
     if not isinstance(function, types.FunctionType):
         return method
     copy = types.FunctionType(
@@ -204,7 +205,7 @@ def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__dict__.update(function.__dict__)
     copy.__doc__, copy.__qualname__, copy.__module__ = function.__doc__, function.__qualname__, function.__module__
-    return types.MethodType(copy, method.__self__)
+    return copy if method is function else types.MethodType(copy, method.__self__)
 
 
 def held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -291,6 +292,13 @@ def all_gather_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) ->
     """
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(output, tensor, group=group)
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The process group of that name (``group.group_name``), as the tracer's graphs hold it."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
 
 
 def is_checkpoint(node: fx.Node) -> bool:

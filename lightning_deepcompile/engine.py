@@ -26,6 +26,7 @@ from lightning_deepcompile.capture.gradients import GradientSession
 from lightning_deepcompile.capture.graph_checks import UnsupportedStepError, ungathered_message
 from lightning_deepcompile.capture.ranks import Ranks
 from lightning_deepcompile.capture.sharding import shard_module
+from lightning_deepcompile.capture.sync_batchnorm import trace_sync_batchnorm
 from lightning_deepcompile.clipping import Clipping
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.early_gathers import EarlyGathers
@@ -108,6 +109,7 @@ class Engine:
         atexit.register(at_exit)
         self._retire = weakref.finalize(self, _retire, self.runtime, at_exit)
         self._retire.atexit = False
+        trace_sync_batchnorm(module)
         self.model = shard_module(module, self.runtime, ranks, gather_dtype=gather_dtype, reduce_dtype=reduce_dtype)
         self.gradients = GradientSession(self.runtime, self.model, group)
         store = compat.store()

@@ -162,7 +162,7 @@ def gpt(tied: bool = False, layers: int = 2) -> Callable[[], Base]:
     return build
 
 
-def llama(tied: bool = False, checkpointing: bool = False) -> Callable[[], Base]:
+def llama(tied: bool = False, checkpointing: bool = False, layers: int = 3) -> Callable[[], Base]:
     """A Hugging Face Llama, small."""
 
     def build() -> Base:
@@ -175,7 +175,7 @@ def llama(tied: bool = False, checkpointing: bool = False) -> Callable[[], Base]
                     vocab_size=VOCAB,
                     hidden_size=16,
                     intermediate_size=36,
-                    num_hidden_layers=3,
+                    num_hidden_layers=layers,
                     num_attention_heads=4,
                     num_key_value_heads=2,
                     tie_word_embeddings=tied,
