@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cases import Mlp, Tokens, full
+from init_memory import Peak, Tiny, peak_of_init
 from multiprocess import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -135,3 +136,44 @@ def test_deferred_models_train() -> None:
         for name, value in initial.items():
             assert torch.equal(value, ranks[0][0][name])
             assert value.abs().max() == pytest.approx(float(eager[name].abs().max()), rel=0.5), name
+
+
+MIB = 2**20
+
+
+class Heavy(Tiny):
+    """Layers of 36 MiB, each of which glibc takes from the system and gives back at once."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "layers"):
+            with self.trainer.init_module(empty_init=True):
+                self.layers = nn.ModuleList(nn.Linear(3072, 3072, bias=False) for _ in range(10))
+
+
+def _peak() -> Peak:
+    return peak_of_init(Heavy(), lambda: DeepCompileStrategy(compile=CompileConfig(region_backend="eager")), "cpu")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's /proc")
+def test_no_rank_holds_more_than_its_shard_and_a_layer() -> None:
+    for peak in run_ranks(_peak, 2):
+        assert peak.shard == 10 * 18 * MIB
+        assert peak.shard <= peak.host <= 1.3 * peak.shard + 36 * MIB, f"{peak.host / MIB:.0f} MiB"
+
+
+def _peak_8b() -> Peak:
+    from train_llama import Llama
+
+    return peak_of_init(Llama("8b", deferred_init=True), DeepCompileStrategy, "gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_an_8b_model_is_initialised_in_the_memory_of_its_shard() -> None:
+    """Its 32 layers take 0.8 GiB each, its embedding and its head 2 GiB, in fp32."""
+    largest = 128_256 * 4096 * 4
+    for peak in run_ranks(_peak_8b, 2, timeout=200):
+        assert peak.shard == pytest.approx(8.03e9 * 4 / 2, rel=0.01)
+        limit = 1.3 * peak.shard + largest
+        assert peak.shard <= peak.device <= limit, f"{peak.device / MIB:.0f} MiB of the device"
+        assert peak.host <= limit, f"{peak.host / MIB:.0f} MiB of host memory"

@@ -42,8 +42,6 @@ class GradientSession:
         self._stashed: dict[nn.Parameter, Tensor | None] = {}
         self._active = False
         self.update = True
-        # The buffers exist to be registered; they take memory only while they hold gradients.
-        runtime.free_grads([p.ds_id for p in self._trainable()])
 
     def begin(self) -> None:
         """Starts a backward pass, and asks autograd to call `finish` at its end. Does nothing if one has begun."""

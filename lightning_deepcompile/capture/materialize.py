@@ -103,6 +103,9 @@ def _marked(tensor: Tensor) -> Tensor:
 def _has_mark(tensor: Tensor) -> bool:
     if tensor.numel() == 0 or tensor.dtype == torch.bool:
         return False
-    if tensor.is_floating_point() or tensor.is_complex():
-        return bool(tensor.isnan().any())
-    return bool((tensor == torch.iinfo(tensor.dtype).max).any())
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    # The least of them: it is NaN where one is, and needs no memory of the tensor's size as a comparison does.
+    if tensor.is_floating_point():
+        return bool(tensor.amin().isnan())
+    return bool(tensor.amax() == torch.iinfo(tensor.dtype).max)

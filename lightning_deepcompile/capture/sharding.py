@@ -153,6 +153,7 @@ def shard_module(
         for p, owners in found.items()
         if owners[0].fqn in owners_of
     ]
+    deferred = {name for name, (owner, *_) in owners_of.items() if owner.module._parameters[owner.name].is_meta}
     del found  # the only reference to the whole parameters shall be the module's
     chunks = plan_chunks(specs, ranks.shards)
     materializer = Materializer(module, device)
@@ -166,7 +167,9 @@ def shard_module(
         buffer = GradBuffer(torch.empty_like(values)) if chunk.shards[0].spec.requires_grad else None
         for layout in chunk.shards:
             spec = layout.spec
-            parameter = _shard_parameter(owners_of[spec.name], layout, values, ranks, next_id, gather_dtype)
+            owners = owners_of[spec.name]
+            in_place = spec.name in deferred  # else it is the user's memory
+            parameter = _shard_parameter(owners, layout, values, ranks, next_id, gather_dtype, in_place=in_place)
             next_id += 1
             if buffer is not None:
                 buffer.add(parameter)
@@ -183,6 +186,8 @@ def shard_module(
         if buffer is not None:
             buffer.settle()
             buffers.append(buffer)
+            # It exists to be registered; it takes memory only while it holds gradients.
+            runtime.free_grads([parameter.ds_id for parameter in buffer.parameters])
     materializer.materialize(module.modules())  # those without parameters that are sharded
     _move_rest(module, ranks, device)
     _install(list(parameters.values()), state)
@@ -220,11 +225,13 @@ def _shard_parameter(
     ranks: Ranks,
     ds_id: int,
     gather_dtype: torch.dtype | None,
+    *,
+    in_place: bool,
 ) -> ShardedParameter:
     spec = layout.spec
     original = owners[0].module._parameters[owners[0].name]
     assert original is not None
-    full = original.detach().to(values.device, copy=True).contiguous()
+    full = original.detach().to(values.device, copy=not in_place).contiguous()
     _broadcast(full, ranks)
     low, high = layout.rows_of(ranks.shard_rank)
 
