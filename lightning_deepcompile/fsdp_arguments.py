@@ -7,10 +7,19 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.distributed.fsdp import ShardingStrategy
 
 from lightning_deepcompile.config import CompileConfig
 
-__all__ = ["ShardingStrategyName", "is_hybrid", "stage_for", "warn_about_ignored", "with_cpu_offload"]
+__all__ = [
+    "ShardingStrategyName",
+    "checkpointing_policy",
+    "is_hybrid",
+    "sharding_strategy_of",
+    "stage_for",
+    "warn_about_ignored",
+    "with_cpu_offload",
+]
 
 ShardingStrategyName = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 
@@ -62,6 +71,41 @@ def is_hybrid(sharding_strategy: Any) -> bool:
         sharding_strategy: As for `stage_for`.
     """
     return "HYBRID" in _name(sharding_strategy)
+
+
+def sharding_strategy_of(stage: int, *, hybrid: bool) -> ShardingStrategy:
+    """FSDP's name for what is sharded, for code that asks a strategy for it.
+
+    Args:
+        stage: ZeRO stage.
+        hybrid: Whether only some ranks share the parameters.
+    """
+    if hybrid and stage > 1:
+        return ShardingStrategy.HYBRID_SHARD if stage == 3 else ShardingStrategy._HYBRID_SHARD_ZERO2
+    return {
+        1: ShardingStrategy.NO_SHARD,
+        2: ShardingStrategy.SHARD_GRAD_OP,
+        3: ShardingStrategy.FULL_SHARD,
+    }[stage]
+
+
+def checkpointing_policy(classes: Any, policy: Any) -> Any:
+    """The policy of activation checkpointing, from the argument of that name or FSDP's older one.
+
+    Args:
+        classes: The older one: a class of modules or a list of them; None if not given.
+        policy: The policy; None if not given.
+
+    Raises:
+        ValueError: If both are given.
+    """
+    if classes is None:
+        return policy
+    if policy is not None:
+        raise ValueError(
+            "You cannot set both `activation_checkpointing` and `activation_checkpointing_policy`. Use the latter."
+        )
+    return set(classes) if isinstance(classes, list | tuple | set) else {classes}
 
 
 def _name(sharding_strategy: Any) -> str:

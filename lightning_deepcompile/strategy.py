@@ -33,22 +33,22 @@ from lightning_deepcompile.device_mesh import MeshArgument, check_mesh, make_mes
 from lightning_deepcompile.engine import Engine
 from lightning_deepcompile.fsdp_arguments import (
     ShardingStrategyName,
+    checkpointing_policy,
     is_hybrid,
+    sharding_strategy_of,
     stage_for,
     warn_about_ignored,
     with_cpu_offload,
 )
 from lightning_deepcompile.host_calls import HostCalls, HostOptimizer
-from lightning_deepcompile.plan.costs import Profile
-from lightning_deepcompile.plan.report import Round
+from lightning_deepcompile.inspection import Inspection
 from lightning_deepcompile.precision import DeepCompilePrecision
-from lightning_deepcompile.summary import Summary
 from lightning_deepcompile.trainer_checks import check_trainer, may_drop_gradients
 
 __all__ = ["DeepCompileStrategy"]
 
 
-class DeepCompileStrategy(CheckpointStrategy):
+class DeepCompileStrategy(Inspection, CheckpointStrategy):
     """Trains an unmodified LightningModule with sharded parameters, gradients and optimizer states (ZeRO).
 
     The step is captured with ``torch.compile`` and run as a program in which every gather, release and reduction is an
@@ -69,6 +69,7 @@ class DeepCompileStrategy(CheckpointStrategy):
             are gathered and computed with, ``reduce_dtype`` of gradients on the wire, ``buffer_dtype`` of buffers.
         activation_checkpointing_policy: Classes of modules that keep only their inputs and run again in backward; or
             a function of a module that tells whether it does.
+        activation_checkpointing: FSDP's older name for the same: a class or a list of classes.
         sharding_strategy: FSDP's name for the stage: ``"FULL_SHARD"`` is 3, ``"SHARD_GRAD_OP"`` is 2.
             ``"HYBRID_SHARD"`` is 3 with the parameters sharded inside every node, or as `device_mesh` says.
         device_mesh: For hybrid sharding: (number of replicas, ranks that share the parameters), or a DeviceMesh of
@@ -107,6 +108,7 @@ class DeepCompileStrategy(CheckpointStrategy):
         timeout: timedelta = timedelta(minutes=30),
         mixed_precision: MixedPrecision | None = None,
         activation_checkpointing_policy: CheckpointingPolicy | None = None,
+        activation_checkpointing: type[nn.Module] | list[type[nn.Module]] | None = None,
         sharding_strategy: ShardingStrategyName | ShardingStrategy | None = None,
         device_mesh: MeshArgument | None = None,
         cpu_offload: bool | CPUOffload | None = None,
@@ -132,6 +134,7 @@ class DeepCompileStrategy(CheckpointStrategy):
         )
         self.stage = stage_for(sharding_strategy, stage)
         self._hybrid = is_hybrid(sharding_strategy)
+        self.sharding_strategy = sharding_strategy_of(self.stage, hybrid=self._hybrid or device_mesh is not None)
         check_mesh(device_mesh, hybrid=self._hybrid)
         self._device_mesh = device_mesh
         warn_about_ignored(
@@ -145,7 +148,8 @@ class DeepCompileStrategy(CheckpointStrategy):
             }
         )
         self.mixed_precision = mixed_precision
-        self._checkpointing_policy = activation_checkpointing_policy
+        self._checkpointing_policy = checkpointing_policy(activation_checkpointing, activation_checkpointing_policy)
+        self.cpu_offload = CPUOffload(cpu_offload) if isinstance(cpu_offload, bool) else cpu_offload or CPUOffload()
         self.compile = with_cpu_offload(compile or CompileConfig(), cpu_offload)
         self._checkpoints = Checkpoints(self, state_dict_type, save_distributed_checkpoint, async_save)
         self._engine: Engine | None = None
@@ -164,6 +168,11 @@ class DeepCompileStrategy(CheckpointStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = None if plugin is None else DeepCompilePrecision.convert(plugin)
+
+    @property
+    def mixed_precision_config(self) -> MixedPrecision:
+        """The dtypes of parameters, gradients and buffers in steps: `mixed_precision`, or those of the precision."""
+        return self.mixed_precision or self.precision_plugin.mixed_precision_config
 
     @property
     def _lightning_module(self) -> pl.LightningModule | None:
@@ -336,39 +345,6 @@ class DeepCompileStrategy(CheckpointStrategy):
         if self.lightning_module.automatic_optimization:  # else users' code goes on, and may write to parameters
             self.engine.finish_step()
         return output
-
-    # Looking inside ---------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def full_parameters(
-        self, module: nn.Module | None = None, *, writeback: bool = True
-    ) -> Generator[None, None, None]:
-        """Inside, the parameters are whole, plain tensors (as under FSDP's ``summon_full_params``).
-
-        All ranks must enter and leave together. Calling a module needs no such context: it gathers for itself.
-
-        Args:
-            module: Whose parameters; by default the whole model's, which must then fit into memory.
-            writeback: Keep what was written to them, each rank's own rows; else it is dropped.
-        """
-        with self.engine.full_parameters(module, writeback=writeback):
-            yield
-
-    def summary(self) -> Summary:
-        """Counters of what was compiled and what a step communicates; print it for a table."""
-        return self.engine.summary()
-
-    def report(self) -> list[Round]:
-        """What each round of profiling and planning changed, predicted and then measured."""
-        return self.engine.report()
-
-    def profile(self) -> Profile | None:
-        """What the last round planned with; its `to_json` is for ``python -m lightning_deepcompile simulate``."""
-        return self.engine.tuner.profile
-
-    def programs(self) -> dict[str, str]:
-        """The current programs, printed, by name."""
-        return self.engine.programs()
 
     # Ending -----------------------------------------------------------------------------------------------------------
 

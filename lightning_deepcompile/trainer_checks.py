@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -26,6 +26,12 @@ def check_trainer(trainer: pl.Trainer) -> None:
             raise MisconfigurationException(
                 f"The callback {type(callback).__name__} averages whole parameters, but under DeepCompileStrategy "
                 "each rank holds a part of every one. Use WeightAveraging or EMAWeightAveraging."
+            )
+        if isinstance(callback, ModelPruning):
+            raise MisconfigurationException(
+                f"The callback {type(callback).__name__} puts masks beside whole parameters, but under "
+                "DeepCompileStrategy each rank holds a part of every one, and steps would not see the masks. Prune "
+                "the model with `torch.nn.utils.prune` before or after the training."
             )
     if isinstance(trainer.profiler, PyTorchProfiler) and trainer.profiler._record_module_names:
         rank_zero_warn(

@@ -348,9 +348,7 @@ class Tuner:
         if self._config.plan is None:
             return False
         path = Path(self._config.plan)
-        text, reason = None, ""
-        if path.is_file():
-            text, reason = self._attempt(path.read_text)
+        text, reason = self._attempt(lambda: path.read_text() if path.is_file() else None)
         text, reason = self._exchange((text, reason))[0]
         if text is None and not reason:
             return False  # to be written by this run

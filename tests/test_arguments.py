@@ -116,6 +116,20 @@ def test_utilisation_is_computed_for_the_dtype_of_the_arithmetic(precision: Any,
         assert _plugin_to_compute_dtype(DeepCompilePrecision(precision)) is dtype
 
 
+def test_what_code_reads_from_an_fsdp_strategy() -> None:
+    strategy = DeepCompileStrategy(activation_checkpointing=[nn.Linear])
+    assert strategy.sharding_strategy is ShardingStrategy.FULL_SHARD
+    assert strategy.cpu_offload == CPUOffload() and strategy.mixed_precision is None
+    assert strategy.mixed_precision_config.param_dtype is torch.float32
+    assert strategy._checkpointing_policy == {nn.Linear}
+    config = MixedPrecision(torch.bfloat16)
+    strategy = DeepCompileStrategy(sharding_strategy="SHARD_GRAD_OP", cpu_offload=True, mixed_precision=config)
+    assert strategy.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+    assert strategy.cpu_offload == CPUOffload(offload_params=True) and strategy.mixed_precision_config is config
+    assert DeepCompileStrategy(device_mesh=(2, 2)).sharding_strategy is ShardingStrategy.HYBRID_SHARD
+    assert DeepCompileStrategy(cpu_offload=CPUOffload(True)).cpu_offload == CPUOffload(True)
+
+
 def layers() -> nn.Module:
     return nn.Sequential(nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Sequential(nn.Linear(2, 2))}), nn.ReLU())
 
@@ -134,6 +148,8 @@ def test_checkpointing_policies(policy: Any) -> None:
 
 
 def test_checkpointing_policies_that_cannot_be_meant() -> None:
+    with pytest.raises(ValueError, match="You cannot set both"):
+        DeepCompileStrategy(activation_checkpointing=nn.Linear, activation_checkpointing_policy={nn.Linear})
     with pytest.raises(ValueError, match="chooses no module of Sequential"):
         checkpoint_activations(layers(), {nn.Conv2d})
     with pytest.raises(ValueError, match=r"'0.b' and '0.b.0' inside of it"):

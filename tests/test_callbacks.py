@@ -181,6 +181,7 @@ def _refused() -> dict[str, str]:
     cases = {
         "SWA": [plc.StochasticWeightAveraging(1e-3)],
         "batch size": [plc.BatchSizeFinder()],
+        "pruning": [plc.ModelPruning("l1_unstructured", amount=0.3)],
     }
     for name, callbacks in cases.items():
         strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
@@ -199,6 +200,7 @@ def test_refused_callbacks() -> None:
         assert "The callback StochasticWeightAveraging averages whole parameters" in errors["SWA"]
         assert "Use WeightAveraging or EMAWeightAveraging" in errors["SWA"]
         assert "istributed" in errors["batch size"]
+        assert "steps would not see the masks. Prune the model with `torch.nn.utils.prune`" in errors["pruning"]
 
 
 def _summary_and_profiler() -> tuple[int, list[str]]:
@@ -232,7 +234,7 @@ def test_the_progress_bar_says_what_is_compiled(bar: Any, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(CompileProgress, "_show", record)
     strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
-    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False,
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices="auto", max_epochs=1, logger=False,
                          callbacks=[bar()], enable_checkpointing=False, enable_model_summary=False)  # fmt: skip
     data = DataLoader(Tokens(2, ROWS, 0, 1), batch_size=ROWS)
     try:

@@ -26,8 +26,8 @@ MODELS: dict[str, Callable[[], Base]] = {"gpt": gpt(), "llama": llama(layers=2)}
 
 # Relative differences of losses. In fp32 only sums are added up in another order. Elsewhere values are rounded at other
 # places (gathered parameters and what they touch are 16 bits wide, where autocast alone keeps norms, embeddings and
-# gradients in fp32; the mean over ranks is rounded, too). Such errors have either sign in each of many terms of a loss: it
-# may differ by one unit in the last place, 2**-8 for bf16 and 2**-11 for fp16, and falls by far more.
+# gradients in fp32; the mean over ranks is rounded, too). Such errors have either sign in each of the many terms of a
+# loss: it may differ by one unit in the last place, 2**-8 for bf16 and 2**-11 for fp16, and falls by far more.
 TOLERANCES = {"32-true": 1e-5, "bf16-mixed": 2**-8, "bf16-true": 2**-8, "16-mixed": 2**-11, "16-true": 2**-11}
 
 

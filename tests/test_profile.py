@@ -255,6 +255,16 @@ def test_plan_files(mesh: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture)
         one_step(engine, TOKENS, optimizer)
         engine.close()
 
+    # So is one that the system does not let us look at; one that cannot be written costs nothing but the plan.
+    for place, reason in [(tmp_path / ("x" * 300), "File name too long"), (path / "plan.json", "could not be written")]:
+        caplog.clear()
+        engine, optimizer = make_planner(mesh, plan=str(place))
+        one_step(engine, TOKENS, optimizer)
+        engine.tuner._save()
+        assert reason in caplog.text and str(place) in caplog.text
+        one_step(engine, TOKENS, optimizer)
+        engine.close()
+
 
 def test_configured_passes_are_checked_when_the_engine_is_made(mesh: Any) -> None:  # noqa: F811
     with pytest.raises(ValueError, match="There is no pass 'zero4'"):

@@ -2,8 +2,8 @@
 
 After them: one gather per parameter; views of a gathered parameter stand right before each use, so that no region hands
 a view of runtime-owned memory to another; constant tensors stand before each use, too; gradients are contiguous and
-reduced once per parameter; tuple outputs are unpacked next to their producer; operators that share statistics with other
-ranks keep their order.
+reduced once per parameter; tuple outputs are unpacked next to their producer; operators that share statistics with
+other ranks keep their order.
 """
 
 from __future__ import annotations
