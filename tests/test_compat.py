@@ -300,6 +300,11 @@ def test_gathering_into_one_tensor_warns_of_nothing(mesh: DeviceMesh) -> None:
     assert whole.tolist() == [1, 1, 1]
 
 
+def test_process_groups_are_found_by_their_names(mesh: DeviceMesh) -> None:
+    group = mesh.get_group()
+    assert compat.process_group(group.group_name) is group
+
+
 # Optimizers -----------------------------------------------------------------------------------------------------------
 
 
