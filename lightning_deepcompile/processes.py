@@ -118,12 +118,14 @@ class ProcessStrategy(ParallelStrategy):
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
 
+    @torch.compiler.disable
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks."""
         if _distributed_is_initialized():
             device_ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
             dist.barrier(device_ids=device_ids)
 
+    @torch.compiler.disable  # called in a step, it breaks the graph: the tracer fails at what sends objects
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Sends an object from rank `src` to all."""
         if not _distributed_is_initialized():

@@ -201,6 +201,19 @@ class AccumulatesByHand(Mlp):
                 optimizer.zero_grad()
 
 
+class Gathering(Mlp):
+    """Communicates in the step: compares its rows with those of all ranks, asks the strategy for means and objects."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        mine = F.normalize(self.logits(batch[:, :-1]).mean(1), dim=-1)
+        everyone = self.all_gather(mine, sync_grads=True).view(-1, VOCAB)
+        loss = (mine @ everyone.T).exp().sum(1).log().mean()
+        mean = self.trainer.strategy.reduce(loss.detach(), reduce_op="mean")
+        self.trainer.strategy.barrier()
+        factor = self.trainer.strategy.broadcast(1.5)
+        return loss * factor * (1 + 0.1 * mean)
+
+
 # The model; what the Trainer, and what the strategy is made with.
 SCENARIOS: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]] = {
     "gan": (Gan, {}, {}),
@@ -214,6 +227,7 @@ SCENARIOS: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]] =
     "raw optimizer": (RawOptimizer, {}, {}),
     "compiled by the user": (compiled, {}, {}),
     "calls in hooks": (CallsInHooks, {}, {}),
+    "collectives in the step": (Gathering, {}, {}),
     "checkpointed layers": (Mlp, {}, {"activation_checkpointing_policy": {nn.Sequential}}),
     "accumulated, stage 1": (Mlp, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {"stage": 1}),
     "accumulated by hand, stage 1": (AccumulatesByHand, {}, {"stage": 1}),
