@@ -75,8 +75,7 @@ def _train_all(accelerator: str) -> dict[str, Record]:
 
     return {
         "by the Trainer": run(Branches, "inductor", sync_batchnorm=True),
-        "by the user": run(Converted, "eager"),
-        "stage 1": run(Branches, "eager", stage=1, sync_batchnorm=True),
+        "by the user, stage 1": run(Converted, "eager", stage=1),
     }
 
 
@@ -93,9 +92,9 @@ def check(accelerator: str, timeout: float) -> None:
             assert whole == pytest.approx(expected.extra[2], rel=1e-5)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(280)
 def test_equals_batch_norm_on_the_whole_batch() -> None:
-    check("cpu", 170)
+    check("cpu", 270)
 
 
 @pytest.mark.gpu
