@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.program.graph import is_gather, is_reduce, output_node
+from lightning_deepcompile.program.graph import is_gather, is_random, is_reduce, output_node
 
 __all__ = ["count_saved_parameters", "partition", "protect_written_inputs", "tag_gathers"]
 
@@ -98,9 +98,47 @@ def _must_run_once(node: fx.Node) -> bool:
 
 def partition(gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Partitions the joint graph for AOTAutograd; see `compat.partition` for the arguments."""
-    return compat.partition(gm, joint_inputs, _prepare, **kwargs)
+    forward, backward = compat.partition(gm, joint_inputs, _prepare, **kwargs)
+    for part in (forward, backward):
+        _show_randomness(part)
+    return forward, backward
 
 
 def _prepare(gm: fx.GraphModule) -> None:
     tag_gathers(gm)
     protect_written_inputs(gm)
+    _hide_randomness(gm)
+
+
+class _Certain:
+    """Stands for an operator in calls of it that draw no random numbers."""
+
+    def __init__(self, operator_: torch._ops.OpOverload) -> None:
+        self.operator, self.overloadpacket = operator_, operator_.overloadpacket  # what the partitioner knows it by
+        self.__name__ = operator_.__name__
+        self.__module__ = operator_.__module__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.operator(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Certain:
+        return self
+
+
+def _hide_randomness(gm: fx.GraphModule) -> None:
+    """Attention is tagged as random also where it drops nothing.
+
+    Computed again in backward (activation checkpointing), it would first save the state of the random generator and set
+    it back: host time, and a state for each layer, for nothing.
+    """
+    certain: dict[torch._ops.OpOverload, _Certain] = {}
+    for node in gm.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not is_random(node):
+            node.target = certain.setdefault(node.target, _Certain(node.target))
+
+
+def _show_randomness(gm: fx.GraphModule) -> None:
+    for node in gm.graph.nodes:
+        if isinstance(node.target, _Certain):
+            node.target = node.target.operator
+    gm.recompile()

@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.partition import partition
 from lightning_deepcompile.capture.repeats import Block, body_of, call_blocks, find_repeats
-from lightning_deepcompile.program.graph import is_element, is_view, output_node
+from lightning_deepcompile.program.graph import is_element, is_random, is_view, output_node
 
 __all__ = [
     "Instance",
@@ -202,14 +202,9 @@ def _check(node: fx.Node) -> None:
         return
     if not isinstance(node.target, torch._ops.OpOverload):
         raise UnsuitableBlockError(f"it calls {node.target}")
-    schema = node.target._schema
-    if schema.is_mutable:
+    if node.target._schema.is_mutable:
         raise UnsuitableBlockError(f"it writes to memory ({node.target})")
-    arguments = {a.name: a.default_value for a in schema.arguments}
-    arguments |= {a.name: value for a, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
-    # Attention is tagged as random whether or not it drops anything.
-    random = torch.Tag.nondeterministic_seeded in node.target.tags and arguments.get("dropout_p") != 0.0
-    if random or schema.name.startswith("prims::inductor_"):
+    if is_random(node):
         raise UnsuitableBlockError(f"it draws random numbers ({node.target})")
 
 

@@ -15,6 +15,7 @@ __all__ = [
     "is_compute",
     "is_element",
     "is_gather",
+    "is_random",
     "is_reduce",
     "is_scalar",
     "is_view",
@@ -53,6 +54,18 @@ def _target_is_view(target: Any) -> bool:
         return False
     returns = target._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether `node` draws random numbers."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    schema = node.target._schema
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return schema.name.startswith("prims::inductor_")  # what Inductor replaces random operators by
+    arguments = {argument.name: argument.default_value for argument in schema.arguments}
+    arguments |= {a.name: value for a, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
+    return arguments.get("dropout_p") != 0.0  # attention is tagged as random whether or not it drops anything
 
 
 def is_scalar(node: fx.Node) -> bool:
