@@ -19,7 +19,7 @@ from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 ROOT = Path(__file__).resolve().parent
-NCCL_SOURCE = "csrc/nccl_communicator.cpp"
+CUDA_SOURCES = ("csrc/nccl_communicator.cpp", "csrc/cuda_peer_memory.cpp")
 # What to install for each piece that may be missing (CUDA 13 names; CUDA 12 packages end in -cu12).
 REMEDIES = {
     "cuda_runtime.h": "pip install nvidia-cuda-runtime",
@@ -117,7 +117,7 @@ def make_extension(plan: BuildPlan) -> CppExtension:
     sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob("*.cpp"))
     return CppExtension(
         "lightning_deepcompile._C",
-        sources=[source for source in sources if plan.cuda or source != NCCL_SOURCE],
+        sources=[source for source in sources if plan.cuda or source not in CUDA_SOURCES],
         depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob("*.h")),
         include_dirs=[str(ROOT / "csrc"), *plan.include_dirs],
         library_dirs=plan.library_dirs,

@@ -9,7 +9,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
-#include <deque>
 #include <mutex>
 #include <span>
 #include <thread>
@@ -30,8 +29,9 @@ ncclDataType_t nccl_dtype(ScalarType dtype) {
 
 class NcclCommunicator final : public Communicator {
  public:
-  NcclCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group, Device device, int64_t max_ctas)
-      : Communicator(group->getRank(), group->getSize()), device_(device) {
+  NcclCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group, Device device, int64_t max_ctas,
+                   std::shared_ptr<InFlight> in_flight)
+      : Communicator(group->getRank(), group->getSize()), device_(device), in_flight_(std::move(in_flight)) {
     const ncclUniqueId unique_id = share_unique_id(group);
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 1;
@@ -85,18 +85,10 @@ class NcclCommunicator final : public Communicator {
                         in_flight_text());
       }
     }
-    const std::lock_guard lock(in_flight_mutex_);
-    const auto now = std::chrono::steady_clock::now();
-    while (!in_flight_.empty() && in_flight_.front().queued && in_flight_.front().done.reached()) {
-      spare_events_.push_back(std::move(in_flight_.front().done));
-      in_flight_.pop_front();
-      // The host runs ahead of the device: an operation's time starts when the one before it is done.
-      if (!in_flight_.empty()) in_flight_.front().since = now;
-    }
-    if (in_flight_.empty() || now - in_flight_.front().since <= limit) return {};
-    return c10::str(in_flight_.front().what(), " did not finish within ",
-                    static_cast<double>(limit.count()) / 1000, " s on rank ", rank(), " of ", world_size(),
-                    ". Another rank died, hangs, or went another way.");
+    const std::string what = in_flight_->overdue(limit);
+    if (what.empty()) return {};
+    return c10::str(what, " did not finish within ", static_cast<double>(limit.count()) / 1000, " s on rank ", rank(),
+                    " of ", world_size(), ". Another rank died, hangs, or went another way.");
   }
 
   void abort() noexcept override {
@@ -158,55 +150,9 @@ class NcclCommunicator final : public Communicator {
     bool open_;
   };
 
-  struct InFlight {
-    std::string_view operation;  // a literal
-    std::string first;           // the first parameter; its owner need not live as long as the operation
-    size_t others = 0;
-    std::chrono::steady_clock::time_point since;
-    Event done;
-    bool queued = false;  // else a thread is still inside NCCL with it, perhaps waiting for a peer
-
-    /// Put together only for a message: this is made for every operation of every step.
-    std::string what() const {
-      return c10::str(operation, " of '", first, "'", others > 0 ? c10::str(" and ", others, " more") : "");
-    }
-  };
-
-  /// Makes an operation known to diagnose() from before it is handed to NCCL, and forgets it if that fails.
-  class Watched {
-   public:
-    Watched(NcclCommunicator& owner, std::string_view operation, const std::vector<Transfer>& group) : owner_(owner) {
-      const std::lock_guard lock(owner_.in_flight_mutex_);
-      InFlight& entry = owner_.in_flight_.emplace_back();
-      entry.operation = operation;
-      if (!group.empty()) entry.first = group[0].name;
-      entry.others = group.size() - std::min<size_t>(group.size(), 1);
-      entry.since = std::chrono::steady_clock::now();
-      if (owner_.spare_events_.empty()) return;
-      entry.done = std::move(owner_.spare_events_.back());
-      owner_.spare_events_.pop_back();
-    }
-    ~Watched() {
-      const std::lock_guard lock(owner_.in_flight_mutex_);
-      if (!queued_ && !owner_.in_flight_.empty()) owner_.in_flight_.pop_back();
-    }
-    Watched(const Watched&) = delete;
-    Watched& operator=(const Watched&) = delete;
-    void queued() {
-      const std::lock_guard lock(owner_.in_flight_mutex_);
-      InFlight& entry = owner_.in_flight_.back();  // one thread at a time submits
-      entry.done.record(current_stream(owner_.device_));
-      entry.queued = queued_ = true;
-    }
-
-   private:
-    NcclCommunicator& owner_;
-    bool queued_ = false;
-  };
-
   std::string in_flight_text() {
-    const std::lock_guard lock(in_flight_mutex_);
-    return in_flight_.empty() ? "." : c10::str(", during ", in_flight_.front().what(), ".");
+    const std::string first = in_flight_->first();
+    return first.empty() ? "." : c10::str(", during ", first, ".");
   }
 
   template <typename Call>
@@ -215,7 +161,7 @@ class NcclCommunicator final : public Communicator {
     LDC_CHECK_WIRE(!aborted_ && comm_ != nullptr, operation, " of ", names(group), ": the communicator of rank ",
                    rank(), " was ", aborted_ ? "aborted." : "closed.");
     const auto stream = static_cast<cudaStream_t>(current_stream(device_).native_handle());
-    Watched watched(*this, operation, group);
+    InFlight::Watched watched(*in_flight_, operation, group);
     Bracket bracket;
     LDC_CHECK_WIRE(bracket.open(), "ncclGroupStart failed on rank ", rank(), ".");
     for (const Transfer& transfer : group) {
@@ -252,17 +198,15 @@ class NcclCommunicator final : public Communicator {
   Device device_;
   std::atomic<ncclComm_t> comm_ = nullptr;  // abort() may take it while another thread is inside NCCL
   std::atomic<bool> aborted_ = false;
-  std::mutex in_flight_mutex_;
-  std::deque<InFlight> in_flight_;  // emptied by diagnose()
-  std::vector<Event> spare_events_;
+  std::shared_ptr<InFlight> in_flight_;  // emptied by diagnose()
   std::timed_mutex calls_;  // held while a thread is inside NCCL with this communicator
 };
 
 }  // namespace
 
 std::shared_ptr<Communicator> make_nccl_communicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group, Device device,
-                                                     int64_t max_ctas) {
-  return std::make_shared<NcclCommunicator>(group, device, max_ctas);
+                                                     int64_t max_ctas, std::shared_ptr<InFlight> in_flight) {
+  return std::make_shared<NcclCommunicator>(group, device, max_ctas, std::move(in_flight));
 }
 
 }  // namespace ldc

@@ -1,5 +1,5 @@
 // Collectives over NCCL communicators of our own (torch's process groups do not let the caller choose the stream).
-// Compiled only with -DLDC_WITH_NCCL; the one place that knows CUDA headers is nccl_communicator.cpp.
+// Compiled only with -DLDC_WITH_NCCL; CUDA headers stay in nccl_communicator.cpp.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "communicator.h"
+#include "in_flight.h"
 
 namespace ldc {
 
@@ -15,7 +16,8 @@ namespace ldc {
 ///
 /// Operations are queued on the current stream and done in its order. Outside torch's process groups nobody watches
 /// them: diagnose() tells a watchdog which operation is stuck, and abort() frees a rank that waits for a dead peer.
+/// `in_flight` is the list of the streams that this communicator's operations are queued on.
 std::shared_ptr<Communicator> make_nccl_communicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group, Device device,
-                                                     int64_t max_ctas);
+                                                     int64_t max_ctas, std::shared_ptr<InFlight> in_flight);
 
 }  // namespace ldc

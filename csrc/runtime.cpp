@@ -1,12 +1,8 @@
 #include "runtime.h"
 
-#include "build_info.h"
-#include "hybrid_communicator.h"
-#include "process_group_communicator.h"
+#include "make_communicators.h"
 #include "same_on_all_ranks.h"
-#ifdef LDC_WITH_NCCL
-#include "nccl_communicator.h"
-#endif
+#include "symmetric_communicator.h"
 
 namespace ldc {
 
@@ -17,37 +13,8 @@ Device with_index(Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getDevice();
 }
 
-std::string resolve_kind(const std::string& wanted, Device device) {
-  LDC_CHECK_ARG(wanted == "auto" || wanted == "nccl" || wanted == "process_group",
-                "Runtime: `communicator` must be 'auto', 'nccl' or 'process_group', got '", wanted, "'.");
-  if (wanted == "process_group" || (wanted == "auto" && !device.is_cuda())) return "process_group";
-  LDC_CHECK_ARG(device.is_cuda(), "Runtime: communicator 'nccl' needs a CUDA device, got ", device, ".");
-#ifndef LDC_WITH_NCCL
-  LDC_CHECK(false, "this build has no NCCL, which ", device, " needs: ", build_info().at("reason"),
-            ". Rebuild with LDC_BUILD=cuda (it names what is missing), for example: LDC_BUILD=cuda pip install "
-            "--no-build-isolation --force-reinstall --no-deps . ; or pass communicator='process_group'.");
-#endif
-  return "nccl";
-}
-
 std::chrono::milliseconds milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
-}
-
-std::shared_ptr<Communicator> make_communicator(const std::string& kind, const Group& group, Device device,
-                                                [[maybe_unused]] const RuntimeOptions& options) {
-#ifdef LDC_WITH_NCCL
-  if (kind == "nccl") return make_nccl_communicator(group, device, options.max_ctas);
-#endif
-  return std::make_shared<ProcessGroupCommunicator>(group, device, milliseconds(options.timeout));
-}
-
-std::shared_ptr<Communicator> make_reduce_communicator(const std::string& kind, const Group& group,
-                                                       const Group& replicas, Device device,
-                                                       const RuntimeOptions& options) {
-  std::shared_ptr<Communicator> shard = make_communicator(kind, group, device, options);
-  if (!replicas) return shard;
-  return std::make_shared<HybridCommunicator>(std::move(shard), make_communicator(kind, replicas, device, options));
 }
 
 }  // namespace
@@ -68,6 +35,8 @@ std::shared_ptr<Runtime> Runtime::create(Group gather_group, Group reduce_group,
   LDC_CHECK_ARG(options.state_limit >= 0, "Runtime: `state_limit` must not be negative, got ", options.state_limit,
                 ".");
   LDC_CHECK_ARG(options.max_ctas >= 0, "Runtime: `max_ctas` must not be negative, got ", options.max_ctas, ".");
+  LDC_CHECK_ARG(options.symmetric_threshold >= 0, "Runtime: `symmetric_threshold` must not be negative, got ",
+                options.symmetric_threshold, ".");
   const int64_t serial = reserve_serial(options.serial);
   try {
     auto runtime = std::make_shared<Runtime>(gather_group, reduce_group, replica_group, with_index(device), options,
@@ -85,7 +54,7 @@ Runtime::Runtime(const Group& gather_group, const Group& reduce_group, const Gro
     : serial_(serial),
       device_(device),
       communicator_kind_(resolve_kind(options.communicator, device)),
-      gather_communicator_(make_communicator(communicator_kind_, gather_group, device, options)),
+      gather_communicator_(make_gather_communicator(communicator_kind_, gather_group, device, options, stats_)),
       reduce_communicator_(make_reduce_communicator(communicator_kind_, reduce_group, replica_group, device, options)),
       free_threshold_(options.free_activation_threshold),
       registry_(device, gather_communicator_->world_size()),
@@ -339,11 +308,14 @@ void Runtime::clear_arena() {
 
 std::map<std::string, int64_t> Runtime::stats() {
   const std::lock_guard lock(mutex_);  // readable after the end, too
+  const auto* symmetric = dynamic_cast<const SymmetricCommunicator*>(gather_communicator_.get());
   return {
       {"gathers", stats_.gathers},
       {"gather_groups", stats_.gather_groups},
       {"gathered_bytes", stats_.gathered_bytes},
       {"gather_hits", stats_.gather_hits},
+      {"symmetric_gathers", stats_.symmetric_gathers},
+      {"symmetric_bytes", symmetric == nullptr ? 0 : symmetric->workspace_bytes()},
       {"reductions", stats_.reductions},
       {"reduce_groups", stats_.reduce_groups},
       {"reduced_bytes", stats_.reduced_bytes},

@@ -20,14 +20,13 @@
 #include <mutex>
 
 #include "executor.h"
+#include "make_communicators.h"
 #include "offload.h"
 #include "runtime_table.h"
 #include "state_copies.h"
 #include "watchdog.h"
 
 namespace ldc {
-
-using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 class Runtime {
  public:
@@ -153,12 +152,12 @@ class Runtime {
   bool closed_ = false;
 
   // Members are destroyed from the last to the first: executors, engines, then the wires that engines use.
+  Stats stats_;
   std::shared_ptr<Communicator> gather_communicator_;
   std::shared_ptr<Communicator> reduce_communicator_;
   Phase phase_;
   bool profiling_ = false;
   const int64_t free_threshold_;
-  Stats stats_;
   Registry registry_;
   GatherEngine gathers_;
   ReduceEngine reductions_;

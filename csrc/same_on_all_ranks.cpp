@@ -17,15 +17,6 @@ int64_t digest(const std::string& text) {
   return static_cast<int64_t>(hash);
 }
 
-/// Everybody's `mine` (on the host, equally long on all ranks), one row per rank, on the host.
-Tensor collect(Communicator& wire, Device device, const Tensor& mine) {
-  const c10::DeviceGuard guard(device);
-  const Tensor in = mine.to(device);
-  const Tensor out = at::empty({wire.world_size(), in.numel()}, in.options());
-  wire.all_gather({{out, in, "registration"}}).wait();
-  return out.cpu();
-}
-
 std::vector<std::string> split(const char* text, size_t size) {
   std::vector<std::string> lines(1);
   for (size_t i = 0; i < size; ++i) {
@@ -40,6 +31,14 @@ std::vector<std::string> split(const char* text, size_t size) {
 
 }  // namespace
 
+Tensor collect(Communicator& wire, Device device, const Tensor& mine, std::string_view name) {
+  const c10::DeviceGuard guard(device);
+  const Tensor in = mine.to(device);
+  const Tensor out = at::empty({wire.world_size(), in.numel()}, in.options());
+  wire.all_gather({{out, in, name}}).wait();
+  return out.cpu();
+}
+
 void require_same_on_all_ranks(Communicator& wire, Device device, std::string_view what,
                                const std::vector<std::string>& lines) {
   const int64_t world = wire.world_size();
@@ -51,7 +50,7 @@ void require_same_on_all_ranks(Communicator& wire, Device device, std::string_vi
   Tensor mine = at::empty({2}, options);
   mine.mutable_data_ptr<int64_t>()[0] = digest(text);
   mine.mutable_data_ptr<int64_t>()[1] = static_cast<int64_t>(text.size());
-  const Tensor digests = collect(wire, device, mine);
+  const Tensor digests = collect(wire, device, mine, "registration");
   const auto* seen = digests.const_data_ptr<int64_t>();
   const auto differs = [&](int64_t rank) { return seen[2 * rank] != seen[0] || seen[2 * rank + 1] != seen[1]; };
   int64_t other = 1;
@@ -62,7 +61,7 @@ void require_same_on_all_ranks(Communicator& wire, Device device, std::string_vi
   for (int64_t rank = 0; rank < world; ++rank) longest = std::max(longest, seen[2 * rank + 1]);
   Tensor padded = at::zeros({longest}, at::TensorOptions().dtype(c10::kByte));
   std::memcpy(padded.mutable_data_ptr(), text.data(), text.size());
-  const Tensor texts = collect(wire, device, padded);
+  const Tensor texts = collect(wire, device, padded, "registration");
   const auto read = [&](int64_t rank) {
     const auto* begin = static_cast<const char*>(texts.const_data_ptr()) + rank * longest;
     return split(begin, static_cast<size_t>(seen[2 * rank + 1]));

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from lightning_deepcompile.plan.budget import parse_budget
 from lightning_deepcompile.plan.offload import OffloadMode
+from lightning_deepcompile.runtime.dc import SYMMETRIC_THRESHOLD
 
 __all__ = ["CompileConfig"]
 
@@ -35,6 +36,12 @@ class CompileConfig:
         recompile_limit: How often Dynamo may compile one function anew (new shapes, changed attributes) before the
             step is refused. Beyond it Dynamo would run the function eagerly without saying so.
         max_ctas: Upper limit of GPU thread blocks that a NCCL collective may occupy; 0 leaves the choice to NCCL.
+        symmetric_memory: Gather large groups of parameters by the GPUs' copy engines, out of memory that the ranks of
+            one host read from each other, instead of by NCCL: True for groups of at least 32 MiB (gathered), bytes or a
+            text like ``"64MiB"`` for another bound, False for none. Alone, such a gather is as fast as NCCL's at some
+            hundred MiB and slower below; but it occupies no thread blocks, so compute that hides it is slowed down
+            less. Costs twice the shards of the largest group in device memory, outside of torch's allocator. Where
+            GPUs cannot reach each other, and on CPU, one warning says why and nothing changes.
         recognize_causal_masks: Replace an attention mask that provably is the causal one by ``is_causal=True``, which
             admits the flash attention kernels.
         trace_blocks_once: Trace blocks that are equal (the layers of a transformer) once, and write them out again:
@@ -77,6 +84,7 @@ class CompileConfig:
     keep_last_block: bool = True
     recompile_limit: int = 16
     max_ctas: int = 0
+    symmetric_memory: bool | int | str = False
     recognize_causal_masks: bool = True
     trace_blocks_once: bool = True
     schedule: list[dict[str, Any]] | Literal["auto"] | None = "auto"
@@ -96,6 +104,12 @@ class CompileConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"CompileConfig({name}={value!r}): expected an integer of at least {least}.")
+        if not isinstance(self.symmetric_memory, bool | int | str):
+            raise ValueError(
+                f"CompileConfig(symmetric_memory={self.symmetric_memory!r}): expected True, False, bytes or a text."
+            )
+        if not isinstance(self.symmetric_memory, bool):
+            parse_budget(self.symmetric_memory, total=1, name="symmetric_memory")
         parse_budget(self.memory_budget, total=1)
         parse_budget(self.host_memory_budget, total=1, name="host_memory_budget")
         for name in ("offload", "offload_activations"):
@@ -110,6 +124,13 @@ class CompileConfig:
     def reduces_late(self, stage: int) -> bool:
         """Whether gradients are reduced once per optimizer step, under a ZeRO stage."""
         return stage == 1 if self.reduce is None else self.reduce == "boundary"
+
+    @property
+    def symmetric_threshold(self) -> int:
+        """Bytes of a gathered group from which on it goes through symmetric memory; 0: none does."""
+        if isinstance(self.symmetric_memory, bool):
+            return SYMMETRIC_THRESHOLD if self.symmetric_memory else 0
+        return parse_budget(self.symmetric_memory, total=1, name="symmetric_memory")
 
     def in_folder(self, root: str) -> CompileConfig:
         """The settings of a run whose root directory is `root`, in which ``plan="auto"`` is a file."""

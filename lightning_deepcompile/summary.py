@@ -33,6 +33,7 @@ class Summary:
         offloaded_bytes: Optimizer states of this rank in host memory.
         offload_moved_bytes: What the last optimizer step copied of them, to the device and back.
         offload_reason: Why so many; empty before it is decided, and without offloading.
+        symmetric_gathers_per_step: Of the groups that were gathered, those that went through symmetric memory.
         offloaded_activation_bytes: Saved tensors that the last training step copied to host memory, and back.
     """
 
@@ -56,17 +57,24 @@ class Summary:
     offload_moved_bytes: int = 0
     offload_reason: str = ""
     offloaded_activation_bytes: int = 0
+    symmetric_gathers_per_step: int = 0
 
     @property
     def _ranks(self) -> str:
         return str(self.world_size) if self.replicas == 1 else f"{self.replicas} times {self.world_size}"
+
+    @property
+    def _gathers(self) -> str:
+        text = f"{self.gathers_per_step} in {self.gather_groups_per_step} groups"
+        symmetric = self.symmetric_gathers_per_step
+        return f"{text}, {symmetric} of them through symmetric memory" if symmetric else text
 
     def __str__(self) -> str:
         rows = [
             ("ranks", f"{self._ranks} ({self.communicator})"),
             ("graphs", f"{self.graphs} ({self.programs} programs)"),
             ("regions compiled/total", f"{self.regions_compiled}/{self.regions_total}"),
-            ("gathers a step", f"{self.gathers_per_step} in {self.gather_groups_per_step} groups"),
+            ("gathers a step", self._gathers),
             ("reductions a step", f"{self.reductions_per_step} in {self.reduce_groups_per_step} groups"),
             ("sharded bytes per rank", format_bytes(self.sharded_bytes_per_rank)),
             ("compile time", f"{self.compile_seconds:.1f} s ({self.region_compile_seconds:.1f} s in regions)"),

@@ -51,6 +51,10 @@ def test_unsupported_precision(precision: str) -> None:
         ({"prefetch_blocks": -1}, "prefetch_blocks"),
         ({"region_backend": "x"}, "region_backend"),
         ({"max_ctas": 1.5}, "max"),
+        ({"symmetric_memory": 0.5}, "symmetric_memory"),
+        ({"symmetric_memory": None}, "symmetric_memory"),
+        ({"symmetric_memory": -1}, "symmetric_memory"),
+        ({"symmetric_memory": "32 blocks"}, "symmetric_memory"),
     ],
 )
 def test_settings_out_of_range(settings: dict[str, Any], name: str) -> None:

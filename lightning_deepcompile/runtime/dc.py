@@ -18,7 +18,6 @@ A step is::
 from __future__ import annotations
 
 import atexit
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -52,7 +51,9 @@ __all__ = [
     "update_param_grad_buffer",
 ]
 
-_log = logging.getLogger(__name__)
+SYMMETRIC_THRESHOLD = 32 * 2**20
+"""Bytes of a gathered group from which on symmetric memory is used, where it is; below, NCCL is faster."""
+
 _LARGEST_ID = 2**32 - 1
 
 
@@ -137,10 +138,12 @@ def init(
 
     Args:
         pg: The data-parallel ranks. NCCL communicators of the runtime's own are made from it; on CPU it is used itself.
-        config: Mapping or object with any of the fields ``symmetric_memory`` (bool: gather through symmetric memory),
-            ``double_buffer`` (bool: collect gradients while others are reduced), ``free_activation_threshold`` (int:
-            fewest elements that `free_tensors` frees), and for debugging ``sync_before_reduce``, ``sync_after_reduce``,
-            ``sync_before_allgather``, ``sync_after_allgather`` (bool: wait for the device).
+        config: Mapping or object with any of the fields ``symmetric_memory`` (bool: groups of 32 MiB and more are
+            gathered by copy engines out of memory that the GPUs of one host read from each other; by NCCL, with a
+            warning that says why, where they cannot), ``double_buffer`` (bool: collect gradients while others are
+            reduced), ``free_activation_threshold`` (int: fewest elements that `free_tensors` frees), and for debugging
+            ``sync_before_reduce``, ``sync_after_reduce``, ``sync_before_allgather``, ``sync_after_allgather`` (bool:
+            wait for the device).
         initial_reduce_bucket_size: Elements of gradients that are reduced together. A larger gradient travels alone.
         timeout: How long an operation may take before every rank raises; by default 30 minutes (NCCL), or what `pg`
             says.
@@ -160,8 +163,6 @@ def init(
     if device is None:
         nccl = torch.cuda.is_available() and "nccl" in dist.get_backend_config(pg)
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-    if settings.symmetric_memory:
-        _log.warning("dc.init: symmetric memory is not available in this build; gathers use the communicator.")
     _front.open(
         pg,
         pg,
@@ -169,6 +170,7 @@ def init(
         # Two buffers: one is filled while the other one is reduced.
         reduce_window=1 if settings.double_buffer else 0,
         reduce_bucket_size=initial_reduce_bucket_size,
+        symmetric_threshold=SYMMETRIC_THRESHOLD if settings.symmetric_memory else 0,
         timeout=timeout.total_seconds() if timeout is not None else 0.0,
         free_activation_threshold=settings.free_activation_threshold,
         sync_before_reduce=settings.sync_before_reduce,

@@ -22,14 +22,15 @@ FLAGS += ["-fno-omit-frame-pointer", "-g", "-O1"]
 # torch itself is not instrumented: containers that cross the border are marked on one side only.
 ASAN_OPTIONS = "detect_leaks=0:detect_container_overflow=0:alloc_dealloc_mismatch=0"
 # What the parts need; the rest of the runtime talks to process groups and to Python.
-SOURCES = ["arena", "executor", "gather", "host_pool", "host_slabs", "offload", "reduce", "registry"]
-SOURCES += ["runtime_table", "same_on_all_ranks", "state_copies", "views", "watchdog", "whole_gradients"]
+SOURCES = ["arena", "executor", "gather", "host_pool", "host_slabs", "in_flight", "offload", "reduce", "registry"]
+SOURCES += ["runtime_table", "same_on_all_ranks", "signal_pad", "state_copies", "symmetric_communicator", "views"]
+SOURCES += ["watchdog", "whole_gradients"]
 
 
 def run_parts() -> None:
-    """Compiles and runs ``test_parts.cpp``."""
+    """Compiles and runs the C++ tests."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    sources = [ROOT / "csrc" / f"{name}.cpp" for name in SOURCES] + [ROOT / "tests" / "cpp" / "test_parts.cpp"]
+    sources = [ROOT / "csrc" / f"{name}.cpp" for name in SOURCES] + sorted((ROOT / "tests" / "cpp").glob("test_*.cpp"))
     headers = [*(ROOT / "csrc").glob("*.h"), *(ROOT / "tests" / "cpp").glob("*.h")]
     newest_header = max(path.stat().st_mtime for path in headers)
     includes = [f"-I{path}" for path in (ROOT / "csrc", *include_paths())]

@@ -83,6 +83,8 @@ class Mirror final : public Communicator {
   int64_t skew_;
 };
 
+void test_symmetric();  // test_symmetric.cpp
+
 /// Everything below a runtime, for a world of two.
 struct Bench {
   explicit Bench(RuntimeOptions options = {}) : options(std::move(options)) {}

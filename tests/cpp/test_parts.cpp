@@ -328,6 +328,7 @@ int main() {
   test_offload();
   test_host_slabs();
   test_state_copies();
+  test_symmetric();
   test_ranks_that_differ();
   test_watchdog();
   test_serials();

@@ -1,0 +1,72 @@
+#include "make_communicators.h"
+
+#include "build_info.h"
+#include "hybrid_communicator.h"
+#include "in_flight.h"
+#include "process_group_communicator.h"
+#include "same_on_all_ranks.h"
+#include "symmetric_communicator.h"
+#ifdef LDC_WITH_NCCL
+#include "cuda_peer_memory.h"
+#include "nccl_communicator.h"
+#endif
+
+namespace ldc {
+namespace {
+
+std::shared_ptr<Communicator> make_communicator(const std::string& kind, const Group& group, Device device,
+                                                const RuntimeOptions& options,
+                                                [[maybe_unused]] std::shared_ptr<InFlight> in_flight) {
+#ifdef LDC_WITH_NCCL
+  if (kind == "nccl") return make_nccl_communicator(group, device, options.max_ctas, std::move(in_flight));
+#endif
+  const std::chrono::milliseconds timeout(static_cast<int64_t>(options.timeout * 1000));
+  return std::make_shared<ProcessGroupCommunicator>(group, device, timeout);
+}
+
+}  // namespace
+
+std::string resolve_kind(const std::string& wanted, Device device) {
+  LDC_CHECK_ARG(wanted == "auto" || wanted == "nccl" || wanted == "process_group",
+                "Runtime: `communicator` must be 'auto', 'nccl' or 'process_group', got '", wanted, "'.");
+  if (wanted == "process_group" || (wanted == "auto" && !device.is_cuda())) return "process_group";
+  LDC_CHECK_ARG(device.is_cuda(), "Runtime: communicator 'nccl' needs a CUDA device, got ", device, ".");
+#ifndef LDC_WITH_NCCL
+  LDC_CHECK(false, "this build has no NCCL, which ", device, " needs: ", build_info().at("reason"),
+            ". Rebuild with LDC_BUILD=cuda (it names what is missing), for example: LDC_BUILD=cuda pip install "
+            "--no-build-isolation --force-reinstall --no-deps . ; or pass communicator='process_group'.");
+#endif
+  return "nccl";
+}
+
+std::shared_ptr<Communicator> make_gather_communicator(const std::string& kind, const Group& group, Device device,
+                                                       const RuntimeOptions& options, [[maybe_unused]] Stats& stats) {
+  const auto in_flight = std::make_shared<InFlight>(device);
+  std::shared_ptr<Communicator> plain = make_communicator(kind, group, device, options, in_flight);
+#ifdef LDC_WITH_NCCL
+  if (kind == "nccl") {
+    require_same_on_all_ranks(*plain, device, "the bound of symmetric memory",
+                              {c10::str(options.symmetric_threshold, " bytes")});
+    if (options.symmetric_threshold == 0 || plain->world_size() == 1) return plain;
+    auto memory = make_cuda_peer_memory(plain->rank(), plain->world_size(), device);
+    return std::make_shared<SymmetricCommunicator>(std::move(plain), std::move(memory), in_flight, device,
+                                                   options.symmetric_threshold, stats);
+  }
+#endif
+  if (options.symmetric_threshold > 0 && plain->rank() == 0) {
+    TORCH_WARN("lightning_deepcompile: gathers go through the process group instead of symmetric memory, which needs "
+               "CUDA devices and NCCL (the device is ", device, ", the communicator '", kind, "').");
+  }
+  return plain;
+}
+
+std::shared_ptr<Communicator> make_reduce_communicator(const std::string& kind, const Group& group,
+                                                       const Group& replicas, Device device,
+                                                       const RuntimeOptions& options) {
+  std::shared_ptr<Communicator> shard = make_communicator(kind, group, device, options, std::make_shared<InFlight>(device));
+  if (!replicas) return shard;
+  return std::make_shared<HybridCommunicator>(
+      std::move(shard), make_communicator(kind, replicas, device, options, std::make_shared<InFlight>(device)));
+}
+
+}  // namespace ldc
