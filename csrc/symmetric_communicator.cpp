@@ -22,6 +22,8 @@ constexpr milliseconds kLeaveTogether(10'000), kLeaveAborted(1'000), kLeaveAlone
 constexpr size_t kHeader = 2, kMessage = 512, kLongestText = PeerMemory::kLongestOffer;
 static_assert(kLongestText <= 255 && kHeader + kLongestText <= kMessage);
 
+constexpr std::string_view kPrefix = "lightning_deepcompile: ";  // of this library's messages
+
 /// Gives the workspace up as soon as every rank has left it. A peer that has not may still read it, so it is kept for
 /// the rest of the process then.
 void free_when_left(PeerMemory& memory, milliseconds limit) {
@@ -117,6 +119,7 @@ std::vector<std::string> SymmetricCommunicator::everybody(const std::function<st
   } catch (const std::exception& error) {
     bytes[0] = 1;
     text = message_of(error);
+    if (text.starts_with(kPrefix)) text.erase(0, kPrefix.size());  // it becomes part of a longer one
   }
   text.resize(std::min(text.size(), kLongestText));
   bytes[1] = static_cast<uint8_t>(text.size());

@@ -4,7 +4,8 @@
     python examples/benchmarks/runtime.py --device cpu --world 2 --divide 16  # the same, small, on gloo
 
 Each number is the median over the repetitions on the slowest rank. ``of flat`` compares with one collective of torch's
-process group over the same bytes in one tensor; ``of plain`` with a plain copy from and to pinned memory.
+process group over the same bytes in one tensor; ``of plain`` with a plain copy from and to pinned memory. On GPUs, a
+table compares gathers by NCCL and through symmetric memory, alone and beside matmuls.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from symmetric import table
 from torch import Tensor
 
 from lightning_deepcompile.runtime import load_extension
@@ -160,6 +162,10 @@ def run(rank: int, world: int, port: int, args: argparse.Namespace) -> None:
         for name, microseconds in host.items():
             print(f"{name:24} {microseconds:9.1f} us on the host")
     runtime.close()
+    if device.type == "cuda" and world > 1:
+        lines = table([tuple(size // args.divide for size in shape) for shape in LAYER], device, watch.milliseconds)
+        if rank == 0:
+            print("\n".join(["", *lines]))
     dist.destroy_process_group()
 
 
