@@ -134,7 +134,9 @@ def make_extension(plan: BuildPlan) -> CppExtension:
             # must stay inside: mixed with those of the libstdc++ that torch has loaded, the first number that is
             # written to a stream ends the process.
             "-Wl,--exclude-libs,ALL",
-            # The exact library that torch loads too. `import torch` comes first, so it is found without a run path.
+            "-lrt",  # shm_open, before glibc 2.34
+            # The exact library that torch loads too. `import torch` comes first, so it is found without a run path; the
+            # CUDA runtime is found in the same way, through torch's own libraries.
             *(["-l:libnccl.so.2"] if plan.cuda else []),
         ],
     )

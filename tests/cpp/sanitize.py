@@ -47,7 +47,7 @@ def run_parts() -> None:
         objects = list(pool.map(compile_one, sources))
     libraries = [flag for path in library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
     program = FOLDER / "test_parts"
-    link = ["-ltorch_cpu", "-lc10", "-lpthread"]
+    link = ["-ltorch_cpu", "-lc10", "-lpthread", "-lrt"]
     subprocess.run(["g++", *FLAGS, *map(str, objects), *libraries, *link, "-o", str(program)], check=True)
     subprocess.run([str(program)], check=True, env={**os.environ, "ASAN_OPTIONS": ASAN_OPTIONS})
 
