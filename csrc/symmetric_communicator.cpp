@@ -39,6 +39,16 @@ void free_when_left(PeerMemory& memory, milliseconds limit) {
   memory.free();
 }
 
+/// The end of a runtime goes on, whatever becomes of the memory.
+template <typename Action>
+void warning_if_it_fails(Action action) {
+  try {
+    action();
+  } catch (const std::exception& error) {
+    TORCH_WARN("lightning_deepcompile: could not free the workspace for symmetric memory: ", message_of(error));
+  }
+}
+
 int64_t padded(const Transfer& transfer) { return align_up(static_cast<int64_t>(transfer.in.nbytes()), kAlignment); }
 
 }  // namespace
@@ -196,36 +206,31 @@ void SymmetricCommunicator::abort() noexcept {
 
 void SymmetricCommunicator::close() {
   if (std::exchange(half_bytes_, 0) > 0) {
-    try {
-      const auto end = std::chrono::steady_clock::now() + kLeaveAborted;
+    const auto end = std::chrono::steady_clock::now() + kLeaveAborted;
+    warning_if_it_fails([&] {
       while (!in_flight_->idle() && std::chrono::steady_clock::now() < end) {
         std::this_thread::sleep_for(milliseconds(2));
       }
       // A device that still works on something may be reading; then the process's end gives the memory back.
-      if (in_flight_->idle()) {
-        memory_->leave();
-        free_when_left(*memory_, aborted_ ? kLeaveAborted : kLeaveTogether);
-      }
-    } catch (const std::exception& error) {
-      TORCH_WARN("lightning_deepcompile: could not free the workspace for symmetric memory: ", message_of(error));
-    }
+      if (!in_flight_->idle()) return;
+      memory_->leave();
+      free_when_left(*memory_, aborted_ ? kLeaveAborted : kLeaveTogether);
+    });
   }
   inner_->close();
 }
 
 void SymmetricCommunicator::retire(std::vector<std::future<void>>& pending) {
   if (std::exchange(half_bytes_, 0) > 0) {
-    memory_->leave();  // the device is idle
-    // The others leave when they get to it, which may wait for this thread.
-    std::packaged_task<void()> task([memory = memory_] {
-      try {
-        free_when_left(*memory, kLeaveAlone);
-      } catch (const std::exception& error) {
-        TORCH_WARN("lightning_deepcompile: could not free the workspace for symmetric memory: ", message_of(error));
-      }
+    warning_if_it_fails([&] {
+      memory_->leave();  // the device is idle
+      // The others leave when they get to it, which may wait for this thread.
+      std::packaged_task<void()> task([memory = memory_] {
+        warning_if_it_fails([&] { free_when_left(*memory, kLeaveAlone); });
+      });
+      pending.push_back(task.get_future());
+      std::thread(std::move(task)).detach();
     });
-    pending.push_back(task.get_future());
-    std::thread(std::move(task)).detach();
   }
   inner_->retire(pending);
 }
