@@ -31,14 +31,12 @@ Arena::Lease Arena::allocate(int64_t capacity, const Stream& user) {
   const PlainTensors plain;
   const auto fresh = [&] { return at::empty({capacity}, at::TensorOptions().dtype(c10::kByte).device(device_)); };
   const Stream home = current_stream(device_);
-  Tensor memory;
-  try {
-    memory = fresh();
-  } catch (const c10::OutOfMemoryError&) {
-    if (free_.empty()) throw;
-    clear();  // slots of other sizes may be what is in the way
-    memory = fresh();
-  }
+  Tensor memory = allocate_with_relief(
+      [this] {
+        const int64_t freed = clear();  // slots of other sizes may be what is in the way
+        return freed > 0 || !give_back_ ? freed : give_back_();
+      },
+      fresh);
   // Torch's allocator hands out memory that is free in the order of the current stream, which may still be using it.
   order(scratch_, home, user);
   auto slot = std::make_unique<Slot>(std::move(memory), home, bytes_);
@@ -51,9 +49,14 @@ void Arena::release(Lease slot, const Stream& last_user) {
   free_.push_back(std::move(slot));
 }
 
-void Arena::clear() {
-  for (const Lease& slot : free_) slot->released.block(slot->home);
+int64_t Arena::clear() {
+  int64_t freed = 0;
+  for (const Lease& slot : free_) {
+    slot->released.block(slot->home);
+    freed += slot->capacity();
+  }
   free_.clear();
+  return freed;
 }
 
 }  // namespace ldc

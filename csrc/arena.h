@@ -13,6 +13,7 @@
 #include <memory>
 
 #include "common.h"
+#include "relief.h"
 
 namespace ldc {
 
@@ -42,8 +43,11 @@ class Arena {
   /// Takes a slot back; everything queued on `last_user` so far still sees its contents.
   void release(Lease slot, const Stream& last_user);
 
-  /// Frees the slots that nobody holds.
-  void clear();
+  /// Frees the slots that nobody holds; returns their bytes.
+  int64_t clear();
+
+  /// What to do when there is no memory for a slot.
+  void relieve_with(GiveBack give_back) { give_back_ = std::move(give_back); }
 
   int64_t bytes() const { return *bytes_; }  // held from torch's allocator, leased slots included
   int64_t peak_bytes() const { return peak_bytes_; }
@@ -55,6 +59,7 @@ class Arena {
   Device device_;
   std::vector<Lease> free_;
   Event scratch_;
+  GiveBack give_back_;
   std::shared_ptr<int64_t> bytes_ = std::make_shared<int64_t>(0);
   int64_t peak_bytes_ = 0;
 };

@@ -74,6 +74,8 @@ void bind_lifecycle(Class& runtime) {
       .def("synchronize_states", &Runtime::synchronize_states, NoGil(),
            "Wait until host memory holds what was stowed, and free what nobody uses of it.")
       .def("reset", &Runtime::reset, NoGil(), "Forget all graphs and what a step has left; parameters stay.")
+      .def("relieve", &Runtime::relieve, NoGil(),
+           "The device is short of memory: give some back without a word to other ranks. Returns the bytes, or 0.")
       .def("clear_arena", &Runtime::clear_arena, NoGil(), "Give free buffers back to torch's allocator.")
       .def("stats", &Runtime::stats, NoGil(), "Counters since the last reset_stats().")
       .def("reset_stats", &Runtime::reset_stats, NoGil())

@@ -149,11 +149,16 @@ const GatherEngine::Gathered& GatherEngine::launched(int64_t id) const {
   return found->second;
 }
 
-const Tensor& GatherEngine::view(int64_t id) const { return launched(id).full; }
+const Tensor& GatherEngine::view(int64_t id) {
+  const Gathered& gathered = launched(id);
+  if (gathered.group->away.defined()) bring_back(*gathered.group);
+  return gathered.full;
+}
 
 Tensor GatherEngine::wait(int64_t id) {
   const Gathered& gathered = launched(id);
   complete(*gathered.group);
+  if (gathered.group->away.defined()) bring_back(*gathered.group);
   return gathered.full;
 }
 
@@ -170,7 +175,12 @@ void GatherEngine::drop(std::unordered_map<int64_t, Gathered>::iterator entry) {
   gathered_.erase(entry);
   if (--group->resident > 0) return;
   complete(*group);  // a gather that nobody waited for may still be writing
-  arena_.release(std::move(group->slot), current_stream(device_));
+  if (group->slot) arena_.release(std::move(group->slot), current_stream(device_));
+}
+
+void GatherEngine::relieve_with(const GiveBack& give_back) {
+  give_back_ = give_back;
+  arena_.relieve_with(give_back);
 }
 
 void GatherEngine::release(int64_t id) {
@@ -235,7 +245,8 @@ void GatherEngine::order_behind_gathers(const Stream& stream) {
 bool GatherEngine::owns(const c10::Storage& storage) const {
   // By address, as wait_allgather gives out the slot's memory in a storage of its own.
   return std::any_of(gathered_.begin(), gathered_.end(), [&](const auto& entry) {
-    return storage.data() != nullptr && entry.second.group->slot->bytes.storage().data() == storage.data();
+    const Arena::Lease& slot = entry.second.group->slot;
+    return slot && storage.data() != nullptr && slot->bytes.storage().data() == storage.data();
   });
 }
 
@@ -258,7 +269,7 @@ Tensor GatherEngine::gather_now(const Tensor& shard, Shape size, ScalarType dtyp
             "'s shard was freed; it is needed for a gather.");
   // Cast and output come from the compute stream's pool and go back to it only after the compute stream has waited.
   const Tensor input = shard.detach().to(dtype).contiguous();
-  Tensor full = at::empty({input.numel() * world}, input.options());
+  Tensor full = allocate_with_relief(give_back_, [&] { return at::empty({input.numel() * world}, input.options()); });
   if (dry_) return typed_view(full, 0, size, dtype);
   const Stream compute = current_stream(device_);
   order(compute_, compute, stream_);

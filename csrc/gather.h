@@ -11,6 +11,7 @@
 //   shard back from host → gather the parameter's `arriving` event
 //   gather done → compute stream  the slot's `ready` event, in wait()
 //   last use → slot free          recorded when the last parameter of a slot is released
+//   last use → copy to the host   both on the compute stream; the host waits for the copy (relieve)
 //
 // What stays gathered until the weights change (persistent parameters; every parameter of stages 1 and 2) is gathered
 // again by refetch(), all at once and in the order of its first use: later groups travel under the compute of earlier
@@ -40,7 +41,7 @@ class GatherEngine {
   void launch(const Ids& ids, const std::vector<Dtype>& dtypes);
 
   /// The whole parameter, in runtime memory: valid after wait() and until it is released. It must have been launched.
-  const Tensor& view(int64_t id) const;
+  const Tensor& view(int64_t id);
 
   /// Makes the current stream (CPU: the calling thread) wait until the parameter is there; once per group.
   Tensor wait(int64_t id);
@@ -78,11 +79,16 @@ class GatherEngine {
   Tensor gather_now(const Tensor& shard, c10::IntArrayRef size, ScalarType dtype, std::string_view name);
 
   Arena& arena() { return arena_; }
+  /// The device is short of memory: frees the arena's slots; if there are none, sends one group of parameters that
+  /// nobody reads at the moment to host memory, until the next wait for it. Returns the bytes, 0 if nothing is left.
+  int64_t relieve();
+  void relieve_with(const GiveBack& give_back);
   void clear();  // drops everything; for the end of a runtime
 
  private:
   struct Group {
-    Arena::Lease slot;     // the gathered parameters
+    Arena::Lease slot;     // the gathered parameters; empty while they are `away`
+    Tensor away;           // the same in host memory, where relieve() sent them
     Arena::Lease staging;  // cast shards; on devices with streams it is back in the arena once the group is launched
     Completion completion;
     bool waited = false;
@@ -107,6 +113,11 @@ class GatherEngine {
   std::vector<Tensor> cast_shards(const std::vector<Param*>& params, const std::vector<ScalarType>& targets,
                                   Arena::Lease& staging);
   void complete(Group& group);
+  std::vector<Gathered*> members(const Group& group);
+  /// Makes the parameters views of `memory`, which holds what the slot held.
+  static void move_views(const std::vector<Gathered*>& gathered, const Tensor& memory);
+  int64_t send_away(Group& group);
+  void bring_back(Group& group);
   std::vector<Request> kept_groups() const;  // in the order of their launch
   void drop(std::unordered_map<int64_t, Gathered>::iterator entry);
 
@@ -119,6 +130,7 @@ class GatherEngine {
   Stream stream_;
   Arena arena_;
   Event compute_;        // scratch: a point in the compute stream
+  GiveBack give_back_;
   bool refresh_ = true;  // shards may have been written since the gather stream last waited for the compute stream
   std::unordered_map<int64_t, Gathered> gathered_;
   int64_t launched_ = 0;           // groups so far

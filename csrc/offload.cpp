@@ -35,6 +35,12 @@ void OffloadEngine::copy_in(const Tensor& target, HostPool::Lease& host, Event& 
   stats_.reloaded_bytes += static_cast<int64_t>(target.nbytes());
 }
 
+Tensor OffloadEngine::device_tensor_like(const Tensor& host) const {
+  return allocate_with_relief(give_back_, [&] {
+    return at::empty_strided(host.sizes(), host.strides(), host.options().device(device_));
+  });
+}
+
 Tensor OffloadEngine::offload(const Tensor& tensor, int64_t id) {
   LDC_CHECK_ARG(tensor.defined() && tensor.device() == device_ && tensor.layout() == c10::kStrided,
                 "offload_tensor: id ", id, " needs a dense tensor on ", device_, ", got one on ", tensor.device(), ".");
@@ -69,7 +75,7 @@ Tensor OffloadEngine::reload(const Tensor& host, int64_t id) {
                 "reload_tensor: id ", id, " needs the tensor that offload_tensor returned for it.");
   const PlainTensors plain;
   const Tensor& copy = back.host.tensor;
-  back.target = at::empty_strided(copy.sizes(), copy.strides(), copy.options().device(device_));
+  back.target = device_tensor_like(copy);
   copy_in(back.target, back.host, back.done);
   return back.target;
 }
@@ -110,7 +116,7 @@ std::vector<Tensor> OffloadEngine::reload_group(const std::vector<Tensor>& hosts
   targets.reserve(hosts.size());
   for (const Tensor& host : hosts) {
     if (HostPool::buffer_of(host) != nullptr) {
-      targets.push_back(at::empty_strided(host.sizes(), host.strides(), host.options().device(device_)));
+      targets.push_back(device_tensor_like(host));
     } else {  // never left, or a user's saved-tensor hooks have packed it into memory of their own
       targets.push_back(host.to(device_));
     }

@@ -57,6 +57,7 @@ class OffloadEngine {
   /// Orders the current stream behind all copies of shards and frees those that left.
   void settle();
 
+  void relieve_with(GiveBack give_back) { give_back_ = std::move(give_back); }
   int64_t host_bytes() const { return pool_->bytes(); }
   void trim() { pool_->trim(); }
   /// Drops what is in flight, ordered behind it; shards come back. For the end of a step that was given up.
@@ -83,6 +84,7 @@ class OffloadEngine {
   void check_own_storage(const Param& param) const;
   void copy_out(const Tensor& source, HostPool::Lease& host, Event& done);
   void copy_in(const Tensor& target, HostPool::Lease& host, Event& done);
+  Tensor device_tensor_like(const Tensor& host) const;
   static std::optional<uint32_t> version_of(const Tensor& tensor);
   void free_shard(int64_t id, Shard& shard);
 
@@ -93,6 +95,7 @@ class OffloadEngine {
   Stream out_, in_;
   std::shared_ptr<HostPool> pool_;
   Event scratch_;
+  GiveBack give_back_;
   std::unordered_map<int64_t, Entry> entries_;
   std::unordered_map<int64_t, Shard> shards_;
 };

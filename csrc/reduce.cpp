@@ -168,7 +168,9 @@ ReduceEngine::Plan ReduceEngine::make_plan(const std::vector<Gradient>& group) c
 void ReduceEngine::reduce_group(const std::vector<Gradient>& group) {
   const PlainTensors plain;
   if (sync_before_) synchronize_device(device_);
-  for (const Gradient& gradient : group) registry_.allocate_grad(*gradient.param);
+  for (const Gradient& gradient : group) {
+    allocate_with_relief(give_back_, [&] { registry_.allocate_grad(*gradient.param); });
+  }
   const Plan plan = make_plan(group);
 
   Pending pending;
@@ -244,6 +246,20 @@ void ReduceEngine::pop() {
   }
   finish(oldest);
   if (oldest.buffers) arena_.release(std::move(oldest.buffers), stream_);
+}
+
+int64_t ReduceEngine::relieve() {
+  int64_t freed = 0;
+  while (!pending_.empty()) {
+    for (const Tensor& gradient : pending_.front().kept) freed += static_cast<int64_t>(gradient.nbytes());
+    pop();
+  }
+  return freed + arena_.clear();
+}
+
+void ReduceEngine::relieve_with(const GiveBack& give_back) {
+  give_back_ = give_back;
+  arena_.relieve_with(give_back);
 }
 
 void ReduceEngine::drain() {

@@ -79,6 +79,10 @@ class ReduceEngine {
   void set_dry(bool dry) { dry_ = dry; }
 
   Arena& arena() { return arena_; }
+  /// The device is short of memory: waits for what is on the wire, and frees the gradients and buffers that it used.
+  /// Returns their bytes.
+  int64_t relieve();
+  void relieve_with(const GiveBack& give_back);
   void clear();  // drops everything; for the end of a runtime
 
  private:
@@ -116,6 +120,7 @@ class ReduceEngine {
   Stream stream_;
   Arena arena_;  // separate from the gathers': slots of one arena would tie the two streams together
   Event compute_;
+  GiveBack give_back_;
   std::vector<Event> spare_events_;
   std::deque<Pending> pending_;
   std::vector<Gradient> bucket_;

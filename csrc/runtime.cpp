@@ -67,6 +67,10 @@ Runtime::Runtime(const Group& gather_group, const Group& reduce_group, const Gro
                 "Runtime: `gather_group` (rank ", gather_communicator_->rank(), " of ",
                 gather_communicator_->world_size(), ") and `reduce_group` (rank ", reduce_communicator_->rank(), " of ",
                 reduce_communicator_->world_size(), ") must have the same ranks.");
+  // The engines' callers hold the mutex.
+  gathers_.relieve_with([this] { return give_back(); });
+  reductions_.relieve_with([this] { return give_back(); });
+  offloads_.relieve_with([this] { return give_back(); });
   constexpr double kDefaultTimeout = 30 * 60;
   if (communicator_kind_ == "nccl") {
     watchdog_ = std::make_unique<Watchdog>(std::vector{gather_communicator_, reduce_communicator_},
@@ -306,6 +310,16 @@ void Runtime::clear_arena() {
   states_.synchronize();
 }
 
+int64_t Runtime::relieve() {
+  const auto lock = enter();
+  return give_back();
+}
+
+int64_t Runtime::give_back() {
+  const int64_t freed = reductions_.relieve();
+  return freed > 0 ? freed : gathers_.relieve();
+}
+
 std::map<std::string, int64_t> Runtime::stats() {
   const std::lock_guard lock(mutex_);  // readable after the end, too
   const auto* symmetric = dynamic_cast<const SymmetricCommunicator*>(gather_communicator_.get());
@@ -320,6 +334,7 @@ std::map<std::string, int64_t> Runtime::stats() {
       {"reduce_groups", stats_.reduce_groups},
       {"reduced_bytes", stats_.reduced_bytes},
       {"copied_grads", stats_.copied_grads},
+      {"sent_away_bytes", stats_.sent_away_bytes},
       {"offloaded_bytes", stats_.offloaded_bytes},
       {"reloaded_bytes", stats_.reloaded_bytes},
       {"host_bytes", offloads_.host_bytes() + states_.host_bytes()},

@@ -88,6 +88,9 @@ class Runtime {
   void synchronize_states();
 
   void clear_arena();
+  /// The device is short of memory: gives some back, at no other rank's cost (relief.h). Returns the bytes; 0: nothing
+  /// is left to give.
+  int64_t relieve();
   std::map<std::string, int64_t> stats();
   void reset_stats();
   void abort() noexcept;
@@ -126,6 +129,7 @@ class Runtime {
   void check_in_backward(std::string_view operation) const;
   void check_health();
   void forget_gathered();
+  int64_t give_back();
   void check_serial(std::string_view operation, int64_t id) const;
   enum class End { together, alone, aborted };
   std::vector<std::future<void>> shut_down(End end);  // what `alone` leaves under way

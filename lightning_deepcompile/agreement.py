@@ -6,6 +6,8 @@ And they exchange what they measured, so that all decide the same.
 from __future__ import annotations
 
 import hashlib
+import logging
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -13,7 +15,9 @@ import torch.distributed as dist
 
 from lightning_deepcompile.program.program import Program, collective_sequence
 
-__all__ = ["Agreement", "ProgramMismatchError", "exchange"]
+__all__ = ["Agreement", "ProgramMismatchError", "attempt", "exchange"]
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -25,6 +29,15 @@ def exchange(mine: T, group: dist.ProcessGroup) -> list[T]:
     everybody: list[Any] = [None] * group.size()
     dist.all_gather_object(everybody, mine, group=group)
     return everybody
+
+
+def attempt(work: Callable[[], T]) -> tuple[T | None, str]:
+    """What `work` returns, or its error: a rank that failed alone would leave the others waiting for it."""
+    try:
+        return work(), ""
+    except Exception as error:
+        _log.debug("failed", exc_info=True)
+        return None, f"{type(error).__name__}: {error}"
 
 
 class ProgramMismatchError(RuntimeError):

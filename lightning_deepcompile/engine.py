@@ -38,7 +38,9 @@ from lightning_deepcompile.optimizers import LocalShards, check_optimizer
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.program.printer import format_program
+from lightning_deepcompile.relief import Relief
 from lightning_deepcompile.runtime import load_extension
+from lightning_deepcompile.shortage_watch import ShortageWatch
 from lightning_deepcompile.summary import Summary
 from lightning_deepcompile.tuner import Tuner
 
@@ -119,11 +121,20 @@ class Engine:
         prefix = f"lightning_deepcompile/engine{number}"
         agreement = Agreement(store, dist.get_rank(group), ranks.world_size, timeout, prefix)
         self._leaving = ActivationOffload(config, self.model, device, stage, host_bytes)
+        relief = Relief(self.runtime, device, dist.get_rank(group))
         self.capture = Capture(
-            config, self.model, self.runtime, self.gradients, agreement, stage, choose_activations=self._leaving.choose
+            config,
+            self.model,
+            self.runtime,
+            self.gradients,
+            agreement,
+            stage,
+            choose_activations=self._leaving.choose,
+            guard=relief.guard,
         )
         self._backend = compat.held_weakly(self.capture.__call__)
-        self.tuner = Tuner(self.capture, self.runtime, group, device)
+        watch = ShortageWatch(store, dist.get_rank(group), ranks.world_size, timeout, prefix)
+        self.tuner = Tuner(self.capture, self.runtime, group, device, relief, watch)
         self.residency: Residency | None = None
         if config.offload != "none":
             self.residency = Residency(config, self.model, self.runtime, group, device, host_bytes)

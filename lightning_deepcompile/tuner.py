@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from lightning_deepcompile.agreement import exchange
+from lightning_deepcompile.agreement import attempt, exchange
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.plan.budget import MemoryBudgetError, check_budget
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.copy_placement import offload_all, without_copies
 from lightning_deepcompile.plan.costs import Profile, ProfileError
+from lightning_deepcompile.plan.leaner import fall_back
 from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, Pass, optimize, resolve_passes
-from lightning_deepcompile.plan.plan_file import PlanFileError, Setting, read_plan, write_plan
+from lightning_deepcompile.plan.plan_file import Setting
 from lightning_deepcompile.plan.report import PassReport, Round
 from lightning_deepcompile.plan.simulate import just_in_time, least_budget
-from lightning_deepcompile.profile.build import build_profile, explain, leave_room, merge_profiles
+from lightning_deepcompile.plan_store import PlanStore
+from lightning_deepcompile.profile.build import build_profile, describe_spread, explain, leave_room, merge_profiles
 from lightning_deepcompile.profile.copies import measure_copies
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.profile.probe import StepProbe
@@ -30,6 +31,8 @@ from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.live import live_bytes
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule, read_schedule, reschedule
+from lightning_deepcompile.relief import Relief
+from lightning_deepcompile.shortage_watch import ShortageWatch
 
 __all__ = ["Tuner"]
 
@@ -48,13 +51,16 @@ class Tuner:
     A round takes a few optimizer steps, the same ones on every rank. Two are timed. One runs as scheduled, with marks
     behind every instruction; the next waits for every collective at once, so that each is seen by itself. Then ranks
     exchange what they measured, plan with the same numbers, and swap. Three more steps are timed: if they are slower,
-    the old programs come back. Between rounds, a step costs one comparison.
+    the old programs come back. Between rounds, a step costs one comparison. When a rank ran out of memory under a plan,
+    a leaner one takes over, on the same step on all ranks.
 
     Args:
         capture: Its programs are planned.
         runtime: ``_C.Runtime`` that executes them.
         group: The ranks.
         device: Where programs run.
+        relief: Knows whether this rank was short of memory.
+        watch: Tells all ranks.
 
     Attributes:
         offloaded: Says what of the optimizers' states is in host memory; "" for none. For the report.
@@ -67,12 +73,21 @@ class Tuner:
         ValueError: If the configured schedule plans for a stage at which nothing is gathered twice.
     """
 
-    def __init__(self, capture: Capture, runtime: Any, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        capture: Capture,
+        runtime: Any,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        relief: Relief,
+        watch: ShortageWatch,
+    ) -> None:
         self._capture, self._runtime, self._group, self._device = capture, runtime, group, device
+        self._relief, self._watch = relief, watch
         self._config = capture.config
         ranks = capture.model.ranks
         self._world = ranks.shards
-        self._setting = Setting(self._world, capture.stage, device.type)
+        self._store = PlanStore(self._config.plan, Setting(self._world, capture.stage, device.type), group)
         schedule = self._config.schedule
         if schedule is None or schedule == "auto":
             schedule = list(DEFAULT_SCHEDULE)
@@ -104,6 +119,9 @@ class Tuner:
         self._probes: dict[int, StepProbe] = {}  # of this round, by step from its first
         self._schedules: dict[int, dict[str, Schedule]] = {}  # what ran in its profiled steps
         self._previous: tuple[tuple[Pass, ...], tuple[Schedule, ...]] = (capture.passes, ())
+        self._planned: tuple[Schedule, ...] = ()  # those of the plan in use, in the order in which they run
+        self._limit: int | None = None  # bytes that were there when a rank ran out of memory
+        self._leanest = False  # the plan in use needs the least memory of all
         if not self._load():
             self._next_entry()
 
@@ -111,7 +129,7 @@ class Tuner:
 
     def begin_micro_batch(self) -> None:
         """Call before a training step's forward pass, on all ranks."""
-        if self._first is None and self._recheck is None:
+        if self._first is None and self._recheck is None and not self._watches:
             return
         if self._boundary:
             self._boundary, self._probe = False, None
@@ -128,7 +146,7 @@ class Tuner:
 
     def explain(self, error: BaseException) -> None:
         """Adds to an out-of-memory error what a plan has to do with it: it was made for the batches of a few steps."""
-        kept = [one for one in self.rounds if one.outcome == "kept"]
+        kept = [one for one in self.rounds if one.outcome in ("kept", "leaner") and one.passes]
         if kept and isinstance(error, torch.OutOfMemoryError):
             peak, budget = kept[-1].passes[-1].peak_bytes, kept[-1].budget
             error.add_note(
@@ -146,7 +164,13 @@ class Tuner:
 
     # A round ----------------------------------------------------------------------------------------------------------
 
+    @property
+    def _watches(self) -> bool:
+        return bool(self._planned) and not self._leanest
+
     def _at_boundary(self) -> None:
+        if self._watches and self._step % self._watch.every == 0:
+            self._look_for_shortages()
         if self._step == self._recheck:
             self._look_for_new_programs()
         if self._first is None:
@@ -184,7 +208,7 @@ class Tuner:
         for executable in self._training():
             executable.swap(executable.program)
         self._attempts += 1
-        results = self._exchange(self._attempt(self._measured))
+        results = self._exchange(attempt(self._measured))
         failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
         measured = [result for result, _ in results if result is not None]
         profiles = [profile for profile, _ in measured]
@@ -192,13 +216,15 @@ class Tuner:
             if failed:
                 raise ProfileError("; ".join(failed))
             merged = explain(merge_profiles(profiles))
-            self.profile = profile = replace(merged, schedules=measured[0][1])
+            budget = merged.budget or 0
+            limit = budget if self._limit is None else min(budget, self._limit)
+            self.profile = profile = replace(merged, schedules=measured[0][1], budget=limit)
         except ProfileError as error:
             self._say(f"No plan was made at step {self._step}: {error}", logging.WARNING)
             self._end_round(retry=True)
             return
-        self._log_spread(profiles)
-        budget = profile.budget or 0
+        if spread := describe_spread(profiles):
+            self._say(spread, logging.WARNING)
         smallest = profile.schedules if self.host_room is None else offload_all(profile.schedules)
         check_budget(least_budget(smallest, profile), budget, self._config.memory_budget)
         planned, effects = optimize(profile.schedules, self._passes, PlanContext(self._capture.settings, profile))
@@ -222,13 +248,38 @@ class Tuner:
         )
         ran = {run.program for run in self._probes[_ISOLATED].runs}
         self._known |= {s.content for s in self._capture_schedules() if s.name in ran}
-        self._previous = (self._capture.passes, tuple(self._capture.plan.values()))
+        self._previous = (self._capture.passes, self._planned)
         before = self._capture_schedules()
-        self._capture.replan(passes=self._passes, plan=planned)
+        self._run_plan(planned, self._passes)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         if self._capture_schedules() == before:
             self._finish_round(outcome="unchanged")
+
+    def _run_plan(self, schedules: Iterable[Schedule], passes: Sequence[Pass] | None = None) -> None:
+        self._planned = tuple(schedules)
+        self._capture.replan(passes=passes, plan=self._planned)
+        self._relief.take()  # what was short under the old one
+        self._watch.forget()
+
+    def _look_for_shortages(self) -> None:
+        shortages = self._watch.turn(self._relief.take())
+        if not shortages:
+            return
+        if self.rounds and self.rounds[-1].outcome == "measuring":
+            self.rounds[-1] = replace(self.rounds[-1], outcome="out of memory")
+        if self._first is not None:
+            self._end_round(retry=True)
+        again, settings = self._limit is not None, self._capture.settings
+        lean = fall_back(self._step, shortages, self._planned, self._passes, settings, self.profile, last=again)
+        self._limit, self._leanest = lean.round.budget, lean.last
+        if self._leanest:  # nothing that a later round finds would hold
+            self._attempts, self._recheck = _ATTEMPTS, None
+            self._entries.clear()
+        self.rounds.append(lean.round)
+        self._say(lean.round.reason, logging.WARNING)
+        self._run_plan(lean.schedules)
+        self._store.save(self._capture_schedules())
 
     def _capture_schedules(self) -> list[Schedule]:
         return [read_schedule(e.program) for e in self._training()]
@@ -275,7 +326,7 @@ class Tuner:
         slower = before > 0 and after > before * (1 + _NOISE) and not must  # what did not fit is no alternative
         if slower:
             passes, plan = self._previous
-            self._capture.replan(passes=passes, plan=plan)
+            self._run_plan(plan, passes)
         self._finish_round(after_seconds=after, after_peak_bytes=peak, outcome="reverted" if slower else "kept")
 
     def _finish_round(self, **fields: Any) -> None:
@@ -284,7 +335,7 @@ class Tuner:
         for miss in done.misses():
             self._say(f"The plan of step {done.step} did not do what was predicted: {miss}.", logging.WARNING)
         if done.outcome != "reverted":
-            self._save()
+            self._store.save(self._capture_schedules())
         self._end_round()
 
     def _end_round(self, retry: bool = False) -> None:
@@ -319,14 +370,6 @@ class Tuner:
 
     # Between ranks and files ------------------------------------------------------------------------------------------
 
-    def _attempt(self, work: Callable[[], T]) -> tuple[T | None, str]:
-        """What `work` returns, or its error: a rank that failed alone would leave the others waiting for it."""
-        try:
-            return work(), ""
-        except Exception as error:
-            _log.debug("planning failed", exc_info=True)
-            return None, f"{type(error).__name__}: {error}"
-
     def _exchange(self, mine: T) -> list[T]:
         return exchange(mine, self._group)
 
@@ -334,52 +377,16 @@ class Tuner:
         if self._group.rank() == 0:
             _log.log(level, "%s", text)
 
-    def _log_spread(self, profiles: list[Profile]) -> None:
-        times = [sum(cost.seconds for cost in p.regions.values()) for p in profiles]
-        if min(times) > 0 and max(times) > 1.2 * min(times):
-            slowest = times.index(max(times))
-            text = (
-                f"Rank {slowest} computes {max(times) / min(times):.2f} times as long as the fastest: plans follow it."
-            )
-            self._say(text, logging.WARNING)
-
     def _load(self) -> bool:
-        """Takes schedules from the plan file, as rank 0 sees it."""
-        if self._config.plan is None:
+        """Takes schedules from the plan file."""
+        plan = self._store.load()
+        if plan is None:
             return False
-        path = Path(self._config.plan)
-        text, reason = self._attempt(lambda: path.read_text() if path.is_file() else None)
-        text, reason = self._exchange((text, reason))[0]
-        if text is None and not reason:
-            return False  # to be written by this run
-        try:
-            if text is None:
-                raise PlanFileError(reason)
-            plan = read_plan(text, self._setting)
-        except PlanFileError as error:
-            self._say(f"The plan {str(path)!r} is not used, as {error}. Training plans anew.", logging.WARNING)
-            return False
-        schedules = plan.values()
+        schedules: Iterable[Schedule] = plan.values()
         if self._config.offload_activations == "none":
             schedules = [without_copies(schedule) for schedule in schedules]
-        self._capture.replan(plan=schedules)
+        self._run_plan(schedules)
         self._known = set(plan)
         self._entries.clear()  # for programs that the file does not have, a round follows the look at them
         self._recheck = 2
         return True
-
-    def _save(self) -> None:
-        if self._config.plan is None or self._group.rank() != 0:
-            return
-        path = Path(self._config.plan)
-        text = write_plan(self._capture_schedules(), self._setting)
-
-        def write() -> None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(path.name + ".partial")
-            partial.write_text(text)
-            partial.replace(path)
-
-        _, error = self._attempt(write)
-        if error:
-            self._say(f"The plan could not be written to {str(path)!r}: {error}", logging.WARNING)

@@ -30,6 +30,7 @@ __all__ = [
     "PassEffect",
     "PassError",
     "apply_passes",
+    "difference",
     "optimize",
     "program_pass",
     "resolve_passes",
@@ -248,7 +249,7 @@ def optimize(
     for one in passes:
         if one.level == "step":
             before, current = current, _run_step_pass(one, current, context)
-            effects.append(PassEffect(one.name, _difference(before, current), simulate(current, profile)))
+            effects.append(PassEffect(one.name, difference(before, current), simulate(current, profile)))
     return current, effects
 
 
@@ -270,7 +271,8 @@ def _run_step_pass(one: Pass, schedules: list[Schedule], context: PlanContext) -
     return [replace(s, kept=kept.get(s.frame, s.kept)) if s.kind == "backward" else s for s in result]
 
 
-def _difference(before: Sequence[Schedule], after: Sequence[Schedule]) -> str:
+def difference(before: Sequence[Schedule], after: Sequence[Schedule]) -> str:
+    """What changed from one step's schedules to another's of the same programs, in words."""
     parts = []
     groups = [sum(len(s.at("gather")) for s in step) for step in (before, after)]
     if groups[0] != groups[1]:

@@ -48,7 +48,9 @@ class Round:
         before_exposed_seconds: Measured time that compute waited for communication before.
         after_seconds: Measured duration of steps with the new programs; None before it is known.
         after_peak_bytes: Measured peak memory with the new programs; None where the allocator does not count.
-        outcome: ``"measuring"``, ``"kept"``, ``"reverted"`` or ``"unchanged"``, or why there was no plan.
+        outcome: ``"measuring"``, ``"kept"``, ``"reverted"`` or ``"unchanged"``; ``"out of memory"`` where a rank ran
+            out of it before that was known, and ``"leaner"`` for the plan that follows a shortage.
+        reason: What made a leaner plan take over, and what it does differently; else empty.
     """
 
     step: int
@@ -59,6 +61,7 @@ class Round:
     after_seconds: float | None = None
     after_peak_bytes: int | None = None
     outcome: str = "measuring"
+    reason: str = ""
 
     def __str__(self) -> str:
         """The round as a table."""
@@ -67,7 +70,8 @@ class Round:
         if self.after_seconds is not None:
             rows.append(_row("measured after", self.after_seconds, None, self.after_peak_bytes, self.outcome))
         state = "" if self.after_seconds is not None else f" ({self.outcome})"
-        return f"plan at step {self.step}{state}\n{_table(rows)}"
+        reason = f"\n  {self.reason}" if self.reason else ""
+        return f"plan at step {self.step}{state}{reason}\n{_table(rows)}"
 
     def misses(self) -> list[str]:
         """Predictions that were more than 10 % off in time, or 5 % in memory; in words."""

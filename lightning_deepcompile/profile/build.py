@@ -12,7 +12,7 @@ from lightning_deepcompile.profile.fit import fit_link
 from lightning_deepcompile.profile.probe import Run, StepProbe
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["build_profile", "explain", "leave_room", "merge_profiles"]
+__all__ = ["build_profile", "describe_spread", "explain", "leave_room", "merge_profiles"]
 
 
 def build_profile(
@@ -236,6 +236,19 @@ def leave_room(profile: Profile) -> Profile:
     activations = max(peak - min(cost.before for cost in profile.regions.values()), 0)
     left = max(profile.budget - activations, 1)
     return replace(profile, budget=left, room=profile.budget - left)
+
+
+def describe_spread(profiles: Sequence[Profile]) -> str:
+    """Names a rank that computes much longer than another one, as plans follow it; "" if there is none.
+
+    Args:
+        profiles: One per rank.
+    """
+    times = [sum(cost.seconds for cost in p.regions.values()) for p in profiles]
+    if min(times) <= 0 or max(times) <= 1.2 * min(times):
+        return ""
+    slowest = times.index(max(times))
+    return f"Rank {slowest} computes {max(times) / min(times):.2f} times as long as the fastest: plans follow it."
 
 
 def _slowest(links: Sequence[Link]) -> Link:

@@ -14,10 +14,13 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from lightning_deepcompile.program.program import Program
+from lightning_deepcompile.program.program import Program, RegionModule
 from lightning_deepcompile.program.schedule import instruction_nodes
 
-__all__ = ["Marks", "generate"]
+__all__ = ["Guard", "Marks", "generate"]
+
+Guard = Callable[[str, str, RegionModule], Callable[[list[Any]], Sequence[Any]]]
+"""What a program calls for a region, by the names of both: the region's own function, or one around it."""
 
 
 class Marks(Protocol):
@@ -33,23 +36,26 @@ class Marks(Protocol):
         """A reduction was launched; the compute stream shall wait for it."""
 
 
-def generate(program: Program, marks: Marks | None = None) -> tuple[Callable[[list[Any]], Sequence[Any]], str]:
+def generate(
+    program: Program, marks: Marks | None = None, guard: Guard | None = None
+) -> tuple[Callable[[list[Any]], Sequence[Any]], str]:
     """Compiles `program` to a function.
 
     Args:
         program: The program.
         marks: Called at the start and behind every instruction; None for code that does nothing but its work.
+        guard: Gives what is called for a region; None for the region itself.
 
     Returns:
         The function, which takes all placeholders as one list and empties it, and its source for people to read.
     """
-    return _Writer(program, marks).write()
+    return _Writer(program, marks, guard).write()
 
 
 class _Writer:
-    def __init__(self, program: Program, marks: Marks | None) -> None:
+    def __init__(self, program: Program, marks: Marks | None, guard: Guard | None) -> None:
         self._program = program
-        self._marks = marks
+        self._marks, self._guard = marks, guard
         self._operations = dict(instruction_nodes(program)) if marks is not None else {}
         self._globals: dict[str, Any] = {}
         self._lines: list[str] = []
@@ -96,7 +102,8 @@ class _Writer:
         return self._globals[self._run], source
 
     def _region(self, node: fx.Node) -> None:
-        call = self._bind(str(node.target), self._program.region(node).run)
+        name, region = str(node.target), self._program.region(node)
+        call = self._bind(name, region.run if self._guard is None else self._guard(self._program.name, name, region))
         self._lines.append(f"{self._inputs} = [{', '.join(self._text(a) for a in node.args)}]")
         self._drop(node)
         self._assign(node, f"{call}({self._inputs})")

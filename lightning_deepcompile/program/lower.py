@@ -17,6 +17,7 @@ from lightning_deepcompile.program.graph import is_compute, is_gather, is_reduce
 from lightning_deepcompile.program.normalize import normalize
 from lightning_deepcompile.program.program import ParamInfo, Program, ProgramKind, RegionInfo, RegionModule
 from lightning_deepcompile.program.regions import Region, cut_regions
+from lightning_deepcompile.program.repeatable import is_repeatable
 
 __all__ = ["RegionCompiler", "lower"]
 
@@ -106,7 +107,7 @@ def lower(
         if progress is not None:
             progress(f"compiling {name}, region {index + 1}/{len(regions)}")
         extracted = extract_region(gm, region)
-        info = RegionInfo(extracted.key, tuple(region.blocks), len(region.nodes))
+        info = RegionInfo(extracted.key, tuple(region.blocks), len(region.nodes), is_repeatable(region.nodes))
         compiled.append(RegionModule(compile_region(extracted, kind), info))
     return _Builder(gm, name, kind, graph_id, params).build(regions, compiled)
 

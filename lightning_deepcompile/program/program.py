@@ -51,11 +51,13 @@ class RegionInfo:
         key: Content key; equal regions share it.
         blocks: Blocks that it works for.
         nodes: Number of operators before compilation.
+        repeatable: Whether it may be called again with the same inputs; see `is_repeatable`.
     """
 
     key: str
     blocks: tuple[str, ...]
     nodes: int
+    repeatable: bool = False
 
 
 class RegionModule(nn.Module):

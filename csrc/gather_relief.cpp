@@ -1,0 +1,64 @@
+// Gathered parameters that nobody reads at the moment wait in host memory when the device has none left.
+#include <ATen/ops/empty.h>
+
+#include <map>
+
+#include "gather.h"
+#include "views.h"
+
+namespace ldc {
+
+int64_t GatherEngine::relieve() {
+  if (const int64_t freed = arena_.clear(); freed > 0) return freed;
+  // Those that were launched first: in forward they are needed last, and what is still in flight is needed first.
+  std::map<int64_t, std::shared_ptr<Group>> groups;
+  for (const auto& [id, gathered] : gathered_) groups.emplace(gathered.group->number, gathered.group);
+  for (const auto& [number, group] : groups) {
+    if (const int64_t freed = send_away(*group); freed > 0) return freed;
+  }
+  return 0;
+}
+
+std::vector<GatherEngine::Gathered*> GatherEngine::members(const Group& group) {
+  std::vector<Gathered*> found;
+  for (auto& [id, gathered] : gathered_) {
+    if (gathered.group.get() == &group) found.push_back(&gathered);
+  }
+  return found;
+}
+
+void GatherEngine::move_views(const std::vector<Gathered*>& gathered, const Tensor& memory) {
+  for (Gathered* one : gathered) {
+    const Tensor& old = one->full;
+    const int64_t start = old.storage_offset() * static_cast<int64_t>(old.element_size());
+    one->full = typed_view(memory, start, old.sizes(), old.scalar_type());
+  }
+}
+
+int64_t GatherEngine::send_away(Group& group) {
+  if (!group.slot || dry_) return 0;
+  complete(group);
+  const std::vector<Gathered*> gathered = members(group);
+  // Tensors that a program holds keep the storage in use. Ours may have been among them: those are replaced first.
+  move_views(gathered, group.slot->bytes);
+  if (group.slot->bytes.storage().use_count() != 1 + gathered.size()) return 0;
+  const PlainTensors plain;
+  Tensor away = at::empty(group.slot->bytes.sizes(), group.slot->bytes.options().device(c10::kCPU));
+  away.copy_(group.slot->bytes);  // the host waits for it, so that the memory can go at once
+  move_views(gathered, away);
+  group.away = std::move(away);
+  stats_.sent_away_bytes += group.slot->capacity();
+  arena_.release(std::move(group.slot), current_stream(device_));
+  return arena_.clear();
+}
+
+void GatherEngine::bring_back(Group& group) {
+  const PlainTensors plain;
+  Arena::Lease slot = arena_.acquire(group.away.numel(), current_stream(device_));
+  slot->bytes.narrow(0, 0, group.away.numel()).copy_(group.away);
+  move_views(members(group), slot->bytes);
+  group.slot = std::move(slot);
+  group.away.reset();
+}
+
+}  // namespace ldc

@@ -1,0 +1,143 @@
+"""What follows a plan under which a rank ran out of memory: one that needs less, and in the end the least."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_deepcompile.plan.context import PlanContext
+from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.pass_manager import Pass, PassEffect, difference, optimize
+from lightning_deepcompile.plan.report import PassReport, Round
+from lightning_deepcompile.plan.settings import PlanSettings
+from lightning_deepcompile.plan.simulate import just_in_time, simulate
+from lightning_deepcompile.program.printer import format_bytes
+from lightning_deepcompile.program.schedule import Schedule
+
+__all__ = ["FallBack", "Shortage", "fall_back", "leaner_budget"]
+
+_MARGIN = 0.02  # of a budget that is known from a failure: memory comes in pieces
+
+
+@dataclass
+class Shortage:
+    """A region that found no memory.
+
+    Args:
+        rank: Where.
+        program: The program that ran; "" if the runtime itself was short, between regions.
+        region: The region's name in it.
+        asked: What was asked for, as the allocator puts it; "" if it does not say.
+        free: Bytes that the device had left; None where nobody counts.
+        allocated: Bytes that were allocated; None where nobody counts.
+        relieved: Bytes that the rank gave back to go on.
+    """
+
+    rank: int
+    program: str
+    region: str
+    asked: str
+    free: int | None = None
+    allocated: int | None = None
+    relieved: int = 0
+
+    def __str__(self) -> str:
+        """The shortage as a sentence."""
+        where = f" in {self.region} of {self.program}" if self.program else " when it launched communication"
+        asked = f"; {self.asked} were asked for" if self.asked else ""
+        free = "" if self.free is None else f"; {format_bytes(self.free)} were free"
+        return f"Rank {self.rank} ran out of memory{where}{asked}{free}."
+
+
+def leaner_budget(shortages: Sequence[Shortage], schedules: Sequence[Schedule], profile: Profile) -> int:
+    """Bytes with which the shortages would not have been.
+
+    A plan's memory where a rank was short, less what that rank gave back: that was there, whatever the plan believed.
+    What was allocated when more was asked for was there, too.
+
+    Args:
+        shortages: Of all ranks.
+        schedules: The plan's.
+        profile: What it was made with.
+    """
+    prediction = simulate(schedules, profile)
+    limits = [prediction.peak_bytes]
+    for shortage in shortages:
+        there = [
+            point.bytes
+            for point in prediction.memory
+            if schedules[point.schedule].name == shortage.program
+            and schedules[point.schedule].instructions[point.instruction].region == shortage.region != ""
+        ]
+        limits.append(max(there, default=prediction.peak_bytes) - shortage.relieved)
+        if shortage.allocated is not None:
+            limits.append(shortage.allocated)
+    return max(int(min(limits) * (1 - _MARGIN)), 1)
+
+
+@dataclass(frozen=True)
+class FallBack:
+    """A plan after a failure.
+
+    Args:
+        schedules: Its schedules.
+        round: What the report says of it.
+        last: Whether there is none that needs less.
+    """
+
+    schedules: Sequence[Schedule]
+    round: Round
+    last: bool
+
+
+def fall_back(
+    step: int,
+    shortages: Sequence[Shortage],
+    planned: Sequence[Schedule],
+    passes: Sequence[Pass],
+    settings: PlanSettings,
+    profile: Profile | None,
+    *,
+    last: bool,
+) -> FallBack:
+    """Makes the plan that takes over after shortages.
+
+    Args:
+        step: Optimizer steps done.
+        shortages: Of all ranks; at least one.
+        planned: The schedules that failed, in the order in which they ran.
+        passes: The passes that made them.
+        settings: What the user chose.
+        profile: What they were made with; None for a plan out of a file.
+        last: Whether this was not the first plan to fail: another one might, too.
+    """
+    budget: int | None = None
+    schedules: list[Schedule] = []
+    effects: list[PassEffect] = []
+    if profile is not None and {s.name for s in planned} - {s.name for s in profile.schedules}:
+        profile = None  # of other programs, as when a plan was taken back to an older one
+    if profile is not None:
+        budget = leaner_budget(shortages, planned, profile)
+        if not last:
+            lean = replace(profile, budget=budget, room=0)
+            schedules, effects = optimize(profile.schedules, passes, PlanContext(settings, lean))
+            last = effects[-1].prediction.peak_bytes > budget
+    if last or profile is None:
+        schedules, last = [just_in_time(schedule) for schedule in planned], True
+        effects = [] if profile is None else [PassEffect("just in time", "", simulate(schedules, profile))]
+    peak = f", for a peak of {format_bytes(effects[-1].prediction.peak_bytes)}" if effects else ""
+    others = f" ({len(shortages) - 1} more times since)" if len(shortages) > 1 else ""
+    text = (
+        f"{shortages[0]}{others} It gave {format_bytes(max(s.relieved for s in shortages))} back and went on. From "
+        f"step {step} on, all ranks run a leaner plan: {difference(planned, schedules)}{peak}."
+    )
+    done = Round(
+        step,
+        tuple(PassReport.of(effect) for effect in effects),
+        budget,
+        0.0 if profile is None else profile.step_seconds,
+        0.0 if profile is None else profile.exposed_seconds,
+        outcome="leaner",
+        reason=text,
+    )
+    return FallBack(schedules, done, last)

@@ -1,0 +1,69 @@
+"""The plan file of a run: rank 0 reads and writes it, for all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from lightning_deepcompile.agreement import attempt, exchange
+from lightning_deepcompile.plan.plan_file import PlanFileError, Setting, read_plan, write_plan
+from lightning_deepcompile.program.schedule import Schedule
+
+__all__ = ["PlanStore"]
+
+_log = logging.getLogger(__name__)
+
+
+class PlanStore:
+    """Reads and writes the file.
+
+    Args:
+        path: The file; None if plans are neither read nor kept.
+        setting: What plans are for.
+        group: The ranks.
+    """
+
+    def __init__(self, path: str | None, setting: Setting, group: dist.ProcessGroup) -> None:
+        self._path = None if path is None else Path(path)
+        self._setting, self._group = setting, group
+
+    def load(self) -> Mapping[str, Schedule] | None:
+        """Schedules by content, as rank 0 sees the file; None without a usable one. A collective."""
+        path = self._path
+        if path is None:
+            return None
+        text, reason = attempt(lambda: path.read_text() if path.is_file() else None)
+        text, reason = exchange((text, reason), self._group)[0]
+        if text is None and not reason:
+            return None  # to be written by this run
+        try:
+            if text is None:
+                raise PlanFileError(reason)
+            return read_plan(text, self._setting)
+        except PlanFileError as error:
+            self._warn(f"The plan {str(path)!r} is not used, as {error}. Training plans anew.")
+            return None
+
+    def save(self, schedules: Sequence[Schedule]) -> None:
+        """Writes `schedules`, on rank 0; a failure is a warning."""
+        path = self._path
+        if path is None or self._group.rank() != 0:
+            return
+        text = write_plan(schedules, self._setting)
+
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(path.name + ".partial")
+            partial.write_text(text)
+            partial.replace(path)
+
+        _, error = attempt(write)
+        if error:
+            self._warn(f"The plan could not be written to {str(path)!r}: {error}")
+
+    def _warn(self, text: str) -> None:
+        if self._group.rank() == 0:
+            _log.warning("%s", text)

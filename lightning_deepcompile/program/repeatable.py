@@ -1,0 +1,45 @@
+"""Which regions may be called again with the same inputs, as if the first call had not been."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+__all__ = ["is_repeatable"]
+
+_PLAIN_PYTHON = ("_operator", "builtins", "math", "torch")
+
+
+def is_repeatable(nodes: Iterable[fx.Node]) -> bool:
+    """Whether `nodes` only compute: they write to none of their inputs, and draw no random numbers.
+
+    Operators that are not PyTorch's own might do anything (communicate, for one), and are taken not to be repeatable;
+    so are higher-order operators.
+
+    Args:
+        nodes: The operators of a region.
+    """
+    return all(_only_computes(node) for node in nodes)
+
+
+def _only_computes(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return True
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        if target.namespace not in ("aten", "prims") or target._schema.is_mutable:
+            return False
+        return torch.Tag.nondeterministic_seeded not in target.tags or _without_dropout(node, target)
+    return getattr(target, "__module__", "") in _PLAIN_PYTHON
+
+
+def _without_dropout(node: fx.Node, target: torch._ops.OpOverload) -> bool:
+    """Whether an attention operator, which may drop, drops nothing, or drops what its forward pass has drawn."""
+    names = [argument.name for argument in target._schema.arguments]
+    if "dropout_p" not in names:
+        return False
+    defaults = {argument.name: argument.default_value for argument in target._schema.arguments}
+    given = defaults | dict(zip(names, node.args, strict=False)) | node.kwargs
+    return "philox_seed" in names or given["dropout_p"] == 0
