@@ -103,7 +103,7 @@ class Tuner:
         first, *self._entries = [
             (entry["step"], resolve_passes(entry["passes"], profiled=entry["step"] > 0)) for entry in schedule
         ]
-        capture.passes = first[1]
+        capture.passes = self._start = first[1]
         self._passes: tuple[Pass, ...] = self._entries[-1][1] if self._entries else ()
         self.offloaded: Callable[[], str] = str
         self.host_room: Callable[[], int] | None = None
@@ -271,7 +271,10 @@ class Tuner:
         if self._first is not None:
             self._end_round(retry=True)
         again, settings = self._limit is not None, self._capture.settings
-        lean = fall_back(self._step, shortages, self._planned, self._passes, settings, self.profile, last=again)
+        start = self._capture.schedules([e.program.name for e in self._training()], self._start).values()
+        lean = fall_back(
+            self._step, shortages, self._planned, tuple(start), self._passes, settings, self.profile, last=again
+        )
         self._limit, self._leanest = lean.round.budget, lean.last
         if self._leanest:  # nothing that a later round finds would hold
             self._attempts, self._recheck = _ATTEMPTS, None

@@ -94,6 +94,7 @@ def fall_back(
     step: int,
     shortages: Sequence[Shortage],
     planned: Sequence[Schedule],
+    start: Sequence[Schedule],
     passes: Sequence[Pass],
     settings: PlanSettings,
     profile: Profile | None,
@@ -106,6 +107,7 @@ def fall_back(
         step: Optimizer steps done.
         shortages: Of all ranks; at least one.
         planned: The schedules that failed, in the order in which they ran.
+        start: The same programs', as planning starts from them: without a profile, the least of these is the plan.
         passes: The passes that made them.
         settings: What the user chose.
         profile: What they were made with; None for a plan out of a file.
@@ -123,7 +125,7 @@ def fall_back(
             schedules, effects = optimize(profile.schedules, passes, PlanContext(settings, lean))
             last = effects[-1].prediction.peak_bytes > budget
     if last or profile is None:
-        schedules, last = [just_in_time(schedule) for schedule in planned], True
+        schedules, last = [just_in_time(schedule) for schedule in (profile.schedules if profile else start)], True
         effects = [] if profile is None else [PassEffect("just in time", "", simulate(schedules, profile))]
     peak = f", for a peak of {format_bytes(effects[-1].prediction.peak_bytes)}" if effects else ""
     others = f" ({len(shortages) - 1} more times since)" if len(shortages) > 1 else ""

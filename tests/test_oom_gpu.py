@@ -1,0 +1,67 @@
+"""A GPU that runs out of memory under a plan: real errors of the allocator, on one of two ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from multiprocess import run_ranks
+from test_engine import sgd
+from test_oom import Deep, batch, optimizer_step, planned_engine
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+WIDTH, LAYERS = 2048, 12  # a block takes 16 MiB, as fp32; all of them 192 MiB
+STEPS, LIMITED = 30, 12
+TAKEN = 64 * 2**20  # bytes that the second rank has less than the plan needs: four blocks
+
+
+def _train(device: torch.device, limited: bool) -> dict[str, Any]:
+    """Losses, reserved peaks and bytes sent away so far, by step; with `limited`, of a device that has less to give."""
+    engine = planned_engine(init_device_mesh("cuda", (2,)), "kept", Deep(WIDTH, LAYERS), region_backend="inductor")
+    optimizer = sgd(engine)
+    rows = batch(device.index, WIDTH).to(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    losses: list[Tensor] = []
+    peaks: list[int] = []
+    away: list[int] = []
+    for step in range(STEPS):
+        torch.cuda.empty_cache()
+        if limited and step == LIMITED:
+            torch.cuda.set_per_process_memory_fraction((peaks[-1] - TAKEN) / total, device)
+        torch.cuda.reset_peak_memory_stats(device)
+        losses.append(optimizer_step(engine, rows, optimizer))
+        peaks.append(torch.cuda.max_memory_reserved(device))
+        away.append(engine.runtime.stats()["sent_away_bytes"])
+    torch.cuda.set_per_process_memory_fraction(1.0, device)
+    result = {"losses": torch.stack(losses).tolist(), "peaks": peaks, "away": away, "rounds": engine.report()}
+    engine.close()
+    return result
+
+
+def _short_of_memory() -> tuple[dict[str, Any], dict[str, Any]]:
+    rank = int(os.environ["RANK"])
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return _train(device, limited=False), _train(device, limited=rank == 1)
+
+
+def test_a_gpu_that_is_short_goes_on_and_a_leaner_plan_follows() -> None:
+    results = run_ranks(_short_of_memory, 2, timeout=280)
+    for rank, (free, limited) in enumerate(results):
+        assert limited["losses"] == free["losses"]
+        assert free["away"][-1] == 0 and [one.outcome for one in free["rounds"]] == ["kept"]
+        made, leaner = limited["rounds"]
+        assert (made.outcome, leaner.outcome, leaner.step) == ("kept", "leaner", 24)
+        assert leaner.reason.startswith("Rank 1 ran out of memory"), leaner.reason
+        before, after = limited["peaks"][LIMITED - 1], max(limited["peaks"][-4:])
+        assert after <= before - TAKEN, f"rank {rank}: {before} -> {after}, {leaner}"
+        # Parameters went to host memory in the steps before the change, and no more after it.
+        gone = limited["away"]
+        assert (gone[23] > gone[LIMITED - 1]) == (rank == 1) and gone[24] == gone[-1] == gone[25], gone
