@@ -1,6 +1,7 @@
 // Gathered parameters that nobody reads at the moment wait in host memory when the device has none left.
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <map>
 
 #include "gather.h"
@@ -13,10 +14,13 @@ int64_t GatherEngine::relieve() {
   // Those that were launched first: in forward they are needed last, and what is still in flight is needed first.
   std::map<int64_t, std::shared_ptr<Group>> groups;
   for (const auto& [id, gathered] : gathered_) groups.emplace(gathered.group->number, gathered.group);
+  int64_t freed = 0, away = 0;
   for (const auto& [number, group] : groups) {
-    if (const int64_t freed = send_away(*group); freed > 0) return freed;
+    if (freed == 0) freed = send_away(*group);
+    if (group->away.defined()) away += group->away.numel();
   }
-  return 0;
+  stats_.away_peak_bytes = std::max(stats_.away_peak_bytes, away);
+  return freed;
 }
 
 std::vector<GatherEngine::Gathered*> GatherEngine::members(const Group& group) {

@@ -335,6 +335,7 @@ std::map<std::string, int64_t> Runtime::stats() {
       {"reduced_bytes", stats_.reduced_bytes},
       {"copied_grads", stats_.copied_grads},
       {"sent_away_bytes", stats_.sent_away_bytes},
+      {"away_peak_bytes", stats_.away_peak_bytes},
       {"offloaded_bytes", stats_.offloaded_bytes},
       {"reloaded_bytes", stats_.reloaded_bytes},
       {"host_bytes", offloads_.host_bytes() + states_.host_bytes()},

@@ -18,6 +18,7 @@ struct Stats {
   int64_t reloaded_bytes = 0;
   int64_t state_peak_bytes = 0;  // most device memory of offloaded optimizer states on their way in and out
   int64_t sent_away_bytes = 0;  // gathered parameters that waited in host memory as the device was short of memory
+  int64_t away_peak_bytes = 0;  // the most of them at a time
   int64_t copied_grads = 0;    // gradients that needed a send buffer: uneven rows, another dtype, or strides
 };
 

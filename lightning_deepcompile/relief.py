@@ -72,9 +72,12 @@ class Relief:
     def take(self) -> list[Shortage]:
         """The shortages since the last call; a launch of a gather or a reduction that was short counts as well."""
         shortages, self._shortages = self._shortages, []
-        before, self._sent_away = self._sent_away, self.runtime.stats()["sent_away_bytes"]
-        if self._sent_away > before and not shortages:
-            shortages.append(Shortage(self.rank, "", "", "", relieved=self._sent_away - before))
+        stats = self.runtime.stats()
+        before, self._sent_away = self._sent_away, stats["sent_away_bytes"]
+        if self._sent_away > before:
+            shortages = shortages or [Shortage(self.rank, "", "", "")]
+            for one in shortages:  # each gave something back, on top of what was away already
+                one.relieved = max(one.relieved, stats["away_peak_bytes"])
         return shortages
 
     def _call_again(self, run: Run, held: list[Any], shortage: Shortage) -> Sequence[Any]:
