@@ -47,8 +47,13 @@ int64_t GatherEngine::send_away(Group& group) {
   move_views(gathered, group.slot->bytes);
   if (group.slot->bytes.storage().use_count() != 1 + gathered.size()) return 0;
   const PlainTensors plain;
-  Tensor away = at::empty(group.slot->bytes.sizes(), group.slot->bytes.options().device(c10::kCPU));
-  away.copy_(group.slot->bytes);  // the host waits for it, so that the memory can go at once
+  int64_t used = 0;  // the slot may be larger
+  for (const Gathered* one : gathered) {
+    const auto item = static_cast<int64_t>(one->full.element_size());
+    used = std::max(used, (one->full.storage_offset() + one->full.numel()) * item);
+  }
+  Tensor away = at::empty({used}, group.slot->bytes.options().device(c10::kCPU));
+  away.copy_(group.slot->bytes.narrow(0, 0, used));  // the host waits for it, so that the memory can go at once
   move_views(gathered, away);
   group.away = std::move(away);
   stats_.sent_away_bytes += group.slot->capacity();

@@ -130,7 +130,7 @@ class Engine:
             agreement,
             stage,
             choose_activations=self._leaving.choose,
-            guard=relief.guard,
+            guard=compat.held_weakly(relief.guard),
         )
         self._backend = compat.held_weakly(self.capture.__call__)
         watch = ShortageWatch(store, dist.get_rank(group), ranks.world_size, timeout, prefix)

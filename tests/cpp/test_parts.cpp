@@ -172,6 +172,39 @@ void test_use_counts_and_residency() {
   EXPECT((bench.wire->groups == std::vector<int64_t>{1, 1}) && bench.gathers.is_gathered(1));
 }
 
+void test_relief() {
+  int64_t left = 3, tries = 0;
+  const auto short_of_memory = [&]() -> int {
+    tries += 1;
+    TORCH_CHECK_WITH(OutOfMemoryError, left == 0, "none left");
+    return 7;
+  };
+  EXPECT(allocate_with_relief([&] { return left--; }, short_of_memory) == 7 && tries == 4);
+  left = 1;
+  EXPECT(refuses("none left", [&] { allocate_with_relief([] { return int64_t{0}; }, short_of_memory); }));
+  EXPECT(refuses("none left", [&] { allocate_with_relief({}, short_of_memory); }));
+
+  Bench bench;
+  for (int64_t id = 0; id < 3; ++id) bench.add(id, {4, 2});
+  bench.gathers.launch({0, 1}, {});
+  bench.gathers.launch({2}, {});
+  const Tensor before = bench.gathers.wait(0).clone();
+  Tensor read = bench.gathers.wait(1);
+  EXPECT(bench.gathers.relieve() > 0 && bench.gathers.relieve() == 0);  // the second group goes: nobody reads it
+  const int64_t held = bench.gathers.arena().bytes();
+  EXPECT(held > 0 && read.equal(bench.gathers.wait(1)) && bench.gathers.owns(read.storage()));
+  read.reset();
+  EXPECT(bench.gathers.relieve() == held && bench.gathers.arena().bytes() == 0);
+  EXPECT(bench.stats.sent_away_bytes > held && bench.stats.away_peak_bytes > 0);
+  bench.gathers.launch({0}, {});  // it is there, only elsewhere
+  EXPECT(bench.wire->groups.size() == 2 && bench.stats.gather_hits == 1);
+  EXPECT(bench.gathers.wait(0).equal(before) && bench.gathers.arena().bytes() <= held);
+  bench.gathers.release(2);  // while it is away
+  bench.gathers.release(0);
+  bench.gathers.release(1);
+  EXPECT(bench.gathers.arena().bytes() == 0);
+}
+
 void test_dry_runs_send_nothing() {
   Bench bench;
   bench.add(0, {4, 2});
@@ -323,6 +356,7 @@ int main() {
   test_held_gradients();
   test_failed_reductions_are_forgotten();
   test_use_counts_and_residency();
+  test_relief();
   test_dry_runs_send_nothing();
   test_host_pool();
   test_offload();
