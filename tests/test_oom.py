@@ -307,7 +307,7 @@ def test_a_shortage_that_nothing_helps_is_an_error_that_says_what_was_tried() ->
 
 
 def test_plans_get_leaner_and_in_the_end_the_leanest(mesh: DeviceMesh) -> None:
-    engine = planned_engine(mesh, "kept")
+    engine = planned_engine(mesh, "kept", Deep(32, 12))
     optimizer, shortages = sgd(engine), Shortages("forward", {2})
     engine.capture.regions.before = shortages
     for step in range(18):
@@ -320,13 +320,13 @@ def test_plans_get_leaner_and_in_the_end_the_leanest(mesh: DeviceMesh) -> None:
     assert profile is not None and shortages.count > 2
 
     def after(relieved: int, last: bool = False) -> FallBack:
-        shortage = Shortage(0, planned[0].name, "region_4", "", relieved=relieved)
+        shortage = Shortage(0, "", "", "", relieved=relieved)
         passes = resolve_passes(["zero3", "prefetch", PLANS["kept"]], profiled=True)
         return fall_back(24, [shortage], planned, (), passes, engine.capture.settings, profile, last=last)
 
-    peaks = [after(relieved).round.passes[-1].peak_bytes for relieved in (0, 5000)]
-    kept = [len(after(relieved).schedules[0].kept) for relieved in (0, 5000)]
-    assert not after(5000).last and peaks[1] <= peaks[0] - 4096 and 0 < kept[1] < kept[0] < len(planned[0].kept)
+    peaks = [after(relieved).round.passes[-1].peak_bytes for relieved in (0, 10_000)]
+    kept = [len(after(relieved).schedules[0].kept) for relieved in (0, 10_000)]
+    assert not after(10_000).last and peaks[1] <= peaks[0] - 4096 and 0 < kept[1] < kept[0] < len(planned[0].kept)
     for least in (after(1 << 20), after(0, last=True)):
         assert least.last and least.round.passes[-1].name == "just in time" and least.schedules[0].kept == ()
     engine.close()
