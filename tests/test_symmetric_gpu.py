@@ -147,11 +147,9 @@ def _one_rank_has_no_memory() -> tuple[list[str], dict[str, int]]:
     size = 1024 * MIB
     shard = torch.full((size // 8,), float(rank + 1), device=device)
     side = _Side([shard], [(size // 4,)], symmetric_threshold=1 + MIB)
-    room = torch.empty(size + 64 * MIB, dtype=torch.uint8, device=device)
-    del room  # torch keeps it, for the gathered parameter
-    if rank == 1:
+    if rank == 1:  # what is left holds the gathered parameter, and not the workspace, which is as large
         free, _ = torch.cuda.mem_get_info()
-        hog = torch.empty(free - size // 2, dtype=torch.uint8, device=device)
+        hog = torch.empty(free - 3 * size // 2, dtype=torch.uint8, device=device)
     with told() as lines:
         for _ in range(2):
             full = side.gather([0])[0]
