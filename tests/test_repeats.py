@@ -99,8 +99,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "one constant differs": (lambda: Net(lambda index: Layer(0.5 + (index == 2))), LAYERS - 1),
     "zeros of two signs": (lambda: Net(lambda index: Layer(-0.0 if index < 2 else 0.0)), 0),
     "random": (lambda: Net(lambda index: Layer(dropout=0.5)), 0),
+    "in place": (lambda: Net(lambda index: _InPlace()), 0),
     "buffers": (lambda: Net(lambda index: Layer(norm=_BatchNorm)), 0),
 }
+
+
+class _InPlace(Layer):
+    def forward(self, x: Tensor, side: Tensor) -> Tensor:
+        x += self.inner(self.norm(side)) + self.bias
+        return x
 
 
 class _BatchNorm(nn.BatchNorm1d):
@@ -132,6 +139,12 @@ def _engine(model: nn.Module, mesh: DeviceMesh, once: bool) -> Engine:
 def test_results_are_the_same_to_the_last_bit(name: str, mesh: DeviceMesh) -> None:
     make, shared = MODELS[name]
     _assert_equal(make, shared, mesh)
+
+
+def test_why_equal_blocks_are_traced_one_by_one_is_said(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="lightning_deepcompile.capture.templates")
+    _steps(_engine(MODELS["random"][0](), mesh, True), _batches(4))
+    assert f"{LAYERS} equal blocks are traced one by one: it draws random numbers" in caplog.text
 
 
 def test_low_precision_around_the_step(mesh: DeviceMesh) -> None:

@@ -112,7 +112,7 @@ def call_repeats(
         try:
             template = trace_block(gm, equal[0], eager_random=eager_random)
         except UnsuitableBlockError as reason:
-            _log.debug("Blocks of %d nodes are traced one by one, as %s.", len(equal[0].nodes), reason)
+            _log.info("%d equal blocks are traced one by one: %s.", len(equal), reason)
             continue
         blocks += equal
         instances += [Instance(template, dict(zip(equal[0].ids, block.ids, strict=True))) for block in equal]
@@ -128,11 +128,14 @@ def trace_block(gm: fx.GraphModule, block: Block, *, eager_random: bool) -> Temp
         eager_random: As in `compat.capture`.
 
     Raises:
-        UnsuitableBlockError: If it writes to its inputs, draws random numbers, or returns parts of its inputs.
+        UnsuitableBlockError: If it writes to its inputs, draws random numbers, returns parts of its inputs, or cannot
+            be traced by itself.
     """
     traced: dict[str, fx.GraphModule] = {}
 
     def cut(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if kwargs["num_fwd_outputs"] != len(block.outputs):
+            raise UnsuitableBlockError("it writes to its inputs")
         forward, backward = partition(gm, inputs, **kwargs)
         traced.update(forward=forward, backward=backward)
         return forward, backward
@@ -141,15 +144,20 @@ def trace_block(gm: fx.GraphModule, block: Block, *, eager_random: bool) -> Temp
         traced.setdefault(kind, gm)
         return _never
 
-    compat.capture_apart(
-        body_of(gm, block),
-        [node.meta["example_value"] for node in block.inputs],
-        forward=functools.partial(record, "forward"),
-        backward=functools.partial(record, "backward"),
-        inference=functools.partial(record, "forward"),
-        partitioner=cut,
-        eager_random=eager_random,
-    )
+    try:
+        compat.capture_apart(
+            body_of(gm, block),
+            [node.meta["example_value"] for node in block.inputs],
+            forward=functools.partial(record, "forward"),
+            backward=functools.partial(record, "backward"),
+            inference=functools.partial(record, "forward"),
+            partitioner=cut,
+            eager_random=eager_random,
+        )
+    except UnsuitableBlockError:
+        raise
+    except Exception as error:  # a block can do what only part of a graph can; if it is wrong, the whole will say so
+        raise UnsuitableBlockError(f"one alone cannot be traced: {type(error).__name__}: {error}") from error
     needs_gradient = [node.meta["example_value"].requires_grad for node in block.outputs]
     return _read(traced["forward"], traced.get("backward"), len(block.inputs), needs_gradient)
 
