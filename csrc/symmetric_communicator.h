@@ -6,9 +6,9 @@
 // The workspace has two halves, each as large as this rank's shards of the largest group so far. Gather k, on the
 // stream that is current:
 //
-//     copy the shards into half k % 2 of my workspace
+//     copy the shards into half k % 2 of my workspace, and to my part of each output
 //     barrier
-//     copy every rank's half k % 2 to its part of each output, the next rank's first: no two ranks read from one
+//     copy every other rank's half k % 2 to its part of each output, the next rank's first: no two read from one
 //
 // One barrier each is enough. Gather k + 2 overwrites the half that others read in gather k. It comes behind barrier
 // k + 1 in my stream; a peer that has come to barrier k + 1 has done its copies of gather k, as they come before it in
