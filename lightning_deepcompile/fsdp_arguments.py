@@ -31,6 +31,11 @@ _INSTEAD = {
     "forward_prefetch": "CompileConfig(prefetch_blocks=...) says how far ahead parameters are gathered",
     "limit_all_gathers": "CompileConfig(prefetch_blocks=...) says how far ahead parameters are gathered",
     "sync_module_states": "all ranks always start with rank 0's values",
+    "param_init_fn": "deferred parameters are initialised by their modules' `reset_parameters` or the model's own way",
+    "ignored_modules": "the parameters of all modules are sharded, and trained with the mean gradient of all ranks",
+    "ignored_states": "all parameters are sharded, and trained with the mean gradient of all ranks",
+    "process_group": "all ranks share the parameters, or those that `device_mesh` says",
+    "device_id": "the Trainer says which device is a rank's",
 }
 
 

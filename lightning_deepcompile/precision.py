@@ -20,9 +20,13 @@ from lightning_deepcompile import compat
 if TYPE_CHECKING:
     from lightning_deepcompile.engine import Engine
 
-__all__ = ["DeepCompilePrecision"]
+__all__ = ["DeepCompilePrecision", "UnsupportedPrecisionError"]
 
 PrecisionName = Literal["32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
+
+
+class UnsupportedPrecisionError(ValueError, TypeError):
+    """There is no such precision here. FSDP raises the first for a flag and the second for a plugin."""
 
 
 class DeepCompilePrecision(FSDPPrecision):
@@ -66,7 +70,7 @@ class DeepCompilePrecision(FSDPPrecision):
         """Makes the matching plugin from the one that Lightning built for its ``precision=`` flag.
 
         Raises:
-            ValueError: If there is none.
+            UnsupportedPrecisionError: If there is none.
         """
         if plugin is None:
             return cls()
@@ -80,7 +84,7 @@ class DeepCompilePrecision(FSDPPrecision):
             elif scaler is not None:
                 converted._scaler_state = scaler.state_dict()
             return converted
-        raise ValueError(
+        raise UnsupportedPrecisionError(
             f"The precision plugin {type(plugin).__name__} (precision={plugin.precision!r}) is not supported by "
             f"DeepCompileStrategy. Use `Trainer(precision=...)` with one of {get_args(PrecisionName)}."
         )

@@ -83,6 +83,11 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
         forward_prefetch: Of FSDP; ignored.
         limit_all_gathers: Of FSDP; ignored.
         sync_module_states: Of FSDP; ignored.
+        param_init_fn: Of FSDP; ignored.
+        ignored_modules: Of FSDP; ignored.
+        ignored_states: Of FSDP; ignored.
+        process_group: Of FSDP; ignored.
+        device_id: Of FSDP; ignored.
         state_dict_type: How checkpoints are saved. ``"full"``: one plain file, as of a single device. ``"sharded"``: a
             directory to which every rank writes its shards. Both are loaded, whatever is set here.
         save_distributed_checkpoint: ModelParallelStrategy's name for the same; True means ``"sharded"``.
@@ -118,6 +123,11 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
         forward_prefetch: bool | None = None,
         limit_all_gathers: bool | None = None,
         sync_module_states: bool | None = None,
+        param_init_fn: Any | None = None,
+        ignored_modules: Any | None = None,
+        ignored_states: Any | None = None,
+        process_group: Any | None = None,
+        device_id: Any | None = None,
         state_dict_type: StateDictType = "full",
         save_distributed_checkpoint: bool | None = None,
         async_save: bool = False,
@@ -145,6 +155,11 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
                 "forward_prefetch": forward_prefetch,
                 "limit_all_gathers": limit_all_gathers,
                 "sync_module_states": sync_module_states,
+                "param_init_fn": param_init_fn,
+                "ignored_modules": ignored_modules,
+                "ignored_states": ignored_states,
+                "process_group": process_group,
+                "device_id": device_id,
             }
         )
         self.mixed_precision = mixed_precision

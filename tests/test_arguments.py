@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_deepcompile import CompileConfig, DeepCompilePrecision, DeepCompileStrategy
@@ -83,11 +86,30 @@ def test_offload_settings_that_cannot_be_meant(arguments: dict[str, Any], messag
 def test_what_is_not_needed_is_named_in_one_warning() -> None:
     with pytest.warns(UserWarning) as caught:
         DeepCompileStrategy(
-            auto_wrap_policy={nn.Linear}, limit_all_gathers=True, use_orig_params=True, cpu_offload=CPUOffload()
+            auto_wrap_policy={nn.Linear},
+            limit_all_gathers=True,
+            ignored_modules=[nn.Linear(1, 1)],
+            cpu_offload=CPUOffload(),
         )
     (warning,) = (str(w.message) for w in caught)
-    assert all(name in warning for name in ("auto_wrap_policy", "limit_all_gathers", "use_orig_params"))
-    assert "cpu_offload" not in warning
+    assert all(name in warning for name in ("auto_wrap_policy", "limit_all_gathers", "ignored_modules"))
+    assert "cpu_offload" not in warning and "device_id" not in warning
+
+
+def test_every_argument_of_fsdp_is_known() -> None:
+    """FSDPStrategy's own, and those that it hands on."""
+    ours = set(inspect.signature(DeepCompileStrategy).parameters)
+    for theirs in (FSDPStrategy, FullyShardedDataParallel):
+        assert set(inspect.signature(theirs).parameters) - {"module", "kwargs"} <= ours
+
+
+def test_a_precision_plugin_of_another_kind() -> None:
+    class Own(Precision):
+        precision = "own"
+
+    for kind in (TypeError, ValueError):  # FSDP raises the one for plugins and the other for flags
+        with pytest.raises(kind, match=r"plugin Own \(precision='own'\) is not supported"):
+            DeepCompileStrategy(precision_plugin=Own())
 
 
 def test_no_shard_says_what_it_becomes() -> None:
