@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-__all__ = ["VIEWS", "checkpoint_body", "checkpoint_operands", "leaves", "name_of"]
+__all__ = ["VIEWS", "calls_gather", "checkpoint_body", "checkpoint_operands", "gathered_id", "leaves", "name_of"]
 
 #: Functions and methods that may return their argument's memory.
 VIEWS = frozenset(
@@ -27,6 +27,22 @@ def name_of(node: fx.Node) -> str:
         return name
     name = getattr(node.target, "__name__", "")
     return name if any(getattr(owner, name, None) is node.target for owner in (torch, operator, F)) else ""
+
+
+def calls_gather(node: fx.Node) -> bool:
+    """Whether `node` gathers a parameter."""
+    return node.op == "call_function" and node.target in (torch.ops.dc.gather, torch.ops.dc.gather.default)
+
+
+def gathered_id(gather: fx.Node) -> int | None:
+    """The parameter that is gathered, if that is known.
+
+    Dynamo makes its number an input where the same code was compiled with another one, for another model; asking for
+    its value, as AOTAutograd does too, makes it a constant of this graph.
+    """
+    id_ = gather.args[1]
+    value = id_.meta.get("example_value") if isinstance(id_, fx.Node) else id_
+    return None if value is None else int(value)
 
 
 def leaves(value: Any) -> list[Any]:

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.capture.dynamo_graph import VIEWS, checkpoint_body, checkpoint_operands, name_of
+from lightning_deepcompile.capture.dynamo_graph import (
+    VIEWS,
+    calls_gather,
+    checkpoint_body,
+    checkpoint_operands,
+    gathered_id,
+    name_of,
+)
 
 __all__ = ["UnsupportedStepError", "check_graph", "ungathered_message"]
 
@@ -56,8 +62,8 @@ def _check_writes(gm: fx.GraphModule, inherited: Mapping[fx.Node, str], names: M
         if compat.is_checkpoint(node):
             inner = {i: gathered[o] for i, o in checkpoint_operands(gm, node) if o in gathered}
             _check_writes(checkpoint_body(gm, node), inner, names)
-        elif node.op == "call_function" and node.target in (torch.ops.dc.gather, torch.ops.dc.gather.default):
-            gathered[node] = names[_number(node.args[1])]
+        elif calls_gather(node):
+            gathered[node] = names[gathered_id(node)]
         elif node.op in ("call_function", "call_method"):
             for written in _written(node):
                 if written in gathered:
@@ -82,11 +88,6 @@ def _written(node: fx.Node) -> Iterable[fx.Node]:
 
 
 _AUGMENTED = frozenset("add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split())
-
-
-def _number(value: Any) -> int:
-    # Dynamo makes an integer an input where the same code was compiled with another one (for another model).
-    return int(value.meta["example_value"]) if isinstance(value, fx.Node) else value
 
 
 def _nodes(value: Any) -> list[fx.Node]:

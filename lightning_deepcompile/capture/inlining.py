@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.capture.templates import Instance, called_block
+from lightning_deepcompile.capture.templates import Instance, called_body
 from lightning_deepcompile.program.graph import is_gather, is_reduce, output_node
 
 __all__ = ["inline_blocks"]
@@ -28,13 +28,10 @@ def inline_blocks(gm: fx.GraphModule, instances: Sequence[Instance]) -> None:
     """
     with compat.real_tensors():  # the fake mode may be on, under which "meta" is a device like others
         for node in list(gm.graph.nodes):
-            block = called_block(node)
-            if block is not None:
-                backward = "backward" in str(node.target)
-                template, ids = instances[block].template, instances[block].ids
-                _write_out(gm, node, template.backward if backward else template.forward, ids)
+            called = called_body(node, instances)
+            if called is not None:
+                _write_out(gm, node, *called)
     if instances:
-        gm.graph.lint()
         gm.recompile()
 
 
@@ -48,7 +45,7 @@ def _write_out(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, ids: dic
                 copies[node] = next(inputs)
                 values.know(node.meta["val"], copies[node].meta["val"])
             elif node.op == "get_attr":
-                copies[node] = _copy_attribute(gm, body, node, call)
+                copies[node] = _copy_attribute(gm, body, node)
             elif node.op != "output":
                 copy = copies[node] = gm.graph.node_copy(node, copies.__getitem__)
                 copy.meta = {**node.meta, "val": values.of(node.meta.get("val"))}
@@ -64,11 +61,10 @@ def _write_out(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, ids: dic
     gm.graph.erase_node(call)
 
 
-def _copy_attribute(gm: fx.GraphModule, body: fx.GraphModule, node: fx.Node, call: fx.Node) -> fx.Node:
+def _copy_attribute(gm: fx.GraphModule, body: fx.GraphModule, node: fx.Node) -> fx.Node:
     """Copies a reference to a constant, under a name that all blocks of one kind share."""
     value = functools.reduce(getattr, str(node.target).split("."), body)
-    kind = str(call.target).rpartition("_")[2].split(".")[0]
-    name = f"block_{kind}_{len(body.graph.nodes)}_{str(node.target).replace('.', '_')}"
+    name = f"block_{str(node.target).replace('.', '_')}"
     while getattr(gm, name, value) is not value:
         name += "_"
     setattr(gm, name, value)
@@ -85,9 +81,8 @@ class _FreshValues:
     """
 
     def __init__(self) -> None:
-        self._bases: dict[
-            StorageWeakRef, tuple[Tensor, Tensor]
-        ] = {}  # a template's tensor, and what has its memory here
+        # Memory of the template to a tensor that lies in it, and one that lies in this block's.
+        self._bases: dict[StorageWeakRef, tuple[Tensor, Tensor]] = {}
 
     def know(self, value: Any, copy: Any) -> None:
         """`copy` is the tensor that the block reads where its template reads `value`."""

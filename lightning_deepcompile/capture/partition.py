@@ -138,7 +138,8 @@ def _hide_randomness(gm: fx.GraphModule) -> None:
 
 
 def _show_randomness(gm: fx.GraphModule) -> None:
-    for node in gm.graph.nodes:
-        if isinstance(node.target, _Certain):
-            node.target = node.target.operator
-    gm.recompile()
+    hidden = [node for node in gm.graph.nodes if isinstance(node.target, _Certain)]
+    for node in hidden:
+        node.target = node.target.operator
+    if hidden:
+        gm.recompile()

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
+from lightning_deepcompile.capture.dynamo_graph import calls_gather, gathered_id
+
 __all__ = ["Block", "body_of", "call_blocks", "find_repeats"]
 
 # Fewer blocks, or smaller ones, are not worth a trace of their own.
@@ -112,8 +114,8 @@ def body_of(gm: fx.GraphModule, block: Block) -> fx.GraphModule:
             if source not in copies:  # a checkpointed layer's graph, referred to from outside
                 copies[source] = graph.node_copy(source)
         copies[node] = graph.node_copy(node, copies.get)
-        if _is_gather(node):
-            copies[node].update_arg(1, _id(node))
+        if calls_gather(node):
+            copies[node].update_arg(1, gathered_id(node))
     graph.output(tuple(copies[node] for node in block.outputs))
     return fx.GraphModule(gm, graph)
 
@@ -191,29 +193,14 @@ def _paths(node: fx.Node) -> Iterable[str]:
     return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
 
 
-def _is_gather(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in (torch.ops.dc.gather, torch.ops.dc.gather.default)
-
-
 def _gathered(gm: fx.GraphModule, node: fx.Node) -> Iterator[int]:
     """The parameters that `node`, or a subgraph that it refers to, gathers."""
-    if _is_gather(node) and (id_ := _id(node)) is not None:
+    if calls_gather(node) and (id_ := gathered_id(node)) is not None:
         yield id_
     for source in (node, *node.all_input_nodes):
         body = _body(gm, source)
         for inner in body.graph.nodes if body is not None else ():
             yield from _gathered(body, inner)
-
-
-def _id(gather: fx.Node) -> int | None:
-    """The parameter that is gathered, if that is known.
-
-    Dynamo makes its number an input where the same code was compiled with another one, for another model; asking for
-    its value, as AOTAutograd does too, makes it a constant of this graph.
-    """
-    id_ = gather.args[1]
-    value = id_.meta.get("example_value") if isinstance(id_, fx.Node) else id_
-    return None if value is None else int(value)
 
 
 def _size(gm: fx.GraphModule, node: fx.Node) -> int:
@@ -234,7 +221,7 @@ def _body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
 
 def _sources(node: fx.Node) -> list[fx.Node]:
     """The nodes that `node` reads; a gather's parameter is a constant of its block."""
-    return [source for source in node.all_input_nodes if not (_is_gather(node) and source is node.args[1])]
+    return [source for source in node.all_input_nodes if not (calls_gather(node) and source is node.args[1])]
 
 
 class _Unequal(Exception):
@@ -277,8 +264,8 @@ def _line(gm: fx.GraphModule, node: fx.Node, names: dict[fx.Node, Any], ids: dic
     if node.op not in ("call_function", "call_method", "output", "placeholder"):
         raise _Unequal
     args = node.args
-    if _is_gather(node):
-        if (id_ := _id(node)) is None:
+    if calls_gather(node):
+        if (id_ := gathered_id(node)) is None:
             raise _Unequal
         args = (args[0], ("id", ids.setdefault(id_, len(ids))), *args[2:])
     target = None if node.op in ("output", "placeholder") else node.target

@@ -31,7 +31,7 @@ __all__ = [
     "Template",
     "UnsuitableBlockError",
     "call_repeats",
-    "called_block",
+    "called_body",
     "run_block",
     "trace_block",
     "tracing_blocks",
@@ -285,11 +285,20 @@ def _laid_out_like(gradient: Tensor, expected: Tensor) -> Tensor:
     return gradient.new_empty_strided(expected.shape, expected.stride()).copy_(gradient)
 
 
-def called_block(node: fx.Node) -> int | None:
-    """The instance that `node` of a traced graph stands for, forward or backward; None for any other node."""
-    if node.op == "call_function" and getattr(node.target, "namespace", None) == _NAMESPACE:
-        return int(node.args[1])
-    return None
+def called_body(node: fx.Node, instances: Sequence[Instance]) -> tuple[fx.GraphModule, dict[int, int]] | None:
+    """What `node` of a traced graph stands for, forward or backward, and its parameters; None for any other node.
+
+    Args:
+        node: The node.
+        instances: Those that the graph was traced with.
+    """
+    if node.op != "call_function" or getattr(node.target, "namespace", None) != _NAMESPACE:
+        return None
+    instance = instances[node.args[1]]
+    backward = node.target is torch.ops.deepcompile.block_backward.default
+    body = instance.template.backward if backward else instance.template.forward
+    assert body is not None
+    return body, instance.ids
 
 
 _NAMESPACE = "deepcompile"
