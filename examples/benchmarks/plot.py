@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,6 +55,41 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> bool:
         panels[1].set_ylim(0, 1.05)
     panels[0].legend(fontsize="small")
     panels[-1].set_xlabel("sequence length x micro-batch x micro-batches per step")
+    part = path.with_name(f"{path.stem}.part{path.suffix}")
+    figure.savefig(part, dpi=150)
+    part.rename(path)
+    return True
+
+
+def draw_sweep(results: Sequence[dict[str, Any]], path: Path) -> bool:
+    """Writes a picture of step time and peak memory, measured and predicted, over the settings of ``sweep.py``.
+
+    Args:
+        results: Results as in ``sweep.json``; those without numbers are left out.
+        path: The file; its ending says which format.
+
+    Returns:
+        Whether there was anything to draw.
+    """
+    ran = [result for result in results if result["status"] == "ok"]
+    if not ran:
+        return False
+    from matplotlib.figure import Figure
+
+    names = [result["system"] for result in ran]
+    figure = Figure(figsize=(3 + 1.2 * len(ran), 7), layout="constrained")
+    panels = figure.subplots(2, 1, sharex=True)
+    for panel, key, title in zip(
+        panels, ("ms", "peak_gib"), ("ms per optimizer step", "peak GiB of the allocator"), strict=True
+    ):
+        panel.plot(names, [r.get(key) or math.nan for r in ran], "o-", color=COLORS[0], label="measured")
+        predicted = [(r.get("predicted") or {}).get(key, math.nan) for r in ran]
+        panel.plot(names, predicted, "x--", color=COLORS[1], label="predicted")
+        panel.set_ylabel(title)
+        panel.set_ylim(bottom=0)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].legend(fontsize="small")
+    panels[1].tick_params(axis="x", rotation=30)
     part = path.with_name(f"{path.stem}.part{path.suffix}")
     figure.savefig(part, dpi=150)
     part.rename(path)

@@ -32,7 +32,7 @@ def join_ranks(system: System, case: Case, shape: Shape, ranks: Sequence[dict[st
     for key in ("first_step_s", "wall_s", "peak_gib", "reserved_gib", "device_gib", "dynamo_graphs"):
         if key in ranks[0]:
             result[key] = max(r[key] for r in ranks)
-    for key in ("summary", "compiled", "profile", "rounds"):
+    for key in ("summary", "compiled", "profile", "rounds", "predicted"):
         if key in ranks[0]:
             result[key] = ranks[0][key]
     result["host_ms"] = max(median(r["host_ms"]) for r in ranks)
@@ -75,14 +75,14 @@ def tables(results: Sequence[Result], systems: Sequence[System], cases: Sequence
         speed.append([case, *(_speed_cell(found.get((case, name)), base, name != product) for name in timed)])
         speed[-1].append(f"{bounds[case]:.1f}" if case in bounds else "-")
         details += [_detail_row(found[case, s], bounds.get(case)) for s in timed if (case, s) in found]
-    parts = [_markdown(speed)]
+    parts = [markdown(speed)]
     if product and len(timed) > 1:
         parts.append(f"Cells are median (minimum); 1.50x = {product} takes 1/1.50 of that system's time.\n")
-    parts.append(_markdown(details))
+    parts.append(markdown(details))
     roofline = [r for r in results if r["system"] == "roofline" and r["status"] == "ok"]
     if roofline:
         keys = ("case", *_PARTS, "gather_busbw_gbs", "reduce_busbw_gbs", "ms")
-        parts.append(_markdown([["roofline", *keys[1:]], *([_number(r[key], 1) for key in keys] for r in roofline)]))
+        parts.append(markdown([["roofline", *keys[1:]], *([_number(r[key], 1) for key in keys] for r in roofline)]))
     absent: dict[str, list[str]] = {}
     for result in results:
         if result["status"] != "ok":
@@ -157,7 +157,8 @@ def _number(value: Any, digits: int) -> str:
     return f"{value:.{digits}f}" if isinstance(value, int | float) else str(value or "-")
 
 
-def _markdown(rows: Iterable[Sequence[str]]) -> str:
+def markdown(rows: Iterable[Sequence[str]]) -> str:
+    """A table, of which the first row is the head."""
     head, *body = rows
     lines = [head, ["---"] * len(head), *body]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -90,10 +90,20 @@ class CaseCallback(pl.Callback):
             counters = {key: record["summary"][key] for key in COMPILE_COUNTERS}
             record["compiled"] = {key: count - self._compiled.get(key, 0) for key, count in counters.items()}
             self._compiled = counters
-            record["rounds"] = list(map(str, trainer.strategy.report()))
+            rounds = trainer.strategy.report()
+            record["rounds"] = list(map(str, rounds))
+            record["predicted"] = _prediction(rounds)
             self._recorder.save_profile(self._job.cases[trainer.current_epoch], trainer.strategy.profile())
         self._recorder.save(self._job.cases[trainer.current_epoch], record)
         trainer.should_stop = self._recorder.out_of_time(trainer.strategy.root_device)
+
+
+def _prediction(rounds: list[Any]) -> dict[str, float]:
+    """What the last plan that was kept promised; empty without one."""
+    kept = [made for made in rounds if made.outcome == "kept" and made.passes]
+    if not kept:
+        return {}
+    return {"ms": kept[-1].passes[-1].step_seconds * 1e3, "peak_gib": kept[-1].passes[-1].peak_bytes / 2**30}
 
 
 def run_lightning(job: Job, rank: int, recorder: Recorder) -> None:
@@ -120,14 +130,13 @@ def run_lightning(job: Job, rank: int, recorder: Recorder) -> None:
 
 
 def start_process_group(job: Job, rank: int) -> torch.device:
-    """Joins the group of a system that does without Lightning; returns this rank's device."""
-    if job.device == "cuda":
-        device = torch.device("cuda", rank)
+    """Joins the group of a system that does without Lightning, if none is there; returns this rank's device."""
+    device = torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
-    else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+    if not dist.is_initialized():
+        cuda = device.type == "cuda"
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT, device_id=device if cuda else None)
     return device
 
 
