@@ -19,7 +19,7 @@ from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 ROOT = Path(__file__).resolve().parent
-CUDA_SOURCES = ("csrc/nccl_communicator.cpp", "csrc/cuda_peer_memory.cpp")
+CUDA_SOURCES = ("csrc/nccl_communicator.cpp", "csrc/cuda_peer_memory.cpp", "csrc/cuda_gradient_merge.cpp")
 # What to install for each piece that may be missing (CUDA 13 names; CUDA 12 packages end in -cu12).
 REMEDIES = {
     "cuda_runtime.h": "pip install nvidia-cuda-runtime",

@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "build_info.h"
+#include "gradient_merge.h"
 #include "runtime.h"
 
 namespace py = pybind11;
@@ -98,6 +99,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "device_of", [](int64_t id) { return Runtime::of(id)->device(); }, "graph_id"_a, NoGil(),
       "The device of the runtime that a graph belongs to.");
+
+  py::class_<ldc::GradientMerge>(m, "GradientMerge",
+                                 "How reduced gradients go into gradient shards; runtimes have their own.")
+      .def(py::init(&ldc::make_gradient_merge), "device"_a, "blocks"_a = 0)
+      .def("merge", &ldc::GradientMerge::merge, "grad"_a, "sum"_a, "add"_a, NoGil(),
+           "Queue grad = sum, or grad += sum. Both are contiguous and have as many elements.");
 
   py::class_<Runtime, std::shared_ptr<Runtime>> runtime(
       m, "Runtime",

@@ -1,8 +1,8 @@
 // Checks, device streams and events: what every other file of the runtime stands on.
 //
-// Only nccl_communicator.cpp and cuda_peer_memory.cpp include CUDA headers. Everything else speaks c10's device-agnostic streams and events,
-// so one source serves CPU, CUDA and any other device that torch knows. On a device without streams (CPU) the helpers
-// below do nothing: work is finished when the call that did it returns.
+// Only the files that are named after CUDA and NCCL include their headers. Everything else speaks c10's device-agnostic
+// streams and events, so one source serves CPU, CUDA and any other device that torch knows. On a device without streams
+// (CPU) the helpers below do nothing: work is finished when the call that did it returns.
 #pragma once
 
 #include <ATen/core/Tensor.h>

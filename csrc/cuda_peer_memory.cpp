@@ -2,8 +2,6 @@
 
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
-#include <cuda.h>
-#include <cuda_runtime_api.h>
 
 #include <atomic>
 #include <chrono>
@@ -12,6 +10,7 @@
 #include <thread>
 #include <utility>
 
+#include "cuda_driver.h"
 #include "signal_pad.h"
 
 namespace ldc {
@@ -32,12 +31,6 @@ struct Offer {
 };
 static_assert(std::is_trivially_copyable_v<Offer> && sizeof(Offer) <= PeerMemory::kLongestOffer);
 
-void check(cudaError_t result, const char* call) {
-  if (result == cudaSuccess) return;
-  cudaGetLastError();  // else torch would find it after its next kernel
-  LDC_CHECK(false, call, ": ", cudaGetErrorString(result));
-}
-
 class CudaPeerMemory final : public PeerMemory {
  public:
   CudaPeerMemory(int64_t rank, int64_t world_size, Device device)
@@ -54,11 +47,11 @@ class CudaPeerMemory final : public PeerMemory {
     own_ = allocate(bytes + align_up(world_size_ * static_cast<int64_t>(sizeof(Token)), kAlignment));
     bases_[static_cast<size_t>(rank_)] = own_;
     Offer mine{};
-    check(cudaIpcGetMemHandle(&mine.memory, own_), "cudaIpcGetMemHandle");
+    check_cuda(cudaIpcGetMemHandle(&mine.memory, own_), "cudaIpcGetMemHandle");
     std::random_device random;
     mine.token = (static_cast<Token>(random()) << 32) | random();
-    check(cudaMemcpyAsync(own_, &mine.token, sizeof(Token), cudaMemcpyHostToDevice, stream()), "cudaMemcpyAsync");
-    check(cudaStreamSynchronize(stream()), "cudaStreamSynchronize");
+    check_cuda(cudaMemcpyAsync(own_, &mine.token, sizeof(Token), cudaMemcpyHostToDevice, stream()), "cudaMemcpyAsync");
+    check_cuda(cudaStreamSynchronize(stream()), "cudaStreamSynchronize");
     if (rank_ == 0) {
       const std::lock_guard lock(pad_mutex_);
       pad_.create();
@@ -79,15 +72,15 @@ class CudaPeerMemory final : public PeerMemory {
       const std::lock_guard lock(pad_mutex_);
       pad_.open({all[0].pad_name, strnlen(all[0].pad_name, sizeof(all[0].pad_name))});
     }
-    check(cudaHostRegister(pad_.data(), pad_.bytes(), cudaHostRegisterMapped), "cudaHostRegister");
+    check_cuda(cudaHostRegister(pad_.data(), pad_.bytes(), cudaHostRegisterMapped), "cudaHostRegister");
     registered_ = true;
     void* words = nullptr;
-    check(cudaHostGetDevicePointer(&words, pad_.data(), 0), "cudaHostGetDevicePointer");
+    check_cuda(cudaHostGetDevicePointer(&words, pad_.data(), 0), "cudaHostGetDevicePointer");
     words_ = reinterpret_cast<CUdeviceptr>(words);
     for (int64_t step = 1; step < world_size_; ++step) {
       const auto peer = static_cast<size_t>((rank_ + step) % world_size_);
       void* base = nullptr;
-      check(cudaIpcOpenMemHandle(&base, all[peer].memory, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle");
+      check_cuda(cudaIpcOpenMemHandle(&base, all[peer].memory, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle");
       bases_[peer] = static_cast<std::byte*>(base);
     }
     try_copies(all);
@@ -103,11 +96,11 @@ class CudaPeerMemory final : public PeerMemory {
     const cudaStream_t on = stream();
     // Batches go to copy engines, which are slow within one device. The default stream takes none.
     if (batches_ && !local && copies.size() > 1 && on != nullptr) {
-      check(batch(copies, on), "cudaMemcpyBatchAsync");
+      check_cuda(batch(copies, on), "cudaMemcpyBatchAsync");
       return;
     }
     for (const Copy& one : copies) {
-      check(cudaMemcpyAsync(one.to, one.from, static_cast<size_t>(one.bytes), cudaMemcpyDefault, on),
+      check_cuda(cudaMemcpyAsync(one.to, one.from, static_cast<size_t>(one.bytes), cudaMemcpyDefault, on),
             "cudaMemcpyAsync");
     }
   }
@@ -142,7 +135,7 @@ class CudaPeerMemory final : public PeerMemory {
     for (int64_t peer = 0; peer < world_size_; ++peer) {
       std::byte*& base = bases_[static_cast<size_t>(peer)];
       if (peer == rank_ || base == nullptr) continue;
-      check(cudaIpcCloseMemHandle(std::exchange(base, nullptr)), "cudaIpcCloseMemHandle");
+      check_cuda(cudaIpcCloseMemHandle(std::exchange(base, nullptr)), "cudaIpcCloseMemHandle");
     }
     if (pad_.mapped()) pad_.leave();
   }
@@ -151,14 +144,14 @@ class CudaPeerMemory final : public PeerMemory {
 
   void free() override {
     const c10::DeviceGuard guard(device_);
-    if (std::exchange(registered_, false)) check(cudaHostUnregister(pad_.data()), "cudaHostUnregister");
+    if (std::exchange(registered_, false)) check_cuda(cudaHostUnregister(pad_.data()), "cudaHostUnregister");
     {
       const std::lock_guard lock(pad_mutex_);
       pad_.unmap();
       number_ = 0;
     }
     bases_.assign(bases_.size(), nullptr);
-    check(cudaFree(std::exchange(own_, nullptr)), "cudaFree");
+    check_cuda(cudaFree(std::exchange(own_, nullptr)), "cudaFree");
   }
 
  private:
@@ -166,12 +159,7 @@ class CudaPeerMemory final : public PeerMemory {
 
   void load_driver() {
     if (memory_operations_ != nullptr) return;
-    void* address = nullptr;
-    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-    check(cudaGetDriverEntryPointByVersion("cuStreamBatchMemOp", &address, 12000, cudaEnableDefault, &found),
-          "cudaGetDriverEntryPointByVersion");
-    LDC_CHECK(found == cudaDriverEntryPointSuccess && address != nullptr, "the driver has no cuStreamBatchMemOp");
-    memory_operations_ = reinterpret_cast<StreamBatchMemOp>(address);
+    memory_operations_ = driver_function<StreamBatchMemOp>("cuStreamBatchMemOp", 12000);
   }
 
   /// Outside torch's allocator, whose memory may lie anywhere in a larger allocation.
@@ -180,7 +168,7 @@ class CudaPeerMemory final : public PeerMemory {
     if (cudaMalloc(&memory, static_cast<size_t>(bytes)) != cudaSuccess) {
       cudaGetLastError();
       c10::getDeviceAllocator(device_.type())->emptyCache();
-      check(cudaMalloc(&memory, static_cast<size_t>(bytes)), "cudaMalloc");
+      check_cuda(cudaMalloc(&memory, static_cast<size_t>(bytes)), "cudaMalloc");
     }
     return static_cast<std::byte*>(memory);
   }
@@ -225,9 +213,9 @@ class CudaPeerMemory final : public PeerMemory {
       copy(copies, /*local=*/false);
     }
     std::vector<Token> seen(offers.size());
-    check(cudaMemcpyAsync(seen.data(), scratch, seen.size() * sizeof(Token), cudaMemcpyDeviceToHost, stream()),
+    check_cuda(cudaMemcpyAsync(seen.data(), scratch, seen.size() * sizeof(Token), cudaMemcpyDeviceToHost, stream()),
           "cudaMemcpyAsync");
-    check(cudaStreamSynchronize(stream()), "reading the other ranks' memory");
+    check_cuda(cudaStreamSynchronize(stream()), "reading the other ranks' memory");
     for (size_t peer = 0; peer < seen.size(); ++peer) {
       LDC_CHECK(seen[peer] == offers[peer].token, "what is read of rank ", peer, "'s memory is not what it wrote");
     }

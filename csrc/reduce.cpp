@@ -43,7 +43,8 @@ ReduceEngine::ReduceEngine(Device device, std::shared_ptr<Communicator> communic
       sync_before_(options.sync_before_reduce),
       sync_after_(options.sync_after_reduce),
       stream_(pool_stream(device, /*high_priority=*/true)),
-      arena_(device) {}
+      arena_(device),
+      merge_(make_gradient_merge(device)) {}
 
 void ReduceEngine::check(const Param& param, const Tensor& grad) const {
   LDC_CHECK_ARG(param.grad.defined(), "reduce_grad: '", param.name,
@@ -231,7 +232,7 @@ void ReduceEngine::reduce_group(const std::vector<Gradient>& group) {
 
 void ReduceEngine::finish(Pending& pending) {
   pending.completion.wait();
-  for (const Merge& merge : pending.merges) merge.add ? merge.grad.add_(merge.result) : merge.grad.copy_(merge.result);
+  for (const Merge& merge : pending.merges) merge_->merge(merge.grad, merge.result, merge.add);
   pending.merges.clear();
 }
 

@@ -29,6 +29,7 @@
 
 #include "arena.h"
 #include "communicator.h"
+#include "gradient_merge.h"
 #include "options.h"
 #include "registry.h"
 #include "stats.h"
@@ -126,6 +127,7 @@ class ReduceEngine {
   std::vector<Gradient> bucket_;
   int64_t bucket_elements_ = 0;
   WholeGradients held_;
+  std::unique_ptr<GradientMerge> merge_;
 };
 
 }  // namespace ldc

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import merging
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -164,6 +165,10 @@ def run(rank: int, world: int, port: int, args: argparse.Namespace) -> None:
     runtime.close()
     if device.type == "cuda" and world > 1:
         lines = table([tuple(size // args.divide for size in shape) for shape in LAYER], device, watch.milliseconds)
+        if rank == 0:
+            print("\n".join(["", *lines]))
+    if device.type == "cuda":
+        lines = merging.table(layer.numel // world, device, watch.milliseconds)
         if rank == 0:
             print("\n".join(["", *lines]))
     dist.destroy_process_group()
