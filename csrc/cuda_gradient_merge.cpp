@@ -12,7 +12,7 @@
 namespace ldc {
 namespace {
 
-constexpr int64_t kBlocks = 32;  // one multiprocessor in four
+constexpr int64_t kBlocks = 64;  // fewer take longer than they spare matmuls, more do not end sooner
 constexpr unsigned int kThreads = 1024;
 constexpr int64_t kPacket = 4;       // elements that a thread stores at once: neighbours fill whole sectors
 constexpr int kAtOnce = 4;           // packets that a thread has on their way
