@@ -21,7 +21,6 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.agreement import Agreement
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.capture.checks import check_module, check_same_model
-from lightning_deepcompile.capture.freshness import Freshness
 from lightning_deepcompile.capture.gradients import GradientSession
 from lightning_deepcompile.capture.graph_checks import UnsupportedStepError, ungathered_message
 from lightning_deepcompile.capture.ranks import Ranks
@@ -29,11 +28,11 @@ from lightning_deepcompile.capture.sharding import shard_module
 from lightning_deepcompile.capture.sync_batchnorm import trace_sync_batchnorm
 from lightning_deepcompile.clipping import Clipping
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.early_gathers import EarlyGathers
 from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.offload.host_memory import host_limit
 from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.offload.states import StateOffload
+from lightning_deepcompile.opening import StepOpening
 from lightning_deepcompile.optimizers import LocalShards, check_optimizer
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.plan.settings import PlanSettings
@@ -146,12 +145,10 @@ class Engine:
         self._local_shards: weakref.WeakKeyDictionary[Optimizer, LocalShards] = weakref.WeakKeyDictionary()
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._settings: dict[str, contextlib.AbstractContextManager[None]] = {}
-        self._before_step: dict[str, int] = {}
         self._last_step: dict[str, int] = {}
         self._stale_gradients = False
-        self._fresh = Freshness(self.model, self.runtime, stage)
-        self._early = EarlyGathers(self.capture, group, device)
-        self._launched_early = False
+        self._opening = StepOpening(config, self.capture, self.runtime, group, device, stage)
+        self._opens = False  # whether the optimizer's step under way is followed by a training step
         self._aborted = False
 
     def run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +173,7 @@ class Engine:
         if name == "training_step":
             self._begin_training_step()
         else:
-            self._fresh.begin(name)
+            self._opening.begin(name)
         self.gradients.follow_requires_grad()
         try:
             with self.model.state.set("inside"), self._settings[name]:
@@ -201,22 +198,12 @@ class Engine:
         self.tuner.begin_micro_batch()
         if self.residency is not None:
             self.residency.begin_step()
-        if self.tuner.isolates:
-            self._fresh.doubt()
-        early, self._launched_early = self._launched_early, False
-        if self._fresh.begin("training_step") and early:
-            self._early.check()
-        else:  # what was launched early is gone, and gathered again
-            self._before_step = self.runtime.stats()
+        self._opening.begin_training_step(isolated=self.tuner.isolates)
         self.capture.begin_step()
 
     def finish_step(self) -> None:
         """Call when an optimizer step is over and the next training step uses its parameters; may gather them."""
-        if self.stage == 3 and self.config.early_gathers and self.model.ranks.shards > 1 and self._early.useful:
-            self._before_step = self.runtime.stats()
-            self._early.launch()
-            self._fresh.settle()
-            self._launched_early = True
+        self._opening.launch()
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -241,9 +228,14 @@ class Engine:
         if optimizer not in self._local_shards:
             check_optimizer(optimizer, self.model)
             offload = None if self.residency is None else self.residency.attach(optimizer)
+            parts = self._opening.divide(optimizer, self._may_divide) if offload is None else None
             self._local_shards[optimizer] = LocalShards(
-                optimizer, self.model, self.gradients, after_step=self.parameters_changed, offload=offload
+                optimizer, self.model, self.gradients, after_step=self.parameters_changed, offload=offload, parts=parts
             )
+
+    def _may_divide(self) -> bool:
+        """Whether the optimizer that steps may do so in parts: no other steps later, and nothing is measured alone."""
+        return self._opens and len(self._local_shards) == 1 and not self.tuner.isolates
 
     def offload_of(self, optimizer: Optimizer) -> StateOffload | None:
         """What keeps states of `optimizer` in host memory, if it was attached and the settings ask for it."""
@@ -251,11 +243,18 @@ class Engine:
         return None if shards is None else shards.offload
 
     @contextlib.contextmanager
-    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        """Around a step of `optimizer`: whatever happens inside, it holds the parameters again afterwards."""
+    def stepping(self, optimizer: Optimizer, opens: bool = False) -> Iterator[None]:
+        """Around a step of `optimizer`: whatever happens inside, it holds the parameters again afterwards.
+
+        Args:
+            optimizer: Attached or not.
+            opens: Whether `finish_step` follows.
+        """
+        self._opens = opens
         try:
             yield
         finally:
+            self._opens = False
             if optimizer in self._local_shards:
                 self._local_shards[optimizer].restore()
 
@@ -277,9 +276,8 @@ class Engine:
             self.gradients.abandon()
             raise
         self.gradients.finish()
-        if self.stage == 3:  # between micro-batches, plans may keep what was gathered
-            self._fresh.doubt() if self.gradients.update else self._fresh.settle()
-        self._last_step = {key: value - self._before_step.get(key, 0) for key, value in self.runtime.stats().items()}
+        self._opening.after_backward(last=self.gradients.update)
+        self._last_step = {key: value - self._opening.before.get(key, 0) for key, value in self.runtime.stats().items()}
         return result
 
     @contextlib.contextmanager
@@ -307,10 +305,10 @@ class Engine:
 
     def parameters_changed(self) -> None:
         """Call when parameters were written to: what is gathered is out of date, gradients may be dropped."""
-        self._fresh.doubt()
-        self.runtime.invalidate()
+        self._opening.written()
         self._stale_gradients = self._leaving.has_states = True
         self.tuner.end_step()
+        self._opening.seal()
 
     def drop_stale_gradients(self) -> None:
         """Frees gradients that an optimizer step has consumed, before a forward pass needs the memory."""
@@ -362,10 +360,9 @@ class Engine:
         """Gives back what is only needed while steps run."""
         if self.residency is not None:
             self.residency.retire()
-        self._fresh.doubt()
         if self._aborted:
             return
-        self.runtime.invalidate()
+        self._opening.forget()
         self.runtime.clear_arena()
 
     def abort(self) -> None:

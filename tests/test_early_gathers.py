@@ -54,7 +54,7 @@ def _sharded(way: str, first: int, early: bool = True) -> Record:
     return _train(
         [_Writes(way, first)],
         strategy=strategy,
-        inspect=lambda trainer: trainer.strategy.engine._early._safe,
+        inspect=lambda trainer: trainer.strategy.engine._opening._early._safe,
     )
 
 
