@@ -18,10 +18,10 @@ from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.copy_placement import offload_all, without_copies
 from lightning_deepcompile.plan.costs import Profile, ProfileError
 from lightning_deepcompile.plan.leaner import fall_back
+from lightning_deepcompile.plan.least import just_in_time, least_budget
 from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, Pass, optimize, resolve_passes
 from lightning_deepcompile.plan.plan_file import Setting
 from lightning_deepcompile.plan.report import PassReport, Round
-from lightning_deepcompile.plan.simulate import just_in_time, least_budget
 from lightning_deepcompile.plan_store import PlanStore
 from lightning_deepcompile.profile.build import build_profile, describe_spread, explain, leave_room, merge_profiles
 from lightning_deepcompile.profile.copies import measure_copies

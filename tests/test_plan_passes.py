@@ -15,6 +15,7 @@ from tracing import capture
 
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Contention, Link, Profile
+from lightning_deepcompile.plan.least import least_budget
 from lightning_deepcompile.plan.pass_manager import (
     BUILTIN_PASSES,
     Pass,
@@ -30,7 +31,7 @@ from lightning_deepcompile.plan.passes.proactive_prefetch import proactive_prefe
 from lightning_deepcompile.plan.passes.unshard import unshard
 from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.plan.settings import PlanSettings
-from lightning_deepcompile.plan.simulate import least_budget, simulate
+from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.schedule import (
     Instruction,

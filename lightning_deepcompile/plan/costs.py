@@ -90,7 +90,10 @@ class Profile:
         optimizer_seconds: From the end of the last backward pass to the end of the optimizer's step.
         launch_seconds: Time that the host needs for an instruction that is not a region.
         hold_seconds: What it takes compute to add a byte of a whole gradient to a sum that is reduced with the last
-            micro-batch; None where every micro-batch is reduced.
+            micro-batch; None if that is not known.
+        hold_ratio: Bytes of such a sum per byte of the gradient: a sum has the parameter's dtype.
+        early_gathers: Whether the gathers that open a step are launched when the optimizer has stepped.
+        between_seconds: From the end of the optimizer's step to the next step, while the trainer is busy.
         reduce_window: Groups of gradients that may be on their way before compute waits for the oldest.
         budget: Bytes that may be allocated; None if there is no limit.
         room: Bytes that were taken off the budget for larger batches: no reason for anything to leave the device.
@@ -114,6 +117,9 @@ class Profile:
     optimizer_seconds: float = 0.0
     launch_seconds: float = 0.0
     hold_seconds: float | None = None
+    hold_ratio: float = 1.0
+    early_gathers: bool = False
+    between_seconds: float = 0.0
     reduce_window: int = 2
     budget: int | None = None
     room: int = 0

@@ -12,11 +12,11 @@ from lightning_deepcompile.plan.budget import parse_budget
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.copy_placement import offload_all
 from lightning_deepcompile.plan.costs import Link, Profile, ProfileError
+from lightning_deepcompile.plan.least import least_budget
 from lightning_deepcompile.plan.offload import OffloadMode
 from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, PassError, optimize, resolve_passes
 from lightning_deepcompile.plan.report import PassReport, format_passes
 from lightning_deepcompile.plan.settings import PlanSettings
-from lightning_deepcompile.plan.simulate import least_budget
 from lightning_deepcompile.program.printer import format_bytes
 
 __all__ = ["main"]
