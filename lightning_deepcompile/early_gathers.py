@@ -34,10 +34,14 @@ class EarlyGathers:
         capture: Its programs say what opens a step.
         group: The ranks; they decide together whether it is safe.
         device: Where the shards are.
+
+    Attributes:
+        launched: Whether the last step was opened early.
     """
 
     def __init__(self, capture: Capture, group: dist.ProcessGroup, device: torch.device) -> None:
         self._capture, self._group, self._device = capture, group, device
+        self.launched = False
         self._safe: bool | None = None  # None: not known yet
         self._opening: list[Gathers] = []  # what was launched last; another plan may open a step otherwise
         self._watched: list[Tensor] = []  # a shard of every block that it gathers from
@@ -57,7 +61,8 @@ class EarlyGathers:
         if opening != self._opening:
             self._opening, self._watched = opening, self._shards_of({i for _, ids, _ in opening for i in ids})
         self._sums = self._checksums() if opening else None
-        if self._safe:
+        self.launched = bool(self._safe and opening)
+        if self.launched:
             for graph_id, ids, dtypes in opening:
                 torch.ops.dc.prefetch_params_fused(graph_id, [], ids, dtypes)
 

@@ -150,7 +150,8 @@ class Engine:
         self._last_step: dict[str, int] = {}
         self._stale_gradients = False
         self._fresh = Freshness(self.model, self.runtime, stage)
-        self._early = EarlyGathers(self.capture, group, device)
+        self._early = early = EarlyGathers(self.capture, group, device)
+        self.tuner.opened_early = lambda: early.launched
         self._launched_early = False
         self._aborted = False
 

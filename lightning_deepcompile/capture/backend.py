@@ -108,7 +108,10 @@ class Capture:
     def __post_init__(self) -> None:
         self.regions = RegionCompiler(self.config.region_backend)
         self.settings = PlanSettings(
-            self.config.prefetch_blocks, self.config.keep_last_block, self.config.offload_activations
+            self.config.prefetch_blocks,
+            self.config.keep_last_block,
+            self.config.offload_activations,
+            self.config.reduction(self.stage),
         )
         self.passes: tuple[Pass, ...] = DEFAULT_PASSES
         # By structure: whatever shapes each rank meets, programs of one structure must gather alike on all of them.
@@ -233,7 +236,9 @@ class Capture:
                 progress=self.progress,
             )
             base = replace(base, frame=frame.index)
-            self.runtime.register_graph(graph_id, sorted(frame.ids), stage=self.stage, reduce=self.config.reduce)
+            self.runtime.register_graph(graph_id, sorted(frame.ids), stage=self.stage, reduce="every")
+            if kind == "backward":
+                self.runtime.register_graph(base.boundary_id, sorted(frame.ids), stage=self.stage, reduce="boundary")
             before = _nothing
             if kind == "backward":
                 before = compat.held_weakly(self.gradients.begin)

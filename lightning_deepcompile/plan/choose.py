@@ -13,7 +13,10 @@ from lightning_deepcompile.program.schedule import Instruction, Schedule
 __all__ = ["Candidate", "Keep", "choose_by_gain"]
 
 Candidate = tuple[tuple[int, int], Instruction]
-"""Indices of a forward and its backward schedule, and a group of gathers that may stay gathered."""
+"""Indices of a forward and its backward schedule, and a group of gathers that may stay gathered.
+
+Or twice the index of a backward schedule, and a group of gradients that may wait for the boundary.
+"""
 
 Keep = Callable[[list[Schedule], int, int, Instruction], list[Schedule]]
 """Gives the schedules with a group kept; arguments as of `Candidate`."""

@@ -101,6 +101,14 @@ class StepProbe:
         self.synchronize()
         return self.end.since(self.start)
 
+    def seconds_since(self, earlier: StepProbe) -> float:
+        """From the end of the step `earlier` to the begin of this one; waits for the device. 0 if either is unknown."""
+        if self.start is None or earlier.end is None:
+            return 0.0
+        if self.start.event is not None:
+            self.start.event.synchronize()
+        return max(self.start.since(earlier.end), 0.0)
+
     def synchronize(self) -> None:
         """Waits until the device has passed all marks."""
         if self.end is not None and self.end.event is not None:
