@@ -69,7 +69,7 @@ class _Search:
             if not _counts(best, prediction) or prediction.peak_bytes > max(best.peak_bytes, self.budget):
                 continue
             gain = (best.seconds - prediction.seconds) / max(group.bytes, 1)
-            if queue and -gain > queue[0][0]:
+            if queue and (-gain, order) > queue[0][:2]:
                 heapq.heappush(queue, (-gain, order, (forward, backward), group))
                 continue
             result, best = trial, prediction
