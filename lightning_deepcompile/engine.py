@@ -270,6 +270,7 @@ class Engine:
         Args:
             run: Runs the pass.
         """
+        self.tuner.begin_backward(self.gradients.update)
         self.gradients.begin_now()
         try:
             with self.model.state.set("inside"):  # eager code under activation checkpointing runs, and gathers, again

@@ -23,7 +23,7 @@ from lightning_deepcompile.plan.least import just_in_time, least_budget
 from lightning_deepcompile.plan.pass_manager import Pass, optimize
 from lightning_deepcompile.plan.passes.reduce_late import place_reductions
 from lightning_deepcompile.plan.plan_file import Setting
-from lightning_deepcompile.plan.report import PassReport, Round
+from lightning_deepcompile.plan.report import PassReport, Round, shortage_note
 from lightning_deepcompile.plan_store import PlanStore
 from lightning_deepcompile.profile.build import build_profile, describe_spread, explain, leave_room, merge_profiles
 from lightning_deepcompile.profile.copies import measure_copies
@@ -32,7 +32,6 @@ from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.live import live_bytes
-from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule, read_schedule, reschedule
 from lightning_deepcompile.relief import Relief
 from lightning_deepcompile.shortage_watch import ShortageWatch
@@ -129,6 +128,11 @@ class Tuner:
         if self._probe is not None:
             self._probe.begin_micro_batch()
 
+    def begin_backward(self, update: bool) -> None:
+        """Call before a backward pass; `update` says whether the optimizer may step behind it."""
+        if self._probe is not None:
+            self._probe.begin_backward(update)
+
     def end_step(self) -> None:
         """Call when the optimizer has stepped."""
         self._boundary = True
@@ -137,16 +141,9 @@ class Tuner:
 
     def explain(self, error: BaseException) -> None:
         """Adds to an out-of-memory error what a plan has to do with it: it was made for the batches of a few steps."""
-        kept = [one for one in self.rounds if one.outcome in ("kept", "leaner") and one.passes]
-        if kept and isinstance(error, torch.OutOfMemoryError):
-            peak, budget = kept[-1].passes[-1].peak_bytes, kept[-1].budget
-            error.add_note(
-                f"Since step {kept[-1].step} a plan uses memory that was free until then, for a peak of "
-                f"{format_bytes(peak)} with the batches seen before it"
-                f"{'' if budget is None else f', of {format_bytes(budget)}'}. Limit it with "
-                "CompileConfig(memory_budget=...), let larger batches' activations go to host memory with "
-                "CompileConfig(offload_activations='auto'), or plan nothing with CompileConfig(schedule=None)."
-            )
+        note = shortage_note(self.rounds)
+        if note and isinstance(error, torch.OutOfMemoryError):
+            error.add_note(note)
 
     @property
     def isolates(self) -> bool:

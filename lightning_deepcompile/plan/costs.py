@@ -87,6 +87,8 @@ class Profile:
         reduce: Model of reductions.
         contention: What runs at the same time slows down.
         micro_batches: Forward and backward passes per optimizer step.
+        accumulates: Whether all but the last of them know that the optimizer does not step yet. Under manual
+            optimization none does: what waits for the boundary then happens every time.
         optimizer_seconds: From the end of the last backward pass to the end of the optimizer's step.
         launch_seconds: Time that the host needs for an instruction that is not a region.
         hold_seconds: What it takes compute to add a byte of a whole gradient to a sum that is reduced with the last
@@ -114,6 +116,7 @@ class Profile:
     reduce: Link
     contention: Contention = field(default_factory=Contention)
     micro_batches: int = 1
+    accumulates: bool = True
     optimizer_seconds: float = 0.0
     launch_seconds: float = 0.0
     hold_seconds: float | None = None

@@ -138,7 +138,7 @@ def gradient_bytes(schedules: Sequence[Schedule], ratio: float, micro_batches: i
     Args:
         schedules: The programs of a micro-batch.
         ratio: Bytes of a sum of gradients per byte of a gradient.
-        micro_batches: Of an optimizer step.
+        micro_batches: Of an optimizer step that accumulates gradients.
 
     Returns:
         Bytes while each instruction runs, by micro-batch and schedule.
@@ -176,6 +176,7 @@ class _Simulation:
         self._computed: int | None = None  # the last task on the compute stream
         self._gradients = GradientModel(profile.hold_ratio, profile.reduce_window)
         self._begin: int | None = None  # the task behind which the step begins, if some of it comes before
+        self._accumulates = profile.accumulates and profile.micro_batches > 1
         self._boundary = False  # in the last micro-batch
         self._copies: dict[tuple[int, int], int] = {}  # the last copy of a frame's saved tensor
         self._away = 0
@@ -212,14 +213,14 @@ class _Simulation:
 
     def _issue_step(self, schedules: Sequence[Schedule]) -> None:
         last_backward = max((k for k, s in enumerate(schedules) if s.kind == "backward"), default=len(schedules) - 1)
-        if self._profile.micro_batches > 1:
+        if self._accumulates:
             for schedule in schedules:
                 for position in schedule.at("reduce_at_boundary"):
                     self._gradients.reserve(schedule.instructions[position])
         if self._profile.early_gathers and schedules and schedules[0].kind == "forward":
             self._open(schedules)
         for micro_batch in range(self._profile.micro_batches):
-            self._boundary = micro_batch + 1 == self._profile.micro_batches
+            self._boundary = not self._profile.accumulates or micro_batch + 1 == self._profile.micro_batches
             for index, schedule in enumerate(schedules):
                 self._run_schedule(micro_batch, index, schedule)
                 if index == last_backward:
@@ -357,7 +358,7 @@ class _Simulation:
             self._arena.release(group.slot, group.done if self._computed is None else self._computed)
 
     def _reduce(self, instruction: Instruction, host: list[int], label: str) -> None:
-        if instruction.op == "reduce_at_boundary" and self._profile.micro_batches > 1:
+        if instruction.op == "reduce_at_boundary" and self._accumulates:
             self._compute(instruction.bytes * (self._profile.hold_seconds or 0.0), 0.0, label)
             if self._sums_up(instruction):
                 self._gradients.hold(instruction)

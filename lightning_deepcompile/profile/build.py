@@ -63,7 +63,9 @@ def build_profile(
     regions: dict[str, RegionCost] = {}
     on_device = isolated.device.type == "cuda"
     ran = [isolated_schedules[name] for name in order]
-    arenas, gradients = arena_bytes(ran), gradient_bytes(ran, hold_ratio, isolated.micro_batches)
+    accumulates = len(isolated.accumulating) > 0
+    arenas = arena_bytes(ran)
+    gradients = gradient_bytes(ran, hold_ratio, isolated.micro_batches if accumulates else 1)
     for name, runs in by_name.items():
         schedule = isolated_schedules[name]
         rows = [run.seconds() for run in runs]
@@ -84,7 +86,7 @@ def build_profile(
             elif instruction.op in REDUCTIONS:
                 times: dict[bool, list[float]] = {}
                 for run, row in zip(runs, rows, strict=True):
-                    held = instruction.op == "reduce_at_boundary" and not isolated.in_last_micro_batch(run)
+                    held = instruction.op == "reduce_at_boundary" and not isolated.at_boundary(run)
                     times.setdefault(held, []).append(row[position])
                 for held, samples in times.items():
                     (holds if held else reductions).append((instruction.bytes, statistics.median(samples)))
@@ -98,6 +100,7 @@ def build_profile(
         gather=fit_link(gathers, world_size),
         reduce=fit_link(reductions, world_size),
         micro_batches=isolated.micro_batches,
+        accumulates=accumulates,
         optimizer_seconds=_optimizer_seconds(isolated),
         launch_seconds=statistics.median(launches) if on_device and launches else 0.0,
         hold_seconds=_rate(holds) if holds else None,
@@ -135,9 +138,9 @@ def _allocated(runs: Sequence[Run], position: int, arena: int, gradients: Sequen
         runs: Of the program.
         position: Of the region.
         arena: Bytes of gathered parameters.
-        gradients: Bytes of whole gradients, by micro-batch.
+        gradients: Bytes of whole gradients, by micro-batch; those behind have as many as the last.
     """
-    known = [arena + gradients[run.micro_batch] for run in runs]
+    known = [arena + gradients[min(run.micro_batch, len(gradients) - 1)] for run in runs]
     before = max(run.marks[position].allocated - size for run, size in zip(runs, known, strict=True))
     peak = max(run.marks[position + 1].peak - size for run, size in zip(runs, known, strict=True))
     after = max(run.marks[position + 1].allocated - size for run, size in zip(runs, known, strict=True))
@@ -169,9 +172,7 @@ def _contention(probe: StepProbe, schedules: Mapping[str, Schedule], profile: Pr
                 alone += profile.cost(schedule, instruction.region).seconds
             elif instruction.op == "gather":
                 wires += profile.gather.seconds(instruction.bytes, profile.world_size)
-            elif instruction.op == "reduce" or (
-                instruction.op == "reduce_at_boundary" and probe.in_last_micro_batch(run)
-            ):
+            elif instruction.op == "reduce" or (instruction.op == "reduce_at_boundary" and probe.at_boundary(run)):
                 wires += profile.reduce.seconds(instruction.bytes, profile.world_size)
     hidden = min(max(wires - profile.exposed_seconds, 0.0), alone)
     if hidden < 0.05 * alone or alone == 0:
@@ -214,6 +215,7 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
         reduce=_shared([p.reduce for p in profiles]),
         contention=Contention(compute=max(p.contention.compute for p in profiles)),
         micro_batches=max(p.micro_batches for p in profiles),
+        accumulates=all(p.accumulates for p in profiles),
         optimizer_seconds=max(p.optimizer_seconds for p in profiles),
         launch_seconds=max(p.launch_seconds for p in profiles),
         hold_seconds=max((p.hold_seconds for p in profiles if p.hold_seconds is not None), default=None),

@@ -44,7 +44,7 @@ def reduce_late(schedules: list[Schedule], context: PlanContext) -> list[Schedul
     if context.settings.reduce != "auto":
         return list(schedules)
     profile = context.require_profile("reduce_late", micro_batches=_MICRO_BATCHES)
-    if profile.micro_batches < 2 or profile.hold_seconds is None:
+    if profile.micro_batches < 2 or not profile.accumulates or profile.hold_seconds is None:
         return list(schedules)
 
     def hold(step: list[Schedule], first: int, second: int, group: Instruction) -> list[Schedule]:
