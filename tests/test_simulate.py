@@ -183,7 +183,7 @@ def test_gathers_that_open_a_step_run_while_the_trainer_is_busy() -> None:
     assert (result.seconds, result.exposed_seconds) == (pytest.approx(15.0), pytest.approx(2 + 1 + 1 + 4))
     # They start three seconds before: from -3 to -1 and from -1 to 1. The region that waits for the first runs from 0
     # to 1, the second from 1 to 2; the third gather may have the first one's memory at 1, and takes until 3.
-    early = simulate(both, replace(late, early_gathers=True, between_seconds=3.0))
+    early = simulate(both, Profile.from_json(replace(late, early_gathers=True, between_seconds=3.0).to_json()))
     starts = [span.start for span in early.spans if span.stream == "gather"]
     assert starts == [pytest.approx(-3.0), pytest.approx(-1.0), pytest.approx(1.0)]
     assert early.seconds == pytest.approx(3 + 1 + 1 + 4 + 3)
