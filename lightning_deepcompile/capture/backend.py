@@ -187,12 +187,13 @@ class Capture:
         """Swaps every program for one planned anew; nothing is traced or compiled again.
 
         Args:
-            settings: New choices; None keeps those in use. Call between optimizer steps, on all ranks alike.
+            settings: New choices; None keeps those in use. When gradients are reduced stays as configured, unless
+                `plan` says otherwise. Call between optimizer steps, on all ranks alike.
             passes: What programs go through from now on; step passes are left to whoever has a profile.
             plan: Schedules for programs, now and later, of the same structure, whatever their shapes: for other shapes
                 it is the nearest plan that there is. All other programs have what the passes make of them.
         """
-        self.settings = settings or self.settings
+        self.settings = replace(settings or self.settings, reduce=self.settings.reduce)
         self.passes = self.passes if passes is None else tuple(passes)
         self.plan = {schedule.structure: schedule for schedule in plan}
         self.agreement.forget()  # a program that fitted the others' old ones may not fit their new ones
