@@ -76,8 +76,8 @@ def build_profile(
                 memory = live[name][instruction.region]
                 if on_device:
                     place = order.index(name) if name in order else None
-                    held = [0 if place is None else part[place][position] for part in gradients]
-                    memory = _allocated(runs, position, 0 if place is None else arenas[place][position], held)
+                    whole = [0 if place is None else part[place][position] for part in gradients]
+                    memory = _allocated(runs, position, 0 if place is None else arenas[place][position], whole)
                 launched = host[position] if on_device else 0.0
                 regions[f"{name}/{instruction.region}"] = RegionCost(seconds[position], launched, *memory)
             elif instruction.op == "gather":
