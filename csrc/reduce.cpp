@@ -73,7 +73,7 @@ std::vector<Gradient> ReduceEngine::gradients(const Ids& ids, const std::vector<
 
 void ReduceEngine::hold(const Ids& ids, const std::vector<Tensor>& grads) {
   const std::vector<Gradient> group = gradients(ids, grads);
-  if (!dry_) held_.add(group);
+  if (!dry_) held_.add(group, give_back_);
 }
 
 void ReduceEngine::reduce_held(const Ids& ids) { reduce(held_.take(ids)); }

@@ -2,7 +2,7 @@
 
 namespace ldc {
 
-void WholeGradients::add(const std::vector<Gradient>& gradients) {
+void WholeGradients::add(const std::vector<Gradient>& gradients, const GiveBack& give_back) {
   const PlainTensors plain;
   for (const Gradient& gradient : gradients) {
     const auto known = sums_.find(gradient.param->id);
@@ -11,8 +11,10 @@ void WholeGradients::add(const std::vector<Gradient>& gradients) {
       continue;
     }
     // A copy even where the dtype fits: the caller's tensor is not ours to add to.
-    const Tensor sum = gradient.value.detach().to(gradient.param->grad.scalar_type(), /*non_blocking=*/false,
-                                                  /*copy=*/true, c10::MemoryFormat::Contiguous);
+    const Tensor sum = allocate_with_relief(give_back, [&] {
+      return gradient.value.detach().to(gradient.param->grad.scalar_type(), /*non_blocking=*/false, /*copy=*/true,
+                                        c10::MemoryFormat::Contiguous);
+    });
     sums_.emplace(gradient.param->id, Gradient{gradient.param, sum, gradient.wire});
   }
 }

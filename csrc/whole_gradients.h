@@ -8,6 +8,7 @@
 #include <map>
 
 #include "registry.h"
+#include "relief.h"
 
 namespace ldc {
 
@@ -20,8 +21,8 @@ struct Gradient {
 
 class WholeGradients {
  public:
-  /// Adds to the sums.
-  void add(const std::vector<Gradient>& gradients);
+  /// Adds to the sums; new ones may need relief.
+  void add(const std::vector<Gradient>& gradients, const GiveBack& give_back);
   /// The gradient plus its parameter's sum, which is taken out.
   Gradient complete(Gradient last);
   /// Takes the sums of those of `ids` that have one, by ascending id.

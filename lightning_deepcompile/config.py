@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from lightning_deepcompile.plan.budget import parse_budget
 from lightning_deepcompile.plan.offload import OffloadMode
+from lightning_deepcompile.plan.settings import Reduction
 from lightning_deepcompile.runtime.dc import SYMMETRIC_THRESHOLD
 
 __all__ = ["CompileConfig"]
@@ -24,7 +25,10 @@ class CompileConfig:
             use; each block ahead costs the memory of one gathered block.
         reduce: When gradients of accumulated micro-batches travel: ``"every"`` micro-batch's are reduced, or they are
             added up whole, in the parameters' dtype, and reduced at the ``"boundary"``, with the last one: less
-            communication for the memory of whole gradients. None: by stage, the boundary at stage 1 alone.
+            communication for the memory of whole gradients. ``"auto"``: planning decides, for each block, by time and
+            memory (the pass ``reduce_late``, stage 3); until then, and where nothing is planned, as with None. It may
+            change the order in which gradients are added up, and with that their last bits, when a plan takes over or
+            is taken back. None: by stage, the boundary at stage 1 alone; no plan changes a bit of the result.
         reduce_window: How many groups of full gradients may wait for their reduce-scatter before the compute stream
             waits for the oldest. Bounds the memory that gradients take during backward.
         early_gathers: Launch the gathers that open a step when the optimizer has stepped, while the host is busy with
@@ -55,8 +59,9 @@ class CompileConfig:
             steps since the start or the resuming. The entry of step 0 applies from the first step on. Each later one
             profiles steps n and n + 1, plans with what they measured, and swaps the programs before step n + 2.
             Passes are names (``zero3``, ``prefetch``, ``fuse``, ``offload_activation``, ``unshard``, ``keep_whole``,
-            ``proactive_prefetch``) or ``"package.module:name"`` of your own. ``"auto"``: `plan.DEFAULT_SCHEDULE`, which
-            plans at step 3. None: nothing is measured; programs stay as they are compiled, with the least memory.
+            ``reduce_late``, ``proactive_prefetch``) or ``"package.module:name"`` of your own. ``"auto"``:
+            `plan.DEFAULT_SCHEDULE`, which plans at step 3. None: nothing is measured; programs stay as they are
+            compiled, with the least memory.
         memory_budget: What plans may use of each device's memory: bytes, a text like ``"24GiB"``, or a fraction. None
             is 0.9 of it, less what activations took in the profiled step, so that later batches may be up to twice as
             large; anything else is held to: if no plan fits, training stops with an error that says what would.
@@ -82,7 +87,7 @@ class CompileConfig:
 
     region_backend: Literal["inductor", "eager"] = "inductor"
     prefetch_blocks: int = 2
-    reduce: Literal["every", "boundary"] | None = None
+    reduce: Reduction | None = None
     reduce_window: int = 2
     early_gathers: bool = True
     optimizer_part: int | str = "32MiB"
@@ -103,8 +108,8 @@ class CompileConfig:
     def __post_init__(self) -> None:
         if self.region_backend not in ("inductor", "eager"):
             raise ValueError(f"CompileConfig(region_backend={self.region_backend!r}): use 'inductor' or 'eager'.")
-        if self.reduce not in ("every", "boundary", None):
-            raise ValueError(f"CompileConfig(reduce={self.reduce!r}): use 'every', 'boundary' or None.")
+        if self.reduce not in ("every", "boundary", "auto", None):
+            raise ValueError(f"CompileConfig(reduce={self.reduce!r}): use 'every', 'boundary', 'auto' or None.")
         for name, least in (("prefetch_blocks", 0), ("reduce_window", 0), ("recompile_limit", 1), ("max_ctas", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -129,9 +134,11 @@ class CompileConfig:
         if self.schedule is not None and self.schedule != "auto":
             _check_schedule(self.schedule)
 
-    def reduces_late(self, stage: int) -> bool:
-        """Whether gradients are reduced once per optimizer step, under a ZeRO stage."""
-        return stage == 1 if self.reduce is None else self.reduce == "boundary"
+    def reduction(self, stage: int) -> Reduction:
+        """When gradients are reduced under a ZeRO stage; ``"auto"`` only where plans are made."""
+        if self.reduce is None or (self.reduce == "auto" and stage != 3):
+            return "boundary" if stage == 1 else "every"
+        return self.reduce
 
     @property
     def symmetric_threshold(self) -> int:

@@ -35,10 +35,14 @@ class EarlyGathers:
         capture: Its programs say what opens a step.
         group: The ranks; they decide together whether it is safe.
         device: Where the shards are.
+
+    Attributes:
+        launched: Whether the last step was opened early.
     """
 
     def __init__(self, capture: Capture, group: dist.ProcessGroup, device: torch.device) -> None:
         self._capture, self._group, self._device = capture, group, device
+        self.launched = False
         self._safe: bool | None = None  # None: not known yet
         self._opening: list[Gathers] = []  # what was launched last; another plan may open a step otherwise
         self._parts: list[list[Gathers]] = []  # of it, for each part of the optimizer's step under way
@@ -56,7 +60,7 @@ class EarlyGathers:
     def launch(self) -> None:
         """Call after the optimizer's step, on all ranks alike."""
         self._watch()
-        if self._safe:
+        if self.launched:
             _gather(self._opening)
 
     def parts(self, least: int) -> list[set[Tensor]]:
@@ -108,6 +112,7 @@ class EarlyGathers:
         if opening != self._opening:
             self._opening, self._watched = opening, self._shards_of({i for _, ids, _ in opening for i in ids})
         self._sums = self._checksums() if opening else None
+        self.launched = bool(self._safe and opening)
 
     def check(self) -> None:
         """Call before the next step, unless it gathers anew anyway.

@@ -147,7 +147,8 @@ class Engine:
         self._settings: dict[str, contextlib.AbstractContextManager[None]] = {}
         self._last_step: dict[str, int] = {}
         self._stale_gradients = False
-        self._opening = StepOpening(config, self.capture, self.runtime, group, device, stage)
+        self._opening = opening = StepOpening(config, self.capture, self.runtime, group, device, stage)
+        self.tuner.opening = lambda: opening.early
         self._opens = False  # whether the optimizer's step under way is followed by a training step
         self._aborted = False
 
@@ -268,6 +269,7 @@ class Engine:
         Args:
             run: Runs the pass.
         """
+        self.tuner.begin_backward(self.gradients.update)
         self.gradients.begin_now()
         try:
             with self.model.state.set("inside"):  # eager code under activation checkpointing runs, and gathers, again

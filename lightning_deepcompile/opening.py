@@ -16,6 +16,7 @@ from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.early_gathers import EarlyGathers
 from lightning_deepcompile.partwise import PartwiseStep, can_step_partwise
 from lightning_deepcompile.plan.budget import parse_budget
+from lightning_deepcompile.plan.costs import EarlyStart
 
 __all__ = ["StepOpening"]
 
@@ -35,6 +36,7 @@ class StepOpening:
         stage: ZeRO stage.
 
     Attributes:
+        early: When the last gathers that open a step were launched, if not with it.
         before: The runtime's counters before the first gather of the step under way.
     """
 
@@ -55,6 +57,7 @@ class StepOpening:
         self._part_bytes = config.optimizer_part and parse_budget(config.optimizer_part, 1, name="optimizer_part")
         self._launching = False  # while an optimizer steps
         self._launched = False
+        self.early: EarlyStart | None = None
         self.before: dict[str, int] = {}
 
     def begin(self, name: str) -> None:
@@ -118,6 +121,7 @@ class StepOpening:
         if self._early.seal():
             self._fresh.settle()
             self._launched = True
+            self.early = "beside" if self._early.launched else None
         else:
             self.forget()
 
@@ -128,6 +132,7 @@ class StepOpening:
             self._early.launch()
             self._fresh.settle()
             self._launched = True
+            self.early = "behind" if self._early.launched else None
 
     def forget(self) -> None:
         """What is gathered is out of date."""

@@ -13,23 +13,25 @@ import torch.distributed as dist
 
 from lightning_deepcompile.agreement import attempt, exchange
 from lightning_deepcompile.capture.backend import Capture
+from lightning_deepcompile.pass_schedule import pass_schedule
 from lightning_deepcompile.plan.budget import MemoryBudgetError, check_budget
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.copy_placement import offload_all, without_copies
-from lightning_deepcompile.plan.costs import Profile, ProfileError
+from lightning_deepcompile.plan.costs import EarlyStart, Profile, ProfileError
 from lightning_deepcompile.plan.leaner import fall_back
-from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, Pass, optimize, resolve_passes
+from lightning_deepcompile.plan.least import just_in_time, least_budget
+from lightning_deepcompile.plan.pass_manager import Pass, optimize
+from lightning_deepcompile.plan.passes.reduce_late import place_reductions
 from lightning_deepcompile.plan.plan_file import Setting
-from lightning_deepcompile.plan.report import PassReport, Round
-from lightning_deepcompile.plan.simulate import just_in_time, least_budget
+from lightning_deepcompile.plan.report import PassReport, Round, shortage_note
 from lightning_deepcompile.plan_store import PlanStore
 from lightning_deepcompile.profile.build import build_profile, describe_spread, explain, leave_room, merge_profiles
 from lightning_deepcompile.profile.copies import measure_copies
+from lightning_deepcompile.profile.holds import hold_ratio, measure_holds
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.live import live_bytes
-from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule, read_schedule, reschedule
 from lightning_deepcompile.relief import Relief
 from lightning_deepcompile.shortage_watch import ShortageWatch
@@ -65,6 +67,7 @@ class Tuner:
     Attributes:
         offloaded: Says what of the optimizers' states is in host memory; "" for none. For the report.
         host_room: Bytes of host memory that saved tensors may take; None where none may leave.
+        opening: Says when the first gathers of the last ordinary step were launched, if before it.
         rounds: What was done, round by round.
         profile: What the last round planned with.
 
@@ -88,25 +91,12 @@ class Tuner:
         ranks = capture.model.ranks
         self._world = ranks.shards
         self._store = PlanStore(self._config.plan, Setting(self._world, capture.stage, device.type), group)
-        schedule = self._config.schedule
-        if schedule is None or schedule == "auto":
-            schedule = list(DEFAULT_SCHEDULE)
-            nothing_travels = self._world == 1 and self._config.offload_activations == "none"
-            nothing_to_plan = nothing_travels or capture.stage != 3  # there parameters stay whole anyway
-            if nothing_to_plan or self._config.schedule is None:
-                schedule = schedule[:1]
-        if capture.stage != 3 and len(schedule) > 1:
-            raise ValueError(
-                f"CompileConfig(schedule=...) plans at step {schedule[1]['step']}, but at stage {capture.stage} "
-                "parameters stay whole between uses: there is nothing to plan. Use stage 3, or step 0 alone."
-            )
-        first, *self._entries = [
-            (entry["step"], resolve_passes(entry["passes"], profiled=entry["step"] > 0)) for entry in schedule
-        ]
+        first, *self._entries = pass_schedule(self._config, capture.stage, self._world)
         capture.passes = self._start = first[1]
         self._passes: tuple[Pass, ...] = self._entries[-1][1] if self._entries else ()
         self.offloaded: Callable[[], str] = str
         self.host_room: Callable[[], int] | None = None
+        self.opening: Callable[[], EarlyStart | None] = _with_the_step
         self.rounds: list[Round] = []
         self.profile: Profile | None = None
         self._step = 0  # optimizer steps done
@@ -138,6 +128,11 @@ class Tuner:
         if self._probe is not None:
             self._probe.begin_micro_batch()
 
+    def begin_backward(self, update: bool) -> None:
+        """Call before a backward pass; `update` says whether the optimizer may step behind it."""
+        if self._probe is not None:
+            self._probe.begin_backward(update)
+
     def end_step(self) -> None:
         """Call when the optimizer has stepped."""
         self._boundary = True
@@ -146,16 +141,9 @@ class Tuner:
 
     def explain(self, error: BaseException) -> None:
         """Adds to an out-of-memory error what a plan has to do with it: it was made for the batches of a few steps."""
-        kept = [one for one in self.rounds if one.outcome in ("kept", "leaner") and one.passes]
-        if kept and isinstance(error, torch.OutOfMemoryError):
-            peak, budget = kept[-1].passes[-1].peak_bytes, kept[-1].budget
-            error.add_note(
-                f"Since step {kept[-1].step} a plan uses memory that was free until then, for a peak of "
-                f"{format_bytes(peak)} with the batches seen before it"
-                f"{'' if budget is None else f', of {format_bytes(budget)}'}. Limit it with "
-                "CompileConfig(memory_budget=...), let larger batches' activations go to host memory with "
-                "CompileConfig(offload_activations='auto'), or plan nothing with CompileConfig(schedule=None)."
-            )
+        note = shortage_note(self.rounds)
+        if note and isinstance(error, torch.OutOfMemoryError):
+            error.add_note(note)
 
     @property
     def isolates(self) -> bool:
@@ -293,19 +281,25 @@ class Tuner:
         names = list(dict.fromkeys(run.program for run in isolated.runs))
         start = self._capture.schedules(names, self._passes)
         programs = {e.program.name: e.program for e in self._training()}
+        dtypes = {(p.gather_dtype, p.local.dtype) for p in self._capture.model.parameters if p.dtensor.requires_grad}
         profile = build_profile(
             observed,
             isolated,
             self._schedules[_OBSERVED],
             self._schedules[_ISOLATED],
             world_size=self._world,
-            reduces_late=self._config.reduces_late(self._capture.stage),
+            hold_ratio=hold_ratio(dtypes),
             reduce_window=self._config.reduce_window,
             budget=memory_limit(self._device, self._config.memory_budget),
             # The steps before may still have grown memory or tuned kernels; marks, too, only make a step longer.
             step_seconds=self._fastest(-2, _OBSERVED + 1),
             live={name: live_bytes(programs[name]) for name in names},
         )
+        between = [self._probes[m + 1].seconds_since(self._probes[m]) for m in range(-2, 0) if m in self._probes]
+        early = {"early_gathers": self.opening() is not None, "optimizer_parts": self.opening() == "beside"}
+        profile = replace(profile, **early, between_seconds=min(between, default=0.0))
+        if self._capture.settings.reduce == "auto" and profile.micro_batches > 1 and profile.hold_seconds is None:
+            profile = replace(profile, hold_seconds=measure_holds(dtypes, self._device))
         if self._config.memory_budget is None:
             profile = leave_room(profile)
         if self.host_room is not None:
@@ -386,6 +380,9 @@ class Tuner:
         if plan is None:
             return False
         schedules: Iterable[Schedule] = plan.values()
+        reduction = self._config.reduction(self._capture.stage)
+        if reduction != "auto":  # the file may be of a run that chose otherwise
+            schedules = place_reductions(schedules, "reduce" if reduction == "every" else "reduce_at_boundary")
         if self._config.offload_activations == "none":
             schedules = [without_copies(schedule) for schedule in schedules]
         self._run_plan(schedules)
@@ -393,3 +390,7 @@ class Tuner:
         self._entries.clear()  # for programs that the file does not have, a round follows the look at them
         self._recheck = 2
         return True
+
+
+def _with_the_step() -> EarlyStart | None:
+    return None

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_passes import Net, Shape, _full, _program, _run, shapes
-from test_simulate import compute, gather, profile, release, schedule, steps, wait
+from test_simulate import SIZE, compute, gather, profile, release, schedule, steps, wait
 from tracing import capture
 
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Contention, Link, Profile
+from lightning_deepcompile.plan.least import least_budget
 from lightning_deepcompile.plan.pass_manager import (
     BUILTIN_PASSES,
     Pass,
@@ -30,9 +31,10 @@ from lightning_deepcompile.plan.passes.proactive_prefetch import proactive_prefe
 from lightning_deepcompile.plan.passes.unshard import unshard
 from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.plan.settings import PlanSettings
-from lightning_deepcompile.plan.simulate import least_budget, simulate
+from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.schedule import (
+    REDUCTIONS,
     Instruction,
     Schedule,
     ScheduleError,
@@ -41,7 +43,7 @@ from lightning_deepcompile.program.schedule import (
     reschedule,
 )
 
-ALL = ("zero3", "prefetch", "fuse", "unshard", "keep_whole", "proactive_prefetch")
+ALL = ("zero3", "prefetch", "fuse", "unshard", "keep_whole", "reduce_late", "proactive_prefetch")
 
 # Reading and writing --------------------------------------------------------------------------------------------------
 
@@ -99,7 +101,7 @@ def test_a_real_program_is_planned_and_still_computes_the_same() -> None:
     ]
     step = [read_schedule(p) for p in programs]
     planned, effects = optimize(step, resolve_passes(ALL, profiled=True), PlanContext(profile=_profile_of(step)))
-    assert [e.name for e in effects] == ["zero3 -> prefetch", "fuse", "unshard", "keep_whole", "proactive_prefetch"]
+    assert [e.name for e in effects] == ["zero3 -> prefetch", *ALL[2:]]
     assert set(planned[0].kept) <= set(
         captured.ids("layers.1.weight", "layers.2.weight", "layers.0.weight", "head.weight")
     )
@@ -252,6 +254,7 @@ def test_plans_change_with_the_link() -> None:
     device_type=st.sampled_from(["cpu", "cuda"]),
     compute_factor=st.floats(1, 2),
     micro_batches=st.integers(1, 2),
+    hold=st.floats(0, 1),
 )
 def test_no_pass_exceeds_the_budget_or_slows_the_step(
     step: list[Schedule],
@@ -261,13 +264,15 @@ def test_no_pass_exceeds_the_budget_or_slows_the_step(
     device_type: str,
     compute_factor: float,
     micro_batches: int,
+    hold: float,
 ) -> None:
     base = profile(step, seconds, gathers, contention=Contention(compute=compute_factor))
-    base = replace(base, device_type=device_type, micro_batches=micro_batches)
+    base = replace(base, device_type=device_type, micro_batches=micro_batches, hold_seconds=hold / SIZE)
     base = replace(base, budget=least_budget(step, base) + spare * 1536)
-    context = PlanContext(profile=base)
+    context = PlanContext(PlanSettings(reduce="auto"), base)
     before = simulate(step, base)
-    for name in ("fuse", "unshard", "keep_whole", "proactive_prefetch"):
+    reductions = [i.ids for s in step for i in s.instructions if i.op in REDUCTIONS]
+    for name in ALL[2:]:
         step = BUILTIN_PASSES[name].run(step, context)
         for one in step:
             check_schedule(one)
@@ -276,7 +281,7 @@ def test_no_pass_exceeds_the_budget_or_slows_the_step(
         if before.peak_bytes <= context.budget:
             assert after.seconds <= before.seconds * 1.001
         before = after
-    assert [i for s in step for i in s.instructions if i.op == "reduce"], "reductions stay"
+    assert [i.ids for s in step for i in s.instructions if i.op in REDUCTIONS] == reductions
 
 
 # Names and order ------------------------------------------------------------------------------------------------------

@@ -1,41 +1,220 @@
-"""Gradients of accumulated micro-batches that travel once per optimizer step (``CompileConfig(reduce="boundary")``)."""
+"""Gradients of accumulated micro-batches that travel once per optimizer step: because the user or planning says so."""
 
 from __future__ import annotations
 
+import itertools
 import os
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
 from cases import CASES, Record, assert_same_training, train
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from multiprocess import run_ranks
+from test_engine import TOKENS, make_engine, one_step, sgd
+from test_passes import Shape, _full, _program, _run, shapes
+from test_simulate import SIZE, compute, profile, reduce, schedule
+from torch.distributed.device_mesh import DeviceMesh
+from tracing import Simulator
 
+from lightning_deepcompile import CompileConfig, DeepCompileStrategy, tuner
+from lightning_deepcompile.plan.context import PlanContext
+from lightning_deepcompile.plan.costs import Contention, Link, Profile
+from lightning_deepcompile.plan.leaner import Shortage, fall_back
+from lightning_deepcompile.plan.pass_manager import apply_passes, resolve_passes
+from lightning_deepcompile.plan.passes.reduce_late import place_reductions, reduce_late
+from lightning_deepcompile.plan.plan_file import Setting, write_plan
+from lightning_deepcompile.plan.settings import PlanSettings
+from lightning_deepcompile.plan.simulate import simulate
+from lightning_deepcompile.program.codegen import generate
+from lightning_deepcompile.program.printer import format_program
+from lightning_deepcompile.program.program import collective_sequence
+from lightning_deepcompile.program.schedule import Instruction, read_schedule, reschedule
+
+LIMIT = timedelta(seconds=60)  # a collective that takes longer is named by the watchdog
 ACCUMULATE, STEPS = 3, 11  # a round of planning, that profiles step 3, and two steps more
+PASSES = [{"step": 0, "passes": ["zero3", "prefetch"]}, {"step": 3, "passes": ["zero3", "prefetch", "reduce_late"]}]
+
+# Schedules ------------------------------------------------------------------------------------------------------------
 
 
-def _inspect(trainer: Any) -> dict[str, Any]:
-    strategy = trainer.strategy
-    return {
-        "stats": strategy.engine.runtime.stats(),
-        "profile": strategy.profile(),
-        "rounds": strategy.report(),
+@settings(deadline=None, max_examples=30)
+@given(shape=shapes(), data=st.data())
+def test_gradients_may_wait_for_the_boundary_or_not(shape: Shape, data: st.DataObject) -> None:
+    """Two micro-batches: the same sums; those that wait travel once."""
+    shape = replace(shape, kind="backward")
+    passes = resolve_passes(["zero3"], profiled=False)
+    program, late = (apply_passes(_program(shape), PlanSettings(reduce=r), passes) for r in ("every", "boundary"))
+    assert read_schedule(program).structure == read_schedule(late).structure, "a plan fits both"
+    ids = {k for grads in shape.grads for k in grads}
+    waiting = data.draw(st.sets(st.sampled_from(sorted(ids)))) if ids else set()
+    groups = [i.ids for i in read_schedule(program).instructions if i.op == "reduce"]
+    waiting = {k for group in groups if waiting.intersection(group) for k in group}
+    (schedule,) = place_reductions([read_schedule(program)], "reduce_at_boundary", waiting)
+    mixed = reschedule(late, schedule, "mixed")
+    assert read_schedule(mixed).instructions == schedule.instructions
+    lines = [line for line in format_program(mixed).splitlines() if line.startswith("  reduce")]
+    assert [line.startswith("  reduce at boundary ") for line in lines] == [bool({*g} & waiting) for g in groups]
+    assert (collective_sequence(mixed) == collective_sequence(program)) == (not waiting)
+
+    simulator = Simulator(_full(), boundary=False, gathered={k: _full()[k] for k in shape.kept})
+    installed = simulator.install(mixed)
+    for boundary in (False, True):
+        simulator.boundary = boundary
+        for k in shape.kept:
+            simulator.gathered[k] = _full()[k].clone()
+        generate(installed)[0]([*(torch.zeros(1) for _ in range(len(_full()))), torch.ones(2)])
+        assert set(simulator.held) == (set() if boundary else waiting)
+    assert simulator.reductions == {k: 1 if k in waiting else 2 for k in ids}
+    reference = _run(program, shape.kept)[1]
+    assert all(torch.equal(simulator.grads[k], 2 * reference.grads[k]) for k in ids)
+
+
+def test_reduce_late_holds_as_many_gradients_as_there_is_memory_for() -> None:
+    """A second for a region, two for a reduction that nothing hides, a quarter to add a gradient to its sum."""
+    parts = [part for k in range(3) for part in (compute(k), reduce(k))]
+    step = [schedule("forward", compute(9)), schedule("backward", *parts, Instruction("end"))]
+    base = profile(step, micro_batches=4, hold_seconds=0.25 / SIZE, reduce_window=0)
+    least = simulate(step, base).peak_bytes
+    auto = PlanSettings(reduce="auto")
+    for count in range(4):
+        result = reduce_late(step, PlanContext(auto, replace(base, budget=least + count * SIZE)))
+        late = [result[1].instructions[position].ids for position in result[1].at("reduce_at_boundary")]
+        assert late == [(2,), (1,), (0,)][:count][::-1], "of equally good ones those that are reduced last"
+        prediction = simulate(result, base)
+        # Three of four reductions go, and four additions come.
+        assert prediction.seconds == pytest.approx(4 * (1 + 3 * (1 + 2)) - count * (3 * 2 - 4 * 0.25))
+        assert prediction.peak_bytes == least + count * SIZE
+    # Sums in another dtype take twice the memory, and a buffer to cast them.
+    double = replace(base, hold_ratio=2.0, budget=least + 2 * SIZE)
+    assert reduce_late(step, PlanContext(auto, double)) == step
+    assert reduce_late(step, PlanContext(auto, replace(double, budget=least + 2 * SIZE + 1536))) != step
+    # Without consent, measurements, further micro-batches or any gain, everything stays.
+    for context in (
+        PlanContext(profile=base),
+        PlanContext(PlanSettings(reduce="boundary"), base),
+        PlanContext(auto, replace(base, hold_seconds=None)),
+        PlanContext(auto, replace(base, micro_batches=1)),
+        PlanContext(auto, replace(base, hold_seconds=1.5 / SIZE)),
+    ):
+        assert reduce_late(step, context) == step
+    # What is hidden beside compute costs nothing but what it takes from compute.
+    hidden = replace(base, reduce=Link(0.0, SIZE / 2 / 0.5), reduce_window=9, hold_seconds=0.125 / SIZE)
+    (_, backward) = reduce_late(step, PlanContext(auto, hidden))
+    assert [backward.instructions[p].ids for p in backward.at("reduce_at_boundary")] == [(2,)]
+    (_, backward) = reduce_late(step, PlanContext(auto, replace(hidden, contention=Contention(compute=2.0))))
+    assert backward.at("reduce") == []
+
+
+def test_gradients_of_one_parameter_wait_together_or_not_at_all() -> None:
+    parts = [compute(0), reduce(0, 1), compute(1), reduce(2), compute(2), reduce(1), Instruction("end")]
+    step = [schedule("forward", compute(9)), schedule("backward", *parts)]
+    base = profile(step, micro_batches=2, hold_seconds=0.0, reduce_window=0)
+    budget = simulate(step, base).peak_bytes + 2 * SIZE
+    (_, backward) = reduce_late(step, PlanContext(PlanSettings(reduce="auto"), replace(base, budget=budget)))
+    late = [backward.instructions[p].ids for p in backward.at("reduce_at_boundary")]
+    assert late == [(0, 1), (1,)]
+
+
+def test_a_plan_that_runs_out_of_memory_is_followed_by_one_that_holds_less() -> None:
+    parts = [part for k in range(3) for part in (compute(k), reduce(k))]
+    step = [schedule("forward", compute(9)), schedule("backward", *parts, Instruction("end"))]
+    base = profile(step, micro_batches=4, hold_seconds=0.0, reduce_window=0, budget=1 << 20)
+    auto, passes = PlanSettings(reduce="auto"), resolve_passes(["zero3", "reduce_late"], profiled=True)
+    planned = reduce_late(step, PlanContext(auto, base))
+    assert planned[1].at("reduce") == []
+    shortage = Shortage(0, "backward", "region_0", "", relieved=SIZE)
+    leaner = fall_back(20, [shortage], planned, (), passes, auto, base, last=False)
+    assert not leaner.last and 0 < len(leaner.schedules[1].at("reduce")) < 3
+    assert "gradients reduced at the boundary: 3 become " in leaner.round.reason
+    least = fall_back(20, [shortage], planned, (), passes, auto, base, last=True)
+    assert least.last and len(least.schedules[1].at("reduce")) == 3
+
+
+# One rank -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_file_is_followed_as_far_as_the_user_lets_it(mesh: DeviceMesh, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    engine = make_engine(mesh, reduce="auto")
+    one_step(engine, TOKENS, sgd(engine))
+    step = [read_schedule(e.program) for e in engine.capture.executables]
+    engine.close()
+    ids = step[1].instructions[step[1].at("reduce")[0]].ids
+    found = {}
+    for wanted in (None, "every", "boundary", "auto"):
+        path.write_text(write_plan(place_reductions(step, "reduce_at_boundary", ids), Setting(1, 3, "cpu")))
+        engine = make_engine(mesh, reduce=wanted, plan=str(path))
+        one_step(engine, TOKENS, sgd(engine))
+        backward = engine.capture.executables[1].program
+        assert "plan" in backward.history
+        found[wanted] = [len(read_schedule(backward).at(op)) for op in ("reduce", "reduce_at_boundary")]
+        engine.close()
+    groups = len(step[1].at("reduce"))
+    assert found == {None: [groups, 0], "every": [groups, 0], "boundary": [0, groups], "auto": [groups - 1, 1]}
+
+
+def test_only_what_is_planned_can_be_auto() -> None:
+    settings_ = {when: CompileConfig(reduce=when) for when in ("every", "boundary", "auto", None)}
+    assert {k: [c.reduction(stage) for stage in (1, 2, 3)] for k, c in settings_.items()} == {
+        "every": ["every"] * 3,
+        "boundary": ["boundary"] * 3,
+        "auto": ["boundary", "every", "auto"],
+        None: ["boundary", "every", "every"],
     }
+    with pytest.raises(ValueError, match=r"CompileConfig\(reduce='late'\): use 'every', 'boundary', 'auto' or None"):
+        CompileConfig(reduce="late")
+
+
+# Two ranks ------------------------------------------------------------------------------------------------------------
+
+
+class _Counts(pl.Callback):
+    """How many gradients each micro-batch reduced."""
+
+    def __init__(self) -> None:
+        self.reductions: list[int] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.reductions.append(trainer.strategy.engine.runtime.stats()["reductions"])
+
+    def by_step(self) -> list[list[int]]:
+        counts = [after - before for before, after in itertools.pairwise([0, *self.reductions])]
+        return [counts[start : start + ACCUMULATE] for start in range(0, len(counts), ACCUMULATE)]
+
+
+def _fit(model: str, stage: int = 3, accelerator: str = "cpu", **settings_: Any) -> Record:
+    counts = _Counts()
+
+    def inspect(trainer: pl.Trainer) -> dict[str, Any]:
+        strategy = trainer.strategy
+        return {
+            "counts": counts.by_step(),
+            "profile": strategy.profile(),
+            "rounds": strategy.report(),
+            "programs": strategy.programs(),
+        }
+
+    return train(
+        CASES[model],
+        DeepCompileStrategy(stage=stage, timeout=LIMIT, compile=CompileConfig(region_backend="eager", **settings_)),
+        world_size=2,
+        rank=int(os.environ["RANK"]),
+        accumulate=ACCUMULATE,
+        steps=STEPS,
+        callbacks=[counts],
+        inspect=inspect,
+        accelerator=accelerator,
+    )
 
 
 def _train_all(runs: list[tuple[int, str | None]]) -> dict[Any, Record]:
-    from lightning_deepcompile import CompileConfig, DeepCompileStrategy
-
-    return {
-        (stage, reduce): train(
-            CASES["gpt_tied"],
-            DeepCompileStrategy(stage=stage, compile=CompileConfig(region_backend="eager", reduce=reduce)),
-            world_size=2,
-            rank=int(os.environ["RANK"]),
-            accumulate=ACCUMULATE,
-            steps=STEPS,
-            inspect=_inspect,
-        )
-        for stage, reduce in runs
-    }
+    return {(stage, reduce): _fit("gpt_tied", stage, reduce=reduce) for stage, reduce in runs}
 
 
 @pytest.mark.timeout(300)
@@ -43,12 +222,76 @@ def test_it_changes_how_often_gradients_travel_and_nothing_else() -> None:
     runs = [(3, None), (3, "boundary"), (2, "boundary"), (1, "every")]
     expected = train(CASES["gpt_tied"], "auto", world_size=1, rank=0, data_world=2, accumulate=ACCUMULATE, steps=STEPS)
     for results in run_ranks(_train_all, 2, runs, timeout=250):
-        often = results[3, None].extra["stats"]["reductions"]
-        for (stage, reduce), record in results.items():
+        for (stage, when), record in results.items():
             assert_same_training(record, expected, params=True)
-            times = ACCUMULATE if reduce == "boundary" else 1
-            assert record.extra["stats"]["reductions"] * times == often, (stage, reduce)
-        assert results[3, None].extra["profile"].hold_seconds is None
+            for counts in record.extra["counts"]:
+                early = 0 if when == "boundary" else counts[-1]
+                assert counts[-1] > 0 and counts == [early, early, counts[-1]], (stage, when)
+        often = results[3, None].extra["profile"]
+        assert often.hold_seconds is None and often.accumulates
+        assert often.early_gathers and often.between_seconds > 0, "steps are opened by the one before"
         late = results[3, "boundary"].extra
         assert late["profile"].hold_seconds > 0 and late["profile"].reduce.bandwidth > 0
         assert len(late["rounds"]) == 1 and late["rounds"][0].after_seconds is not None
+
+
+def _plan_all(accelerator: str) -> dict[str, Record]:
+    """Runs whose profile says that reductions are slow, and whose plans measure as the name says."""
+    original, fastest = tuner.build_profile, tuner.Tuner._fastest
+
+    def slow(*args: Any, **kwargs: Any) -> Profile:
+        return replace(original(*args, **kwargs), reduce=Link(1.0, 1e6))
+
+    def measured(*times: float) -> None:
+        sequence = iter(times)
+        tuner.Tuner._fastest = lambda *_: next(sequence)  # type: ignore[method-assign]
+
+    tuner.build_profile = slow
+    settings_ = {"accelerator": accelerator, "schedule": PASSES, "reduce": "auto"}
+    try:
+        results = {}
+        measured(100.0, 100.0)
+        results["planned"] = _fit("mlp", **settings_)
+        measured(100.0, 1000.0)
+        results["slower"] = _fit("mlp", **settings_)
+        measured(100.0)
+        results["every"] = _fit("mlp", **{**settings_, "reduce": "every"})
+        if accelerator == "cpu":  # where what is measured of memory is the same each time
+            budget = results["planned"].extra["rounds"][0].passes[0].peak_bytes
+            measured(100.0)
+            results["tight"] = _fit("mlp", memory_budget=budget, **settings_)
+    finally:
+        tuner.build_profile, tuner.Tuner._fastest = original, fastest  # type: ignore[method-assign]
+    return results
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_planning_changes_it_between_two_optimizer_steps_and_takes_it_back(accelerator: str) -> None:
+    results = run_ranks(_plan_all, 2, accelerator, timeout=280)
+    expected = train(
+        CASES["mlp"], "auto", world_size=1, rank=0, data_world=2, accumulate=ACCUMULATE, steps=STEPS,
+        accelerator=accelerator,
+    )  # fmt: skip
+    assert results[0]["planned"].extra["programs"] == results[1]["planned"].extra["programs"]
+    for result in results:
+        often = result["every"].extra["counts"][0]
+        once = [0, 0, often[-1]]
+        late = {"planned": range(5, STEPS), "slower": range(5, 9), "tight": (), "every": ()}
+        for name, record in result.items():
+            counts = [once if step in late.get(name, ()) else often for step in range(len(record.extra["counts"]))]
+            assert record.extra["counts"] == counts, name
+            assert_same_training(record, expected, params=True)
+        (planned,), (slower,) = (result[name].extra["rounds"] for name in ("planned", "slower"))
+        before, after = planned.passes
+        assert (before.name, after.name, planned.outcome) == ("zero3 -> prefetch", "reduce_late", "kept")
+        assert after.changed.startswith("gradients reduced at the boundary: 0 become ")
+        assert after.step_seconds < before.step_seconds and after.peak_bytes > before.peak_bytes
+        assert "reduce_late" in str(planned) and after.changed in str(planned)
+        assert "  reduce at boundary " in result["planned"].extra["programs"]["frame0.backward"]
+        assert slower.outcome == "reverted"
+        assert "at boundary" not in result["slower"].extra["programs"]["frame0.backward"]
+        if accelerator == "cpu":
+            (tight,) = result["tight"].extra["rounds"]
+            assert (tight.outcome, tight.passes[1].changed) == ("unchanged", "nothing")
+            assert all(torch.equal(result["every"].params[k], result["tight"].params[k]) for k in expected.params)

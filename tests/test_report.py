@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_simulate import compute, gather, profile, release, schedule, wait
+from test_simulate import compute, gather, profile, reduce, release, schedule, wait
 
 from lightning_deepcompile import __main__ as report
 
@@ -67,7 +67,22 @@ def test_a_profile_is_planned_for_other_ranks_links_and_budgets(
     assert "64 ranks" in wide and "1000.00 GB/s" in wide and "6000.0 ms" in wide
     roomy = _printed(monkeypatch, capsys, "simulate", str(path), "--offload-activations", "auto")
     assert "offload_activation" in roomy and "activations in host memory" not in roomy
-    wrong = [["--copy-bandwidth", "-1"], ["--offload-activations", "some"], ["--world", "0"], ["--bandwidth", "-1"]]
+    path.write_text(profile([*step, schedule("backward", reduce(0))], micro_batches=2, hold_seconds=0.0).to_json())
+    every, late, auto = (
+        _printed(monkeypatch, capsys, "simulate", str(path), "--passes", "zero3,reduce_late", "--reduce", when)
+        for when in ("every", "boundary", "auto")
+    )
+    first = [next(line for line in text.splitlines() if "zero3" in line).split()[1] for text in (every, late, auto)]
+    assert first == ["28000.0", "26000.0", "28000.0"]
+    assert "26000.0 ms" in auto and "gradients reduced at the boundary: 0 become 1" in auto
+    wrong = [
+        ["--reduce", "auto"],
+        ["--copy-bandwidth", "-1"],
+        ["--offload-activations", "some"],
+        ["--world", "0"],
+        ["--bandwidth", "-1"],
+    ]
+    path.write_text(profile(step).to_json())
     for arguments in (*wrong, ["--budget", "much"], ["--passes", "zero9"]):
         with pytest.raises(SystemExit):
             _printed(monkeypatch, capsys, "simulate", str(path), *arguments)

@@ -9,9 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Contention, Link, Profile, ProfileError, RegionCost
 from lightning_deepcompile.plan.events import Task, run_tasks
-from lightning_deepcompile.plan.simulate import just_in_time, least_budget, simulate
+from lightning_deepcompile.plan.held_memory import gradient_bytes
+from lightning_deepcompile.plan.least import just_in_time, least_budget
+from lightning_deepcompile.plan.passes.proactive_prefetch import proactive_prefetch
+from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.schedule import Instruction, Schedule, check_schedule
 
 SIZE = 1024  # a multiple of the arena's alignment; a slot adds 1/64th, rounded up to 512 bytes
@@ -32,6 +36,10 @@ def release(*ids: int) -> Instruction:
 
 def reduce(*ids: int) -> Instruction:
     return Instruction("reduce", ids, (SIZE,) * len(ids))
+
+
+def reduce_late(*ids: int) -> Instruction:
+    return Instruction("reduce_at_boundary", ids, (SIZE,) * len(ids))
 
 
 def compute(number: int, *ids: int) -> Instruction:
@@ -123,7 +131,7 @@ def test_accumulation_gathers_anew_in_every_micro_batch_and_the_optimizer_comes_
 
 def test_gradients_that_are_held_travel_once_and_cost_compute() -> None:
     forward = schedule("forward", gather(0), wait(0), compute(0, 0), release(0))
-    backward = schedule("backward", compute(0), reduce(0), Instruction("end"))
+    backward = schedule("backward", compute(0), reduce_late(0), Instruction("end"))
     both = [forward, backward]
     held = profile(both, micro_batches=3, optimizer_seconds=4.0, hold_seconds=0.5 / SIZE)
     result = simulate(both, held)
@@ -132,6 +140,87 @@ def test_gradients_that_are_held_travel_once_and_cost_compute() -> None:
     assert result.reduce_seconds == pytest.approx(2.0)
     single = replace(held, micro_batches=1)
     assert simulate(both, single).seconds == simulate(both, replace(single, hold_seconds=None)).seconds
+
+
+@pytest.mark.parametrize("ratio", [1.0, 2.0])
+def test_whole_gradients_take_memory_until_compute_has_waited_for_them(ratio: float) -> None:
+    """Two gradients of a kilobyte, which are among what a region leaves."""
+    forward = schedule("forward", compute(0))
+    backwards = [
+        schedule("backward", compute(0), part(0), compute(1), part(1), compute(2), Instruction("end"))
+        for part in (reduce, reduce_late)
+    ]
+    rows = []
+    for backward in backwards:
+        both = [forward, backward]
+        base = profile(both, micro_batches=2, hold_ratio=ratio, reduce_window=1)
+        sizes = {key: replace(cost, after=20 + 2 * SIZE) for key, cost in base.regions.items()}
+        memory = simulate(both, replace(base, regions=sizes)).memory
+        rows.append([point.gradients for point in memory])
+    # One gradient is on its way while the next one is made; nothing is left for the next micro-batch.
+    every = [0, 0, 0, SIZE, SIZE, SIZE, SIZE]
+    assert rows[0] == every * 2
+    # A sum stays until the last micro-batch, and until its reduction is over. One that travels in another dtype is cast
+    # into a buffer, which is there from then on.
+    one, buffer = int(SIZE * ratio), 0 if ratio == 1 else SLOT
+    first = [0, 0, one, one, 2 * one, 2 * one, 2 * one]
+    last = [2 * one, 2 * one, 2 * one, 2 * one, 2 * one, one, one]
+    assert rows[1] == [buffer + size for size in [*first, *last]]
+    assert gradient_bytes([forward, backwards[1]], ratio, 2)[1][1][2] == buffer + one, "compute waits at once there"
+
+
+def test_gathers_that_open_a_step_run_while_the_trainer_is_busy() -> None:
+    forward = schedule(
+        "forward",
+        *(gather(0), gather(1), wait(0), compute(0, 0), release(0)),
+        *(gather(2), wait(1), compute(1, 1), release(1)),
+        *(wait(2), compute(2, 2), release(2)),
+    )
+    backward = schedule("backward", compute(0), reduce(0), Instruction("end"))
+    both = [forward, backward]
+    late = profile(both, gathers=2.0, optimizer_seconds=3.0)
+    # Gathers 0-2, 2-4 and 4-6, regions 2-3, 4-5 and 6-7, backward 7-8, its reduction 8-12, the optimizer 12-15.
+    result = simulate(both, late)
+    assert (result.seconds, result.exposed_seconds) == (pytest.approx(15.0), pytest.approx(2 + 1 + 1 + 4))
+    # They start three seconds before: from -3 to -1 and from -1 to 1. The region that waits for the first runs from 0
+    # to 1, the second from 1 to 2; the third gather may have the first one's memory at 1, and takes until 3.
+    early = simulate(both, Profile.from_json(replace(late, early_gathers=True, between_seconds=3.0).to_json()))
+    starts = [span.start for span in early.spans if span.stream == "gather"]
+    assert starts == [pytest.approx(-3.0), pytest.approx(-1.0), pytest.approx(1.0)]
+    assert early.seconds == pytest.approx(3 + 1 + 1 + 4 + 3)
+    assert early.exposed_seconds == pytest.approx(1 + 4), "what runs while nobody wants to compute is not exposed"
+    assert early.gather_seconds == result.gather_seconds
+    # Without time in between they are launched no later than before.
+    assert simulate(both, replace(late, early_gathers=True)).seconds == result.seconds
+    # An optimizer that steps in parts takes a second for each parameter: the gathers of the first two run from 1 to 3
+    # and from 3 to 5, the step begins at 3. Regions 3-4, 5-6 and 7-8 (the third gather is queued behind the second),
+    # backward 8-9, its reduction 9-13; then the next step's optimizer would begin.
+    parts = simulate(both, Profile.from_json(replace(late, early_gathers=True, optimizer_parts=True).to_json()))
+    assert [s.start for s in parts.spans if s.stream == "gather"] == [pytest.approx(t) for t in (1.0, 3.0, 5.0)]
+    assert parts.seconds == pytest.approx(13.0)
+    assert parts.compute_seconds == pytest.approx(early.compute_seconds)
+    # Only a step's first micro-batch finds them.
+    twice = replace(late, micro_batches=2)
+    opened = replace(twice, early_gathers=True, between_seconds=3.0)
+    assert simulate(both, twice).seconds - simulate(both, opened).seconds == pytest.approx(15.0 - 12.0)
+
+
+def test_gathers_between_steps_take_memory_beside_what_a_step_leaves() -> None:
+    forward = schedule("forward", gather(0), gather(1), wait(0), compute(0, 0), release(0), wait(1), release(1))
+    backward = schedule("backward", compute(0), reduce(0), Instruction("end"))
+    both = [forward, backward]
+    base = profile(both, early_gathers=True)
+    costs = {"forward/region_0": RegionCost(1.0), "backward/region_0": RegionCost(1.0, after=5000 + SIZE)}
+    base = replace(base, regions=costs)
+    memory = simulate(both, base).memory
+    assert [point.bytes for point in memory[:2]] == [5000 + SLOT, 5000 + 2 * SLOT]
+    assert simulate(both, base).peak_bytes == 5000 + 2 * SLOT
+    assert simulate(both, replace(base, early_gathers=False)).peak_bytes == 5000 + SIZE
+    # Over a budget that the second one breaks, it is launched behind the wait that ends the opening.
+    context = PlanContext(profile=replace(base, budget=5000 + 2 * SLOT - 1))
+    (moved, _) = proactive_prefetch(both, context)
+    assert [i.op for i in moved.instructions[:3]] == ["gather", "wait", "gather"]
+    assert simulate([moved, backward], base).peak_bytes == 5000 + SLOT
 
 
 def test_what_stays_until_the_boundary_is_gathered_once_a_step() -> None:

@@ -170,6 +170,7 @@ class Simulator:
         gathered: Gathered parameters by id; released ones are gone, and their memory is NaN.
         waited: Ids that were waited for since their launch.
         grads: Sums of the gradients that were reduced.
+        held: Sums of those that wait for the boundary.
         reductions: How often each parameter's gradient was reduced.
         log: What ran: ``(name, ids)``.
         copies: Saved tensors that are being copied: the host tensor, and its target if it is on its way back.
@@ -180,6 +181,7 @@ class Simulator:
     gathered: dict[int, Tensor] = field(default_factory=dict)
     waited: set[int] = field(default_factory=set)
     grads: dict[int, Tensor] = field(default_factory=dict)
+    held: dict[int, Tensor] = field(default_factory=dict)
     reductions: dict[int, int] = field(default_factory=dict)
     log: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     copies: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
@@ -236,6 +238,11 @@ class Simulator:
         self.log.append(("reduce", tuple(ids)))
         for ds_id, grad in zip(ids, grads, strict=True):
             assert grad.is_contiguous()
+            if graph_id & 1 << 31:  # as `Program.boundary_id`
+                grad = grad + self.held.pop(ds_id, torch.zeros_like(grad))
+                if not self.boundary:
+                    self.held[ds_id] = grad
+                    continue
             self._accumulate(ds_id, grad)
 
     def _end_backward(self, graph_id: int) -> None:

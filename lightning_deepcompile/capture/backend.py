@@ -108,7 +108,10 @@ class Capture:
     def __post_init__(self) -> None:
         self.regions = RegionCompiler(self.config.region_backend)
         self.settings = PlanSettings(
-            self.config.prefetch_blocks, self.config.keep_last_block, self.config.offload_activations
+            self.config.prefetch_blocks,
+            self.config.keep_last_block,
+            self.config.offload_activations,
+            self.config.reduction(self.stage),
         )
         self.passes: tuple[Pass, ...] = DEFAULT_PASSES
         # By structure: whatever shapes each rank meets, programs of one structure must gather alike on all of them.
@@ -184,12 +187,13 @@ class Capture:
         """Swaps every program for one planned anew; nothing is traced or compiled again.
 
         Args:
-            settings: New choices; None keeps those in use. Call between optimizer steps, on all ranks alike.
+            settings: New choices; None keeps those in use. When gradients are reduced stays as configured, unless
+                `plan` says otherwise. Call between optimizer steps, on all ranks alike.
             passes: What programs go through from now on; step passes are left to whoever has a profile.
             plan: Schedules for programs, now and later, of the same structure, whatever their shapes: for other shapes
                 it is the nearest plan that there is. All other programs have what the passes make of them.
         """
-        self.settings = settings or self.settings
+        self.settings = replace(settings or self.settings, reduce=self.settings.reduce)
         self.passes = self.passes if passes is None else tuple(passes)
         self.plan = {schedule.structure: schedule for schedule in plan}
         self.agreement.forget()  # a program that fitted the others' old ones may not fit their new ones
@@ -233,7 +237,9 @@ class Capture:
                 progress=self.progress,
             )
             base = replace(base, frame=frame.index)
-            self.runtime.register_graph(graph_id, sorted(frame.ids), stage=self.stage, reduce=self.config.reduce)
+            self.runtime.register_graph(graph_id, sorted(frame.ids), stage=self.stage, reduce="every")
+            if kind == "backward":
+                self.runtime.register_graph(base.boundary_id, sorted(frame.ids), stage=self.stage, reduce="boundary")
             before = _nothing
             if kind == "backward":
                 before = compat.held_weakly(self.gradients.begin)

@@ -13,7 +13,10 @@ from lightning_deepcompile.program.schedule import Instruction, Schedule
 __all__ = ["Candidate", "Keep", "choose_by_gain"]
 
 Candidate = tuple[tuple[int, int], Instruction]
-"""Indices of a forward and its backward schedule, and a group of gathers that may stay gathered."""
+"""Indices of a forward and its backward schedule, and a group of gathers that may stay gathered.
+
+Or twice the index of a backward schedule, and a group of gradients that may wait for the boundary.
+"""
 
 Keep = Callable[[list[Schedule], int, int, Instruction], list[Schedule]]
 """Gives the schedules with a group kept; arguments as of `Candidate`."""
@@ -66,7 +69,7 @@ class _Search:
             if not _counts(best, prediction) or prediction.peak_bytes > max(best.peak_bytes, self.budget):
                 continue
             gain = (best.seconds - prediction.seconds) / max(group.bytes, 1)
-            if queue and -gain > queue[0][0]:
+            if queue and (-gain, order) > queue[0][:2]:
                 heapq.heappush(queue, (-gain, order, (forward, backward), group))
                 continue
             result, best = trial, prediction

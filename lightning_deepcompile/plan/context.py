@@ -35,15 +35,15 @@ class PlanContext:
         """The same, with the room that is left for larger batches."""
         return self.budget if self.profile is None else self.budget + self.profile.room
 
-    def require_profile(self, name: str) -> Profile:
-        """The profile of a step of at most two micro-batches, for the pass `name` that cannot do without.
+    def require_profile(self, name: str, micro_batches: int = 2) -> Profile:
+        """The profile of a step of at most `micro_batches`, for the pass `name` that cannot do without.
 
-        More of them run the same programs as the first of two: they would change no decision, and simulating them takes
-        time.
+        As a rule, more than two run the same programs as the first of two: they would change no decision, and
+        simulating them takes time.
 
         Raises:
             ValueError: If there is none.
         """
         if self.profile is None:
             raise ValueError(f"The pass {name!r} needs a profile: give it a `step` of at least 1 in the schedule.")
-        return replace(self.profile, micro_batches=min(self.profile.micro_batches, 2))
+        return replace(self.profile, micro_batches=min(self.profile.micro_batches, micro_batches))

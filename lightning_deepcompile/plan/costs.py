@@ -5,14 +5,26 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from lightning_deepcompile.program.saved import Saved
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 
-__all__ = ["PROFILE_VERSION", "Contention", "Link", "Profile", "ProfileError", "RegionCost", "schedule_from_dict"]
+__all__ = [
+    "PROFILE_VERSION",
+    "Contention",
+    "EarlyStart",
+    "Link",
+    "Profile",
+    "ProfileError",
+    "RegionCost",
+    "schedule_from_dict",
+]
 
 PROFILE_VERSION = 1
+
+EarlyStart = Literal["behind", "beside"]
+"""When the gathers that open a step are launched early: when the optimizer has stepped, or while it steps in parts."""
 
 
 class ProfileError(ValueError):
@@ -87,10 +99,16 @@ class Profile:
         reduce: Model of reductions.
         contention: What runs at the same time slows down.
         micro_batches: Forward and backward passes per optimizer step.
+        accumulates: Whether all but the last of them know that the optimizer does not step yet. Under manual
+            optimization none does: what waits for the boundary then happens every time.
         optimizer_seconds: From the end of the last backward pass to the end of the optimizer's step.
         launch_seconds: Time that the host needs for an instruction that is not a region.
         hold_seconds: What it takes compute to add a byte of a whole gradient to a sum that is reduced with the last
-            micro-batch; None where every micro-batch is reduced.
+            micro-batch; None if that is not known.
+        hold_ratio: Bytes of such a sum per byte of the gradient: a sum has the parameter's dtype.
+        early_gathers: Whether the gathers that open a step are launched when the optimizer has stepped.
+        optimizer_parts: Whether they are launched while it steps: first on what they read, part by part.
+        between_seconds: From the end of the optimizer's step to the next step, while the trainer is busy.
         reduce_window: Groups of gradients that may be on their way before compute waits for the oldest.
         budget: Bytes that may be allocated; None if there is no limit.
         room: Bytes that were taken off the budget for larger batches: no reason for anything to leave the device.
@@ -111,9 +129,14 @@ class Profile:
     reduce: Link
     contention: Contention = field(default_factory=Contention)
     micro_batches: int = 1
+    accumulates: bool = True
     optimizer_seconds: float = 0.0
     launch_seconds: float = 0.0
     hold_seconds: float | None = None
+    hold_ratio: float = 1.0
+    early_gathers: bool = False
+    optimizer_parts: bool = False
+    between_seconds: float = 0.0
     reduce_window: int = 2
     budget: int | None = None
     room: int = 0

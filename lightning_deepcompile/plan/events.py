@@ -11,7 +11,8 @@ from lightning_deepcompile.plan.costs import Contention
 
 __all__ = ["StreamName", "Task", "Timing", "run_tasks"]
 
-StreamName = Literal["host", "compute", "gather", "reduce", "out", "in"]
+StreamName = Literal["trainer", "host", "compute", "gather", "reduce", "out", "in"]
+"""The device's streams, the host that launches, and the trainer, which is busy between steps."""
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Timing:
         start: Start of every task, in seconds.
         end: Its end.
         busy: Seconds that each stream worked.
-        exposed: Seconds in which a gather, a reduction or a copy ran and compute did not.
+        exposed: Seconds in which a gather, a reduction or a copy ran and compute did not, though it had a step to do.
     """
 
     start: list[float]
@@ -74,7 +75,8 @@ def run_tasks(tasks: Sequence[Task], contention: Contention) -> Timing:
             for stream, queue in queues.items()
             if queue and all(end[other] >= 0 for other in tasks[queue[0]].after)
         }
-        slowdown = _slowdown(active.keys() - {"host"}, contention)
+        working = active.keys() - {"host", "trainer"}
+        slowdown = _slowdown(working, contention)
         step = min(left[number] * slowdown.get(stream, 1.0) for stream, number in active.items())
         for stream, number in active.items():
             if start[number] < 0:
@@ -83,7 +85,7 @@ def run_tasks(tasks: Sequence[Task], contention: Contention) -> Timing:
             remaining = left[number] - step / slowdown.get(stream, 1.0)
             # The one that set the step is over, whatever rounding says; so is whatever ends with it.
             left[number] = remaining if remaining > 1e-12 * max(tasks[number].seconds, 1e-9) else 0.0
-        if "compute" not in active and active.keys() - {"host"}:
+        if working and not active.keys() & {"compute", "trainer"}:
             exposed += step
         now += step
         for stream, number in active.items():

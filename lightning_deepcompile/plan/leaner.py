@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.least import just_in_time
 from lightning_deepcompile.plan.pass_manager import Pass, PassEffect, difference, optimize
 from lightning_deepcompile.plan.report import PassReport, Round
 from lightning_deepcompile.plan.settings import PlanSettings
-from lightning_deepcompile.plan.simulate import just_in_time, simulate
+from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule
 

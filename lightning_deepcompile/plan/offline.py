@@ -12,12 +12,14 @@ from lightning_deepcompile.plan.budget import parse_budget
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.copy_placement import offload_all
 from lightning_deepcompile.plan.costs import Link, Profile, ProfileError
+from lightning_deepcompile.plan.least import least_budget
 from lightning_deepcompile.plan.offload import OffloadMode
 from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, PassError, optimize, resolve_passes
+from lightning_deepcompile.plan.passes.reduce_late import place_reductions
 from lightning_deepcompile.plan.report import PassReport, format_passes
-from lightning_deepcompile.plan.settings import PlanSettings
-from lightning_deepcompile.plan.simulate import least_budget
+from lightning_deepcompile.plan.settings import PlanSettings, Reduction
 from lightning_deepcompile.program.printer import format_bytes
+from lightning_deepcompile.program.schedule import Operation
 
 __all__ = ["main"]
 
@@ -37,6 +39,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--offload-activations", choices=get_args(OffloadMode), default="none", help="as in CompileConfig"
     )
+    parser.add_argument(
+        "--reduce", choices=get_args(Reduction), help="as in CompileConfig; by default as in the profiled run"
+    )
     parser.add_argument("--copy-bandwidth", type=float, help="GB/s of copies to host memory, and of those back")
     parser.add_argument("--passes", default=",".join(DEFAULT_SCHEDULE[-1]["passes"]), help="separated by commas")
     options = parser.parse_args(arguments)
@@ -45,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
         passes = resolve_passes(options.passes.split(","), profiled=True)
     except (OSError, ProfileError, PassError, ValueError) as error:
         parser.error(str(error))
-    settings = PlanSettings(offload_activations=options.offload_activations)
+    settings = PlanSettings(offload_activations=options.offload_activations, reduce=options.reduce or "every")
     _, effects = optimize(profile.schedules, passes, PlanContext(settings, profile))
     links = [
         f"{name} {link.latency * 1e6:.0f} us + {link.bandwidth / 1e9:.2f} GB/s"
@@ -67,6 +72,14 @@ def _changed(profile: Profile, options: argparse.Namespace) -> Profile:
         bandwidth = link.bandwidth if options.bandwidth is None else options.bandwidth * 1e9
         links.append(Link(link.latency if options.latency is None else options.latency / 1e6, bandwidth))
     profile = replace(profile, gather=links[0], reduce=links[1])
+    if options.reduce is not None:
+        if options.reduce != "every" and profile.hold_seconds is None:
+            raise ValueError(
+                f"--reduce {options.reduce}: the profile does not say what it costs to add up whole gradients. Take "
+                "one of a run that accumulates gradients with CompileConfig(reduce='auto') or reduce='boundary'."
+            )
+        op: Operation = "reduce_at_boundary" if options.reduce == "boundary" else "reduce"
+        profile = replace(profile, schedules=tuple(place_reductions(profile.schedules, op)))
     if options.copy_bandwidth is not None:
         copy = replace(profile.copy_out, bandwidth=options.copy_bandwidth * 1e9)
         profile = replace(profile, copy_out=copy, copy_in=copy)

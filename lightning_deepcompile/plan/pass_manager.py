@@ -14,6 +14,7 @@ from lightning_deepcompile.plan.passes.keep_whole import keep_whole
 from lightning_deepcompile.plan.passes.offload_activation import offload_activation
 from lightning_deepcompile.plan.passes.prefetch import prefetch
 from lightning_deepcompile.plan.passes.proactive_prefetch import proactive_prefetch
+from lightning_deepcompile.plan.passes.reduce_late import reduce_late
 from lightning_deepcompile.plan.passes.unshard import unshard
 from lightning_deepcompile.plan.passes.zero3 import zero3
 from lightning_deepcompile.plan.settings import PlanSettings
@@ -76,8 +77,9 @@ def program_pass(name: str, needs: Sequence[str] = (), provides: Sequence[str] =
 def step_pass(name: str, needs: Sequence[str] = (), provides: Sequence[str] = ()) -> Callable[[StepPass], Pass]:
     """Makes a function ``(schedules, context) -> schedules`` a pass.
 
-    The function may move, merge, add and drop gathers and releases; a schedule that would read what is not there is
-    refused. It must come to the same result on every rank: let it look at nothing but its arguments.
+    The function may move, merge, add and drop gathers and releases, and reduce gradients at the boundary; a schedule
+    that would read what is not there is refused. It must come to the same result on every rank: let it look at nothing
+    but its arguments.
 
     Args:
         name: Name of the pass.
@@ -96,6 +98,7 @@ BUILTIN_PASSES: dict[str, Pass] = {
         step_pass("offload_activation", needs=["gathers", "profile"])(offload_activation),
         step_pass("unshard", needs=["gathers", "profile"])(unshard),
         step_pass("keep_whole", needs=["gathers", "profile"])(keep_whole),
+        step_pass("reduce_late", needs=["gathers", "profile"])(reduce_late),
         step_pass("proactive_prefetch", needs=["gathers", "profile"])(proactive_prefetch),
     )
 }
@@ -108,7 +111,16 @@ DEFAULT_SCHEDULE: tuple[dict[str, Any], ...] = (
     {"step": 0, "passes": ["zero3", "prefetch"]},
     {
         "step": 3,
-        "passes": ["zero3", "prefetch", "fuse", "offload_activation", "unshard", "keep_whole", "proactive_prefetch"],
+        "passes": [
+            "zero3",
+            "prefetch",
+            "fuse",
+            "offload_activation",
+            "unshard",
+            "keep_whole",
+            "reduce_late",
+            "proactive_prefetch",
+        ],
     },
 )
 """What `CompileConfig.schedule` means by ``"auto"``."""
@@ -286,6 +298,12 @@ def difference(before: Sequence[Schedule], after: Sequence[Schedule]) -> str:
     ]
     if whole[0] != whole[1]:
         parts.append(f"parameters kept for the next micro-batch: {whole[0]} become {whole[1]}")
+    late = [
+        sum(len(s.instructions[position].ids) for s in step for position in s.at("reduce_at_boundary"))
+        for step in (before, after)
+    ]
+    if late[0] != late[1]:
+        parts.append(f"gradients reduced at the boundary: {late[0]} become {late[1]}")
     away = [
         sum(schedule.instructions[position].bytes for schedule in step for position in schedule.at("offload"))
         for step in (before, after)

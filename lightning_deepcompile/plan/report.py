@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_deepcompile.plan.pass_manager import PassEffect
 from lightning_deepcompile.program.printer import format_bytes
 
-__all__ = ["PassReport", "Round", "format_passes"]
+__all__ = ["PassReport", "Round", "format_passes", "shortage_note"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,24 @@ class Round:
             if self.after_peak_bytes and abs(peak - self.after_peak_bytes) > 0.05 * self.after_peak_bytes:
                 found.append(f"{format_bytes(peak)} were predicted, {format_bytes(self.after_peak_bytes)} measured")
         return found
+
+
+def shortage_note(rounds: Sequence[Round]) -> str:
+    """What to know of the plan in use when memory is short; "" if there is none.
+
+    Args:
+        rounds: Those so far.
+    """
+    kept = [one for one in rounds if one.outcome in ("kept", "leaner") and one.passes]
+    if not kept:
+        return ""
+    peak, budget = kept[-1].passes[-1].peak_bytes, kept[-1].budget
+    return (
+        f"Since step {kept[-1].step} a plan uses memory that was free until then, for a peak of {format_bytes(peak)} "
+        f"with the batches seen before it{'' if budget is None else f', of {format_bytes(budget)}'}. Limit it with "
+        "CompileConfig(memory_budget=...), let larger batches' activations go to host memory with "
+        "CompileConfig(offload_activations='auto'), or plan nothing with CompileConfig(schedule=None)."
+    )
 
 
 def format_passes(passes: Sequence[PassReport]) -> str:

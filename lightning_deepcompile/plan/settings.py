@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from lightning_deepcompile.plan.offload import OffloadMode
 
-__all__ = ["PlanSettings"]
+__all__ = ["PlanSettings", "Reduction"]
+
+Reduction = Literal["every", "boundary", "auto"]
+"""When gradients of accumulated micro-batches travel; ``"auto"`` starts as ``"every"``, and planning decides."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +21,10 @@ class PlanSettings:
         prefetch_blocks: How many groups ahead of their use gathers are launched.
         keep_last_block: Whether a forward program leaves its last group gathered for the backward program.
         offload_activations: Which saved tensors wait in host memory: ``"none"``, ``"all"``, or what exceeds the budget.
+        reduce: When gradients are reduced.
     """
 
     prefetch_blocks: int = 2
     keep_last_block: bool = True
     offload_activations: OffloadMode = "none"
+    reduce: Reduction = "every"

@@ -3,26 +3,26 @@
 The model is the runtime's: the host issues instructions one after another; compute, gathers and reductions are streams;
 slots of the arena are taken and given back in the host's order, and reused behind their last reader. Time comes from
 discrete events (`events`), memory from the host's order alone, as the allocator's bookkeeping is the host's.
+
+A step is one of many equal ones: where the gathers that open it are launched early, it finds them on their way since
+the end of the step before, for as long as the trainer was busy in between.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_deepcompile.plan.arena import ArenaModel, Slot, group_bytes
-from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
+from lightning_deepcompile.plan.costs import Profile, RegionCost
 from lightning_deepcompile.plan.events import StreamName, Task, run_tasks
-from lightning_deepcompile.program.schedule import RELEASES, Instruction, Schedule
+from lightning_deepcompile.plan.gradients import GradientModel
+from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Schedule, opening_positions
 
 __all__ = [
     "MemoryPoint",
     "Prediction",
     "Span",
-    "arena_bytes",
-    "just_in_time",
-    "least_budget",
     "memory_bytes",
     "memory_excess",
     "simulate",
@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a stream did, from `start` to `end` in seconds."""
+    """Something that a stream did, from `start` to `end` in seconds; before the step's begin they are negative."""
 
     stream: StreamName
     label: str
@@ -44,20 +44,24 @@ class MemoryPoint:
     """The most memory while an instruction was issued.
 
     Args:
-        schedule: Index of the schedule within the step.
+        micro_batch: Number of the micro-batch.
+        schedule: Index of the schedule within it.
         instruction: Position of the instruction.
         seconds: When the device gets there.
         arena: Bytes of slots for gathered parameters.
         bytes: All allocated bytes.
         away: Bytes of saved tensors in host memory.
+        gradients: Bytes of whole gradients that the runtime holds, or has on their way.
     """
 
+    micro_batch: int
     schedule: int
     instruction: int
     seconds: float
     arena: int
     bytes: int
-    away: int = 0
+    away: int
+    gradients: int
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class Prediction:
     """What a step is expected to do.
 
     Args:
-        seconds: Its duration, `Profile.unexplained_seconds` included.
+        seconds: Its duration, `Profile.unexplained_seconds` included, the time between steps not.
         compute_seconds: How long compute, the optimizer included, is busy.
         exposed_seconds: How long compute stands still for communication.
         gather_seconds: How long gathers take.
@@ -116,52 +120,14 @@ def memory_bytes(schedules: Sequence[Schedule], profile: Profile) -> list[list[i
     return _Simulation(profile).memory(schedules)
 
 
-def arena_bytes(schedules: Sequence[Schedule]) -> list[list[int]]:
-    """What the programs' own memory does not explain, after every instruction of every schedule of a micro-batch.
-
-    Returns:
-        Bytes of the arena's slots, less those of saved tensors that are in host memory.
-    """
-    regions = {f"{s.name}/{s.instructions[p].region}": RegionCost(0.0) for s in schedules for p in s.at("compute")}
-    link = Link(0.0, 1.0)
-    prediction = simulate(schedules, Profile(1, "cpu", tuple(schedules), regions, link, link))
-    return [[m.arena - m.away for m in prediction.memory if m.schedule == index] for index in range(len(schedules))]
-
-
-def least_budget(schedules: Sequence[Schedule], profile: Profile) -> int:
-    """The least memory that these programs run in: every group is gathered right before its use, and nothing kept."""
-    return simulate([just_in_time(schedule) for schedule in schedules], profile).peak_bytes
-
-
-def just_in_time(schedule: Schedule) -> Schedule:
-    """`schedule` with every group gathered right before it is waited for, and nothing left for later programs.
-
-    Copies are waited for at once.
-    """
-    groups = [instruction for instruction in schedule.instructions if instruction.op == "gather"]
-    result: list[Instruction] = []
-    gathered: set[int] = set()
-    sizes: dict[int, int] = {i: size for g in groups for i, size in zip(g.ids, g.sizes, strict=True)}
-    for instruction in schedule.instructions:
-        if instruction.op in ("gather", "reload") or (instruction.op == "wait_copy" and schedule.kind == "forward"):
-            continue
-        if instruction.op == "wait":
-            absent = tuple(i for i in instruction.ids if i not in gathered)
-            if absent:
-                result.append(Instruction("gather", absent, tuple(sizes[i] for i in absent)))
-            gathered.update(absent)
-        elif instruction.op in RELEASES:
-            gathered.difference_update(instruction.ids)
-            instruction = replace(instruction, op="release")
-        elif instruction.op == "wait_copy":
-            result.append(replace(instruction, op="reload"))
-        result.append(instruction)
-        if instruction.op == "offload":
-            result.append(replace(instruction, op="wait_copy"))
-    if gathered:
-        left = tuple(sorted(gathered))
-        result.append(Instruction("release", left, tuple(sizes[i] for i in left)))
-    return schedule.with_instructions(result, kept=())
+def _parameter_bytes(schedules: Sequence[Schedule]) -> int:
+    """Of all gathered parameters: an optimizer's time for each is taken to be in proportion to its size."""
+    sizes: dict[int, int] = {}
+    for schedule in schedules:
+        for position in schedule.at("gather"):
+            instruction = schedule.instructions[position]
+            sizes.update(zip(instruction.ids, instruction.sizes, strict=True))
+    return sum(sizes.values())
 
 
 @dataclass(eq=False)
@@ -182,26 +148,30 @@ class _Simulation:
         self._gathered: dict[int, _Group] = {}
         self._barrier: list[int] = []  # what the next task on the compute stream has to wait for
         self._computed: int | None = None  # the last task on the compute stream
-        self._pending: deque[int] = deque()  # reductions
+        self._gradients = GradientModel(profile.hold_ratio, profile.reduce_window)
+        self._begin: int | None = None  # the task behind which the step begins, if some of it comes before
+        self._divided = False  # whether the optimizer that is played is that of the step before
+        self._accumulates = profile.accumulates and profile.micro_batches > 1
         self._boundary = False  # in the last micro-batch
         self._copies: dict[tuple[int, int], int] = {}  # the last copy of a frame's saved tensor
         self._away = 0
-        self._memory: list[tuple[int, int, int, int, int, int]] = []  # the task is the next one, the optimizer if none
+        # Of every `MemoryPoint` the next task (the end if there is none), its place, and its bytes.
+        self._memory: list[tuple[int, tuple[int, int, int], tuple[int, int, int, int]]] = []
 
     def run(self, schedules: Sequence[Schedule]) -> Prediction:
         self._issue_step(schedules)
         timing = run_tasks(self._tasks, self._profile.contention)
+        begin = 0.0 if self._begin is None or self._divided else timing.end[self._begin]
         spans = [
-            Span(task.stream, task.label, start, end)
+            Span(task.stream, task.label, start - begin, end - begin)
             for task, start, end in zip(self._tasks, timing.start, timing.end, strict=True)
             if task.seconds > 0
         ]
-        memory = [
-            MemoryPoint(schedule, position, timing.start[task], arena, arena + other, away)
-            for schedule, position, task, arena, other, away in self._memory
-        ]
+        over = max(timing.end, default=0.0)
+        starts = [*timing.start, over]
+        memory = [MemoryPoint(*where, starts[task] - begin, *sizes) for task, where, sizes in self._memory]
         return Prediction(
-            seconds=max(max(timing.end, default=0.0) + self._profile.unexplained_seconds, 0.0),
+            seconds=max(over - begin + self._profile.unexplained_seconds, 0.0),
             compute_seconds=timing.busy["compute"],
             exposed_seconds=timing.exposed,
             gather_seconds=timing.busy["gather"],
@@ -214,22 +184,56 @@ class _Simulation:
     def memory(self, schedules: Sequence[Schedule]) -> list[list[int]]:
         self._issue_step(schedules)
         most = [[0] * len(schedule.instructions) for schedule in schedules]
-        for index, position, _, arena, other, _ in self._memory:
-            most[index][position] = max(most[index][position], arena + other)
+        for _, (_, index, position), (_, size, _, _) in self._memory:
+            most[index][position] = max(most[index][position], size)
         return most
 
     def _issue_step(self, schedules: Sequence[Schedule]) -> None:
         last_backward = max((k for k, s in enumerate(schedules) if s.kind == "backward"), default=len(schedules) - 1)
+        if self._accumulates:
+            for schedule in schedules:
+                for position in schedule.at("reduce_at_boundary"):
+                    self._gradients.reserve(schedule.instructions[position])
+        if self._profile.early_gathers and schedules and schedules[0].kind == "forward":
+            self._open(schedules)
         for micro_batch in range(self._profile.micro_batches):
-            self._boundary = micro_batch + 1 == self._profile.micro_batches
+            self._boundary = not self._profile.accumulates or micro_batch + 1 == self._profile.micro_batches
             for index, schedule in enumerate(schedules):
-                self._run_schedule(index, schedule)
+                self._run_schedule(micro_batch, index, schedule)
                 if index == last_backward:
-                    self._barrier.extend(self._pending)
-                    self._pending.clear()
-        self._compute(self._profile.optimizer_seconds, 0.0, "optimizer")
+                    self._barrier.extend(self._gradients.drain())
+        if not self._divided:
+            self._compute(self._profile.optimizer_seconds, 0.0, "optimizer")
 
-    def _run_schedule(self, index: int, schedule: Schedule) -> None:
+    def _open(self, schedules: Sequence[Schedule]) -> None:
+        """What the end of the step before launched, and the time until this one begins.
+
+        Where the optimizer steps in parts, the one of the step before is played, and this step's own left out: all
+        steps are alike, and so what gathers and the optimizer do to each other counts.
+        """
+        profile, left = self._profile, _left(schedules[-1], self._profile)
+        self._divided = profile.optimizer_parts
+        rate = profile.optimizer_seconds / max(_parameter_bytes(schedules), 1)
+        rest = profile.optimizer_seconds
+        for position in opening_positions(schedules[0].instructions):
+            task, instruction = len(self._tasks), schedules[0].instructions[position]
+            if self._divided:
+                part = min(instruction.bytes * rate, rest)
+                self._compute(part, 0.0, "optimizer")
+                rest -= part
+            self._gather(instruction, self._compute_point(), f"{schedules[0].name}/{instruction.op} {instruction.ids}")
+            self._remember(task, (0, 0, position), left, self._gradients.bytes)
+        if self._divided:
+            self._compute(rest, 0.0, "optimizer")
+        self._begin = self._add("trainer", profile.between_seconds, self._compute_point(), "between steps")
+        self._barrier.append(self._begin)
+
+    def _remember(self, task: int, where: tuple[int, int, int], other: int, gradients: int) -> None:
+        """Notes the memory of an instruction: `other` is what neither the arena nor gradients explain."""
+        size = self._arena.bytes + other + gradients - self._away
+        self._memory.append((task, where, (self._arena.bytes, size, self._away, gradients)))
+
+    def _run_schedule(self, micro_batch: int, index: int, schedule: Schedule) -> None:
         costs = [
             self._profile.cost(schedule, instruction.region) if instruction.op == "compute" else None
             for instruction in schedule.instructions
@@ -237,13 +241,18 @@ class _Simulation:
         other = next((cost.before for cost in costs if cost is not None), 0)
         for position, (instruction, cost) in enumerate(zip(schedule.instructions, costs, strict=True)):
             task = len(self._tasks)
-            held = other
+            held, before = other, self._gradients.bytes
             if cost is not None:
                 self._compute(cost.seconds, cost.host, f"{schedule.name}/{instruction.region}")
                 held, other = _peak(cost), cost.after
             else:
                 self._communicate(schedule, instruction)
-            self._memory.append((index, position, task, self._arena.bytes, held - self._away, self._away))
+            gradients = self._gradients.bytes
+            if instruction.op in REDUCTIONS:  # the runtime has them now, or has added them to sums
+                other = max(other - instruction.bytes, 0)
+                if not self._sums_up(instruction):
+                    held, gradients = max((held, before), (other, gradients), key=sum)
+            self._remember(task, (micro_batch, index, position), held, gradients)
 
     def _communicate(self, schedule: Schedule, instruction: Instruction) -> None:
         host = self._issue(self._profile.launch_seconds)
@@ -258,7 +267,7 @@ class _Simulation:
         elif instruction.op == "release" or (instruction.op == "release_at_boundary" and self._boundary):
             for i in instruction.ids:
                 self._release(i)
-        elif instruction.op in ("reduce", "reduce_now"):
+        elif instruction.op in REDUCTIONS or instruction.op == "reduce_now":
             self._reduce(instruction, host, label)
         elif instruction.op in ("offload", "reload"):
             self._copy(schedule.frame, instruction, host, label)
@@ -284,7 +293,7 @@ class _Simulation:
             return self._compute_point()
         if seconds <= 0:
             return []
-        return [self._add("host", seconds, [], "launch")]
+        return [self._add("host", seconds, [] if self._begin is None else [self._begin], "launch")]
 
     def _add(self, stream: StreamName, seconds: float, after: list[int], label: str) -> int:
         self._tasks.append(Task(stream, seconds, after, label))
@@ -340,15 +349,29 @@ class _Simulation:
             self._arena.release(group.slot, group.done if self._computed is None else self._computed)
 
     def _reduce(self, instruction: Instruction, host: list[int], label: str) -> None:
-        if self._profile.hold_seconds is not None and instruction.op == "reduce" and self._profile.micro_batches > 1:
-            self._compute(instruction.bytes * self._profile.hold_seconds, 0.0, label)
-            if not self._boundary:
+        if instruction.op == "reduce_at_boundary" and self._accumulates:
+            self._compute(instruction.bytes * (self._profile.hold_seconds or 0.0), 0.0, label)
+            if self._sums_up(instruction):
+                self._gradients.hold(instruction)
                 return
         seconds = self._profile.reduce.seconds(instruction.bytes, self._profile.world_size)
-        self._pending.append(self._add("reduce", seconds, [*host, *self._compute_point()], label))
-        window = 0 if instruction.op == "reduce_now" else self._profile.reduce_window
-        while len(self._pending) > window:
-            self._barrier.append(self._pending.popleft())
+        done = self._add("reduce", seconds, [*host, *self._compute_point()], label)
+        self._barrier.extend(self._gradients.send(instruction, done, wait=instruction.op == "reduce_now"))
+
+    def _sums_up(self, instruction: Instruction) -> bool:
+        """Whether gradients stay on the rank for now."""
+        return instruction.op == "reduce_at_boundary" and not self._boundary
+
+
+def _left(schedule: Schedule, profile: Profile) -> int:
+    """Bytes that are there when `schedule` is over, without gathered parameters and whole gradients."""
+    after = 0
+    for instruction in schedule.instructions:
+        if instruction.op == "compute":
+            after = profile.cost(schedule, instruction.region).after
+        elif instruction.op in REDUCTIONS:
+            after = max(after - instruction.bytes, 0)
+    return after
 
 
 def _peak(cost: RegionCost) -> int:

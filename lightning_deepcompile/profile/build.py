@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lightning_deepcompile.plan.costs import Contention, Link, Profile, ProfileError, RegionCost
-from lightning_deepcompile.plan.simulate import arena_bytes, simulate
+from lightning_deepcompile.plan.held_memory import arena_bytes, gradient_bytes
+from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.profile.fit import fit_link
 from lightning_deepcompile.profile.probe import Run, StepProbe
-from lightning_deepcompile.program.schedule import Schedule
+from lightning_deepcompile.program.schedule import REDUCTIONS, Schedule
 
 __all__ = ["build_profile", "describe_spread", "explain", "leave_room", "merge_profiles"]
 
@@ -22,7 +23,7 @@ def build_profile(
     isolated_schedules: Mapping[str, Schedule],
     *,
     world_size: int,
-    reduces_late: bool,
+    hold_ratio: float,
     reduce_window: int,
     budget: int | None,
     step_seconds: float,
@@ -36,7 +37,7 @@ def build_profile(
         schedules: What ran in `observed`, by program name.
         isolated_schedules: What ran in `isolated`, by program name.
         world_size: Number of ranks.
-        reduces_late: Whether gradients are added up, and reduced with the last micro-batch.
+        hold_ratio: Bytes of a sum of whole gradients per byte of a gradient.
         reduce_window: As configured.
         budget: Bytes that may be allocated.
         step_seconds: Duration of ordinary steps.
@@ -62,7 +63,10 @@ def build_profile(
     launches: list[float] = []
     regions: dict[str, RegionCost] = {}
     on_device = isolated.device.type == "cuda"
-    arenas = arena_bytes([isolated_schedules[name] for name in order])
+    ran = [isolated_schedules[name] for name in order]
+    accumulates = len(isolated.accumulating) > 0
+    arenas = arena_bytes(ran)
+    gradients = gradient_bytes(ran, hold_ratio, isolated.micro_batches if accumulates else 1)
     for name, runs in by_name.items():
         schedule = isolated_schedules[name]
         rows = [run.seconds() for run in runs]
@@ -72,16 +76,18 @@ def build_profile(
             if instruction.op == "compute":
                 memory = live[name][instruction.region]
                 if on_device:
-                    memory = _allocated(runs, position, arenas[order.index(name)] if name in order else None)
+                    place = order.index(name) if name in order else None
+                    whole = [0 if place is None else part[place][position] for part in gradients]
+                    memory = _allocated(runs, position, 0 if place is None else arenas[place][position], whole)
                 launched = host[position] if on_device else 0.0
                 regions[f"{name}/{instruction.region}"] = RegionCost(seconds[position], launched, *memory)
             elif instruction.op == "gather":
                 # The wait comes right behind it.
                 gathers.append((instruction.bytes, seconds[position] + seconds[position + 1]))
-            elif instruction.op == "reduce":
+            elif instruction.op in REDUCTIONS:
                 times: dict[bool, list[float]] = {}
                 for run, row in zip(runs, rows, strict=True):
-                    held = reduces_late and not isolated.in_last_micro_batch(run)
+                    held = instruction.op == "reduce_at_boundary" and not isolated.at_boundary(run)
                     times.setdefault(held, []).append(row[position])
                 for held, samples in times.items():
                     (holds if held else reductions).append((instruction.bytes, statistics.median(samples)))
@@ -95,9 +101,11 @@ def build_profile(
         gather=fit_link(gathers, world_size),
         reduce=fit_link(reductions, world_size),
         micro_batches=isolated.micro_batches,
+        accumulates=accumulates,
         optimizer_seconds=_optimizer_seconds(isolated),
         launch_seconds=statistics.median(launches) if on_device and launches else 0.0,
-        hold_seconds=_rate(holds) if reduces_late else None,
+        hold_seconds=_rate(holds) if holds else None,
+        hold_ratio=hold_ratio,
         reduce_window=reduce_window,
         budget=budget,
         step_seconds=step_seconds,
@@ -124,13 +132,20 @@ def _typical(rows: Sequence[Sequence[float]], schedule: Schedule) -> list[float]
     return [max(statistics.median(column), 0.0) for column in zip(*rows, strict=True)]
 
 
-def _allocated(runs: Sequence[Run], position: int, arena: Sequence[int] | None) -> tuple[int, int, int]:
-    """Bytes before, at the peak of and after an instruction: without gathered parameters, and if nothing had left."""
-    slots = arena[position] if arena is not None else 0
-    before = max(run.marks[position].allocated for run in runs)
-    peak = max(run.marks[position + 1].peak for run in runs)
-    after = max(run.marks[position + 1].allocated for run in runs)
-    return max(before - slots, 0), max(peak - slots, 0), max(after - slots, 0)
+def _allocated(runs: Sequence[Run], position: int, arena: int, gradients: Sequence[int]) -> tuple[int, int, int]:
+    """Bytes before, at the peak of and after a region: without what the runtime holds, and if nothing had left.
+
+    Args:
+        runs: Of the program.
+        position: Of the region.
+        arena: Bytes of gathered parameters.
+        gradients: Bytes of whole gradients, by micro-batch; those behind have as many as the last.
+    """
+    known = [arena + gradients[min(run.micro_batch, len(gradients) - 1)] for run in runs]
+    before = max(run.marks[position].allocated - size for run, size in zip(runs, known, strict=True))
+    peak = max(run.marks[position + 1].peak - size for run, size in zip(runs, known, strict=True))
+    after = max(run.marks[position + 1].allocated - size for run, size in zip(runs, known, strict=True))
+    return max(before, 0), max(peak, 0), max(after, 0)
 
 
 def _exposed(probe: StepProbe, schedules: Mapping[str, Schedule]) -> float:
@@ -158,7 +173,7 @@ def _contention(probe: StepProbe, schedules: Mapping[str, Schedule], profile: Pr
                 alone += profile.cost(schedule, instruction.region).seconds
             elif instruction.op == "gather":
                 wires += profile.gather.seconds(instruction.bytes, profile.world_size)
-            elif instruction.op == "reduce" and (profile.hold_seconds is None or probe.in_last_micro_batch(run)):
+            elif instruction.op == "reduce" or (instruction.op == "reduce_at_boundary" and probe.at_boundary(run)):
                 wires += profile.reduce.seconds(instruction.bytes, profile.world_size)
     hidden = min(max(wires - profile.exposed_seconds, 0.0), alone)
     if hidden < 0.05 * alone or alone == 0:
@@ -201,9 +216,14 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
         reduce=_shared([p.reduce for p in profiles]),
         contention=Contention(compute=max(p.contention.compute for p in profiles)),
         micro_batches=max(p.micro_batches for p in profiles),
+        accumulates=all(p.accumulates for p in profiles),
         optimizer_seconds=max(p.optimizer_seconds for p in profiles),
         launch_seconds=max(p.launch_seconds for p in profiles),
         hold_seconds=max((p.hold_seconds for p in profiles if p.hold_seconds is not None), default=None),
+        hold_ratio=max(p.hold_ratio for p in profiles),
+        early_gathers=all(p.early_gathers for p in profiles),
+        optimizer_parts=all(p.optimizer_parts for p in profiles),
+        between_seconds=min(p.between_seconds for p in profiles),
         budget=min(budgets, default=None),
         room=max(p.room for p in profiles),
         host_budget=min((p.host_budget for p in profiles if p.host_budget is not None), default=None),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_deepcompile.plan.costs import Link
 
-__all__ = ["measure_copies"]
+__all__ = ["measure_copies", "shortest_seconds"]
 
 _LARGE, _SMALL = 32 << 20, 1 << 12
 _TIMES = 3
@@ -29,25 +29,30 @@ def measure_copies(device: torch.device) -> tuple[Link, Link]:
     place = torch.zeros(_LARGE, dtype=torch.uint8, device=device)
     links = []
     for target, source in ((host, place), (place, host)):
-        latency = _seconds(lambda t=target, s=source: t[:_SMALL].copy_(s[:_SMALL], non_blocking=True), device)
-        large = _seconds(lambda t=target, s=source: t.copy_(s, non_blocking=True), device)
+        latency = shortest_seconds(lambda t=target, s=source: t[:_SMALL].copy_(s[:_SMALL], non_blocking=True), device)
+        large = shortest_seconds(lambda t=target, s=source: t.copy_(s, non_blocking=True), device)
         links.append(Link(latency, _LARGE / max(large - latency, 1e-9)))
     return links[0], links[1]
 
 
-def _seconds(copy: Callable[[], Tensor], device: torch.device) -> float:
-    """The shortest of some copies; the first one, which may still set something up, does not count."""
+def shortest_seconds(work: Callable[[], Tensor], device: torch.device) -> float:
+    """How long `work` takes: the shortest of some times.
+
+    Args:
+        work: What is timed; its first run, which may still set something up, does not count.
+        device: Where it runs.
+    """
     times = []
     for _ in range(_TIMES + 1):
         if device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            copy()
+            work()
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end) / 1e3)
         else:
             begin = time.perf_counter()
-            copy()
+            work()
             times.append(time.perf_counter() - begin)
     return min(times[1:])

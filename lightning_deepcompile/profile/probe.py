@@ -71,6 +71,7 @@ class StepProbe:
         start: Begin of the step.
         end: End of the optimizer's step.
         micro_batches: Forward and backward passes seen.
+        accumulating: Numbers of those whose gradients only accumulate.
     """
 
     device: torch.device
@@ -79,6 +80,7 @@ class StepProbe:
     start: Mark | None = None
     end: Mark | None = None
     micro_batches: int = 0
+    accumulating: set[int] = field(default_factory=set)
 
     def begin_micro_batch(self) -> None:
         """A forward pass is about to start."""
@@ -86,9 +88,14 @@ class StepProbe:
             self.start = self.mark()
         self.micro_batches += 1
 
-    def in_last_micro_batch(self, run: Run) -> bool:
-        """Whether the optimizer steps after `run`'s micro-batch."""
-        return run.micro_batch + 1 == self.micro_batches
+    def begin_backward(self, update: bool) -> None:
+        """A backward pass is about to start; `update` says whether the optimizer may step behind it."""
+        if not update:
+            self.accumulating.add(self.micro_batches - 1)
+
+    def at_boundary(self, run: Run) -> bool:
+        """Whether the optimizer may step after `run`'s micro-batch."""
+        return run.micro_batch not in self.accumulating
 
     def finish(self) -> None:
         """The optimizer has stepped."""
@@ -100,6 +107,14 @@ class StepProbe:
             return 0.0
         self.synchronize()
         return self.end.since(self.start)
+
+    def seconds_since(self, earlier: StepProbe) -> float:
+        """From the end of the step `earlier` to the begin of this one; waits for the device. 0 if either is unknown."""
+        if self.start is None or earlier.end is None:
+            return 0.0
+        if self.start.event is not None:
+            self.start.event.synchronize()
+        return max(self.start.since(earlier.end), 0.0)
 
     def synchronize(self) -> None:
         """Waits until the device has passed all marks."""

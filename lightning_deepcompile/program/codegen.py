@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import fx
 
 from lightning_deepcompile.program.program import Program, RegionModule
-from lightning_deepcompile.program.schedule import instruction_nodes
+from lightning_deepcompile.program.schedule import REDUCTIONS, instruction_nodes
 
 __all__ = ["Guard", "Marks", "generate"]
 
@@ -94,7 +94,7 @@ class _Writer:
             elif node.op != "placeholder":
                 raise ValueError(f"{self._program.name}: a program has no {node.op} nodes, but {node.name} is one.")
             if self._marks is not None and node in self._operations:
-                if self._operations[node] == "reduce":
+                if self._operations[node] in REDUCTIONS:
                     self._lines.append(f"{self._bind('drain', self._marks.drain)}()")
                 self._lines.append(f"{self._bind('mark', self._marks.mark)}()")
         source = f"def {self._run}({self._args}):\n" + "\n".join(f"    {line}" for line in self._lines) + "\n"

@@ -54,7 +54,8 @@ def _line(program: Program, node: fx.Node, shapes: dict[str, str]) -> str:
     target = str(node.target)
     if target in _LABELS:
         ids = node.args[1] if target.startswith(("dc.wait", "dc.release")) else node.args[2]
-        return f"{_LABELS[target]:8} {_describe(program, ids)}"
+        late = " at boundary" if target.startswith("dc.reduce") and node.args[0] == program.boundary_id else ""
+        return f"{_LABELS[target] + late:8} {_describe(program, ids)}"
     if target in _COPIES:
         size = format_bytes(sum(nbytes(source) for source in node.args[1]))
         numbers = ", ".join(map(str, copied_numbers(node)))

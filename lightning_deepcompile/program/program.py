@@ -23,6 +23,8 @@ __all__ = ["ParamInfo", "Program", "ProgramKind", "RegionInfo", "RegionModule", 
 
 ProgramKind = Literal["forward", "backward", "inference"]
 
+_AT_BOUNDARY = 1 << 31
+
 
 @dataclass(frozen=True)
 class ParamInfo:
@@ -102,6 +104,15 @@ class Program:
     history: tuple[str, ...] = field(default=())
     frame: int = 0
 
+    @property
+    def boundary_id(self) -> int:
+        """Runtime id of the graph for gradients that are added up whole and reduced at the boundary.
+
+        When gradients travel is a graph's property in the runtime. So a backward program is two graphs there, and each
+        of its reductions names one of them.
+        """
+        return self.graph_id | _AT_BOUNDARY
+
     def copy(self, **changes: Any) -> Program:
         """A program with a graph of its own (regions are shared), and `changes` to its fields."""
         graph = fx.Graph()
@@ -142,7 +153,8 @@ def collective_sequence(program: Program) -> list[tuple[str, tuple[int, ...]]]:
         if name.startswith("dc.prefetch"):
             sequence.append(("gather", _local(node.args[2])))
         elif name.startswith("dc.reduce_grads"):
-            sequence.append(("reduce", _local(node.args[2])))
+            late = node.args[0] == program.boundary_id
+            sequence.append(("reduce at the boundary" if late else "reduce", _local(node.args[2])))
         elif name.startswith(("dc.gather", "dc.reduce.")):
             sequence.append((name, _local(node.args[1:2])))
         elif name.startswith("dc.release_params_at_boundary"):

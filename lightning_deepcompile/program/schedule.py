@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from lightning_deepcompile.program.saved import Saved, read_saved
 
 __all__ = [
     "COPIES",
+    "REDUCTIONS",
     "RELEASES",
     "Gathers",
     "Instruction",
@@ -32,6 +33,7 @@ __all__ = [
     "check_schedule",
     "instruction_nodes",
     "opening_gathers",
+    "opening_positions",
     "read_schedule",
     "reschedule",
 ]
@@ -43,6 +45,7 @@ Operation = Literal[
     "release",
     "release_at_boundary",
     "reduce",
+    "reduce_at_boundary",
     "end",
     "gather_now",
     "reduce_now",
@@ -67,6 +70,9 @@ _OPERATIONS: dict[str, Operation] = {
 RELEASES: frozenset[Operation] = frozenset({"release", "release_at_boundary"})
 """The operations that end the use of a gathered parameter."""
 
+REDUCTIONS: frozenset[Operation] = frozenset({"reduce", "reduce_at_boundary"})
+"""The operations that hand a group of gradients to the runtime."""
+
 COPIES: frozenset[Operation] = frozenset({"offload", "reload", "wait_copy"})
 """The operations on saved tensors; their ids are numbers of `Schedule.saved`, not parameters."""
 
@@ -88,7 +94,8 @@ class Instruction:
     Args:
         op: What happens. ``gather`` launches one group, ``wait`` makes the compute stream wait for it, ``reduce``
             launches the reduction of one group of gradients; ``gather_now`` and ``reduce_now`` also wait.
-            ``release_at_boundary`` releases in the last micro-batch before the optimizer steps, and does nothing in
+            ``reduce_at_boundary`` adds the group to sums of whole gradients, and launches their reduction in the last
+            micro-batch before the optimizer steps. ``release_at_boundary`` releases in that one, and does nothing in
             those before, so that the next one finds the parameters gathered. ``offload`` starts copying saved tensors
             to the host and ``reload`` back; ``wait_copy`` makes the compute stream wait for either.
         ids: Parameters concerned, numbered within the model; of a ``compute``, those it reads; of copies, the saved
@@ -158,7 +165,7 @@ def read_schedule(program: Program) -> Schedule:
     """
     instructions = tuple(_read(program, node, op) for node, op in instruction_nodes(program))
     kept = tuple(i & _LOCAL for i in program.kept)
-    fixed = [i for i in instructions if i.op in ("compute", "reduce", "reduce_now", "gather_now")]
+    fixed = [i for i in _fixed(instructions) if i.op in ("compute", "reduce", "reduce_now", "gather_now")]
     structure = [program.kind, *(f"{i.op} {_parameters(program, i)}" for i in fixed)]
     regions = [program.region(node).info.key for node in program.regions()]
     return Schedule(
@@ -180,15 +187,27 @@ def instruction_nodes(program: Program) -> list[tuple[fx.Node, Operation]]:
         if node.op == "call_module":
             found.append((node, "compute"))
         elif node.op == "call_function" and str(node.target) in _OPERATIONS:
-            found.append((node, _OPERATIONS[str(node.target)]))
+            op = _OPERATIONS[str(node.target)]
+            late = op == "reduce" and node.args[0] == program.boundary_id
+            found.append((node, "reduce_at_boundary" if late else op))
     return found
 
 
 def opening_gathers(program: Program) -> list[Gathers]:
     """The gathers that `program` launches before it waits for the first one."""
-    nodes = [(node, op) for node, op in instruction_nodes(program) if op in ("gather", "wait")]
-    gathers = itertools.takewhile(lambda pair: pair[1] == "gather", nodes)
-    return [(node.args[0], list(node.args[2]), list(node.args[3])) for node, _ in gathers]
+    nodes = instruction_nodes(program)
+    opening = [nodes[position][0] for position in _opening([op for _, op in nodes])]
+    return [(node.args[0], list(node.args[2]), list(node.args[3])) for node in opening]
+
+
+def opening_positions(instructions: Sequence[Instruction]) -> list[int]:
+    """Positions of the gathers that come before the first wait."""
+    return _opening([instruction.op for instruction in instructions])
+
+
+def _opening(operations: Sequence[Operation]) -> list[int]:
+    before = itertools.takewhile(lambda pair: pair[1] != "wait", enumerate(operations))
+    return [position for position, op in before if op == "gather"]
 
 
 def _read(program: Program, node: fx.Node, op: Operation) -> Instruction:
@@ -203,7 +222,7 @@ def _read(program: Program, node: fx.Node, op: Operation) -> Instruction:
         size = program.params[node.args[1]].gathered_bytes if op == "gather_now" else nbytes(node.args[0])
         return Instruction(op, (node.args[1] & _LOCAL,), (size,))
     ids = node.args[1] if op == "wait" or op in RELEASES else node.args[2]
-    if op == "reduce":
+    if op in REDUCTIONS:
         sizes = [nbytes(grad) for grad in node.args[1]]
     else:
         sizes = [program.params[i].gathered_bytes for i in ids]
@@ -269,7 +288,7 @@ def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
     """Gives `program` another schedule.
 
     Gathers, releases and copies may move, merge, split, appear and disappear; regions, waits and reductions stay in
-    order.
+    order. A reduction may change between every micro-batch and the boundary.
 
     Args:
         program: A program that communicates by scheduled instructions.
@@ -284,7 +303,7 @@ def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
     """
     check_schedule(schedule)
     current = read_schedule(program)
-    if _fixed(current) != _fixed(schedule):
+    if _fixed(current.instructions) != _fixed(schedule.instructions):
         raise ScheduleError(f"The schedule of {schedule.name!r} computes or reduces otherwise than {program.name!r}.")
     serial = program.graph_id & ~_LOCAL
     kept = tuple(serial | i for i in schedule.kept)
@@ -302,6 +321,9 @@ def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
     passed = 0
     for instruction in schedule.instructions:
         if instruction.op not in _MOVABLE:
+            if instruction.op in REDUCTIONS:
+                late = instruction.op == "reduce_at_boundary"
+                anchors[passed].update_arg(0, program.boundary_id if late else program.graph_id)
             passed += 1
             continue
         ids = [serial | i for i in instruction.ids]
@@ -322,9 +344,10 @@ def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
     return result.finish(history)
 
 
-def _fixed(schedule: Schedule) -> list[Instruction]:
-    """What a new schedule must leave as it is."""
-    return [replace(i, sizes=()) for i in schedule.instructions if i.op not in _MOVABLE]
+def _fixed(instructions: Iterable[Instruction]) -> list[Instruction]:
+    """What a new schedule must leave as it is: when a gradient travels, and how large it is, do not belong to it."""
+    fixed = [i for i in instructions if i.op not in _MOVABLE]
+    return [replace(i, op="reduce" if i.op in REDUCTIONS else i.op, sizes=()) for i in fixed]
 
 
 def check_copies(schedule: Schedule) -> None:

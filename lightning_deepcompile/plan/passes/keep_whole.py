@@ -36,7 +36,7 @@ def keep_whole(schedules: list[Schedule], context: PlanContext) -> list[Schedule
         The schedules; unchanged where a step has one micro-batch.
     """
     profile = context.require_profile("keep_whole")
-    if profile.micro_batches < 2:
+    if profile.micro_batches < 2 or not profile.accumulates:
         return list(schedules)
     return choose_by_gain(schedules, _candidates(schedules), keep_until_boundary, profile, context.budget)
 

@@ -22,9 +22,9 @@ def zero3(program: Program, settings: PlanSettings) -> Program:
 
     Changes: before each region ``prefetch_params_fused`` (launch as one group) and ``wait_allgather_fused``, after it
     ``release_params_fused`` and ``reduce_grads_fused``; reduced gradients leave the graph as None, as the runtime
-    accumulates them. A backward program ends with ``end_backward``. A parameter that the next region reads again is
-    not released in between. With ``keep_last_block`` the forward program's last group stays for the backward program,
-    which releases at once what it does not read.
+    accumulates them: each micro-batch's or, with ``reduce="boundary"``, their sum. A backward program ends with
+    ``end_backward``. A parameter that the next region reads again is not released in between. With ``keep_last_block``
+    the forward program's last group stays for the backward program, which releases at once what it does not read.
 
     Promises: same values; at most the parameters of one region gathered at a time (of two with ``keep_last_block``).
 
@@ -76,7 +76,8 @@ def zero3(program: Program, settings: PlanSettings) -> Program:
             # A gradient that does not depend on the loss's is computed, and saved, by the forward graph: there the
             # functional reduction stays, and its result reaches `.grad` through autograd.
             if program.kind == "backward":
-                _reduce_gradients(graph, region, program.graph_id)
+                late = settings.reduce == "boundary"
+                _reduce_gradients(graph, region, program.boundary_id if late else program.graph_id)
     if program.kind == "backward":
         with graph.inserting_before(output_node(graph)):
             graph.call_function(torch.ops.dc.end_backward.default, (program.graph_id,))

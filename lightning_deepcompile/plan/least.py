@@ -1,0 +1,48 @@
+"""The least memory that programs run in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.simulate import simulate
+from lightning_deepcompile.program.schedule import RELEASES, Instruction, Schedule
+
+__all__ = ["just_in_time", "least_budget"]
+
+
+def least_budget(schedules: Sequence[Schedule], profile: Profile) -> int:
+    """The least memory that these programs run in: every group is gathered right before its use, and nothing kept."""
+    return simulate([just_in_time(schedule) for schedule in schedules], profile).peak_bytes
+
+
+def just_in_time(schedule: Schedule) -> Schedule:
+    """`schedule` with every group gathered right before it is waited for, and nothing left for later programs.
+
+    Copies are waited for at once.
+    """
+    groups = [instruction for instruction in schedule.instructions if instruction.op == "gather"]
+    result: list[Instruction] = []
+    gathered: set[int] = set()
+    sizes: dict[int, int] = {i: size for g in groups for i, size in zip(g.ids, g.sizes, strict=True)}
+    for instruction in schedule.instructions:
+        if instruction.op in ("gather", "reload") or (instruction.op == "wait_copy" and schedule.kind == "forward"):
+            continue
+        if instruction.op == "wait":
+            absent = tuple(i for i in instruction.ids if i not in gathered)
+            if absent:
+                result.append(Instruction("gather", absent, tuple(sizes[i] for i in absent)))
+            gathered.update(absent)
+        elif instruction.op in RELEASES:
+            gathered.difference_update(instruction.ids)
+            instruction = replace(instruction, op="release")
+        elif instruction.op == "wait_copy":
+            result.append(replace(instruction, op="reload"))
+        result.append(instruction)
+        if instruction.op == "offload":
+            result.append(replace(instruction, op="wait_copy"))
+    if gathered:
+        left = tuple(sorted(gathered))
+        result.append(Instruction("release", left, tuple(sizes[i] for i in left)))
+    return schedule.with_instructions(result, kept=())

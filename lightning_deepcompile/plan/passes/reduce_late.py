@@ -1,0 +1,89 @@
+"""Placing reductions: gradients of accumulated micro-batches travel once, where that saves time and memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from lightning_deepcompile.plan.choose import Candidate, choose_by_gain
+from lightning_deepcompile.plan.context import PlanContext
+from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Operation, Schedule
+
+__all__ = ["place_reductions", "reduce_late"]
+
+_MICRO_BATCHES = 4
+"""So many are simulated at most: with more, a larger part of the reductions goes, at the same cost of memory."""
+
+
+def reduce_late(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
+    """Adds gradients up whole, on their rank, and reduces the sums with the last micro-batch.
+
+    It turns stage 2 or 3 into stage 1, as far as gradients are concerned, for as many of them as there is memory for.
+
+    Looks for: groups of reductions in backward programs; steps of more than one micro-batch.
+
+    Changes: a group's gradients are added to sums, which are reduced in the last micro-batch before the optimizer
+    steps. Groups are taken in order of simulated time saved per byte of their sums, again measured by simulation after
+    each choice, until none fits or none helps. A parameter that has gradients in several groups is moved in all of
+    them.
+
+    Needs from the profile: times and memory of regions; the models of reductions and of adding; the number of
+    micro-batches.
+
+    Promises: the same sums, up to the order in which they are added (within a rank first, then over ranks), which is
+    why nothing is done unless `CompileConfig.reduce` is ``"auto"``; predicted memory within the budget, or not above
+    what it was.
+
+    Args:
+        schedules: The programs of a micro-batch.
+        context: Settings and profile.
+
+    Returns:
+        The schedules; unchanged where a step has one micro-batch.
+    """
+    if context.settings.reduce != "auto":
+        return list(schedules)
+    profile = context.require_profile("reduce_late", micro_batches=_MICRO_BATCHES)
+    if profile.micro_batches < 2 or not profile.accumulates or profile.hold_seconds is None:
+        return list(schedules)
+
+    def hold(step: list[Schedule], first: int, second: int, group: Instruction) -> list[Schedule]:
+        return place_reductions(step, "reduce_at_boundary", group.ids)
+
+    # What is reduced last in a backward pass is hidden the least.
+    return choose_by_gain(schedules, _candidates(schedules)[::-1], hold, profile, context.budget)
+
+
+def place_reductions(
+    schedules: Iterable[Schedule], op: Operation, ids: Collection[int] | None = None
+) -> list[Schedule]:
+    """The schedules with every reduction that concerns one of `ids` as `op`.
+
+    Args:
+        schedules: Any programs.
+        op: ``"reduce"`` or ``"reduce_at_boundary"``.
+        ids: Parameters; None means all.
+    """
+
+    def placed(instruction: Instruction) -> Instruction:
+        concerned = instruction.op in REDUCTIONS and (ids is None or not set(ids).isdisjoint(instruction.ids))
+        return replace(instruction, op=op) if concerned else instruction
+
+    return [schedule.with_instructions(map(placed, schedule.instructions)) for schedule in schedules]
+
+
+def _candidates(schedules: list[Schedule]) -> list[Candidate]:
+    """Groups of reductions that every micro-batch does, in order; those that share a parameter as one."""
+    found: list[Candidate] = []
+    for k, schedule in enumerate(schedules):
+        for position in schedule.at("reduce"):
+            group = schedule.instructions[position]
+            sizes = dict(zip(group.ids, group.sizes, strict=True))
+            apart = []
+            for place, other in found:
+                if sizes.keys().isdisjoint(other.ids):
+                    apart.append((place, other))
+                else:
+                    sizes = dict(zip(other.ids, other.sizes, strict=True)) | sizes
+            found = [*apart, ((k, k), Instruction("reduce", tuple(sizes), tuple(sizes.values())))]
+    return found
