@@ -132,3 +132,13 @@ def test_only_what_is_known_to_be_elementwise_is_divided() -> None:
     assert can_step_partwise(torch.optim.SGD([parameter]), CPU)
     assert not can_step_partwise(Own([parameter]), CPU)
     assert not can_step_partwise(torch.optim.LBFGS([parameter]), CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(200)
+def test_on_gpus_values_stay_and_gathers_are_early() -> None:
+    arguments = {"optimizer": "adamw", "accelerator": "gpu"}
+    whole, parts = (run_ranks(_sharded, 2, part, STEPS, **arguments)[0] for part in (0, "1KiB"))
+    assert parts.losses == whole.losses
+    assert all(torch.equal(parts.params[name], whole.params[name]) for name in whole.params)
+    assert (whole.extra, parts.extra) == ([0] * STEPS, [0, *[3] * (STEPS - 1)])
