@@ -9,17 +9,19 @@
 #include <memory>
 #include <vector>
 
-#include "common.h"
+#include "host_memory.h"
 
 namespace ldc {
 
 class HostSlabs {
  public:
-  /// `limit`: most bytes held; 0: no limit.
-  HostSlabs(Device device, int64_t limit) : device_(device), limit_(limit) {}
+  explicit HostSlabs(std::shared_ptr<HostMemory> memory) : memory_(std::move(memory)) {}
 
   /// An uninitialised host tensor with the shape and dtype of `like`, which is contiguous.
   Tensor place(const Tensor& like);
+
+  /// Takes memory for tensors of such sizes now, rather than when they are placed. Raises as place() does.
+  void reserve(const std::vector<int64_t>& sizes);
 
   int64_t bytes() const;  // of all slabs
   /// Frees the slabs in which no tensor lies. No copy from or to them may be under way.
@@ -32,8 +34,7 @@ class HostSlabs {
   };
   Slab& slab_for(int64_t need);
 
-  const Device device_;
-  const int64_t limit_;
+  std::shared_ptr<HostMemory> memory_;
   std::vector<Slab> slabs_;
 };
 

@@ -31,7 +31,7 @@ from lightning_deepcompile.clipping import Clipping
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.early_gathers import EarlyGathers
 from lightning_deepcompile.offload.activations import ActivationOffload
-from lightning_deepcompile.offload.host_memory import host_limit
+from lightning_deepcompile.offload.host_memory import host_limit, host_options
 from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.optimizers import LocalShards, check_optimizer
@@ -104,8 +104,7 @@ class Engine:
             max_ctas=config.max_ctas,
             symmetric_threshold=config.symmetric_threshold,
             timeout=timeout.total_seconds(),
-            state_limit=host_bytes,
-            offload_limit=host_bytes,
+            **host_options(host_bytes, device, group),
         )
         # Garbage is collected at another time on every rank, which must not wait for the others then; at exit it may.
         at_exit = functools.partial(self.runtime.retire, _EXIT_SECONDS)
@@ -356,6 +355,7 @@ class Engine:
             offload_moved_bytes=0 if self.residency is None else self.residency.moved_bytes,
             offload_reason="" if decision is None else decision.reason,
             offloaded_activation_bytes=last.get("offloaded_bytes", 0),
+            host_node=self.runtime.stats()["host_node"],
         )
 
     def release_memory(self) -> None:

@@ -18,6 +18,7 @@ from lightning_deepcompile.agreement import exchange
 from lightning_deepcompile.capture.sharding import ShardedModel
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.offload.probe import probe_states
+from lightning_deepcompile.offload.reserve import reserve
 from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.plan.budget import parse_budget
 from lightning_deepcompile.plan.offload import OffloadDecision, OffloadNeed, check_host, decide_offload
@@ -91,6 +92,7 @@ class Residency:
         self._observing = False
         if self._config.offload == "all":
             check_host(sum(size for *_, size in self._sizes()), self._limit, self._config.host_memory_budget)
+            self._take_host_memory([one for one in self._sizes() if one[0] == len(self._attached) - 1])
         return offload
 
     def begin_step(self) -> None:
@@ -141,18 +143,31 @@ class Residency:
         )
         config = self._config
         decision = decide_offload(config.offload, need, config.memory_budget, config.host_memory_budget)
-        chosen: dict[int, set[Tensor]] = {}
-        left = decision.bytes
-        for number, local, size in sizes:
-            if left > 0 and size > 0:
-                chosen.setdefault(number, set()).add(local)
-                left -= size
-        for number, (_, offload) in enumerate(self._attached):
-            if config.offload == "auto":
-                offload.leaving = chosen.get(number, set()).__contains__
+        if config.offload == "auto":
+            self._choose(sizes, decision.bytes)
         self.decision = decision
         if self._group.rank() == 0:
             _log.info("%s", self.describe() or f"All optimizer states stay on the device: {decision.reason}")
+
+    def _choose(self, sizes: list[tuple[int, Tensor, int]], least: int) -> None:
+        """Lets the states of the first shards leave, at least so many bytes. A collective."""
+        chosen: dict[int, set[Tensor]] = {}
+        coming = []
+        for number, local, size in sizes:
+            if least > 0 and size > 0:
+                chosen.setdefault(number, set()).add(local)
+                least -= size
+                if not self._attached[number][1].holds(local):
+                    coming.append((number, local, size))
+        self._take_host_memory(coming)
+        for number, (_, offload) in enumerate(self._attached):
+            offload.leaving = chosen.get(number, set()).__contains__
+
+    def _take_host_memory(self, leaving: list[tuple[int, Tensor, int]]) -> None:
+        """Takes it before anything relies on it; raises on all ranks where one has not got it."""
+        reason = reserve(self._runtime, [(local, size) for _, local, size in leaving], self._group)
+        if reason:
+            raise torch.OutOfMemoryError(reason)
 
     def _need(self, sizes: list[tuple[int, Tensor, int]]) -> OffloadNeed:
         states = sum(size for *_, size in sizes)

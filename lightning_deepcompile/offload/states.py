@@ -78,6 +78,10 @@ class StateOffload:
         """Bytes of states in host memory."""
         return sum(home.nbytes for entries in self._homes.values() for home in entries.values())
 
+    def holds(self, local: Tensor) -> bool:
+        """Whether states of a shard are in host memory."""
+        return bool(self._homes.get(local))
+
     # A step -----------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
