@@ -34,6 +34,7 @@ from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.offload.host_memory import host_limit, host_options
 from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.offload.states import StateOffload
+from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.optimizers import LocalShards, check_optimizer
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.plan.settings import PlanSettings
@@ -137,7 +138,7 @@ class Engine:
         self.residency: Residency | None = None
         if config.offload != "none":
             self.residency = Residency(config, self.model, self.runtime, group, device, host_bytes)
-            self.tuner.offloaded = self.residency.describe
+            self.tuner.states = StateTrade(self.residency)
         if config.offload_activations != "none":
             states = self.residency
             self.tuner.host_room = lambda: host_bytes - (0 if states is None else states.host_bytes)

@@ -1,4 +1,4 @@
-"""Host memory that is missing, refused or far away: said on all ranks before anything waits, and never silently wrong."""
+"""Host memory that is missing, refused or far away: said on all ranks before anything waits for it."""
 
 from __future__ import annotations
 

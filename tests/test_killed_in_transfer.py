@@ -1,4 +1,4 @@
-"""A rank that is killed while something travels to host memory, or back: the others end, the last checkpoint is whole."""
+"""A rank that is killed while something travels to host memory or back: others end, the last checkpoint is whole."""
 
 from __future__ import annotations
 

@@ -240,6 +240,17 @@ class StateOffload:
         self._homes.setdefault(local, {})[name] = home
         return home
 
+    @torch.no_grad()
+    def depart(self) -> None:
+        """Moves states that shall leave to host memory now, rather than after the next step."""
+        for parameter, entries in self._held().state.items():
+            local = self._local_of(parameter)
+            if self.holds(local) or not self.leaving(local):
+                continue
+            for name, value in entries.items():
+                if can_leave(value, local):
+                    entries[name] = self.load(parameter, name, value.dtype, value)
+
     def forget(self) -> None:
         """Call when the optimizer has got another state: what was in host memory is freed."""
         self._homes.clear()
