@@ -109,7 +109,7 @@ std::vector<Tensor> OffloadEngine::offload_group(const std::vector<Tensor>& tens
     const HostPool::Lease lease = pool_->try_acquire(tensor, out_, shortage, /*grow=*/!short_);
     if (!lease.tensor.defined()) {
       if (!std::exchange(short_, true)) {
-        TORCH_WARN("Saved tensors stay on ", device_, " where the host has no memory for them. ", shortage);
+        TORCH_WARN(shortage, " Until then saved tensors stay on ", device_, ".");
       }
       ++stats_.stayed_tensors;
       hosts.push_back(tensor);
