@@ -62,7 +62,7 @@ void bind_lifecycle(Class& runtime) {
       .def("free_tensors", &Runtime::free_tensors, "tensors"_a, NoGil(),
            "Turn tensors of at least `free_activation_threshold` elements into empty ones.")
       .def("reserve_states", &Runtime::reserve_states, "sizes"_a, NoGil(),
-           "Take host memory for optimizer states of such sizes now, before they leave.")
+           "Take host memory for optimizer states of such sizes now, and keep it until the next call or clear_arena().")
       .def("state_home", &Runtime::state_home, "like"_a, NoGil(),
            "A place in host memory (pinned where the device has streams) for an optimizer state; uninitialised.")
       .def("begin_states", &Runtime::begin_states, "slot_bytes"_a, NoGil(),

@@ -39,6 +39,7 @@ HostSlabs::Slab& HostSlabs::slab_for(int64_t need) {
 }
 
 void HostSlabs::reserve(const std::vector<int64_t>& sizes) {
+  reserved_ = 0;
   std::vector<int64_t> used;
   for (const Slab& slab : slabs_) used.push_back(slab.used);
   const auto empty_again = [&] {
@@ -55,6 +56,7 @@ void HostSlabs::reserve(const std::vector<int64_t>& sizes) {
     throw;
   }
   empty_again();
+  if (!sizes.empty()) reserved_ = bytes();
 }
 
 int64_t HostSlabs::bytes() const {
@@ -65,9 +67,16 @@ int64_t HostSlabs::bytes() const {
 
 void HostSlabs::trim() {
   const int64_t before = bytes();
-  std::erase_if(slabs_, [](const Slab& slab) { return slab.memory.use_count() == 1; });
-  if (bytes() == before) return;
-  memory_->give_back(before - bytes());
+  int64_t left = before;
+  std::erase_if(slabs_, [&](Slab& slab) {
+    if (slab.memory.use_count() > 1) return false;
+    slab.used = 0;
+    if (left - slab.memory->numel() < reserved_) return false;
+    left -= slab.memory->numel();
+    return true;
+  });
+  if (left == before) return;
+  memory_->give_back(before - left);
   memory_->free_cached();
 }
 

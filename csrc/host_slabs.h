@@ -20,11 +20,12 @@ class HostSlabs {
   /// An uninitialised host tensor with the shape and dtype of `like`, which is contiguous.
   Tensor place(const Tensor& like);
 
-  /// Takes memory for tensors of such sizes now, rather than when they are placed. Raises as place() does.
+  /// Takes memory for tensors of such sizes now, rather than when they are placed, and keeps it until the next call,
+  /// with no sizes for example. Raises as place() does, and keeps nothing then.
   void reserve(const std::vector<int64_t>& sizes);
 
   int64_t bytes() const;  // of all slabs
-  /// Frees the slabs in which no tensor lies. No copy from or to them may be under way.
+  /// Frees the slabs in which no tensor lies, but for what is reserved. No copy from or to them may be under way.
   void trim();
 
  private:
@@ -36,6 +37,7 @@ class HostSlabs {
 
   std::shared_ptr<HostMemory> memory_;
   std::vector<Slab> slabs_;
+  int64_t reserved_ = 0;  // bytes of slabs that stay
 };
 
 }  // namespace ldc

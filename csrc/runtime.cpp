@@ -308,6 +308,7 @@ void Runtime::clear_arena() {
   reductions_.arena().clear();
   offloads_.trim();
   states_.settle();
+  states_.reserve({});
   states_.synchronize();
 }
 

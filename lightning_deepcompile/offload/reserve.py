@@ -19,7 +19,7 @@ def reserve(runtime: Any, leaving: Iterable[tuple[Tensor, int]], group: dist.Pro
 
     Args:
         runtime: ``_C.Runtime`` that keeps them.
-        leaving: Shards, and bytes of each one's states.
+        leaving: Shards, and bytes of each one's states; all that are about to, as only the last call counts.
         group: The ranks.
 
     Returns:
@@ -27,8 +27,8 @@ def reserve(runtime: Any, leaving: Iterable[tuple[Tensor, int]], group: dist.Pro
     """
     sizes: list[int] = []
     for local, size in leaving:
-        each = max(local.nbytes, 1)  # a shard's states are placed one by one, most of them as large as it is
-        sizes += [min(each, size - start) for start in range(0, size, each)]
+        if each := local.nbytes:  # a shard's states are placed one by one, most of them as large as it is
+            sizes += [min(each, size - start) for start in range(0, size, each)]
     reason = ""
     try:
         runtime.reserve_states(sizes)

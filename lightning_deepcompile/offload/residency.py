@@ -97,7 +97,7 @@ class Residency:
         self._observing = False
         if self._config.offload == "all":
             check_host(sum(size for *_, size in self._sizes()), self._limit, self._config.host_memory_budget)
-            self._take_host_memory([one for one in self._sizes() if one[0] == len(self._attached) - 1])
+            self._take_host_memory(list(self._sizes()))
         return offload
 
     def begin_step(self) -> None:
@@ -161,15 +161,14 @@ class Residency:
     def _choose(self, sizes: list[tuple[int, Tensor, int]], least: int) -> None:
         """Lets the states of the first shards leave, at least so many bytes. A collective."""
         chosen: dict[int, set[Tensor]] = {}
-        coming = []
+        leaving = []
         for number, local, size in sizes:
             if least > 0 and size > 0:
                 chosen.setdefault(number, set()).add(local)
+                leaving.append((number, local, size))
                 least -= size
-                if not self._attached[number][1].holds(local):
-                    coming.append((number, local, size))
-        self._take_host_memory(coming)
-        self._away = sum(size for number, local, size in sizes if local in chosen.get(number, set()))
+        self._take_host_memory(leaving)
+        self._away = sum(size for *_, size in leaving)
         for number, (_, offload) in enumerate(self._attached):
             offload.leaving = chosen.get(number, set()).__contains__
 
@@ -180,7 +179,7 @@ class Residency:
             return None
         return StateMemory(sizes, self._away, seen.stepping, seen.buffers, seen.host)
 
-    def place(self, away: int, reason: str) -> str:
+    def place(self, away: int, reason: str) -> bool:
         """Places states anew: those that leave do so now, those that come back with the optimizer's next step.
 
         A collective, between steps.
@@ -190,23 +189,26 @@ class Residency:
             reason: Why, in words.
 
         Returns:
-            Why a rank could not take so much; then nothing changed. Else "".
+            Whether all ranks could take so much; else nothing changed, and a warning says so.
         """
         assert self.decision is not None
         before = self._away
         try:
             self._choose(list(self._sizes()), away)
         except torch.OutOfMemoryError as error:
-            return str(error)
+            if self._group.rank() == 0:
+                _log.warning("Optimizer states stay where they are. %s", error)
+            return False
         for _, offload in self._attached:
             offload.depart()
         self._coming = self.host_bytes if self._away < before else 0
         self.decision = replace(self.decision, bytes=self._away, reason=reason)
-        return ""
+        return True
 
     def _take_host_memory(self, leaving: list[tuple[int, Tensor, int]]) -> None:
         """Takes it before anything relies on it; raises on all ranks where one has not got it."""
-        reason = reserve(self._runtime, [(local, size) for _, local, size in leaving], self._group)
+        coming = [(local, size) for number, local, size in leaving if not self._attached[number][1].holds(local)]
+        reason = reserve(self._runtime, coming, self._group)
         if reason:
             raise torch.OutOfMemoryError(reason)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,8 +13,6 @@ from lightning_deepcompile.plan.state_trade import Planned, Trade, trade_states,
 from lightning_deepcompile.program.printer import format_bytes
 
 __all__ = ["StateTrade"]
-
-_log = logging.getLogger(__name__)
 
 
 class StateTrade:
@@ -84,9 +81,6 @@ class StateTrade:
             f"{now.seconds * 1e3:.1f} ms" if now.over <= 0 else f"would need {format_bytes(now.over)} more than it may"
         )
         reason = f"a planned step takes {best.seconds * 1e3:.1f} ms; with {format_bytes(now.away)} there, {other}"
-        refusal = residency.place(best.away, reason)
-        if refusal:
-            _log.warning("Optimizer states stay where they are. %s", refusal)
-            return False
-        self._before, self.moved = before, True
-        return True
+        if residency.place(best.away, reason):
+            self._before, self.moved = before, True
+        return self.moved

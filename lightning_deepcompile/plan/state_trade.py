@@ -50,6 +50,10 @@ class StateMemory:
         """Of all states that can leave."""
         return sum(self.sizes)
 
+    def while_stepping(self, away: int) -> int:
+        """Device memory while the optimizer steps, with so many bytes of states in host memory."""
+        return self.stepping + self.total - away + (self.buffers if away else 0)
+
     def at_least(self, wanted: int) -> int:
         """What leaves if at least so many bytes shall: whole shards' states, as far as host memory goes."""
         fitting = [n for n in itertools.accumulate(self.sizes, initial=0) if n <= self.host]
@@ -124,8 +128,8 @@ def trade_states(profile: Profile, states: StateMemory, plan: Callable[[Profile]
         adapted = with_away(profile, states, away)
         schedules, effects = plan(adapted)
         grown = _arena(schedules) - _arena(profile.schedules)
-        stepping = states.stepping + states.total - away + (states.buffers if away else 0) + grown
-        return Trade(away, adapted, (schedules, effects), max(effects[-1].prediction.peak_bytes, stepping) - limit)
+        most = max(effects[-1].prediction.peak_bytes, states.while_stepping(away) + grown)
+        return Trade(away, adapted, (schedules, effects), most - limit)
 
     best = now = tried(states.away)
 
@@ -142,7 +146,8 @@ def trade_states(profile: Profile, states: StateMemory, plan: Callable[[Profile]
         if best is before:
             break
     for away in _fewer(states, now):
-        consider(away)
+        if states.while_stepping(away) <= limit:
+            consider(away)
     for away in _more(profile, states, now, plan):
         consider(away)
     if best.away and best.over < 0:  # what just fills the rest

@@ -55,6 +55,9 @@ void test_states_are_reserved_or_not_at_all() {
   HostSlabs slabs(memory);
   slabs.reserve({100, 700'000, 700'000});
   EXPECT(slabs.bytes() == 2 * kMiB && memory->held() == 2 * kMiB);
+  slabs.place(at::empty({1'000'000}, c10::kByte));
+  slabs.trim();  // what is reserved stays, and is empty again
+  EXPECT(slabs.bytes() == 2 * kMiB);
   host.left = 0;
   std::vector<Tensor> placed;
   for (const int64_t size : {100, 700'000, 700'000}) placed.push_back(slabs.place(at::empty({size}, c10::kByte)));
