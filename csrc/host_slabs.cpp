@@ -17,7 +17,7 @@ int64_t power_of_two(int64_t bytes) { return static_cast<int64_t>(std::bit_ceil(
 }  // namespace
 
 Tensor HostSlabs::place(const Tensor& like) {
-  LDC_CHECK_ARG(like.is_contiguous(), "optimizer states: a tensor of strides ", like.strides(), " has no place here; ",
+  LDC_CHECK_ARG(like.is_contiguous(), what_, ": a tensor of strides ", like.strides(), " has no place here; ",
                 "it must be contiguous.");
   const PlainTensors plain;
   const int64_t need = align_up(std::max<int64_t>(static_cast<int64_t>(like.nbytes()), 1), kAlignment);
@@ -34,7 +34,7 @@ HostSlabs::Slab& HostSlabs::slab_for(int64_t need) {
   }
   int64_t capacity = power_of_two(std::max(need, std::clamp(bytes() / 4, kSmallestSlab, kLargestSlab)));
   if (!memory_->can_allow(capacity)) capacity = power_of_two(need);
-  slabs_.push_back({std::make_shared<Tensor>(memory_->take(capacity, "offloaded optimizer states"))});
+  slabs_.push_back({std::make_shared<Tensor>(memory_->take(capacity, c10::str("offloaded ", what_)))});
   return slabs_.back();
 }
 

@@ -15,7 +15,8 @@ namespace ldc {
 
 class HostSlabs {
  public:
-  explicit HostSlabs(std::shared_ptr<HostMemory> memory) : memory_(std::move(memory)) {}
+  /// `what` lies here, for messages.
+  HostSlabs(std::shared_ptr<HostMemory> memory, const char* what) : memory_(std::move(memory)), what_(what) {}
 
   /// An uninitialised host tensor with the shape and dtype of `like`, which is contiguous.
   Tensor place(const Tensor& like);
@@ -35,7 +36,8 @@ class HostSlabs {
   };
   Slab& slab_for(int64_t need);
 
-  std::shared_ptr<HostMemory> memory_;
+  const std::shared_ptr<HostMemory> memory_;
+  const char* const what_;
   std::vector<Slab> slabs_;
   int64_t reserved_ = 0;  // bytes of slabs that stay
 };
