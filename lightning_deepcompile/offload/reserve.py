@@ -37,7 +37,8 @@ def reserve(runtime: Any, leaving: Iterable[tuple[Tensor, int]], group: dist.Pro
     failed = [(rank, text) for rank, text in enumerate(exchange(reason, group)) if text]
     if not failed:
         return ""
-    runtime.synchronize_states()  # gives back what was taken in vain
+    runtime.reserve_states([])  # gives back what was taken in vain
+    runtime.synchronize_states()
     rank, text = failed[0]
     others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
     return f"Rank {rank}{others} of {group.size()} could not take {sum(sizes)} bytes for optimizer states: {text}"
