@@ -300,4 +300,6 @@ std::shared_ptr<PeerMemory> make_cuda_peer_memory(int64_t rank, int64_t world_si
   return std::make_shared<CudaPeerMemory>(rank, world_size, device);
 }
 
+void forget_cuda_error() { cudaGetLastError(); }
+
 }  // namespace ldc

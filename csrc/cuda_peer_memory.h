@@ -11,4 +11,7 @@ namespace ldc {
 /// For one rank of `world_size` processes, which must be on one host and see the same /dev/shm; connect() says if not.
 std::shared_ptr<PeerMemory> make_cuda_peer_memory(int64_t rank, int64_t world_size, Device device);
 
+/// Clears what the last failed call of this thread left behind.
+void forget_cuda_error();
+
 }  // namespace ldc

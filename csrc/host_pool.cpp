@@ -15,27 +15,49 @@ int64_t half_of_memory() { return sysconf(_SC_PHYS_PAGES) / 2 * sysconf(_SC_PAGE
 
 }  // namespace
 
-HostPool::HostPool(Device device, int64_t limit) : device_(device), limit_(limit > 0 ? limit : half_of_memory()) {}
+HostPool::HostPool(std::shared_ptr<HostMemory> memory, int64_t limit)
+    : memory_(std::move(memory)), limit_(limit > 0 ? limit : half_of_memory()) {}
+
+/// A buffer that nobody holds, or null; raises if there is none, the pool may grow, and the limit allows no other.
+std::unique_ptr<HostPool::Buffer> HostPool::free_buffer(int64_t capacity, bool grow) {
+  const std::lock_guard lock(mutex_);
+  if (const auto found = free_.find(capacity); found != free_.end()) {
+    std::unique_ptr<Buffer> buffer = std::move(found->second);
+    free_.erase(found);
+    return buffer;
+  }
+  if (!grow) return nullptr;
+  if (bytes_ + capacity > limit_) trim_locked();  // buffers of other sizes may be what is in the way
+  TORCH_CHECK_WITH(OutOfMemoryError, bytes_ + capacity <= limit_, "lightning_deepcompile: no host memory for ",
+                   capacity, " bytes of offloaded tensors: ", bytes_, " of at most ", limit_,
+                   " bytes are in use. Offload less, or raise `offload_limit` (with the strategy: "
+                   "CompileConfig(host_memory_budget=...)).");
+  return nullptr;
+}
 
 HostPool::Lease HostPool::acquire(const Tensor& like, const Stream& writer) {
+  std::string shortage;
+  Lease lease = try_acquire(like, writer, shortage);
+  TORCH_CHECK_WITH(OutOfMemoryError, lease.tensor.defined(), shortage);
+  return lease;
+}
+
+HostPool::Lease HostPool::try_acquire(const Tensor& like, const Stream& writer, std::string& shortage,
+                                      bool grow) {
   const auto bytes = static_cast<uint64_t>(std::max<int64_t>(static_cast<int64_t>(like.nbytes()), kSmallest));
   const auto capacity = static_cast<int64_t>(std::bit_ceil(bytes));
-  std::unique_ptr<Buffer> buffer;
-  {
+  std::unique_ptr<Buffer> buffer = free_buffer(capacity, grow);
+  if (!buffer && !grow) {
+    shortage = "no buffer is free";
+    return {};
+  }
+  if (!buffer) {
+    buffer = std::make_unique<Buffer>();
+    // Without the lock: where memory is missing, this pool is asked for what it has to spare.
+    buffer->memory = memory_->try_take(capacity, "offloaded tensors", shortage);
+    if (!buffer->memory.defined()) return {};
     const std::lock_guard lock(mutex_);
-    if (const auto found = free_.find(capacity); found != free_.end()) {
-      buffer = std::move(found->second);
-      free_.erase(found);
-    } else {
-      if (bytes_ + capacity > limit_) trim_locked();  // buffers of other sizes may be what is in the way
-      TORCH_CHECK_WITH(OutOfMemoryError, bytes_ + capacity <= limit_, "lightning_deepcompile: no host memory for ",
-                       capacity, " bytes of offloaded tensors: ", bytes_, " of at most ", limit_,
-                       " bytes are in use. Offload less, or raise `offload_limit` (with the strategy: "
-                       "CompileConfig(host_memory_budget=...)).");
-      buffer = std::make_unique<Buffer>();
-      buffer->memory = at::empty({capacity}, at::TensorOptions().dtype(c10::kByte).pinned_memory(has_streams(device_)));
-      bytes_ += capacity;
-    }
+    bytes_ += capacity;
   }
   buffer->used.block(writer);
   Buffer* address = buffer.get();
@@ -82,11 +104,14 @@ void HostPool::trim() {
 }
 
 void HostPool::trim_locked() {
+  if (free_.empty()) return;
   for (auto& [capacity, buffer] : free_) {
     buffer->used.synchronize();
     bytes_ -= capacity;
+    memory_->give_back(capacity);
   }
   free_.clear();
+  memory_->free_cached();
 }
 
 }  // namespace ldc

@@ -10,7 +10,7 @@
 #include <memory>
 #include <mutex>
 
-#include "common.h"
+#include "host_memory.h"
 
 namespace ldc {
 
@@ -27,11 +27,14 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
     Buffer* buffer = nullptr;
   };
 
-  /// `limit`: most bytes held, free buffers included; 0: half of the host's memory.
-  HostPool(Device device, int64_t limit);
+  /// `limit`: most bytes of `memory` held, free buffers included; 0: half of the host's memory.
+  HostPool(std::shared_ptr<HostMemory> memory, int64_t limit);
 
-  /// A host tensor with the layout of `like`, for work that is queued on `writer` from now on.
+  /// A host tensor with the layout of `like`, for work that is queued on `writer` from now on. Raises OutOfMemoryError
+  /// beyond the limit, and where the host has no memory.
   Lease acquire(const Tensor& like, const Stream& writer);
+  /// The same; where the host has no memory, or the pool must not grow, an undefined tensor, and why.
+  Lease try_acquire(const Tensor& like, const Stream& writer, std::string& shortage, bool grow = true);
   /// The buffer that `tensor` lies in, if it, or a tensor that it is a view of, came from a pool; else null.
   static Buffer* buffer_of(const Tensor& tensor);
 
@@ -48,10 +51,11 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
   };
   static void end_lease(void* owner);
 
+  std::unique_ptr<Buffer> free_buffer(int64_t capacity, bool grow);
   void give_back(std::unique_ptr<Buffer> buffer);
   void trim_locked();
 
-  const Device device_;
+  const std::shared_ptr<HostMemory> memory_;
   const int64_t limit_;
   mutable std::mutex mutex_;
   std::multimap<int64_t, std::unique_ptr<Buffer>> free_;  // by capacity

@@ -1,12 +1,5 @@
 #include "host_slabs.h"
 
-#pragma GCC diagnostic push
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Winterference-size"  // in torch's own templates
-#endif
-#include <ATen/core/CachingHostAllocator.h>
-#pragma GCC diagnostic pop
-#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
@@ -24,7 +17,7 @@ int64_t power_of_two(int64_t bytes) { return static_cast<int64_t>(std::bit_ceil(
 }  // namespace
 
 Tensor HostSlabs::place(const Tensor& like) {
-  LDC_CHECK_ARG(like.is_contiguous(), "optimizer states: a tensor of strides ", like.strides(), " has no place here; ",
+  LDC_CHECK_ARG(like.is_contiguous(), what_, ": a tensor of strides ", like.strides(), " has no place here; ",
                 "it must be contiguous.");
   const PlainTensors plain;
   const int64_t need = align_up(std::max<int64_t>(static_cast<int64_t>(like.nbytes()), 1), kAlignment);
@@ -39,25 +32,31 @@ HostSlabs::Slab& HostSlabs::slab_for(int64_t need) {
   for (Slab& slab : slabs_) {
     if (slab.used + need <= slab.memory->numel()) return slab;
   }
-  const int64_t wanted = power_of_two(std::max(need, std::clamp(bytes() / 4, kSmallestSlab, kLargestSlab)));
-  const auto too_much = [&](int64_t capacity) { return limit_ > 0 && bytes() + capacity > limit_; };
-  int64_t capacity = wanted;
-  if (too_much(capacity)) {
-    capacity = power_of_two(need);
-    TORCH_CHECK_WITH(OutOfMemoryError, !too_much(capacity), "lightning_deepcompile: no host memory for ", capacity,
-                     " more bytes of offloaded optimizer states: ", bytes(), " of at most ", limit_,
-                     " bytes are in use. Raise `host_memory_budget`, or offload less.");
-  }
-  try {
-    const auto options = at::TensorOptions().dtype(c10::kByte).pinned_memory(has_streams(device_));
-    slabs_.push_back({std::make_shared<Tensor>(at::empty({capacity}, options))});
-  } catch (const c10::Error& error) {
-    TORCH_CHECK_WITH(OutOfMemoryError, false, "lightning_deepcompile: the host refused ", capacity, " bytes of ",
-                     has_streams(device_) ? "pinned " : "", "memory for offloaded optimizer states, with ", bytes(),
-                     " held: ", message_of(error), ". Lower `host_memory_budget` or free host memory; look at the ",
-                     "container's memory limit.");
-  }
+  int64_t capacity = power_of_two(std::max(need, std::clamp(bytes() / 4, kSmallestSlab, kLargestSlab)));
+  if (!memory_->can_allow(capacity)) capacity = power_of_two(need);
+  slabs_.push_back({std::make_shared<Tensor>(memory_->take(capacity, c10::str("offloaded ", what_)))});
   return slabs_.back();
+}
+
+void HostSlabs::reserve(const std::vector<int64_t>& sizes) {
+  reserved_ = 0;
+  std::vector<int64_t> used;
+  for (const Slab& slab : slabs_) used.push_back(slab.used);
+  const auto empty_again = [&] {
+    used.resize(slabs_.size(), 0);
+    for (size_t i = 0; i < slabs_.size(); ++i) slabs_[i].used = used[i];
+  };
+  try {
+    for (const int64_t size : sizes) {
+      const int64_t need = align_up(std::max<int64_t>(size, 1), kAlignment);
+      slab_for(need).used += need;
+    }
+  } catch (...) {
+    empty_again();
+    throw;
+  }
+  empty_again();
+  if (!sizes.empty()) reserved_ = bytes();
 }
 
 int64_t HostSlabs::bytes() const {
@@ -67,10 +66,18 @@ int64_t HostSlabs::bytes() const {
 }
 
 void HostSlabs::trim() {
-  const size_t before = slabs_.size();
-  std::erase_if(slabs_, [](const Slab& slab) { return slab.memory.use_count() == 1; });
-  // torch's allocator keeps pinned memory for the next one who asks.
-  if (has_streams(device_) && slabs_.size() < before) at::getHostAllocator(device_.type())->empty_cache();
+  const int64_t before = bytes();
+  int64_t left = before;
+  std::erase_if(slabs_, [&](Slab& slab) {
+    if (slab.memory.use_count() > 1) return false;
+    slab.used = 0;
+    if (left - slab.memory->numel() < reserved_) return false;
+    left -= slab.memory->numel();
+    return true;
+  });
+  if (left == before) return;
+  memory_->give_back(before - left);
+  memory_->free_cached();
 }
 
 }  // namespace ldc

@@ -9,20 +9,24 @@
 #include <memory>
 #include <vector>
 
-#include "common.h"
+#include "host_memory.h"
 
 namespace ldc {
 
 class HostSlabs {
  public:
-  /// `limit`: most bytes held; 0: no limit.
-  HostSlabs(Device device, int64_t limit) : device_(device), limit_(limit) {}
+  /// `what` lies here, for messages.
+  HostSlabs(std::shared_ptr<HostMemory> memory, const char* what) : memory_(std::move(memory)), what_(what) {}
 
   /// An uninitialised host tensor with the shape and dtype of `like`, which is contiguous.
   Tensor place(const Tensor& like);
 
+  /// Takes memory for tensors of such sizes now, rather than when they are placed, and keeps it until the next call,
+  /// with no sizes for example. Raises as place() does, and keeps nothing then.
+  void reserve(const std::vector<int64_t>& sizes);
+
   int64_t bytes() const;  // of all slabs
-  /// Frees the slabs in which no tensor lies. No copy from or to them may be under way.
+  /// Frees the slabs in which no tensor lies, but for what is reserved. No copy from or to them may be under way.
   void trim();
 
  private:
@@ -32,9 +36,10 @@ class HostSlabs {
   };
   Slab& slab_for(int64_t need);
 
-  const Device device_;
-  const int64_t limit_;
+  const std::shared_ptr<HostMemory> memory_;
+  const char* const what_;
   std::vector<Slab> slabs_;
+  int64_t reserved_ = 0;  // bytes of slabs that stay
 };
 
 }  // namespace ldc

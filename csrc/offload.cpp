@@ -7,14 +7,19 @@
 
 namespace ldc {
 
-OffloadEngine::OffloadEngine(Device device, Registry& registry, GatherEngine& gathers, Stats& stats, int64_t limit)
+OffloadEngine::OffloadEngine(Device device, Registry& registry, GatherEngine& gathers, Stats& stats,
+                             std::shared_ptr<HostMemory> memory, int64_t limit)
     : device_(device),
       registry_(registry),
       gathers_(gathers),
       stats_(stats),
       out_(pool_stream(device, /*high_priority=*/false)),
       in_(pool_stream(device, /*high_priority=*/false)),
-      pool_(std::make_shared<HostPool>(device, limit)) {}
+      pool_(std::make_shared<HostPool>(memory, limit)) {
+  memory->make_room_with([pool = std::weak_ptr(pool_)] {
+    if (const auto alive = pool.lock()) alive->trim();
+  });
+}
 
 void OffloadEngine::copy_out(const Tensor& source, HostPool::Lease& host, Event& done) {
   order(scratch_, current_stream(device_), out_);
@@ -100,7 +105,16 @@ std::vector<Tensor> OffloadEngine::offload_group(const std::vector<Tensor>& tens
       hosts.push_back(tensor);
       continue;
     }
-    const HostPool::Lease lease = pool_->acquire(tensor, out_);
+    std::string shortage;
+    const HostPool::Lease lease = pool_->try_acquire(tensor, out_, shortage, /*grow=*/!short_);
+    if (!lease.tensor.defined()) {
+      if (!std::exchange(short_, true)) {
+        TORCH_WARN(shortage, " Until then saved tensors stay on ", device_, ".");
+      }
+      ++stats_.stayed_tensors;
+      hosts.push_back(tensor);
+      continue;
+    }
     lease.tensor.copy_(tensor, /*non_blocking=*/true);
     lease.buffer->used.record(out_);
     lease.buffer->source = tensor.detach();
@@ -236,6 +250,11 @@ void OffloadEngine::abandon() {
 void OffloadEngine::clear() {
   entries_.clear();
   shards_.clear();
+}
+
+void OffloadEngine::trim() {
+  pool_->trim();
+  short_ = false;
 }
 
 }  // namespace ldc

@@ -26,8 +26,9 @@ namespace ldc {
 
 class OffloadEngine {
  public:
-  /// `limit`: most bytes of host memory; 0: half of it.
-  OffloadEngine(Device device, Registry& registry, GatherEngine& gathers, Stats& stats, int64_t limit);
+  /// `limit`: most bytes of `memory` for all this; 0: half of the host's.
+  OffloadEngine(Device device, Registry& registry, GatherEngine& gathers, Stats& stats,
+                std::shared_ptr<HostMemory> memory, int64_t limit);
 
   /// Starts copying to the host; returns the host tensor, to be read after wait_offload (and a device synchronisation).
   Tensor offload(const Tensor& tensor, int64_t id);
@@ -38,7 +39,8 @@ class OffloadEngine {
   Tensor wait_reload(int64_t id);
 
   /// Starts copying a group of tensors to the host. Their memory stays theirs until wait_copies(). A tensor that could
-  /// not come back with its strides stays where it is and is returned itself.
+  /// not come back with its strides stays where it is and is returned itself. So does one for which the host has no
+  /// memory: the step cannot be given up, as other ranks wait for it.
   std::vector<Tensor> offload_group(const std::vector<Tensor>& tensors);
   /// Starts copying back what offload_group() returned; to be used after wait_copies() of the same host tensors.
   std::vector<Tensor> reload_group(const std::vector<Tensor>& hosts);
@@ -59,7 +61,7 @@ class OffloadEngine {
 
   void relieve_with(GiveBack give_back) { give_back_ = std::move(give_back); }
   int64_t host_bytes() const { return pool_->bytes(); }
-  void trim() { pool_->trim(); }
+  void trim();
   /// Drops what is in flight, ordered behind it; shards come back. For the end of a step that was given up.
   void abandon();
   void clear();  // drops everything; for the end of a runtime
@@ -94,6 +96,7 @@ class OffloadEngine {
   Stats& stats_;
   Stream out_, in_;
   std::shared_ptr<HostPool> pool_;
+  bool short_ = false;  // the host had no memory for a group, which has been said
   Event scratch_;
   GiveBack give_back_;
   std::unordered_map<int64_t, Entry> entries_;

@@ -32,7 +32,7 @@ std::shared_ptr<Runtime> Runtime::create(Group gather_group, Group reduce_group,
                 options.timeout, ".");
   LDC_CHECK_ARG(options.offload_limit >= 0, "Runtime: `offload_limit` must not be negative, got ",
                 options.offload_limit, ".");
-  LDC_CHECK_ARG(options.state_limit >= 0, "Runtime: `state_limit` must not be negative, got ", options.state_limit,
+  LDC_CHECK_ARG(options.host_limit >= 0, "Runtime: `host_limit` must not be negative, got ", options.host_limit,
                 ".");
   LDC_CHECK_ARG(options.max_ctas >= 0, "Runtime: `max_ctas` must not be negative, got ", options.max_ctas, ".");
   LDC_CHECK_ARG(options.symmetric_threshold >= 0, "Runtime: `symmetric_threshold` must not be negative, got ",
@@ -60,8 +60,9 @@ Runtime::Runtime(const Group& gather_group, const Group& reduce_group, const Gro
       registry_(device, gather_communicator_->world_size()),
       gathers_(device, gather_communicator_, registry_, stats_, options),
       reductions_(device, reduce_communicator_, registry_, stats_, options),
-      offloads_(device, registry_, gathers_, stats_, options.offload_limit),
-      states_(device, stats_, options.state_limit) {
+      host_memory_(std::make_shared<HostMemory>(device, options.host_limit, options.host_place)),
+      offloads_(device, registry_, gathers_, stats_, host_memory_, options.offload_limit),
+      states_(device, stats_, host_memory_) {
   LDC_CHECK_ARG(gather_communicator_->world_size() == reduce_communicator_->world_size() &&
                     gather_communicator_->rank() == reduce_communicator_->rank(),
                 "Runtime: `gather_group` (rank ", gather_communicator_->rank(), " of ",
@@ -307,6 +308,7 @@ void Runtime::clear_arena() {
   reductions_.arena().clear();
   offloads_.trim();
   states_.settle();
+  states_.reserve({});
   states_.synchronize();
 }
 
@@ -339,6 +341,8 @@ std::map<std::string, int64_t> Runtime::stats() {
       {"offloaded_bytes", stats_.offloaded_bytes},
       {"reloaded_bytes", stats_.reloaded_bytes},
       {"host_bytes", offloads_.host_bytes() + states_.host_bytes()},
+      {"stayed_tensors", stats_.stayed_tensors},
+      {"host_node", host_memory_->node()},
       {"state_bytes", states_.device_bytes()},
       {"state_peak_bytes", stats_.state_peak_bytes},
       {"arena_bytes", gathers_.arena().bytes() + reductions_.arena().bytes()},

@@ -79,6 +79,7 @@ class Runtime {
   void reset();
 
   // Optimizer states in host memory; see StateCopies.
+  void reserve_states(const std::vector<int64_t>& sizes);
   Tensor state_home(const Tensor& like);
   void begin_states(int64_t slot_bytes);
   std::vector<Tensor> fetch_states(int64_t slot, const std::vector<Tensor>& homes);
@@ -165,6 +166,7 @@ class Runtime {
   Registry registry_;
   GatherEngine gathers_;
   ReduceEngine reductions_;
+  std::shared_ptr<HostMemory> host_memory_;
   OffloadEngine offloads_;
   StateCopies states_;
   std::map<int64_t, std::unique_ptr<Executor>> executors_;

@@ -123,6 +123,11 @@ void Runtime::reload_parameter(int64_t graph_id, int64_t id) {
   offloads_.reload_param(id);
 }
 
+void Runtime::reserve_states(const std::vector<int64_t>& sizes) {
+  const auto lock = enter();
+  states_.reserve(sizes);
+}
+
 Tensor Runtime::state_home(const Tensor& like) {
   const auto lock = enter();
   return states_.home(like);

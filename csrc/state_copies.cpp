@@ -8,12 +8,12 @@
 
 namespace ldc {
 
-StateCopies::StateCopies(Device device, Stats& stats, int64_t limit)
+StateCopies::StateCopies(Device device, Stats& stats, std::shared_ptr<HostMemory> memory)
     : device_(device),
       stats_(stats),
       out_(pool_stream(device, /*high_priority=*/false)),
       in_(pool_stream(device, /*high_priority=*/false)),
-      slabs_(device, limit) {}
+      slabs_(std::move(memory), "optimizer states") {}
 
 StateCopies::Slot& StateCopies::slot_at(int64_t slot) {
   LDC_CHECK_ARG(slot >= 0 && slot < kSlots, "optimizer states: slot ", slot, " is not in [0, ", kSlots, ").");

@@ -25,11 +25,11 @@ class StateCopies {
  public:
   static constexpr int64_t kSlots = 3;
 
-  /// `limit`: most bytes of host memory; 0: no limit.
-  StateCopies(Device device, Stats& stats, int64_t limit);
+  StateCopies(Device device, Stats& stats, std::shared_ptr<HostMemory> memory);
 
   /// A place in host memory for a tensor like `like`; uninitialised.
   Tensor home(const Tensor& like) { return slabs_.place(like); }
+  void reserve(const std::vector<int64_t>& sizes) { slabs_.reserve(sizes); }
 
   /// Starts a step whose chunks need at most `slot_bytes` (every tensor rounded up to kAlignment).
   void begin(int64_t slot_bytes);

@@ -16,6 +16,7 @@ struct Stats {
   int64_t reduced_bytes = 0;   // of whole gradients as they travelled
   int64_t offloaded_bytes = 0;
   int64_t reloaded_bytes = 0;
+  int64_t stayed_tensors = 0;  // that should have left, and for which the host had no memory
   int64_t state_peak_bytes = 0;  // most device memory of offloaded optimizer states on their way in and out
   int64_t sent_away_bytes = 0;  // gathered parameters that waited in host memory as the device was short of memory
   int64_t away_peak_bytes = 0;  // the most of them at a time

@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import resource
 import shlex
 import sys
 from pathlib import Path
@@ -44,6 +45,7 @@ def collect() -> Report:
         "versions": _versions(),
         "extension": build,
         "devices": devices,
+        "host memory": _host_memory(),
         "c10d backends": backends,
         "communicators": communicators,
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
@@ -127,10 +129,43 @@ def _devices(torch: ModuleType | None) -> Report:
     try:
         for index in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(index)
-            devices[f"cuda:{index}"] = f"{p.name}, {p.total_memory / 2**30:.0f} GiB, capability {p.major}.{p.minor}"
+            text = f"{p.name}, {p.total_memory / 2**30:.0f} GiB, capability {p.major}.{p.minor}"
+            devices[f"cuda:{index}"] = text + _numa(p)
     except Exception as error:  # a driver that does not match the build
         devices["cuda"] = f"{type(error).__name__}: {error}"
     return devices
+
+
+def _numa(properties: Any) -> str:
+    """The NUMA node of a GPU, and why pinned memory may not lie there; "" where the platform does not say."""
+    from lightning_deepcompile.offload.numa import node_of_pci, pci_address
+
+    node = node_of_pci(pci_address(properties))
+    if node is None:
+        return ""
+    extension, _ = _import("lightning_deepcompile._C")
+    refusal = extension.numa_refusal(node.number, list(node.cpus)) if extension else ""
+    return f", NUMA node {node.number}" + (f" (pinned memory may lie elsewhere: {refusal})" if refusal else "")
+
+
+def _host_memory() -> Report:
+    """What there is for tensors that leave their device."""
+    memory: Report = {}
+    try:
+        from lightning_deepcompile.offload.host_memory import available_host_memory
+
+        memory["available"] = f"{available_host_memory() / 2**30:.1f} GiB, within the limits of control groups"
+    except Exception as error:  # the package or torch does not load
+        memory["available"] = f"{type(error).__name__}: {error}"
+    try:
+        shared = os.statvfs("/dev/shm")
+        memory["/dev/shm"] = f"{shared.f_bavail * shared.f_frsize / 2**20:.0f} MiB free"
+    except OSError as error:
+        memory["/dev/shm"] = str(error)
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    locked = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**10:.0f} KiB"
+    memory["ulimit -l"] = f"{locked} (not counted by CUDA's driver; InfiniBand's counts what NCCL registers)"
+    return memory
 
 
 def _backends(torch: ModuleType | None) -> Report:

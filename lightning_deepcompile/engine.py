@@ -29,9 +29,10 @@ from lightning_deepcompile.capture.sync_batchnorm import trace_sync_batchnorm
 from lightning_deepcompile.clipping import Clipping
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.offload.activations import ActivationOffload
-from lightning_deepcompile.offload.host_memory import host_limit
+from lightning_deepcompile.offload.host_memory import host_limit, host_options
 from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.offload.states import StateOffload
+from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.opening import StepOpening
 from lightning_deepcompile.optimizers import LocalShards, check_optimizer
 from lightning_deepcompile.plan.report import Round
@@ -103,8 +104,7 @@ class Engine:
             max_ctas=config.max_ctas,
             symmetric_threshold=config.symmetric_threshold,
             timeout=timeout.total_seconds(),
-            state_limit=host_bytes,
-            offload_limit=host_bytes,
+            **host_options(host_bytes, device, group),
         )
         # Garbage is collected at another time on every rank, which must not wait for the others then; at exit it may.
         at_exit = functools.partial(self.runtime.retire, _EXIT_SECONDS)
@@ -137,7 +137,7 @@ class Engine:
         self.residency: Residency | None = None
         if config.offload != "none":
             self.residency = Residency(config, self.model, self.runtime, group, device, host_bytes)
-            self.tuner.offloaded = self.residency.describe
+            self.tuner.states = StateTrade(self.residency)
         if config.offload_activations != "none":
             states = self.residency
             self.tuner.host_room = lambda: host_bytes - (0 if states is None else states.host_bytes)
@@ -356,6 +356,7 @@ class Engine:
             offload_moved_bytes=0 if self.residency is None else self.residency.moved_bytes,
             offload_reason="" if decision is None else decision.reason,
             offloaded_activation_bytes=last.get("offloaded_bytes", 0),
+            host_node=self.runtime.stats()["host_node"],
         )
 
     def release_memory(self) -> None:

@@ -35,6 +35,7 @@ class Summary:
         offload_reason: Why so many; empty before it is decided, and without offloading.
         symmetric_gathers_per_step: Of the groups that were gathered, those that went through symmetric memory.
         offloaded_activation_bytes: Saved tensors that the last training step copied to host memory, and back.
+        host_node: NUMA node of this rank's device, from which pinned memory is taken; -1 where that is not known.
     """
 
     world_size: int
@@ -58,6 +59,7 @@ class Summary:
     offload_reason: str = ""
     offloaded_activation_bytes: int = 0
     symmetric_gathers_per_step: int = 0
+    host_node: int = -1
 
     @property
     def _ranks(self) -> str:
@@ -84,4 +86,6 @@ class Summary:
             rows.append(("offloaded states", f"{format_bytes(self.offloaded_bytes)}, {moved} ({self.offload_reason})"))
         if self.offloaded_activation_bytes:
             rows.append(("offloaded activations", f"{format_bytes(self.offloaded_activation_bytes)} a step"))
+        if self.host_node >= 0:
+            rows.append(("pinned memory", f"on NUMA node {self.host_node}, the device's"))
         return "\n".join(["DeepCompile", *(f"  {name:<24}{value}" for name, value in rows)])

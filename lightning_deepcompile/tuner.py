@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lightning_deepcompile.agreement import attempt, exchange
 from lightning_deepcompile.capture.backend import Capture
+from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.pass_schedule import pass_schedule
 from lightning_deepcompile.plan.budget import MemoryBudgetError, check_budget
 from lightning_deepcompile.plan.context import PlanContext
@@ -65,7 +66,7 @@ class Tuner:
         watch: Tells all ranks.
 
     Attributes:
-        offloaded: Says what of the optimizers' states is in host memory; "" for none. For the report.
+        states: Places optimizer states together with plans.
         host_room: Bytes of host memory that saved tensors may take; None where none may leave.
         opening: Says when the first gathers of the last ordinary step were launched, if before it.
         rounds: What was done, round by round.
@@ -94,7 +95,7 @@ class Tuner:
         first, *self._entries = pass_schedule(self._config, capture.stage, self._world)
         capture.passes = self._start = first[1]
         self._passes: tuple[Pass, ...] = self._entries[-1][1] if self._entries else ()
-        self.offloaded: Callable[[], str] = str
+        self.states = StateTrade()
         self.host_room: Callable[[], int] | None = None
         self.opening: Callable[[], EarlyStart | None] = _with_the_step
         self.rounds: list[Round] = []
@@ -214,8 +215,10 @@ class Tuner:
         if spread := describe_spread(profiles):
             self._say(spread, logging.WARNING)
         smallest = profile.schedules if self.host_room is None else offload_all(profile.schedules)
-        check_budget(least_budget(smallest, profile), budget, self._config.memory_budget)
-        planned, effects = optimize(profile.schedules, self._passes, PlanContext(self._capture.settings, profile))
+        check_budget(least_budget(smallest, self.states.least(profile)), budget, self._config.memory_budget)
+        self.profile, (planned, effects) = self.states.plan(
+            profile, lambda p: optimize(p.schedules, self._passes, PlanContext(self._capture.settings, p))
+        )
         peak = effects[-1].prediction.peak_bytes
         if self._config.memory_budget is not None and peak > budget:
             raise MemoryBudgetError(
@@ -223,8 +226,6 @@ class Tuner:
                 f"{[p.name for p in self._passes]} come down to {peak}. Add 'proactive_prefetch', or raise the budget."
             )
         reports = [PassReport.of(effect) for effect in effects]
-        if self.offloaded():
-            reports.insert(1, replace(reports[0], name="offload", changed=self.offloaded()))
         self.rounds.append(
             Round(
                 self._step,
@@ -241,7 +242,7 @@ class Tuner:
         self._run_plan(planned, self._passes)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        if self._capture_schedules() == before:
+        if self._capture_schedules() == before and not self.states.moved:
             self._finish_round(outcome="unchanged")
 
     def _run_plan(self, schedules: Iterable[Schedule], passes: Sequence[Pass] | None = None) -> None:
@@ -302,9 +303,10 @@ class Tuner:
             profile = replace(profile, hold_seconds=measure_holds(dtypes, self._device))
         if self._config.memory_budget is None:
             profile = leave_room(profile)
-        if self.host_room is not None:
+        if self.host_room is not None or self.states.may_move:
             out, back = measure_copies(self._device)
-            profile = replace(profile, copy_out=out, copy_in=back, host_budget=self.host_room())
+            room = self.host_room and self.host_room()
+            profile = replace(profile, copy_out=out, copy_in=back, host_budget=room)
         return profile, tuple(start[s.name] for s in profile.schedules)
 
     def _fastest(self, first: int, last: int) -> float:
@@ -324,6 +326,7 @@ class Tuner:
         if slower:
             passes, plan = self._previous
             self._run_plan(plan, passes)
+            self.states.undo()
         self._finish_round(after_seconds=after, after_peak_bytes=peak, outcome="reverted" if slower else "kept")
 
     def _finish_round(self, **fields: Any) -> None:

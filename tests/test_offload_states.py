@@ -114,6 +114,7 @@ class Recorder(pl.Callback):
             self.losses.append(float(outputs["loss"]))
         if self.save is not None and trainer.global_step == 2:
             trainer.save_checkpoint(self.save)
+            self.save = None  # once, with no gradients added up
 
 
 def fit(
@@ -144,7 +145,7 @@ def fit(
     batches = STEPS * options.get("accumulate_grad_batches", 1) + 1
     data = Tokens(batches, ROWS * WORLD, int(os.environ["RANK"]), WORLD)
     done = 2 * ROWS * options.get("accumulate_grad_batches", 1)
-    data.data = data.data[done:] if resume is not None else data.data
+    data.data = data.data.roll(-done, 0) if resume is not None else data.data
     trainer.fit(module, DataLoader(data, batch_size=ROWS), ckpt_path=resume)
     packed = trainer.strategy.optimizer_state(trainer.optimizers[0])
     states = {f"{i}.{k}": v for i, s in packed.get("state", {}).items() for k, v in s.items()}

@@ -32,6 +32,24 @@ class KeepWhole(pl.Callback):
             capture.replan(plan=plan)
 
 
+class MoveStates(pl.Callback):
+    """All states leave after the second step, as a plan may have it, and come back after the third."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        engine = trainer.strategy.engine
+        if batch_idx == 2 * ACCUMULATE:
+            memory = engine.residency.memory()
+            assert memory.away == 0 < memory.total
+            allocated = torch.cuda.memory_allocated()
+            assert engine.residency.place(memory.total, "a test")
+            assert engine.summary().offloaded_bytes > 0
+            assert engine.device.type == "cpu" or torch.cuda.memory_allocated() < allocated
+        elif batch_idx == 3 * ACCUMULATE:
+            assert engine.residency.place(0, "a test")
+        elif batch_idx == 4 * ACCUMULATE:
+            assert engine.summary().offloaded_bytes == 0
+
+
 def _train_all(accelerator: str) -> dict[str, Record]:
     from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
@@ -53,6 +71,7 @@ def _train_all(accelerator: str) -> dict[str, Record]:
         "plain": run("adamw", []),
         "kept": run("adamw", [KeepWhole()]),
         "offloaded": run("adamw", [], offload="all"),
+        "moved": run("adamw", [MoveStates()], offload="auto"),
         "replicas": run("sgd", [], device_mesh=(2, 1)),
         "shards": run("sgd", [], device_mesh=(1, 2)),
     }
@@ -64,7 +83,7 @@ def _check(accelerator: str) -> None:
     )
     for results in run_ranks(_train_all, 2, accelerator, timeout=380):
         plain = results["plain"]
-        for name in ("kept", "offloaded"):
+        for name in ("kept", "offloaded", "moved"):
             assert results[name].losses == plain.losses, name
             assert all(torch.equal(results[name].params[key], plain.params[key]) for key in plain.params), name
         assert results["offloaded"].extra.offloaded_bytes > 0 and plain.extra.offloaded_bytes == 0

@@ -6,6 +6,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -18,9 +19,11 @@ from lightning_deepcompile.agreement import exchange
 from lightning_deepcompile.capture.sharding import ShardedModel
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.offload.probe import probe_states
+from lightning_deepcompile.offload.reserve import reserve
 from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.plan.budget import parse_budget
 from lightning_deepcompile.plan.offload import OffloadDecision, OffloadNeed, check_host, decide_offload
+from lightning_deepcompile.plan.state_trade import StateMemory
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.program.printer import format_bytes
 
@@ -62,6 +65,9 @@ class Residency:
         self._chunk_bytes = parse_budget(config.offload_chunk, total=1, name="offload_chunk")
         self._attached: list[tuple[weakref.ref[Optimizer], StateOffload]] = []
         self._observing = False
+        self._seen: OffloadNeed | None = None  # what the decision fell by
+        self._away = 0  # bytes that leave
+        self._coming = 0  # bytes in host memory before some come back
         self._last = 0, 0  # bytes in host memory and bytes moved, of optimizers that are retired
         self.decision: OffloadDecision | None = None
 
@@ -91,11 +97,15 @@ class Residency:
         self._observing = False
         if self._config.offload == "all":
             check_host(sum(size for *_, size in self._sizes()), self._limit, self._config.host_memory_budget)
+            self._take_host_memory(list(self._sizes()))
         return offload
 
     def begin_step(self) -> None:
         """Call before a training step's forward pass: it gets the memory of the optimizer's buffers."""
         self._runtime.settle_states()
+        if self._coming > self.host_bytes:  # the optimizer has stepped since
+            self._coming = 0
+            self._runtime.synchronize_states()  # what nobody uses any more is freed
         undecided = self._config.offload == "auto" and self.decision is None
         if undecided and not self._observing and self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -141,18 +151,66 @@ class Residency:
         )
         config = self._config
         decision = decide_offload(config.offload, need, config.memory_budget, config.host_memory_budget)
-        chosen: dict[int, set[Tensor]] = {}
-        left = decision.bytes
-        for number, local, size in sizes:
-            if left > 0 and size > 0:
-                chosen.setdefault(number, set()).add(local)
-                left -= size
-        for number, (_, offload) in enumerate(self._attached):
-            if config.offload == "auto":
-                offload.leaving = chosen.get(number, set()).__contains__
+        if config.offload == "auto":
+            self._choose(sizes, decision.bytes)
+        self._seen = need
         self.decision = decision
         if self._group.rank() == 0:
             _log.info("%s", self.describe() or f"All optimizer states stay on the device: {decision.reason}")
+
+    def _choose(self, sizes: list[tuple[int, Tensor, int]], least: int) -> None:
+        """Lets the states of the first shards leave, at least so many bytes. A collective."""
+        chosen: dict[int, set[Tensor]] = {}
+        leaving = []
+        for number, local, size in sizes:
+            if least > 0 and size > 0:
+                chosen.setdefault(number, set()).add(local)
+                leaving.append((number, local, size))
+                least -= size
+        self._take_host_memory(leaving)
+        self._away = sum(size for *_, size in leaving)
+        for number, (_, offload) in enumerate(self._attached):
+            offload.leaving = chosen.get(number, set()).__contains__
+
+    def memory(self) -> StateMemory | None:
+        """What planning must know to place states anew; None before the first decision, and if all must leave."""
+        seen, sizes = self._seen, tuple(size for *_, size in self._sizes() if size > 0)
+        if seen is None or self.decision is None or self._config.offload != "auto" or not sizes:
+            return None
+        return StateMemory(sizes, self._away, seen.stepping, seen.buffers, seen.host)
+
+    def place(self, away: int, reason: str) -> bool:
+        """Places states anew: those that leave do so now, those that come back with the optimizer's next step.
+
+        A collective, between steps.
+
+        Args:
+            away: Bytes that shall be in host memory, of whole shards' states.
+            reason: Why, in words.
+
+        Returns:
+            Whether all ranks could take so much; else nothing changed, and a warning says so.
+        """
+        assert self.decision is not None
+        before = self._away
+        try:
+            self._choose(list(self._sizes()), away)
+        except torch.OutOfMemoryError as error:
+            if self._group.rank() == 0:
+                _log.warning("Optimizer states stay where they are. %s", error)
+            return False
+        for _, offload in self._attached:
+            offload.depart()
+        self._coming = self.host_bytes if self._away < before else 0
+        self.decision = replace(self.decision, bytes=self._away, reason=reason)
+        return True
+
+    def _take_host_memory(self, leaving: list[tuple[int, Tensor, int]]) -> None:
+        """Takes it before anything relies on it; raises on all ranks where one has not got it."""
+        coming = [(local, size) for number, local, size in leaving if not self._attached[number][1].holds(local)]
+        reason = reserve(self._runtime, coming, self._group)
+        if reason:
+            raise torch.OutOfMemoryError(reason)
 
     def _need(self, sizes: list[tuple[int, Tensor, int]]) -> OffloadNeed:
         states = sum(size for *_, size in sizes)

@@ -78,6 +78,10 @@ class StateOffload:
         """Bytes of states in host memory."""
         return sum(home.nbytes for entries in self._homes.values() for home in entries.values())
 
+    def holds(self, local: Tensor) -> bool:
+        """Whether states of a shard are in host memory."""
+        return bool(self._homes.get(local))
+
     # A step -----------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -235,6 +239,17 @@ class StateOffload:
         home.copy_(value)
         self._homes.setdefault(local, {})[name] = home
         return home
+
+    @torch.no_grad()
+    def depart(self) -> None:
+        """Moves states that shall leave to host memory now, rather than after the next step."""
+        for parameter, entries in self._held().state.items():
+            local = self._local_of(parameter)
+            if self.holds(local) or not self.leaving(local):
+                continue
+            for name, value in entries.items():
+                if can_leave(value, local):
+                    entries[name] = self.load(parameter, name, value.dtype, value)
 
     def forget(self) -> None:
         """Call when the optimizer has got another state: what was in host memory is freed."""

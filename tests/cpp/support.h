@@ -8,6 +8,7 @@
 #include <cstdio>
 
 #include "executor.h"
+#include "host_memory.h"
 #include "views.h"
 
 namespace ldc::testing {
@@ -35,6 +36,8 @@ bool refuses(const char* text, Call call) {
 }
 
 const Device kCpu(c10::DeviceType::CPU);
+
+inline std::shared_ptr<HostMemory> host_memory(int64_t limit = 0) { return std::make_shared<HostMemory>(kCpu, limit); }
 
 inline Tensor ones(at::IntArrayRef sizes, ScalarType dtype = c10::kFloat) { return at::ones(sizes, dtype); }
 
@@ -83,7 +86,8 @@ class Mirror final : public Communicator {
   int64_t skew_;
 };
 
-void test_symmetric();  // test_symmetric.cpp
+void test_symmetric();    // test_symmetric.cpp
+void test_host_memory();  // test_host_memory.cpp
 
 /// Everything below a runtime, for a world of two.
 struct Bench {

@@ -219,7 +219,7 @@ void test_dry_runs_send_nothing() {
 }
 
 void test_host_pool() {
-  const auto pool = std::make_shared<HostPool>(kCpu, 3 * 4096);
+  const auto pool = std::make_shared<HostPool>(host_memory(), 3 * 4096);
   const Stream stream = current_stream(kCpu);
   const Tensor like = at::zeros({4, 8}).t();
   auto first = pool->acquire(like, stream);
@@ -239,7 +239,7 @@ void test_host_pool() {
 
 void test_offload() {
   Bench bench;
-  OffloadEngine offloads(kCpu, bench.registry, bench.gathers, bench.stats, 0);
+  OffloadEngine offloads(kCpu, bench.registry, bench.gathers, bench.stats, host_memory(), 0);
   const Tensor source = at::arange(10);
   const Tensor host = offloads.offload(source, 1);
   source.zero_();
@@ -256,7 +256,7 @@ void test_offload() {
 }
 
 void test_host_slabs() {
-  HostSlabs slabs(kCpu, 3 << 20);
+  HostSlabs slabs(host_memory(3 << 20), "tests");
   const Tensor like = at::empty({100, 7}, at::TensorOptions().device(c10::kMeta));
   Tensor first = slabs.place(like), second = slabs.place(like);
   const auto apart = static_cast<const char*>(second.const_data_ptr()) - static_cast<const char*>(first.const_data_ptr());
@@ -277,7 +277,7 @@ void test_host_slabs() {
 
 void test_state_copies() {
   Stats stats;
-  StateCopies states(kCpu, stats, 0);
+  StateCopies states(kCpu, stats, host_memory());
   std::vector<Tensor> homes;
   for (int i = 0; i < 5; ++i) {
     homes.push_back(states.home(ones({40 + i})));
@@ -361,6 +361,7 @@ int main() {
   test_host_pool();
   test_offload();
   test_host_slabs();
+  test_host_memory();
   test_state_copies();
   test_symmetric();
   test_ranks_that_differ();

@@ -1,0 +1,44 @@
+"""Host memory for optimizer states is taken on all ranks at once, before anything relies on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_deepcompile.agreement import exchange
+
+__all__ = ["reserve"]
+
+
+def reserve(runtime: Any, leaving: Iterable[tuple[Tensor, int]], group: dist.ProcessGroup) -> str:
+    """Takes memory for states that are about to leave. A collective.
+
+    Args:
+        runtime: ``_C.Runtime`` that keeps them.
+        leaving: Shards, and bytes of each one's states; all that are about to, as only the last call counts.
+        group: The ranks.
+
+    Returns:
+        Which rank has not got it and why, the same text on all ranks; "" if all have.
+    """
+    sizes: list[int] = []
+    for local, size in leaving:
+        if each := local.nbytes:  # a shard's states are placed one by one, most of them as large as it is
+            sizes += [min(each, size - start) for start in range(0, size, each)]
+    reason = ""
+    try:
+        runtime.reserve_states(sizes)
+    except torch.OutOfMemoryError as error:
+        reason = str(error)
+    failed = [(rank, text) for rank, text in enumerate(exchange(reason, group)) if text]
+    if not failed:
+        return ""
+    runtime.reserve_states([])  # gives back what was taken in vain
+    runtime.synchronize_states()
+    rank, text = failed[0]
+    others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+    return f"Rank {rank}{others} of {group.size()} could not take {sum(sizes)} bytes for optimizer states: {text}"

@@ -1,0 +1,188 @@
+"""Where optimizer states live, decided again with a measured step: they compete with what a plan does with memory.
+
+Before anything is measured, as many states leave as exceed the budget (`plan.offload`). A plan knows what a byte is
+worth: with more memory it may keep parameters gathered, which can save more time than copying states costs; or it
+leaves memory free into which states can come back.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_deepcompile.plan.context import NO_LIMIT
+from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.pass_manager import PassEffect
+from lightning_deepcompile.plan.simulate import arena_bytes
+from lightning_deepcompile.program.schedule import Schedule
+
+__all__ = ["Planned", "StateMemory", "Trade", "trade_states", "with_away"]
+
+Planned = tuple[list[Schedule], list[PassEffect]]
+"""What `optimize` returns."""
+
+_GAIN = 0.01  # of a step, for which states move
+_PARTS = 4  # of what might leave, tried one by one
+
+
+@dataclass(frozen=True)
+class StateMemory:
+    """Optimizer states as planning sees them; bytes of one rank, the same on all.
+
+    Args:
+        sizes: Of the states of each shard, in the order in which they leave.
+        away: In host memory while the step was measured: some of the first ones.
+        stepping: Device memory while the optimizer steps, without states: parameters, gradients.
+        buffers: On the device for states that come and go; needed if any is away.
+        host: Host memory that states may take.
+    """
+
+    sizes: tuple[int, ...]
+    away: int
+    stepping: int
+    buffers: int
+    host: int
+
+    @property
+    def total(self) -> int:
+        """Of all states that can leave."""
+        return sum(self.sizes)
+
+    def while_stepping(self, away: int) -> int:
+        """Device memory while the optimizer steps, with so many bytes of states in host memory."""
+        return self.stepping + self.total - away + (self.buffers if away else 0)
+
+    def at_least(self, wanted: int) -> int:
+        """What leaves if at least so many bytes shall: whole shards' states, as far as host memory goes."""
+        fitting = [n for n in itertools.accumulate(self.sizes, initial=0) if n <= self.host]
+        return next((n for n in fitting if n >= wanted), fitting[-1])
+
+
+@dataclass(frozen=True)
+class Trade:
+    """A plan, and where states are under it.
+
+    Args:
+        away: Bytes of states in host memory.
+        profile: The measured step as it would have been with them there.
+        planned: The plan's schedules and effects.
+        over: Bytes beyond what may be allocated, in a pass or while the optimizer steps; negative if some are free.
+    """
+
+    away: int
+    profile: Profile
+    planned: Planned
+    over: int
+
+    @property
+    def seconds(self) -> float:
+        """Predicted duration of a step."""
+        return self.planned[1][-1].prediction.seconds
+
+
+def with_away(profile: Profile, states: StateMemory, away: int) -> Profile:
+    """The profile of the same step with another part of the states in host memory.
+
+    Args:
+        profile: As measured, with `states.away` bytes there. A host that computes has counted activations alone.
+        states: Sizes.
+        away: Bytes of states in host memory.
+    """
+    moved = away - states.away
+    more = states.stepping + states.total - away if profile.host_computes else -moved
+    regions = {
+        key: replace(cost, **{name: max(getattr(cost, name) + more, 0) for name in ("before", "peak", "after")})
+        for key, cost in profile.regions.items()
+    }
+    seconds = profile.optimizer_seconds + _travel(profile, away) - _travel(profile, states.away)
+    host = profile.host_budget
+    return replace(
+        profile,
+        regions=regions,
+        optimizer_seconds=max(seconds, 0.0),
+        host_budget=None if host is None else max(host - moved, 0),
+    )
+
+
+def trade_states(profile: Profile, states: StateMemory, plan: Callable[[Profile], Planned]) -> tuple[Trade, Trade]:
+    """Plans with as many states in host memory as makes the step fit, and then fastest.
+
+    Plans are simulated with what is away now; with nothing away, with half of it, and with what just fills the memory
+    that is left; and, as far as unlimited memory could save more time than the copies take, with more away. States move
+    for a step that fits better, or that is faster by 1 %.
+
+    Args:
+        profile: As measured.
+        states: Sizes, and what is away.
+        plan: Makes a plan with a profile.
+
+    Returns:
+        The plan with what is away now, and the best one, which may be the same.
+    """
+    limit = (profile.budget or NO_LIMIT) + profile.room
+
+    @functools.cache
+    def tried(away: int) -> Trade:
+        adapted = with_away(profile, states, away)
+        schedules, effects = plan(adapted)
+        grown = _arena(schedules) - _arena(profile.schedules)
+        most = max(effects[-1].prediction.peak_bytes, states.while_stepping(away) + grown)
+        return Trade(away, adapted, (schedules, effects), most - limit)
+
+    best = now = tried(states.away)
+
+    def consider(away: int) -> None:
+        nonlocal best
+        trade = tried(away)
+        better = max(trade.over, 0) - max(best.over, 0)
+        if better < 0 or (better == 0 and trade.seconds < (1 - _GAIN) * best.seconds):
+            best = trade
+
+    while best.over > 0:  # once more if buffers for states came to it
+        before = best
+        consider(states.at_least(best.away + best.over))
+        if best is before:
+            break
+    for away in _fewer(states, now):
+        if states.while_stepping(away) <= limit:
+            consider(away)
+    for away in _more(profile, states, now, plan):
+        consider(away)
+    if best.away and best.over < 0:  # what just fills the rest
+        consider(states.at_least(max(best.away + best.over, 0)))
+    return now, best
+
+
+def _fewer(states: StateMemory, now: Trade) -> list[int]:
+    """What may be tried besides `now` with fewer states away, the fewest last."""
+    if now.away == 0:
+        return []
+    wanted = [now.away + min(now.over, 0), now.away // 2, 0]
+    found = [states.at_least(max(n, 0)) for n in wanted]
+    return sorted({n for n in found if n < now.away}, reverse=True)
+
+
+def _more(profile: Profile, states: StateMemory, now: Trade, plan: Callable[[Profile], Planned]) -> list[int]:
+    """What may be tried with more states away: where a plan with all the memory there is would pay for their copies."""
+    free = plan(replace(now.profile, budget=NO_LIMIT))[1][-1].prediction.seconds
+    gain = now.seconds - free
+    if gain <= _GAIN * now.seconds:
+        return []
+    known = _travel(profile, states.away)
+    away = [n for n in itertools.accumulate(states.sizes) if states.away < n <= states.host]
+    paying = [n for n in away if _travel(profile, n) - known < gain]
+    return sorted({paying[(len(paying) * part - 1) // _PARTS] for part in range(1, _PARTS + 1)}) if paying else []
+
+
+def _travel(profile: Profile, size: int) -> float:
+    """How long the optimizer's step waits for so many bytes that come and go, at the same time if the host is free."""
+    if size == 0:
+        return 0.0
+    both = profile.copy_in.copy_seconds(size), profile.copy_out.copy_seconds(size)
+    return sum(both) if profile.host_computes else max(both)
+
+
+def _arena(schedules: Sequence[Schedule]) -> int:
+    return max((size for row in arena_bytes(schedules) for size in row), default=0)

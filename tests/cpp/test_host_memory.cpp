@@ -1,0 +1,173 @@
+// Hosts that give less than they promised, and where their memory lies.
+#include "support.h"
+
+#include <ATen/ops/empty.h>
+#include <sched.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <csignal>
+
+#include "offload.h"
+#include "signal_pad.h"
+#include "state_copies.h"
+
+namespace ldc::testing {
+namespace {
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+
+/// A host that has so many bytes and refuses more, as a driver does.
+struct Host {
+  std::shared_ptr<HostMemory> memory(int64_t limit = 0) {
+    return std::make_shared<HostMemory>(kCpu, limit, NumaPlace{}, [this](int64_t bytes) {
+      ++asked;
+      TORCH_CHECK(bytes <= left, "CUDA error: out of memory\nCUDA kernel errors might be ...");
+      return at::empty({bytes}, c10::kByte);
+    });
+  }
+  int64_t left;
+  int64_t asked = 0;
+};
+
+void test_a_refusal_says_what_to_do() {
+  Host host{.left = 3000};
+  const auto memory = host.memory(1 << 20);
+  const Tensor first = memory->take(3000, "tests");
+  host.left = 0;
+  int64_t made_room = 0;
+  memory->make_room_with([&] { ++made_room; });
+  const char* text =
+      "refused 500 bytes of memory for tests, with 3000 held of the 1048576 that `host_memory_budget` gives this rank "
+      "(CUDA error: out of memory). Give CompileConfig(host_memory_budget=...)";
+  EXPECT(refuses(text, [&] { memory->take(500, "tests"); }));
+  EXPECT(made_room == 1 && host.asked == 3 && memory->held() == 3000);
+  EXPECT(refuses("no host memory for 1048576 more bytes of tests: 3000 of at most 1048576", [&] {
+    memory->take(1 << 20, "tests");
+  }));
+  EXPECT(made_room == 2 && host.asked == 3);  // what the limit forbids is not asked for
+}
+
+void test_states_are_reserved_or_not_at_all() {
+  Host host{.left = 2 * kMiB};
+  const auto memory = host.memory();
+  HostSlabs slabs(memory, "tests");
+  slabs.reserve({100, 700'000, 700'000});
+  EXPECT(slabs.bytes() == 2 * kMiB && memory->held() == 2 * kMiB);
+  slabs.place(at::empty({1'000'000}, c10::kByte));
+  slabs.trim();  // what is reserved stays, and is empty again
+  EXPECT(slabs.bytes() == 2 * kMiB);
+  host.left = 0;
+  std::vector<Tensor> placed;
+  for (const int64_t size : {100, 700'000, 700'000}) placed.push_back(slabs.place(at::empty({size}, c10::kByte)));
+  EXPECT(refuses("host refused 1048576 bytes", [&] { slabs.reserve({300'000, 800'000}); }));
+  placed.push_back(slabs.place(at::empty({300'000}, c10::kByte)));  // what it could have kept is there for others
+  placed.clear();
+  slabs.trim();
+  EXPECT(slabs.bytes() == 0 && memory->held() == 0);
+}
+
+void test_tensors_stay_where_the_host_refuses() {
+  Bench bench;
+  Host host{.left = 4096};
+  OffloadEngine offloads(kCpu, bench.registry, bench.gathers, bench.stats, host.memory(), 0);
+  const std::vector<Tensor> tensors{ones({8}), ones({2000}), ones({9})};
+  const auto left = [&] {
+    int64_t count = 0;
+    const std::vector<Tensor> hosts = offloads.offload_group(tensors);
+    for (const Tensor& one : hosts) count += HostPool::buffer_of(one) != nullptr;
+    offloads.wait_copies(hosts);
+    const std::vector<Tensor> back = offloads.reload_group(hosts);
+    for (size_t i = 0; i < back.size(); ++i) EXPECT(back[i].equal(tensors[i]));
+    EXPECT(hosts[1].is_same(tensors[1]) && back[1].is_same(tensors[1]));
+    return count;
+  };
+  EXPECT(left() == 1 && bench.stats.stayed_tensors == 2);  // no more is asked for
+  const int64_t asked = host.asked;
+  EXPECT(left() == 1 && host.asked == asked);
+  EXPECT(refuses("host refused 8192 bytes", [&] { offloads.offload(ones({2000}), 1); }));
+}
+
+void test_one_limit_for_tensors_and_states() {
+  Bench bench;
+  const auto memory = host_memory(2 * kMiB);
+  OffloadEngine offloads(kCpu, bench.registry, bench.gathers, bench.stats, memory, 2 * kMiB);
+  StateCopies states(kCpu, bench.stats, memory);
+  const Tensor large = at::empty({kMiB + 1}, c10::kByte);
+  EXPECT(HostPool::buffer_of(offloads.offload_group({large})[0]) != nullptr);
+  EXPECT(memory->held() == 2 * kMiB);
+  Tensor home = states.home(at::empty({100}, c10::kByte));  // the pool gives back what nobody holds
+  EXPECT(memory->held() == kMiB && offloads.host_bytes() == 0);
+  EXPECT(offloads.offload_group({large})[0].is_same(large));
+  home.reset();
+  states.synchronize();
+  offloads.trim();
+  EXPECT(HostPool::buffer_of(offloads.offload_group({large})[0]) != nullptr);
+}
+
+std::vector<int64_t> allowed_processors() {
+  cpu_set_t set;
+  std::vector<int64_t> result;
+  if (sched_getaffinity(0, sizeof(set), &set) != 0) return result;
+  for (int64_t cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (CPU_ISSET(static_cast<size_t>(cpu), &set)) result.push_back(cpu);
+  }
+  return result;
+}
+
+int policy() {
+  int mode = -1;
+  return syscall(SYS_get_mempolicy, &mode, nullptr, 0, nullptr, 0) == 0 ? mode : -1;
+}
+
+void test_numa_preference() {
+  constexpr int kDefault = 0, kPreferred = 1;
+  const int before = policy();
+  const auto processors = allowed_processors();
+  {
+    const NumaPreference here({.node = 0, .cpus = processors});
+    EXPECT(here.refusal().empty() || before > kDefault);  // with a policy of the user's own it stays
+    EXPECT(policy() == kPreferred || policy() == before);
+    if (policy() == kPreferred) {
+      const NumaPreference inner({.node = 0, .cpus = processors});
+      EXPECT(inner.refusal().find("policy of its own") != std::string::npos);
+    }
+  }
+  EXPECT(policy() == before && allowed_processors() == processors);
+  if (before == kDefault) {
+    // A node that is not there: the thread moves to its processors, or it is said that there are none.
+    {
+      const NumaPreference nowhere({.node = 1000, .cpus = {}});
+      EXPECT(nowhere.refusal().find("no processor of node 1000") != std::string::npos);
+      const NumaPreference moved({.node = 1000, .cpus = {processors.at(0), 16000, -1}});
+      EXPECT(moved.refusal().empty() && allowed_processors() == std::vector{processors.at(0)});
+    }
+    EXPECT(policy() == before && allowed_processors() == processors);
+  }
+  EXPECT(NumaPreference({}).refusal().empty());
+}
+
+/// A file system that has no room for the pad (here: a process that may not write so much) is an error, no signal.
+void test_no_room_for_a_signal_pad() {
+  std::signal(SIGXFSZ, SIG_IGN);
+  rlimit before{};
+  getrlimit(RLIMIT_FSIZE, &before);
+  const rlimit small{.rlim_cur = 4096, .rlim_max = before.rlim_max};
+  setrlimit(RLIMIT_FSIZE, &small);
+  EXPECT(refuses("bytes in /dev/shm: ", [] { SignalPad(0, 2).create(); }));
+  setrlimit(RLIMIT_FSIZE, &before);
+}
+
+}  // namespace
+
+void test_host_memory() {
+  test_a_refusal_says_what_to_do();
+  test_states_are_reserved_or_not_at_all();
+  test_tensors_stay_where_the_host_refuses();
+  test_one_limit_for_tensors_and_states();
+  test_numa_preference();
+  test_no_room_for_a_signal_pad();
+}
+
+}  // namespace ldc::testing

@@ -1,0 +1,157 @@
+"""Host memory that is missing, refused or far away: said on all ranks before anything waits for it."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from cases import ROWS, VOCAB, Base, Tokens
+from multiprocess import run_ranks
+from test_engine import make_engine, one_step, sgd
+from test_offload_activations import BATCH
+from test_offload_plan import write
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
+
+from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+from lightning_deepcompile.__main__ import collect
+from lightning_deepcompile.offload.numa import NumaNode, node_of_device, node_of_pci, pci_address
+from lightning_deepcompile.runtime import load_extension
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+class Wide(Base):
+    """Each rank's optimizer states take 33 MiB; from a given moment on its process gets no more memory."""
+
+    def __init__(self, moment: str) -> None:
+        super().__init__()
+        self.moment = moment
+        self.embed = nn.Embedding(VOCAB, 1024)
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(8))
+        self.head = nn.Linear(1024, VOCAB)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.become_poor("setup")
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.become_poor("step")
+
+    def become_poor(self, moment: str) -> None:
+        if moment == self.moment and os.environ["RANK"] == "1":
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+            resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 20), resource.RLIM_INFINITY))
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "setup": {"offload": "all"},
+    "step": {"offload": "auto", "memory_budget": 54 << 20, "offload_chunk": "1MiB"},
+}
+
+
+def _refused() -> list[tuple[str, int, int]]:
+    answers = []
+    for moment, settings in REFUSED.items():
+        config = CompileConfig(region_backend="eager", schedule=None, host_memory_budget="1GiB", **settings)
+        trainer = pl.Trainer(
+            strategy=DeepCompileStrategy(compile=config), accelerator="cpu", devices=2, max_steps=2, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            use_distributed_sampler=False,
+        )  # fmt: skip
+        data = Tokens(3, 2 * ROWS, int(os.environ["RANK"]), 2)
+        try:
+            trainer.fit(Wide(moment), DataLoader(data, batch_size=ROWS))
+        except torch.OutOfMemoryError as error:
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            held = trainer.strategy.engine.runtime.stats()["host_bytes"]
+            answers.append((str(error), trainer.global_step, held))
+    return answers
+
+
+def test_a_refusal_on_one_rank_is_said_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first step where it is known that all states leave, else before the optimizer's first."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what was freed before is no reserve of the process
+    first, second = run_ranks(_refused, 2, timeout=120)
+    assert first == second and len(first) == 2, (first, second)
+    for text, steps, held in first:
+        assert (steps, held) == (0, 0), "nothing was trained, and nothing is held"
+        assert text.startswith("Rank 1 of 2 could not take ") and "the host refused " in text, text
+        assert "of the 536870912 that `host_memory_budget` gives this rank" in text, text
+
+
+def test_saved_tensors_stay_where_others_hold_the_memory(mesh: DeviceMesh) -> None:
+    """Other ranks wait for a step, so it is not given up; the budget holds for everything together."""
+    budget = 4 << 20
+    plain = make_engine(mesh, schedule=None)
+    expected = [one_step(plain, BATCH, optimizer) for optimizer in [sgd(plain)] for _ in range(3)]
+    plain.close()
+    engine = make_engine(mesh, schedule=None, offload_activations="all", host_memory_budget=budget)
+    optimizer = sgd(engine)
+    losses = [one_step(engine, BATCH, optimizer)]
+    stats = engine.runtime.stats()
+    assert stats["stayed_tensors"] == 0 and stats["host_bytes"] > 0
+    engine.runtime.clear_arena()
+    home = engine.runtime.state_home(torch.empty(3_900_000, dtype=torch.uint8, device="meta"))
+    with pytest.warns(UserWarning, match="no host memory for .* `host_memory_budget`.* saved tensors stay on cpu"):
+        losses.append(one_step(engine, BATCH, optimizer))
+    stats = engine.runtime.stats()
+    assert stats["stayed_tensors"] > 0 and home.nbytes < stats["host_bytes"] <= budget
+    del home
+    engine.runtime.clear_arena()
+    losses.append(one_step(engine, BATCH, optimizer))
+    assert engine.runtime.stats()["stayed_tensors"] == stats["stayed_tensors"], "all leave again"
+    assert losses == expected
+    engine.close()
+
+
+# Where it lies --------------------------------------------------------------------------------------------------------
+
+
+def test_the_node_of_a_gpu_is_read_from_sysfs(tmp_path: Path) -> None:
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    assert pci_address(properties) == "0000:1b:00.0" and pci_address(SimpleNamespace()) == ""
+    write(
+        tmp_path,
+        {
+            "sys/bus/pci/devices/0000:1b:00.0/numa_node": "1\n",
+            "sys/bus/pci/devices/0000:1c:00.0/numa_node": "-1\n",
+            "sys/bus/pci/devices/0000:1d:00.0/numa_node": "7\n",
+            "sys/devices/system/node/node1/cpulist": "2-4,10,12-13\n",
+        },
+    )
+    assert node_of_pci("0000:1b:00.0", tmp_path) == NumaNode(1, (2, 3, 4, 10, 12, 13))
+    for nowhere in ("0000:1c:00.0", "0000:1d:00.0", "0000:1e:00.0", ""):
+        assert node_of_pci(nowhere, tmp_path) is None
+    assert node_of_device(torch.device("cpu"), tmp_path) is None
+
+
+def test_a_preference_leaves_the_thread_as_it_was(mesh: DeviceMesh) -> None:
+    extension, before = load_extension(), os.sched_getaffinity(0)
+    refusal = extension.numa_refusal(1000, [])
+    assert "no processor of node 1000" in refusal or "policy of its own" in refusal, refusal
+    group = torch.distributed.group.WORLD
+    runtime = extension.Runtime(group, group, torch.device("cpu"), numa_node=1000, numa_cpus=sorted(before)[:1])
+    assert runtime.stats()["host_node"] in (1000, -1)
+    runtime.state_home(torch.empty(100, device="meta")).fill_(1)
+    assert os.sched_getaffinity(0) == before
+    runtime.close()
+
+
+def test_the_report_tells_of_host_memory() -> None:
+    memory = collect()["host memory"]
+    assert memory.keys() == {"available", "/dev/shm", "ulimit -l"}
+    assert "GiB" in memory["available"] and "MiB free" in memory["/dev/shm"]

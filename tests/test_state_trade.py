@@ -1,0 +1,137 @@
+"""Optimizer states compete with plans for memory: decisions computed by hand, and training that does not notice."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from cases import Tokens, full
+from multiprocess import run_ranks
+from test_offload_states import CASES, ROWS, WORLD, Model
+from torch.utils.data import DataLoader
+
+from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
+from lightning_deepcompile.plan.pass_manager import PassEffect
+from lightning_deepcompile.plan.simulate import Prediction
+from lightning_deepcompile.plan.state_trade import Planned, StateMemory, trade_states, with_away
+
+LINK = Link(0.0, 10.0)  # bytes a second, each way
+STATES = StateMemory(sizes=(10,) * 6, away=0, stepping=10, buffers=5, host=1000)
+PROFILE = Profile(
+    2, "cuda", (), {"f/r": RegionCost(2.0, 0.0, 20, 60, 30)}, LINK, LINK,
+    optimizer_seconds=5.0, budget=100, copy_out=LINK, copy_in=LINK,
+)  # fmt: skip
+
+
+def plan(profile: Profile, room: int = 20, gain: float = 3.0) -> Planned:
+    """A plan that saves `gain` seconds where `room` bytes are free: a step otherwise takes 2 s and the optimizer."""
+    peak = profile.regions["f/r"].peak
+    assert profile.budget is not None
+    saves = profile.budget - peak >= room
+    seconds = 2.0 + profile.optimizer_seconds - (gain if saves else 0.0)
+    return [], [PassEffect("stub", "", Prediction(seconds, 0.0, 0.0, 0.0, 0.0, peak + room * saves, (), ()))]
+
+
+def test_a_profile_with_states_elsewhere() -> None:
+    moved = with_away(PROFILE, STATES, 30)
+    assert moved.regions["f/r"] == RegionCost(2.0, 0.0, 0, 30, 0)  # 20 - 30: never below nothing
+    assert moved.optimizer_seconds == 8.0  # 30 bytes out, and in at the same time
+    back = with_away(replace(PROFILE, host_budget=50), replace(STATES, away=40), 10)
+    assert back.regions["f/r"].peak == 90 and back.optimizer_seconds == 2.0 and back.host_budget == 80
+    # A host that computes copies one way after the other, and has measured no states.
+    host = with_away(replace(PROFILE, device_type="cpu"), replace(STATES, away=20), 10)
+    assert host.regions["f/r"].peak == 60 + 10 + 50 and host.optimizer_seconds == 3.0
+    assert STATES.at_least(11) == 20 and STATES.at_least(0) == 0 and STATES.at_least(999) == 60
+    assert replace(STATES, host=29).at_least(999) == 20
+
+
+@pytest.mark.parametrize(
+    ("states", "profile", "stub", "away", "seconds", "over"),
+    [
+        # Nothing is away, and memory could save nothing: 7 s.
+        ({}, {}, {"room": 1000}, 0, 7.0, -30),
+        # 10 bytes are free, and 20 would save 3 s: 10 bytes of states cost 1 s, and 20 bytes 2 s.
+        ({}, {"budget": 70}, {}, 10, 5.0, 0),
+        # What is saved is less than a second: less than 10 bytes cost.
+        ({}, {"budget": 70}, {"gain": 0.9}, 0, 7.0, 0),
+        # It would take 40 bytes, thus 3 s to have room for what saves 3 s.
+        ({}, {"budget": 70}, {"room": 40}, 0, 7.0, 0),
+        # All of 40 can come back, and save 4 s.
+        ({"away": 40}, {}, {"room": 1000}, 0, 3.0, 0),
+        # 30 can: the peak is 60 of 90.
+        ({"away": 40}, {"budget": 90}, {"room": 1000}, 10, 4.0, 0),
+        # They stay, as the plan has a better use for the memory: 3 s for 20 bytes.
+        ({"away": 40}, {"budget": 80}, {}, 40, 4.0, 0),
+        # 25 too many: 30 leave, though that is slower.
+        ({"stepping": 0}, {"budget": 35}, {"room": 1000}, 30, 10.0, 0),
+        # Host memory has room for 20 of them; the optimizer still needs 40, and 5 for buffers.
+        ({"stepping": 0, "host": 29}, {"budget": 35}, {"room": 1000}, 20, 9.0, 10),
+        # The optimizer's step is what exceeds the budget: by 10, and by 5 for buffers once anything leaves.
+        ({"stepping": 50}, {}, {"room": 1000}, 20, 9.0, -5),
+    ],
+)
+def test_states_go_where_a_step_fits_and_is_fastest(
+    states: dict[str, int], profile: dict[str, int], stub: dict[str, Any], away: int, seconds: float, over: int
+) -> None:
+    memory = replace(STATES, **states)
+    now, best = trade_states(replace(PROFILE, **profile), memory, lambda p: plan(p, **stub))
+    assert now.away == memory.away
+    assert (best.away, best.seconds, best.over) == (away, pytest.approx(seconds), over)
+
+
+class Watch(pl.Callback):
+    """Losses, and what is in host memory after each step; gives the plan's placement up after step 11."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.away: list[int] = []  # of states
+        self.held: list[int] = []  # by the runtime
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        engine = trainer.strategy.engine
+        self.away.append(engine.summary().offloaded_bytes)
+        self.held.append(engine.runtime.stats()["host_bytes"])
+        if batch_idx == 10:
+            engine.tuner.states.undo()
+
+
+def _fit(**settings: Any) -> tuple[Watch, dict[str, Any], pl.Trainer]:
+    torch.manual_seed(3)
+    module, watch = Model(CASES["adamw_foreach"][0]), Watch()
+    strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager", offload_chunk="16KiB", **settings))
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=WORLD, max_steps=14, callbacks=[watch], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    data = Tokens(14, ROWS * WORLD, int(os.environ["RANK"]), WORLD)
+    trainer.fit(module, DataLoader(data, batch_size=ROWS))
+    states = trainer.optimizers[0].state
+    values = [full(p) for p in module.parameters()] + [full(states[p]["exp_avg_sq"]) for p in states]
+    return watch, dict(enumerate(values)), trainer
+
+
+def _moves() -> None:
+    plain, expected, trainer = _fit()
+    shards = trainer.strategy.summary().sharded_bytes_per_rank
+    assert plain.away == [0] * 14
+    # Parameters, gradients and states are 4 times the shards; only planning knows of activations and whole blocks.
+    watch, values, trainer = _fit(offload="auto", memory_budget=int(6.2 * shards))
+    assert watch.losses == plain.losses
+    assert all(torch.equal(values[key], value) for key, value in expected.items())
+    assert watch.away[:5] == [0] * 5 and min(watch.away[5:11]) > 0 and watch.away[11:] == [0] * 3, watch.away
+    assert watch.held[4] == 0 < watch.held[5] and watch.held[-1] == 0, watch.held
+    (done,) = trainer.strategy.report()
+    before, offload = done.passes[:2]
+    assert offload.name == "offload" and "host memory: 0 B become" in offload.changed, str(done)
+    assert before.peak_bytes > 6.2 * shards >= done.passes[-1].peak_bytes, str(done)
+
+
+def test_a_plan_moves_states_and_training_does_not_notice() -> None:
+    run_ranks(_moves, WORLD, timeout=120)
