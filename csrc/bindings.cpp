@@ -61,6 +61,11 @@ void bind_lifecycle(Class& runtime) {
       .def_property_readonly("profiling", &Runtime::is_profiling)
       .def("free_tensors", &Runtime::free_tensors, "tensors"_a, NoGil(),
            "Turn tensors of at least `free_activation_threshold` elements into empty ones.")
+      .def("host_shard", &Runtime::host_shard, "numel"_a, "dtype"_a, NoGil(),
+           "A 1-D tensor of the device that lies in pinned host memory, for the shards of parameters; uninitialised. "
+           "Gathers copy such shards to the device.")
+      .def_static("host_of", &ldc::HostShards::host_of, "tensor"_a, NoGil(),
+                  "The memory of what host_shard() returned, or of a view of it, as a host tensor; None for others.")
       .def("state_home", &Runtime::state_home, "like"_a, NoGil(),
            "A place in host memory (pinned where the device has streams) for an optimizer state; uninitialised.")
       .def("begin_states", &Runtime::begin_states, "slot_bytes"_a, NoGil(),
@@ -113,7 +118,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init([](c10d::ProcessGroup& gather_group, c10d::ProcessGroup& reduce_group, at::Device device,
                        c10d::ProcessGroup* replica_group, std::string communicator, int64_t reduce_window, int64_t reduce_bucket_size, int64_t max_ctas,
                        int64_t symmetric_threshold, double timeout,
-                       int64_t free_activation_threshold, int64_t offload_limit, int64_t state_limit, bool sync_before_reduce, bool sync_after_reduce,
+                       int64_t free_activation_threshold, int64_t offload_limit, int64_t state_limit, int64_t shard_limit, bool sync_before_reduce, bool sync_after_reduce,
                        bool sync_before_allgather, bool sync_after_allgather, int64_t serial) {
              return make_runtime(gather_group, reduce_group, replica_group, device,
                                  {.communicator = std::move(communicator),
@@ -125,6 +130,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                   .free_activation_threshold = free_activation_threshold,
                                   .offload_limit = offload_limit,
                                   .state_limit = state_limit,
+                                  .shard_limit = shard_limit,
                                   .sync_before_reduce = sync_before_reduce,
                                   .sync_after_reduce = sync_after_reduce,
                                   .sync_before_allgather = sync_before_allgather,
@@ -133,7 +139,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            }),
            "gather_group"_a, "reduce_group"_a, "device"_a, py::kw_only(), "replica_group"_a = py::none(), "communicator"_a = "auto",
            "reduce_window"_a = 2, "reduce_bucket_size"_a = 0, "max_ctas"_a = 0, "symmetric_threshold"_a = 0, "timeout"_a = 0.0, "free_activation_threshold"_a = 0,
-           "offload_limit"_a = 0, "state_limit"_a = 0, "sync_before_reduce"_a = false, "sync_after_reduce"_a = false, "sync_before_allgather"_a = false,
+           "offload_limit"_a = 0, "state_limit"_a = 0, "shard_limit"_a = 0, "sync_before_reduce"_a = false, "sync_after_reduce"_a = false, "sync_before_allgather"_a = false,
            "sync_after_allgather"_a = false, "serial"_a = -1, NoGil())
       .def_property_readonly("serial", &Runtime::serial, "Upper 32 bits of every parameter and graph id.")
       .def_property_readonly("world_size", &Runtime::world_size)

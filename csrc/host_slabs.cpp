@@ -24,7 +24,7 @@ int64_t power_of_two(int64_t bytes) { return static_cast<int64_t>(std::bit_ceil(
 }  // namespace
 
 Tensor HostSlabs::place(const Tensor& like) {
-  LDC_CHECK_ARG(like.is_contiguous(), "optimizer states: a tensor of strides ", like.strides(), " has no place here; ",
+  LDC_CHECK_ARG(like.is_contiguous(), what_, ": a tensor of strides ", like.strides(), " has no place here; ",
                 "it must be contiguous.");
   const PlainTensors plain;
   const int64_t need = align_up(std::max<int64_t>(static_cast<int64_t>(like.nbytes()), 1), kAlignment);
@@ -45,7 +45,7 @@ HostSlabs::Slab& HostSlabs::slab_for(int64_t need) {
   if (too_much(capacity)) {
     capacity = power_of_two(need);
     TORCH_CHECK_WITH(OutOfMemoryError, !too_much(capacity), "lightning_deepcompile: no host memory for ", capacity,
-                     " more bytes of offloaded optimizer states: ", bytes(), " of at most ", limit_,
+                     " more bytes of offloaded ", what_, ": ", bytes(), " of at most ", limit_,
                      " bytes are in use. Raise `host_memory_budget`, or offload less.");
   }
   try {
@@ -53,7 +53,7 @@ HostSlabs::Slab& HostSlabs::slab_for(int64_t need) {
     slabs_.push_back({std::make_shared<Tensor>(at::empty({capacity}, options))});
   } catch (const c10::Error& error) {
     TORCH_CHECK_WITH(OutOfMemoryError, false, "lightning_deepcompile: the host refused ", capacity, " bytes of ",
-                     has_streams(device_) ? "pinned " : "", "memory for offloaded optimizer states, with ", bytes(),
+                     has_streams(device_) ? "pinned " : "", "memory for offloaded ", what_, ", with ", bytes(),
                      " held: ", message_of(error), ". Lower `host_memory_budget` or free host memory; look at the ",
                      "container's memory limit.");
   }

@@ -15,8 +15,8 @@ namespace ldc {
 
 class HostSlabs {
  public:
-  /// `limit`: most bytes held; 0: no limit.
-  HostSlabs(Device device, int64_t limit) : device_(device), limit_(limit) {}
+  /// `limit`: most bytes held; 0: no limit. `what` lies here, for messages.
+  HostSlabs(Device device, int64_t limit, const char* what) : device_(device), limit_(limit), what_(what) {}
 
   /// An uninitialised host tensor with the shape and dtype of `like`, which is contiguous.
   Tensor place(const Tensor& like);
@@ -34,6 +34,7 @@ class HostSlabs {
 
   const Device device_;
   const int64_t limit_;
+  const char* const what_;
   std::vector<Slab> slabs_;
 };
 

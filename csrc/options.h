@@ -17,6 +17,7 @@ struct RuntimeOptions {
   int64_t free_activation_threshold = 0;  // elements; free_tensors leaves smaller tensors alone
   int64_t offload_limit = 0;  // most bytes of host memory for offloaded tensors; 0: half of the host's memory
   int64_t state_limit = 0;    // most bytes of host memory for offloaded optimizer states; 0: no limit
+  int64_t shard_limit = 0;    // most bytes of host memory for shards that live there; 0: no limit
   // For debugging: wait for the device (CPU: for the operation) before or after each group.
   bool sync_before_reduce = false;
   bool sync_after_reduce = false;

@@ -34,6 +34,8 @@ std::shared_ptr<Runtime> Runtime::create(Group gather_group, Group reduce_group,
                 options.offload_limit, ".");
   LDC_CHECK_ARG(options.state_limit >= 0, "Runtime: `state_limit` must not be negative, got ", options.state_limit,
                 ".");
+  LDC_CHECK_ARG(options.shard_limit >= 0, "Runtime: `shard_limit` must not be negative, got ", options.shard_limit,
+                ".");
   LDC_CHECK_ARG(options.max_ctas >= 0, "Runtime: `max_ctas` must not be negative, got ", options.max_ctas, ".");
   LDC_CHECK_ARG(options.symmetric_threshold >= 0, "Runtime: `symmetric_threshold` must not be negative, got ",
                 options.symmetric_threshold, ".");
@@ -57,6 +59,7 @@ Runtime::Runtime(const Group& gather_group, const Group& reduce_group, const Gro
       gather_communicator_(make_gather_communicator(communicator_kind_, gather_group, device, options, stats_)),
       reduce_communicator_(make_reduce_communicator(communicator_kind_, reduce_group, replica_group, device, options)),
       free_threshold_(options.free_activation_threshold),
+      host_shards_(device, options.shard_limit),
       registry_(device, gather_communicator_->world_size()),
       gathers_(device, gather_communicator_, registry_, stats_, options),
       reductions_(device, reduce_communicator_, registry_, stats_, options),
@@ -308,6 +311,9 @@ void Runtime::clear_arena() {
   offloads_.trim();
   states_.settle();
   states_.synchronize();
+  if (host_shards_.bytes() == 0) return;
+  synchronize_device(device_);  // it may still use shards that nobody holds any more
+  host_shards_.trim();
 }
 
 int64_t Runtime::relieve() {
@@ -336,9 +342,11 @@ std::map<std::string, int64_t> Runtime::stats() {
       {"copied_grads", stats_.copied_grads},
       {"sent_away_bytes", stats_.sent_away_bytes},
       {"away_peak_bytes", stats_.away_peak_bytes},
+      {"fetched_bytes", stats_.fetched_bytes},
       {"offloaded_bytes", stats_.offloaded_bytes},
       {"reloaded_bytes", stats_.reloaded_bytes},
       {"host_bytes", offloads_.host_bytes() + states_.host_bytes()},
+      {"host_shard_bytes", host_shards_.bytes()},
       {"state_bytes", states_.device_bytes()},
       {"state_peak_bytes", stats_.state_peak_bytes},
       {"arena_bytes", gathers_.arena().bytes() + reductions_.arena().bytes()},

@@ -123,6 +123,11 @@ void Runtime::reload_parameter(int64_t graph_id, int64_t id) {
   offloads_.reload_param(id);
 }
 
+Tensor Runtime::host_shard(int64_t numel, ScalarType dtype) {
+  const auto lock = enter();
+  return host_shards_.place(numel, dtype);
+}
+
 Tensor Runtime::state_home(const Tensor& like) {
   const auto lock = enter();
   return states_.home(like);

@@ -13,7 +13,7 @@ StateCopies::StateCopies(Device device, Stats& stats, int64_t limit)
       stats_(stats),
       out_(pool_stream(device, /*high_priority=*/false)),
       in_(pool_stream(device, /*high_priority=*/false)),
-      slabs_(device, limit) {}
+      slabs_(device, limit, "optimizer states") {}
 
 StateCopies::Slot& StateCopies::slot_at(int64_t slot) {
   LDC_CHECK_ARG(slot >= 0 && slot < kSlots, "optimizer states: slot ", slot, " is not in [0, ", kSlots, ").");
@@ -25,6 +25,7 @@ void StateCopies::begin(int64_t slot_bytes) {
   settle();
   slot_bytes_ = slot_bytes;
   order(scratch_, out_, in_);
+  order(scratch_, current_stream(device_), in_);
 }
 
 std::vector<Tensor> StateCopies::fetch(int64_t slot, const std::vector<Tensor>& homes) {

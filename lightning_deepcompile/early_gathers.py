@@ -53,7 +53,9 @@ class EarlyGathers:
 
     def launch(self) -> None:
         """Call after the optimizer's step, on all ranks alike."""
-        opening = self._capture.opening()
+        # Shards in host memory are left to the step: a checksum of them would cost as much as the copy to the device.
+        by_id = self._capture.model.by_id
+        opening = [group for group in self._capture.opening() if all(by_id[i].host is None for i in group[1])]
         if opening != self._opening:
             self._opening, self._watched = opening, self._shards_of({i for _, ids, _ in opening for i in ids})
         self._sums = self._checksums() if opening else None

@@ -35,6 +35,9 @@ class Summary:
         offload_reason: Why so many; empty before it is decided, and without offloading.
         symmetric_gathers_per_step: Of the groups that were gathered, those that went through symmetric memory.
         offloaded_activation_bytes: Saved tensors that the last training step copied to host memory, and back.
+        offloaded_parameter_bytes: Of the shards on this rank, those in host memory, padding included.
+        fetched_parameter_bytes: What the last training step copied of them to the device for gathers.
+        offload_parameters_reason: Why so many; empty where none may leave.
     """
 
     world_size: int
@@ -58,6 +61,9 @@ class Summary:
     offload_reason: str = ""
     offloaded_activation_bytes: int = 0
     symmetric_gathers_per_step: int = 0
+    offloaded_parameter_bytes: int = 0
+    fetched_parameter_bytes: int = 0
+    offload_parameters_reason: str = ""
 
     @property
     def _ranks(self) -> str:
@@ -84,4 +90,8 @@ class Summary:
             rows.append(("offloaded states", f"{format_bytes(self.offloaded_bytes)}, {moved} ({self.offload_reason})"))
         if self.offloaded_activation_bytes:
             rows.append(("offloaded activations", f"{format_bytes(self.offloaded_activation_bytes)} a step"))
+        if self.offload_parameters_reason:
+            moved = f"{format_bytes(self.fetched_parameter_bytes)} gathered a step"
+            reason = self.offload_parameters_reason
+            rows.append(("offloaded parameters", f"{format_bytes(self.offloaded_parameter_bytes)}, {moved} ({reason})"))
         return "\n".join(["DeepCompile", *(f"  {name:<24}{value}" for name, value in rows)])

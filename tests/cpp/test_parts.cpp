@@ -256,7 +256,7 @@ void test_offload() {
 }
 
 void test_host_slabs() {
-  HostSlabs slabs(kCpu, 3 << 20);
+  HostSlabs slabs(kCpu, 3 << 20, "things");
   const Tensor like = at::empty({100, 7}, at::TensorOptions().device(c10::kMeta));
   Tensor first = slabs.place(like), second = slabs.place(like);
   const auto apart = static_cast<const char*>(second.const_data_ptr()) - static_cast<const char*>(first.const_data_ptr());
