@@ -154,7 +154,7 @@ void Runtime::stow_states(int64_t slot, const std::vector<Tensor>& sources, cons
 }
 
 void Runtime::settle_states() {
-  const auto lock = enter();
+  const std::lock_guard lock(mutex_);  // also after an abort: an optimizer's step that failed is cleaned up
   states_.settle();
 }
 

@@ -119,9 +119,6 @@ class StateOffload:
         self._leave()
         self._changes.apply()
         self.restore()
-        if self._shards_moved:
-            self._shards_moved = False
-            self._runtime.settle_states()  # whoever reads parameters from now on finds them in host memory
 
     def restore(self) -> None:
         """Gives the optimizer its own groups back; after an error, states that came to the device stay there."""
@@ -131,6 +128,9 @@ class StateOffload:
             for (p, _, _), mapped in zip(chunk.shards, chunk.mapped, strict=False):
                 mapped.copy_(p.detach())
                 p.data = mapped
+        if self._shards_moved:
+            self._shards_moved = False
+            self._runtime.settle_states()  # whoever reads parameters from now on finds what was stepped
         self._held().param_groups = self._changes.groups
         self._changes = None
         self._chunks = []
