@@ -13,18 +13,19 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from cases import Mlp, Tokens, full
 from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
 from multiprocess import run_ranks
 from test_checkpoint import Resumable, SaveAt
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.plan.budget import MemoryBudgetError
 from lightning_deepcompile.plan.host_shards import ShardNeed, choose_shards
+from lightning_deepcompile.runtime import load_extension
 
 WORLD, ROWS, STEPS = 2, 2, 3
 
@@ -124,16 +125,6 @@ def same(actual: dict[Any, Any], expected: dict[Any, Any], name: str, keys: Any 
         value = expected[key]
         equal = torch.equal(actual[key], value) if isinstance(value, Tensor) else actual[key] == value
         assert equal, f"{name}: {key} is {actual[key]} instead of {value}"
-
-
-def run_all(*checks: Callable[..., None], arguments: tuple[Any, ...] = ()) -> dict[str, str]:
-    failures = {}
-    for check in checks:
-        try:
-            check(*arguments)
-        except Exception:
-            failures[check.__name__] = traceback.format_exc()
-    return failures
 
 
 def _shards_alone() -> None:
@@ -287,27 +278,20 @@ def _checkpoints(folder: Path) -> None:
             torch.testing.assert_close(*(checkpoint[key] for checkpoint in saved), rtol=0, atol=0)
 
 
-def _first() -> dict[str, str]:
-    return run_all(_shards_alone, _everything, _manual, _averages)
+def _check_all(folder: Path) -> dict[str, str]:
+    failures = {}
+    for check in (_shards_alone, _everything, _manual, _averages, _some, _errors, _again, _checkpoints):
+        try:
+            check(folder) if check is _checkpoints else check()
+        except Exception:
+            failures[check.__name__] = traceback.format_exc()
+    return failures
 
 
-def _second(folder: Path) -> dict[str, str]:
-    return run_all(_some, _errors, _again) | run_all(_checkpoints, arguments=(folder,))
-
-
-def _check(results: list[dict[str, str]]) -> None:
-    for rank, failures in enumerate(results):
+@pytest.mark.timeout(400)
+def test_nothing_depends_on_where_parameters_live(tmp_path: Path) -> None:
+    for rank, failures in enumerate(run_ranks(_check_all, WORLD, tmp_path, timeout=380)):
         assert not failures, f"rank {rank}:\n" + "\n".join(failures.values())
-
-
-@pytest.mark.timeout(300)
-def test_training_is_the_same_to_the_last_bit() -> None:
-    _check(run_ranks(_first, WORLD, timeout=280))
-
-
-@pytest.mark.timeout(300)
-def test_budgets_errors_memory_and_checkpoints(tmp_path: Path) -> None:
-    _check(run_ranks(_second, WORLD, tmp_path, timeout=280))
 
 
 def test_the_fewest_bytes_leave_and_lie_far_apart() -> None:
@@ -325,11 +309,8 @@ def test_the_fewest_bytes_leave_and_lie_far_apart() -> None:
     assert len(some) == 4 and {index // 4 for index in some} == {0, 1, 2, 3}, some
 
 
-def _runtime_calls() -> None:
-    from lightning_deepcompile.runtime import load_extension
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    group, ops, empty = dist.group.WORLD, torch.ops.dc, torch.empty(0)
+def test_the_runtime_gathers_from_host_memory_and_answers_misuse(mesh: DeviceMesh) -> None:
+    group, ops, empty = mesh.get_group(), torch.ops.dc, torch.empty(0)
     runtime = load_extension().Runtime(group, group, torch.device("cpu"), shard_limit=3 << 20)
     base = runtime.serial << 32
     flat = runtime.host_shard(400, torch.float32).copy_(torch.arange(400.0))
@@ -358,7 +339,7 @@ def _runtime_calls() -> None:
     assert runtime.host_of(here) is None and runtime.host_of(shards[1].t()) is None
     for error, message, call in (
         (ValueError, "must not be negative, got -1", lambda: runtime.host_shard(-1, torch.float32)),
-        (RuntimeError, "", lambda: runtime.host_shard(1 << 62, torch.float32)),
+        (RuntimeError, "overflow", lambda: runtime.host_shard(1 << 62, torch.float32)),
         (torch.OutOfMemoryError, "parameter shards: .* at most 3145728", lambda: runtime.host_shard(
             1 << 20, torch.float32)),
         (TypeError, "incompatible", lambda: runtime.host_shard(4, "float")),
@@ -377,7 +358,3 @@ def _runtime_calls() -> None:
     with pytest.raises(RuntimeError, match="was closed"):
         runtime.host_shard(1, torch.float32)
     assert flat[-1] == 402 and alias[0, 0] == 131  # they outlive the runtime
-
-
-def test_the_runtime_gathers_from_host_memory_and_answers_misuse() -> None:
-    run_ranks(_runtime_calls, 1)
