@@ -63,6 +63,11 @@ void bind_lifecycle(Class& runtime) {
            "Turn tensors of at least `free_activation_threshold` elements into empty ones.")
       .def("reserve_states", &Runtime::reserve_states, "sizes"_a, NoGil(),
            "Take host memory for optimizer states of such sizes now, and keep it until the next call or clear_arena().")
+      .def("host_shard", &Runtime::host_shard, "numel"_a, "dtype"_a, NoGil(),
+           "A 1-D tensor of the device that lies in pinned host memory, for the shards of parameters; uninitialised. "
+           "Gathers copy such shards to the device.")
+      .def_static("host_of", &ldc::HostShards::host_of, "tensor"_a, NoGil(),
+                  "The memory of what host_shard() returned, or of a view of it, as a host tensor; None for others.")
       .def("state_home", &Runtime::state_home, "like"_a, NoGil(),
            "A place in host memory (pinned where the device has streams) for an optimizer state; uninitialised.")
       .def("begin_states", &Runtime::begin_states, "slot_bytes"_a, NoGil(),

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 
+#include "host_shards.h"
 #include "views.h"
 
 namespace ldc {
@@ -24,6 +25,7 @@ GatherEngine::GatherEngine(Device device, std::shared_ptr<Communicator> communic
       sync_before_(options.sync_before_allgather),
       sync_after_(options.sync_after_allgather),
       stream_(pool_stream(device, /*high_priority=*/true)),
+      copies_(pool_stream(device, /*high_priority=*/true)),
       arena_(device) {}
 
 void GatherEngine::select(const Ids& ids, const std::vector<Dtype>& dtypes, std::vector<Param*>& params,
@@ -50,13 +52,12 @@ void GatherEngine::select(const Ids& ids, const std::vector<Dtype>& dtypes, std:
   }
 }
 
-std::vector<Tensor> GatherEngine::cast_shards(const std::vector<Param*>& params,
-                                              const std::vector<ScalarType>& targets, Arena::Lease& staging) {
-  std::vector<Tensor> inputs(params.size()), sources;
+std::vector<Tensor> GatherEngine::cast_shards(std::vector<Tensor> inputs, const std::vector<ScalarType>& targets,
+                                              Arena::Lease& staging) {
+  std::vector<Tensor> sources;
   std::vector<size_t> cast;  // those whose dtype changes
   std::vector<int> keys;
-  for (size_t i = 0; i < params.size(); ++i) {
-    inputs[i] = params[i]->shard;
+  for (size_t i = 0; i < inputs.size(); ++i) {
     if (inputs[i].scalar_type() == targets[i] || inputs[i].numel() == 0) continue;
     cast.push_back(i);
     sources.push_back(inputs[i]);
@@ -86,6 +87,51 @@ std::vector<Tensor> GatherEngine::cast_shards(const std::vector<Param*>& params,
   return inputs;
 }
 
+std::vector<Tensor> GatherEngine::fetch_shards(const std::vector<Param*>& params, Arena::Lease& fetched) {
+  std::vector<Tensor> shards, hosts;
+  std::vector<size_t> away;  // those that live in host memory
+  for (size_t i = 0; i < params.size(); ++i) {
+    shards.push_back(params[i]->shard);
+    if (!params[i]->host.defined() || shards[i].numel() == 0) continue;
+    away.push_back(i);
+    hosts.push_back(params[i]->host);
+  }
+  if (hosts.empty()) return shards;
+
+  const std::vector<Run> runs = neighbour_runs(hosts, std::vector<int>(hosts.size()));
+  std::vector<int64_t> starts;
+  int64_t bytes = 0;
+  for (const Run& run : runs) {
+    starts.push_back(bytes);
+    bytes += align_up(run.length * item_size(hosts[run.members[0]].scalar_type()), kAlignment);
+  }
+  // The last slot is held while this one is taken, so they are two that take turns; and it is given back before
+  // anything of this group is queued on the gather stream, so that its next user waits for its own gather alone.
+  fetched = arena_.acquire(bytes, copies_);
+  release_fetched();
+  {
+    const c10::StreamGuard guard(copies_);
+    for (size_t r = 0; r < runs.size(); ++r) {
+      const Run& run = runs[r];
+      const Tensor& first = hosts[run.members[0]];
+      const Tensor target = typed_view(fetched->bytes, starts[r], {run.length}, first.scalar_type());
+      if (!dry_) target.copy_(run.over(first), /*non_blocking=*/true);
+      for (const size_t member : run.members) {
+        const Tensor& host = hosts[member];
+        const int64_t start = starts[r] + run.offset_of(host) * item_size(host.scalar_type());
+        shards[away[member]] = typed_view(fetched->bytes, start, host.sizes(), host.scalar_type());
+      }
+    }
+  }
+  order(compute_, copies_, stream_);
+  if (!dry_) stats_.fetched_bytes += bytes;
+  return shards;
+}
+
+void GatherEngine::release_fetched() {
+  if (fetched_) arena_.release(std::move(fetched_), stream_);
+}
+
 void GatherEngine::launch(const Ids& ids, const std::vector<Dtype>& dtypes) {
   std::vector<Param*> params;
   std::vector<ScalarType> targets;
@@ -102,13 +148,16 @@ void GatherEngine::launch(const Ids& ids, const std::vector<Dtype>& dtypes) {
   }
   auto group = std::make_shared<Group>();
   group->slot = arena_.acquire(bytes, stream_);
-  if (refresh_) order(compute_, current_stream(device_), stream_);
+  if (refresh_) {
+    order(compute_, current_stream(device_), stream_);
+    order(compute_, current_stream(device_), copies_);
+  }
   refresh_ = false;
   for (const Param* param : params) {
     if (param->arriving) param->arriving->block(stream_);
   }
 
-  const std::vector<Tensor> inputs = cast_shards(params, targets, group->staging);
+  const std::vector<Tensor> inputs = cast_shards(fetch_shards(params, group->fetched), targets, group->staging);
   std::vector<Transfer> transfers;
   std::vector<Tensor> views;
   for (size_t i = 0; i < params.size(); ++i) {
@@ -128,6 +177,7 @@ void GatherEngine::launch(const Ids& ids, const std::vector<Dtype>& dtypes) {
   // Staging is written and read on the gather stream alone, so its next user is behind this one by itself. A CPU
   // backend reads it from its own threads until complete().
   if (group->staging && has_streams(device_)) arena_.release(std::move(group->staging), stream_);
+  if (group->fetched && has_streams(device_)) fetched_ = std::move(group->fetched);
 
   for (size_t i = 0; i < params.size(); ++i) gathered_.emplace(params[i]->id, Gathered{group, std::move(views[i])});
   group->resident = static_cast<int64_t>(params.size());
@@ -167,6 +217,7 @@ void GatherEngine::complete(Group& group) {
   group.completion.wait();
   group.slot->ready.block(current_stream(device_));
   if (group.staging) arena_.release(std::move(group.staging), stream_);
+  if (group.fetched) arena_.release(std::move(group.fetched), stream_);
   group.waited = true;
 }
 
@@ -189,7 +240,9 @@ void GatherEngine::release(int64_t id) {
   if (registry_.at(id).persistent) return;
   drop(entry);
   // With prefetching this is the end of a pass, where the largest gradients are made: they can have the memory.
-  if (gathered_.empty()) arena_.clear();
+  if (!gathered_.empty()) return;
+  release_fetched();
+  arena_.clear();
 }
 
 void GatherEngine::keep(int64_t id) {
@@ -213,6 +266,7 @@ std::vector<GatherEngine::Request> GatherEngine::kept_groups() const {
 
 void GatherEngine::invalidate() {
   refresh_ = true;
+  release_fetched();
   if (gathered_.empty()) return;  // a second call in a row must not forget what the first one remembered
   refetch_ = kept_groups();
   while (!gathered_.empty()) drop(gathered_.begin());
@@ -268,7 +322,10 @@ Tensor GatherEngine::gather_now(const Tensor& shard, Shape size, ScalarType dtyp
   LDC_CHECK(shard.numel() == 0 || shard.storage().nbytes() > 0, "the memory of parameter '", name,
             "'s shard was freed; it is needed for a gather.");
   // Cast and output come from the compute stream's pool and go back to it only after the compute stream has waited.
-  const Tensor input = shard.detach().to(dtype).contiguous();
+  const Tensor host = HostShards::host_of(shard);
+  Tensor input = shard.detach();
+  if (host.defined()) input = at::empty(host.sizes(), host.options().device(device_)).copy_(host, /*non_blocking=*/true);
+  input = input.to(dtype).contiguous();
   Tensor full = allocate_with_relief(give_back_, [&] { return at::empty({input.numel() * world}, input.options()); });
   if (dry_) return typed_view(full, 0, size, dtype);
   const Stream compute = current_stream(device_);
@@ -287,6 +344,7 @@ Tensor GatherEngine::gather_now(const Tensor& shard, Shape size, ScalarType dtyp
 void GatherEngine::clear() {
   gathered_.clear();
   refetch_.clear();
+  fetched_.reset();
   arena_.clear();
 }
 

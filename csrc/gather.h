@@ -9,6 +9,10 @@
 //   shards written → gather       `refresh_`: the first gather, and the first after invalidate(), waits for the compute
 //                                 stream; else a gather reads weights that the optimizer is still writing
 //   shard back from host → gather the parameter's `arriving` event
+//   shards written → host copy    shards that live in host memory are copied to a slot of the arena by a stream of their
+//                                 own, which waits at `refresh_`, too
+//   host copy → gather            fetch_shards(); the slot goes back to the arena when the next one is taken, so that
+//                                 the next group's copy runs beside this group's gather
 //   gather done → compute stream  the slot's `ready` event, in wait()
 //   last use → slot free          recorded when the last parameter of a slot is released
 //   last use → copy to the host   both on the compute stream; the host waits for the copy (relieve)
@@ -90,6 +94,7 @@ class GatherEngine {
     Arena::Lease slot;     // the gathered parameters; empty while they are `away`
     Tensor away;           // the same in host memory, where relieve() sent them
     Arena::Lease staging;  // cast shards; on devices with streams it is back in the arena once the group is launched
+    Arena::Lease fetched;  // shards that came from host memory; on devices with streams the engine keeps it
     Completion completion;
     bool waited = false;
     int64_t resident = 0;  // members that are not released yet
@@ -109,9 +114,13 @@ class GatherEngine {
   /// Selects what launch() has to gather, and checks the rest.
   void select(const Ids& ids, const std::vector<Dtype>& dtypes, std::vector<Param*>& params,
               std::vector<ScalarType>& targets);
+  /// The shards, on the device: copies of those that live in host memory, valid on the gather stream.
+  std::vector<Tensor> fetch_shards(const std::vector<Param*>& params, Arena::Lease& fetched);
   /// Casts shards where the target differs. Returns what goes on the wire. Runs on the gather stream.
-  std::vector<Tensor> cast_shards(const std::vector<Param*>& params, const std::vector<ScalarType>& targets,
+  std::vector<Tensor> cast_shards(std::vector<Tensor> shards, const std::vector<ScalarType>& targets,
                                   Arena::Lease& staging);
+  /// Gives the slot of the last copies from host memory back to the arena.
+  void release_fetched();
   void complete(Group& group);
   std::vector<Gathered*> members(const Group& group);
   /// Makes the parameters views of `memory`, which holds what the slot held.
@@ -128,6 +137,7 @@ class GatherEngine {
   bool sync_before_, sync_after_;
   bool dry_ = false;
   Stream stream_;
+  Stream copies_;  // from host memory
   Arena arena_;
   Event compute_;        // scratch: a point in the compute stream
   GiveBack give_back_;
@@ -135,6 +145,7 @@ class GatherEngine {
   std::unordered_map<int64_t, Gathered> gathered_;
   int64_t launched_ = 0;           // groups so far
   std::vector<Request> refetch_;
+  Arena::Lease fetched_;  // of the last group that had shards in host memory
 };
 
 }  // namespace ldc

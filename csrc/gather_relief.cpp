@@ -10,6 +10,7 @@
 namespace ldc {
 
 int64_t GatherEngine::relieve() {
+  release_fetched();
   if (const int64_t freed = arena_.clear(); freed > 0) return freed;
   // Those that were launched first: in forward they are needed last, and what is still in flight is needed first.
   std::map<int64_t, std::shared_ptr<Group>> groups;

@@ -158,6 +158,8 @@ void OffloadEngine::wait_copies(const std::vector<Tensor>& hosts) {
 }
 
 void OffloadEngine::check_own_storage(const Param& param) const {
+  LDC_CHECK_ARG(!param.host.defined(), "offload_parameter: the shard of '", param.name,
+                "' lives in host memory already.");
   const c10::Storage& storage = param.shard.storage();
   const bool own = static_cast<int64_t>(storage.nbytes()) == static_cast<int64_t>(param.shard.nbytes()) &&
                    storage.resizable() && storage.allocator() != nullptr;

@@ -3,6 +3,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/accumulate.h>
 
+#include "host_shards.h"
+
 namespace ldc {
 
 std::vector<int64_t> row_shard_shape(Shape shape, int64_t world_size) {
@@ -58,6 +60,7 @@ void Registry::add(int64_t id, std::string name, std::vector<int64_t> shape, con
   param.shape = std::move(shape);
   param.numel = c10::multiply_integers(param.shape);
   param.shard = shard.detach();
+  param.host = HostShards::host_of(param.shard);
   param.reduce_dtype = reduce_dtype;
   param.persistent = persistent;
   if (grad.defined()) adopt_grad(param, grad);

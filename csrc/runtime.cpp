@@ -57,10 +57,11 @@ Runtime::Runtime(const Group& gather_group, const Group& reduce_group, const Gro
       gather_communicator_(make_gather_communicator(communicator_kind_, gather_group, device, options, stats_)),
       reduce_communicator_(make_reduce_communicator(communicator_kind_, reduce_group, replica_group, device, options)),
       free_threshold_(options.free_activation_threshold),
+      host_memory_(std::make_shared<HostMemory>(device, options.host_limit, options.host_place)),
+      host_shards_(device, host_memory_),
       registry_(device, gather_communicator_->world_size()),
       gathers_(device, gather_communicator_, registry_, stats_, options),
       reductions_(device, reduce_communicator_, registry_, stats_, options),
-      host_memory_(std::make_shared<HostMemory>(device, options.host_limit, options.host_place)),
       offloads_(device, registry_, gathers_, stats_, host_memory_, options.offload_limit),
       states_(device, stats_, host_memory_) {
   LDC_CHECK_ARG(gather_communicator_->world_size() == reduce_communicator_->world_size() &&
@@ -310,6 +311,9 @@ void Runtime::clear_arena() {
   states_.settle();
   states_.reserve({});
   states_.synchronize();
+  if (host_shards_.bytes() == 0) return;
+  synchronize_device(device_);  // it may still use shards that nobody holds any more
+  host_shards_.trim();
 }
 
 int64_t Runtime::relieve() {
@@ -338,11 +342,13 @@ std::map<std::string, int64_t> Runtime::stats() {
       {"copied_grads", stats_.copied_grads},
       {"sent_away_bytes", stats_.sent_away_bytes},
       {"away_peak_bytes", stats_.away_peak_bytes},
+      {"fetched_bytes", stats_.fetched_bytes},
       {"offloaded_bytes", stats_.offloaded_bytes},
       {"reloaded_bytes", stats_.reloaded_bytes},
       {"host_bytes", offloads_.host_bytes() + states_.host_bytes()},
       {"stayed_tensors", stats_.stayed_tensors},
       {"host_node", host_memory_->node()},
+      {"host_shard_bytes", host_shards_.bytes()},
       {"state_bytes", states_.device_bytes()},
       {"state_peak_bytes", stats_.state_peak_bytes},
       {"arena_bytes", gathers_.arena().bytes() + reductions_.arena().bytes()},

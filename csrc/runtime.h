@@ -20,6 +20,7 @@
 #include <mutex>
 
 #include "executor.h"
+#include "host_shards.h"
 #include "make_communicators.h"
 #include "offload.h"
 #include "runtime_table.h"
@@ -77,6 +78,9 @@ class Runtime {
   void enable_profiling(bool enable);
   bool is_profiling();
   void reset();
+
+  // Shards that live in host memory; see HostShards.
+  Tensor host_shard(int64_t numel, ScalarType dtype);
 
   // Optimizer states in host memory; see StateCopies.
   void reserve_states(const std::vector<int64_t>& sizes);
@@ -163,10 +167,11 @@ class Runtime {
   Phase phase_;
   bool profiling_ = false;
   const int64_t free_threshold_;
+  std::shared_ptr<HostMemory> host_memory_;
+  HostShards host_shards_;
   Registry registry_;
   GatherEngine gathers_;
   ReduceEngine reductions_;
-  std::shared_ptr<HostMemory> host_memory_;
   OffloadEngine offloads_;
   StateCopies states_;
   std::map<int64_t, std::unique_ptr<Executor>> executors_;

@@ -43,6 +43,7 @@ std::vector<std::future<void>> Runtime::shut_down(End end) {
   reductions_.clear();
   gathers_.clear();
   registry_.clear();
+  if (!aborted_) host_shards_.trim();  // what nobody holds; else it goes with the tensors
   for (Communicator* communicator : {gather_communicator_.get(), reduce_communicator_.get()}) {
     end == End::alone ? communicator->retire(pending) : communicator->close();
   }

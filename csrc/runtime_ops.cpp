@@ -128,6 +128,11 @@ void Runtime::reserve_states(const std::vector<int64_t>& sizes) {
   states_.reserve(sizes);
 }
 
+Tensor Runtime::host_shard(int64_t numel, ScalarType dtype) {
+  const auto lock = enter();
+  return host_shards_.place(numel, dtype);
+}
+
 Tensor Runtime::state_home(const Tensor& like) {
   const auto lock = enter();
   return states_.home(like);
@@ -154,7 +159,7 @@ void Runtime::stow_states(int64_t slot, const std::vector<Tensor>& sources, cons
 }
 
 void Runtime::settle_states() {
-  const auto lock = enter();
+  const std::lock_guard lock(mutex_);  // also after an abort: an optimizer's step that failed is cleaned up
   states_.settle();
 }
 

@@ -25,6 +25,7 @@ void StateCopies::begin(int64_t slot_bytes) {
   settle();
   slot_bytes_ = slot_bytes;
   order(scratch_, out_, in_);
+  order(scratch_, current_stream(device_), in_);
 }
 
 std::vector<Tensor> StateCopies::fetch(int64_t slot, const std::vector<Tensor>& homes) {

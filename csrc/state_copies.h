@@ -5,6 +5,7 @@
 //
 // Order on the device, and what would break without it:
 //   copy out (last step) → copy in   begin(): the home must hold what the last step left
+//   home written → copy in           begin(): kernels write to shards that live in host memory (HostShards)
 //   buffer allocated → copy in       its memory comes from the compute stream's pool, which may still be using it
 //   copy in → stepped                arrive()
 //   stepped → copy out               stow() orders the copy-out stream behind the compute stream

@@ -14,6 +14,7 @@ struct Stats {
   int64_t reductions = 0;      // gradients
   int64_t reduce_groups = 0;
   int64_t reduced_bytes = 0;   // of whole gradients as they travelled
+  int64_t fetched_bytes = 0;   // of shards that live in host memory, copied to the device to be gathered
   int64_t offloaded_bytes = 0;
   int64_t reloaded_bytes = 0;
   int64_t stayed_tensors = 0;  // that should have left, and for which the host had no memory

@@ -6,7 +6,7 @@ Once the module is sharded, the copy is made to hold shards as well: then all th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_deepcompile import compat
 from lightning_deepcompile.capture.access import uninstall_access
 from lightning_deepcompile.capture.sharding import ShardedModel
 from lightning_deepcompile.checkpoint.module_state import CURRENT_STATE, plain_name
@@ -69,13 +70,20 @@ def is_averaged(trainer: pl.Trainer) -> bool:
     return any(c._average_model is not None for c in trainer.callbacks if isinstance(c, WeightAveraging))
 
 
-def shard_averages(trainer: pl.Trainer, module: nn.Module, device: torch.device) -> None:
+def shard_averages(
+    trainer: pl.Trainer,
+    model: ShardedModel,
+    device: torch.device,
+    host_shard: Callable[[int, torch.dtype], Tensor],
+) -> None:
     """Gives the averages that callbacks keep the sharded module's values; no communication.
 
     Args:
         trainer: Its callbacks have been set up.
-        module: The sharded module.
+        model: How the trainer's module is sharded.
         device: Where it is.
+        host_shard: Makes tensors of the device that lie in host memory, by number of elements and dtype: the averages
+            of parameters that live there do so, too.
 
     Raises:
         MisconfigurationException: If an average is to be kept on another device.
@@ -92,18 +100,25 @@ def shard_averages(trainer: pl.Trainer, module: nn.Module, device: torch.device)
         average = callback._average_model
         average.__class__ = ShardedAverage
         average.n_averaged = average.n_averaged.to(device)
-        _copy_shards(module, average.module)
+        _copy_shards(model, trainer.lightning_module, average.module, host_shard)
 
 
 @torch.no_grad()
-def _copy_shards(source: nn.Module, target: nn.Module) -> None:
+def _copy_shards(
+    model: ShardedModel, source: nn.Module, target: nn.Module, host_shard: Callable[[int, torch.dtype], Tensor]
+) -> None:
     """Replaces all parameters and buffers of `target` by copies of those of `source`; what is tied stays tied."""
     targets = dict(target.named_modules(remove_duplicate=False))
     copies: dict[Tensor, Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:
         if tensor not in copies:
-            clone = tensor.detach().clone()
+            sharded = model.by_parameter.get(tensor)
+            if sharded is None or sharded.host is None:
+                clone = tensor.detach().clone()
+            else:
+                rows = host_shard(sharded.local.numel(), sharded.local.dtype).view_as(sharded.local)
+                clone = sharded.distribute(rows.copy_(sharded.local))
             copies[tensor] = nn.Parameter(clone, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else clone
         return copies[tensor]
 
@@ -134,7 +149,10 @@ def distribute_states(checkpoint: dict[str, Any], model: ShardedModel) -> None:
         parameter = parameters.get(plain_name(name))
         if parameter is None or not isinstance(value, Tensor) or value.shape != parameter.dtensor.shape:
             return value
-        return parameter.distribute(parameter.rows(value).to(parameter.local.device))
+        rows = parameter.rows(value)
+        if parameter.host is not None:  # all of them may not fit on the device
+            return compat.with_local(parameter.distribute(torch.empty_like(rows, device="meta")), rows)
+        return parameter.distribute(rows.to(parameter.local.device))
 
     for key in ("state_dict", CURRENT_STATE):
         state = checkpoint.get(key)

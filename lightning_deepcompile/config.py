@@ -74,10 +74,15 @@ class CompileConfig:
             backward reads them, while the device computes. ``"none"``: they stay on the device. ``"auto"``: as many
             leave as exceed the memory budget, decided by planning; until then all do, if sizes say that they may not
             fit. ``"all"``: all leave.
-        host_memory_budget: What may be used of each node's memory for both, by all of its ranks together: bytes, a
-            text like ``"400GiB"``, or a fraction of what is available when training is set up. None is 0.8.
-        offload_chunk: Most bytes of states that step together; three such buffers are on the device while the
-            optimizer steps. A parameter whose states are larger is a chunk of its own.
+        offload_parameters: Shards of parameters in host memory, at stage 3: gathers copy them to the device, and they
+            come and go with the optimizer's states if these may leave, too (``offload``); else the optimizer reads and
+            writes them where they are. ``"none"``: they stay on the device. ``"auto"``: as few leave as it takes to fit
+            into the memory budget when whatever else may leave has left, decided by sizes before the model is sharded.
+            ``"all"``: all leave. Gradients stay on the device.
+        host_memory_budget: What may be used of each node's memory for all of them, by all of its ranks together: bytes,
+            a text like ``"400GiB"``, or a fraction of what is available when training is set up. None is 0.8.
+        offload_chunk: Most bytes of states (and shards) that step together; three such buffers are on the device while
+            the optimizer steps. A parameter whose states are larger is a chunk of its own.
         plan: File of a plan. If it exists and fits, training starts with it and does not profile; the plan of a run
             that did profile is written to it. ``"auto"``: ``deepcompile_plan.json`` in the Trainer's root directory.
 
@@ -102,6 +107,7 @@ class CompileConfig:
     plan: str | None = None
     offload: OffloadMode = "none"
     offload_activations: OffloadMode = "none"
+    offload_parameters: OffloadMode = "none"
     host_memory_budget: int | float | str | None = None
     offload_chunk: int | str = "256MiB"
 
@@ -122,7 +128,7 @@ class CompileConfig:
             parse_budget(self.symmetric_memory, total=1, name="symmetric_memory")
         parse_budget(self.memory_budget, total=1)
         parse_budget(self.host_memory_budget, total=1, name="host_memory_budget")
-        for name in ("offload", "offload_activations"):
+        for name in ("offload", "offload_activations", "offload_parameters"):
             if getattr(self, name) not in ("none", "auto", "all"):
                 raise ValueError(f"CompileConfig({name}={getattr(self, name)!r}): use 'none', 'auto' or 'all'.")
         for name in ("offload_chunk", "optimizer_part"):
@@ -139,6 +145,11 @@ class CompileConfig:
         if self.reduce is None or (self.reduce == "auto" and stage != 3):
             return "boundary" if stage == 1 else "every"
         return self.reduce
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything may wait in host memory."""
+        return any(mode != "none" for mode in (self.offload, self.offload_activations, self.offload_parameters))
 
     @property
     def symmetric_threshold(self) -> int:

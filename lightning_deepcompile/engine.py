@@ -30,6 +30,7 @@ from lightning_deepcompile.clipping import Clipping
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.offload.host_memory import host_limit, host_options
+from lightning_deepcompile.offload.parameters import decide_hosted
 from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.offload.trade import StateTrade
@@ -93,8 +94,12 @@ class Engine:
             gather_group, reduce_group = ranks.new_shard_groups(2, timeout=timeout)
         if config.region_backend == "inductor" and device.type == "cuda":
             compat.start_compile_workers()  # they are there when the step is traced
-        offloads = config.offload != "none" or config.offload_activations != "none"
-        host_bytes = host_limit(config.host_memory_budget, group) if offloads else 0
+        trace_sync_batchnorm(module)
+        limit = host_limit(config.host_memory_budget, group) if config.offloads else 0
+        self._hosted = decide_hosted(
+            config, module, ranks, device, stage=stage, gather_dtype=gather_dtype, host_bytes=limit
+        )
+        host_bytes = max(limit - self._hosted.bytes, 1) if config.offloads else 0
         self.runtime = extension.Runtime(
             gather_group,
             reduce_group,
@@ -104,15 +109,15 @@ class Engine:
             max_ctas=config.max_ctas,
             symmetric_threshold=config.symmetric_threshold,
             timeout=timeout.total_seconds(),
-            **host_options(host_bytes, device, group),
+            **host_options(limit, device, group),
         )
         # Garbage is collected at another time on every rank, which must not wait for the others then; at exit it may.
         at_exit = functools.partial(self.runtime.retire, _EXIT_SECONDS)
         atexit.register(at_exit)
         self._retire = weakref.finalize(self, _retire, self.runtime, at_exit)
         self._retire.atexit = False
-        trace_sync_batchnorm(module)
-        self.model = shard_module(module, self.runtime, ranks, gather_dtype=gather_dtype, reduce_dtype=reduce_dtype)
+        dtypes = {"gather_dtype": gather_dtype, "reduce_dtype": reduce_dtype}
+        self.model = shard_module(module, self.runtime, ranks, hosted=self._hosted.chunks, **dtypes)
         self.gradients = GradientSession(self.runtime, self.model, group)
         store = compat.store()
         # Engines are made in the same order on all ranks; a number of its own keeps one's keys from another's.
@@ -137,7 +142,7 @@ class Engine:
         self.residency: Residency | None = None
         if config.offload != "none":
             self.residency = Residency(config, self.model, self.runtime, group, device, host_bytes)
-            self.tuner.states = StateTrade(self.residency)
+        self.tuner.states = StateTrade(self.residency, self._hosted.describe)
         if config.offload_activations != "none":
             states = self.residency
             self.tuner.host_room = lambda: host_bytes - (0 if states is None else states.host_bytes)
@@ -357,6 +362,9 @@ class Engine:
             offload_reason="" if decision is None else decision.reason,
             offloaded_activation_bytes=last.get("offloaded_bytes", 0),
             host_node=self.runtime.stats()["host_node"],
+            offloaded_parameter_bytes=self._hosted.bytes,
+            fetched_parameter_bytes=last.get("fetched_bytes", 0),
+            offload_parameters_reason=self._hosted.reason,
         )
 
     def release_memory(self) -> None:

@@ -117,16 +117,18 @@ def _name(sharding_strategy: Any) -> str:
     return str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
 
 
-def with_cpu_offload(config: CompileConfig, cpu_offload: Any) -> CompileConfig:
-    """The settings with what FSDP's argument means here: as many activations and optimizer states leave as must.
+def with_cpu_offload(config: CompileConfig, cpu_offload: Any, stage: int) -> CompileConfig:
+    """The settings with what FSDP's argument means here: as many activations, states and parameters leave as must.
 
     Args:
         config: The user's settings; what is chosen there stays.
         cpu_offload: A bool, or ``torch.distributed.fsdp.CPUOffload``; None if not given.
+        stage: ZeRO stage; parameters can leave at stage 3 alone.
     """
     if not getattr(cpu_offload, "offload_params", cpu_offload):
         return config
-    chosen = {name: getattr(config, name) for name in ("offload", "offload_activations")}
+    names = ("offload", "offload_activations", *(["offload_parameters"] if stage == 3 else []))
+    chosen = {name: getattr(config, name) for name in names}
     return replace(config, **{name: "auto" for name, mode in chosen.items() if mode == "none"})
 
 

@@ -75,8 +75,9 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
         device_mesh: For hybrid sharding: (number of replicas, ranks that share the parameters), or a DeviceMesh of
             these two dimensions. Ranks next to each other share; gradients are reduced among them, and then averaged
             over the replicas.
-        cpu_offload: Of FSDP; True means ``CompileConfig(offload="auto", offload_activations="auto")``: activations and
-            optimizer states live in host memory as far as the device's does not suffice.
+        cpu_offload: Of FSDP; True means ``"auto"`` for ``offload``, ``offload_activations`` and, at stage 3,
+            ``offload_parameters`` of `CompileConfig`: as far as the device's memory does not suffice, they live in host
+            memory.
         auto_wrap_policy: Of FSDP; ignored with a warning, as are the next ones.
         use_orig_params: Of FSDP; ignored.
         backward_prefetch: Of FSDP; ignored.
@@ -165,7 +166,7 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
         self.mixed_precision = mixed_precision
         self._checkpointing_policy = checkpointing_policy(activation_checkpointing, activation_checkpointing_policy)
         self.cpu_offload = CPUOffload(cpu_offload) if isinstance(cpu_offload, bool) else cpu_offload or CPUOffload()
-        self.compile = with_cpu_offload(compile or CompileConfig(), cpu_offload)
+        self.compile = with_cpu_offload(compile or CompileConfig(), cpu_offload, self.stage)
         self._checkpoints = Checkpoints(self, state_dict_type, save_distributed_checkpoint, async_save)
         self._engine: Engine | None = None
         self._log: DeferredLog | None = None
@@ -229,7 +230,7 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
             self._shard(self.lightning_module)
         self.barrier("sharded")
         if trainer.state.fn == TrainerFn.FITTING:
-            shard_averages(trainer, self.lightning_module, self.root_device)
+            shard_averages(trainer, self.engine.model, self.root_device, self.engine.runtime.host_shard)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:

@@ -36,6 +36,9 @@ class Summary:
         symmetric_gathers_per_step: Of the groups that were gathered, those that went through symmetric memory.
         offloaded_activation_bytes: Saved tensors that the last training step copied to host memory, and back.
         host_node: NUMA node of this rank's device, from which pinned memory is taken; -1 where that is not known.
+        offloaded_parameter_bytes: Of the shards on this rank, those in host memory, padding included.
+        fetched_parameter_bytes: What the last training step copied of them to the device for gathers.
+        offload_parameters_reason: Why so many; empty where none may leave.
     """
 
     world_size: int
@@ -60,6 +63,9 @@ class Summary:
     offloaded_activation_bytes: int = 0
     symmetric_gathers_per_step: int = 0
     host_node: int = -1
+    offloaded_parameter_bytes: int = 0
+    fetched_parameter_bytes: int = 0
+    offload_parameters_reason: str = ""
 
     @property
     def _ranks(self) -> str:
@@ -88,4 +94,8 @@ class Summary:
             rows.append(("offloaded activations", f"{format_bytes(self.offloaded_activation_bytes)} a step"))
         if self.host_node >= 0:
             rows.append(("pinned memory", f"on NUMA node {self.host_node}, the device's"))
+        if self.offload_parameters_reason:
+            moved = f"{format_bytes(self.fetched_parameter_bytes)} gathered a step"
+            reason = self.offload_parameters_reason
+            rows.append(("offloaded parameters", f"{format_bytes(self.offloaded_parameter_bytes)}, {moved} ({reason})"))
         return "\n".join(["DeepCompile", *(f"  {name:<24}{value}" for name, value in rows)])

@@ -6,6 +6,9 @@ Every sharded parameter has three faces that share one storage:
 * ``leaf``: what graphs read: a plain tensor with the padded shape, equal on all ranks, so that neither a rank nor
   a DTensor appears in any graph (a DTensor input costs guards and host time on every call).
 * ``local``: what an optimizer's arithmetic sees: this rank's true rows as a plain tensor, without the padding.
+
+That storage may lie in host memory, mapped into the device's address space (``csrc/host_shards.h``): all three are
+tensors of the device as ever; only those who read or write all of a model look at ``host``, the same as a CPU tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from lightning_deepcompile.capture.layout import ChunkLayout, ParamSpec, ShardLa
 from lightning_deepcompile.capture.materialize import Materializer
 from lightning_deepcompile.capture.ranks import Ranks
 
-__all__ = ["Owner", "ShardedModel", "ShardedParameter", "collect_parameters", "shard_module"]
+__all__ = ["Layout", "Owner", "ShardedModel", "ShardedParameter", "collect_parameters", "lay_out", "shard_module"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,11 @@ class Owner:
 
 @dataclass(eq=False, repr=False)
 class ShardedParameter:
-    """One parameter in its three faces, and the gradient shard that belongs to it (None if frozen)."""
+    """One parameter in its three faces, and the gradient shard that belongs to it (None if frozen).
+
+    Attributes:
+        host: The memory of `local` as a CPU tensor, if it is host memory; it is on all ranks or on none.
+    """
 
     ds_id: int
     layout: ShardLayout
@@ -53,6 +60,7 @@ class ShardedParameter:
     dtensor: nn.Parameter
     leaf: Tensor
     local: Tensor
+    host: Tensor | None = None
     grad_offset: int = 0
     grad_buffer: GradBuffer | None = None
     grad_padded: Tensor | None = None
@@ -106,6 +114,12 @@ class ShardedModel:
         """Bytes of parameter shards that this rank holds, padding included."""
         return sum(chunk.numel * chunk.dtype.itemsize for chunk in self.chunks)
 
+    @property
+    def device_bytes(self) -> int:
+        """Of these bytes, those on the device."""
+        on_device = [chunk for chunk in self.chunks if self.by_name[chunk.shards[0].spec.name].host is None]
+        return sum(chunk.numel * chunk.dtype.itemsize for chunk in on_device)
+
 
 def collect_parameters(module: nn.Module) -> dict[nn.Parameter, list[Owner]]:
     """Finds all parameters and everywhere they are registered, in registration order."""
@@ -117,6 +131,34 @@ def collect_parameters(module: nn.Module) -> dict[nn.Parameter, list[Owner]]:
     return found
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Where every parameter of a module is going to lie.
+
+    Args:
+        owners: Of each parameter that is sharded, by its name.
+        replicated: Owners of the others: without rows to distribute (0-dim or empty).
+        specs: Of each parameter that is sharded.
+        chunks: Their places.
+    """
+
+    owners: dict[str, tuple[Owner, ...]]
+    replicated: list[Owner]
+    specs: list[ParamSpec]
+    chunks: list[ChunkLayout]
+
+
+def lay_out(module: nn.Module, shards: int) -> Layout:
+    """Plans the sharding of `module` among `shards` ranks; keeps no reference to a parameter."""
+    found = collect_parameters(module)
+    sharded = {owners[0].fqn: (p, owners) for p, owners in found.items() if p.dim() > 0 and p.numel() > 0}
+    replicated = [owners[0] for owners in found.values() if owners[0].fqn not in sharded]
+    blocks = assign_blocks(module, list(sharded))
+    specs = [ParamSpec(n, tuple(p.shape), p.dtype, p.requires_grad, blocks[n]) for n, (p, _) in sharded.items()]
+    owners_of = {name: tuple(owners) for name, (_, owners) in sharded.items()}
+    return Layout(owners_of, replicated, specs, plan_chunks(specs, shards))
+
+
 def shard_module(
     module: nn.Module,
     runtime: Any,
@@ -124,6 +166,7 @@ def shard_module(
     *,
     gather_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    hosted: frozenset[int] = frozenset(),
 ) -> ShardedModel:
     """Shards every parameter of `module` on dim 0, in place.
 
@@ -137,6 +180,7 @@ def shard_module(
         ranks: The data-parallel ranks.
         gather_dtype: Compute dtype of floating-point parameters, cast before the wire; None keeps the storage dtype.
         reduce_dtype: Dtype on the wire of gradients; None takes the dtype they are computed in.
+        hosted: Which chunks of `lay_out` live in host memory, by index; the same on all ranks.
 
     Returns:
         The sharded model.
@@ -144,32 +188,27 @@ def shard_module(
     device = torch.device("cpu")
     if ranks.mesh.device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    found = collect_parameters(module)
-    owners_of = {owners[0].fqn: tuple(owners) for p, owners in found.items() if p.dim() > 0 and p.numel() > 0}
-    rest = [owners[0] for p, owners in found.items() if p.dim() == 0 or p.numel() == 0]
-    blocks = assign_blocks(module, list(owners_of))
-    specs = [
-        ParamSpec(owners[0].fqn, tuple(p.shape), p.dtype, p.requires_grad, blocks[owners[0].fqn])
-        for p, owners in found.items()
-        if owners[0].fqn in owners_of
-    ]
+    planned = lay_out(module, ranks.shards)  # the only reference to the whole parameters shall be the module's
+    owners_of, specs, chunks = planned.owners, planned.specs, planned.chunks
     deferred = {name for name, (owner, *_) in owners_of.items() if owner.module._parameters[owner.name].is_meta}
-    del found  # the only reference to the whole parameters shall be the module's
-    chunks = plan_chunks(specs, ranks.shards)
     materializer = Materializer(module, device)
     state = StepState()
     parameters: dict[str, ShardedParameter] = {}
     buffers: list[GradBuffer] = []
     next_id = runtime.serial << 32
-    for chunk in chunks:
-        materializer.materialize(owners_of[name][0].module for name, block in blocks.items() if block == chunk.block)
-        values = torch.zeros(chunk.numel, dtype=chunk.dtype, device=device)
+    for index, chunk in enumerate(chunks):
+        materializer.materialize(owners_of[spec.name][0].module for spec in specs if spec.block == chunk.block)
+        if index in hosted:
+            values = runtime.host_shard(chunk.numel, chunk.dtype).zero_()
+        else:
+            values = torch.zeros(chunk.numel, dtype=chunk.dtype, device=device)
         buffer = GradBuffer(torch.empty_like(values)) if chunk.shards[0].spec.requires_grad else None
         for layout in chunk.shards:
             spec = layout.spec
             owners = owners_of[spec.name]
             in_place = spec.name in deferred  # else it is the user's memory
             parameter = _shard_parameter(owners, layout, values, ranks, next_id, gather_dtype, in_place=in_place)
+            parameter.host = runtime.host_of(parameter.local.detach()) if index in hosted else None
             next_id += 1
             if buffer is not None:
                 buffer.add(parameter)
@@ -191,7 +230,7 @@ def shard_module(
     materializer.materialize(module.modules())  # those without parameters that are sharded
     _move_rest(module, ranks, device)
     _install(list(parameters.values()), state)
-    replicated = [owner.module._parameters[owner.name] for owner in rest]
+    replicated = [owner.module._parameters[owner.name] for owner in planned.replicated]
     return ShardedModel([parameters[spec.name] for spec in specs], replicated, chunks, buffers, state, ranks)
 
 

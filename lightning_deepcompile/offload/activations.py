@@ -76,7 +76,7 @@ class ActivationOffload:
             used = torch.cuda.memory_allocated(self.device)
             states = 0 if self.has_states else states
         else:
-            used = self.model.shard_bytes + present
+            used = self.model.device_bytes + present
         if self.stage == 3:
             gathered = max(arena_bytes([forward])[0], default=0)
         else:

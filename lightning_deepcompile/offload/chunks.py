@@ -22,11 +22,15 @@ class Chunk:
         params: For each of the optimizer's groups, in its order.
         visits: Whether their states come from host memory, or go there.
         arrived: Of each state that was fetched: parameter, name, its home, and the tensor on the device.
+        shards: Of each parameter that was fetched itself: parameter, its home, and the tensor on the device.
+        mapped: Of each of `shards` that is in use, what the parameter was before, and will be again.
     """
 
     params: list[list[Tensor]]
     visits: bool
     arrived: list[tuple[Tensor, str, Tensor, Tensor]] = field(default_factory=list)
+    shards: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    mapped: list[Tensor] = field(default_factory=list)
 
     def narrow(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Copies of the optimizer's groups that hold this chunk's parameters alone."""

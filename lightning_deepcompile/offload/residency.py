@@ -88,7 +88,13 @@ class Residency:
             )
         sizes = probe_states(optimizer, self._device)
         offload = StateOffload(
-            optimizer, self._runtime, sizes, self._chunk_bytes, before_step=self._decide, local_of=self._local_of
+            optimizer,
+            self._runtime,
+            sizes,
+            self._chunk_bytes,
+            before_step=self._decide,
+            local_of=self._local_of,
+            host_of=self._host_of,
         )
         offload.leaving = lambda local: True  # until it is decided: loaded states do not come to the device first
         offload.optional = self._config.offload == "auto"
@@ -214,14 +220,17 @@ class Residency:
 
     def _need(self, sizes: list[tuple[int, Tensor, int]]) -> OffloadNeed:
         states = sum(size for *_, size in sizes)
-        largest = max((size for *_, size in sizes), default=0)
+        hosted = [self._hosted_bytes(local) for _, local, _ in sizes]  # shards that come and go with their states
+        largest = max((size + shard for (*_, size), shard in zip(sizes, hosted, strict=True)), default=0)
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
             stepping = torch.cuda.memory_allocated(self._device)
         else:
             grads = sum(buffer.flat.numel() * buffer.flat.itemsize for buffer in self._model.grad_buffers)
-            peak = stepping = self._model.shard_bytes + grads
-        buffers = min(3 * max(self._chunk_bytes, largest), states)
+            peak = stepping = self._model.device_bytes + grads
+        buffers = min(3 * max(self._chunk_bytes, largest), states + sum(hosted))
+        if any(hosted):  # which need the buffers in any case
+            stepping, buffers = stepping + buffers, 0
         budget = memory_limit(self._device, self._config.memory_budget)
         return OffloadNeed(peak, stepping, states, buffers, budget, self._limit)
 
@@ -243,6 +252,16 @@ class Residency:
     @cached_property
     def _by_local(self) -> dict[Tensor, Any]:
         return {sharded.local: sharded for sharded in self._model.parameters}
+
+    def _host_of(self, local: Tensor) -> Tensor | None:
+        sharded = self._by_local.get(local)
+        return None if sharded is None else sharded.host
+
+    def _hosted_bytes(self, local: Tensor) -> int:
+        sharded = self._by_local.get(local)
+        if sharded is None or sharded.host is None:
+            return 0
+        return sharded.layout.shard_numel * local.dtype.itemsize
 
     def _local_of(self, parameter: Tensor) -> Tensor:
         sharded = self._model.by_parameter.get(parameter)

@@ -3,6 +3,8 @@
 Between steps ``optimizer.state`` holds the host tensors, so that state dicts see them. A step runs the class's own
 `step` on copies of the groups that hold one chunk's parameters, and lets the call that the user made do the last chunk:
 hooks, counters of schedulers and return values are those of one step.
+
+Shards that live in host memory themselves come and go with the states of their parameters.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ class StateOffload:
         chunk_bytes: Most bytes of states that step together.
         before_step: Called before each step; may set `leaving`.
         local_of: This rank's shard of a parameter that the optimizer holds between steps.
+        host_of: The host memory in which a shard lives, as a CPU tensor; None for those on the device.
 
     Attributes:
         sizes: As above.
@@ -51,6 +54,7 @@ class StateOffload:
         chunk_bytes: int,
         before_step: Callable[[], None],
         local_of: Callable[[Tensor], Tensor],
+        host_of: Callable[[Tensor], Tensor | None] = lambda local: None,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._runtime = runtime
@@ -58,12 +62,14 @@ class StateOffload:
         self._chunk_bytes = chunk_bytes
         self._before_step = before_step
         self._local_of = local_of
+        self._host_of = host_of
         self.leaving: Callable[[Tensor], bool] = lambda local: False
         self.optional = False
         self.moved = 0
         self._homes: dict[Tensor, dict[str, Tensor]] = {}  # by shard and name
         self._chunks: list[Chunk] = []  # of the step under way
         self._current = 0
+        self._shards_moved = False
         self._changes: GroupChanges | None = None
         # Copies to the host may still run when a step has returned.
         optimizer.register_state_dict_pre_hook(lambda _: runtime.synchronize_states())
@@ -95,7 +101,7 @@ class StateOffload:
         self._before_step()
         optimizer = self._held()
         self.moved = 0
-        if not self._homes and not any(self.leaving(p) for group in optimizer.param_groups for p in group["params"]):
+        if not any(self._visits(p) for group in optimizer.param_groups for p in group["params"]):
             return
         self._chunks = make_chunks(optimizer.param_groups, self._visits, self._size_of, self._chunk_bytes)
         self._current = 0
@@ -122,21 +128,37 @@ class StateOffload:
         """Gives the optimizer its own groups back; after an error, states that came to the device stay there."""
         if self._changes is None:
             return
+        for chunk in self._chunks:
+            for (p, _, _), mapped in zip(chunk.shards, chunk.mapped, strict=False):
+                mapped.copy_(p.detach())
+                p.data = mapped
+        if self._shards_moved:
+            self._shards_moved = False
+            self._runtime.settle_states()  # whoever reads parameters from now on finds what was stepped
         self._held().param_groups = self._changes.groups
         self._changes = None
         self._chunks = []
 
     def _visits(self, local: Tensor) -> bool:
-        return bool(self._homes.get(local)) or self.leaving(local)
+        return bool(self._homes.get(local)) or self.leaving(local) or self._shard_home(local) is not None
+
+    def _shard_home(self, local: Tensor) -> Tensor | None:
+        """Where a shard comes from that is going to be stepped, if that is host memory."""
+        home = self._host_of(local)
+        return home if home is not None and home.numel() > 0 and local.grad is not None else None
 
     def _size_of(self, group: int, local: Tensor) -> int:
         homes = self._homes.get(local)
-        if homes:
-            return _buffer_bytes(homes.values())
-        return self.sizes.of(group, local.dtype, local.numel())
+        states = _buffer_bytes(homes.values()) if homes else self.sizes.of(group, local.dtype, local.numel())
+        return states + self._shard_bytes(local)
+
+    def _shard_bytes(self, local: Tensor) -> int:
+        home = self._shard_home(local)
+        return 0 if home is None else _buffer_bytes([home])
 
     def _home_bytes(self, chunk: Chunk) -> int:
-        return sum(_buffer_bytes(self._homes.get(p, {}).values()) for params in chunk.params for p in params)
+        parameters = [p for params in chunk.params for p in params]
+        return sum(_buffer_bytes(self._homes.get(p, {}).values()) + self._shard_bytes(p) for p in parameters)
 
     def _fetch(self, index: int) -> None:
         chunk = self._chunks[index]
@@ -149,9 +171,13 @@ class StateOffload:
             for name, home in self._homes.get(p, {}).items()
             if p in state and state[p].get(name) is home
         ]
-        tensors = self._runtime.fetch_states(index % _SLOTS, [home for *_, home in wanted])
-        chunk.arrived = [(*entry, tensor) for entry, tensor in zip(wanted, tensors, strict=True)]
-        self.moved += sum(home.nbytes for *_, home in wanted)
+        parameters = [p for params in chunk.params for p in params] if chunk.visits else []
+        shards = [(p, home) for p in parameters if (home := self._shard_home(p)) is not None]
+        homes = [home for *_, home in (*wanted, *shards)]
+        tensors = iter(self._runtime.fetch_states(index % _SLOTS, homes))
+        chunk.arrived = [(*entry, next(tensors)) for entry in wanted]
+        chunk.shards = [(*entry, next(tensors)) for entry in shards]
+        self.moved += sum(home.nbytes for home in homes)
 
     def _enter(self) -> None:
         index, optimizer = self._current, self._held()
@@ -162,6 +188,10 @@ class StateOffload:
         chunk = self._chunks[index]
         for p, name, _, tensor in chunk.arrived:
             optimizer.state[p][name] = tensor
+        for p, _, tensor in chunk.shards:
+            chunk.mapped.append(p.detach())
+            p.data = tensor
+        self._shards_moved |= bool(chunk.shards)
         optimizer.param_groups = chunk.narrow(self._changes.groups)
 
     def _leave(self) -> None:
@@ -194,7 +224,11 @@ class StateOffload:
                 self._homes[p] = kept
             else:
                 self._homes.pop(p, None)
-        chunk.arrived = []
+        for (p, home, _), mapped in zip(chunk.shards, chunk.mapped, strict=True):
+            sources.append(p.detach())
+            homes.append(home)
+            p.data = mapped
+        chunk.arrived, chunk.shards, chunk.mapped = [], [], []
         self._runtime.stow_states(index % _SLOTS, sources, homes)
         self.moved += sum(home.nbytes for home in homes)
         self._current += 1

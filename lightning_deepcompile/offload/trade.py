@@ -20,13 +20,14 @@ class StateTrade:
 
     Args:
         residency: Keeps states where they are; None if nothing of them leaves.
+        others: Says what else is in host memory for good; "" for nothing.
 
     Attributes:
         moved: Whether states moved with the last plan.
     """
 
-    def __init__(self, residency: Residency | None = None) -> None:
-        self._residency = residency
+    def __init__(self, residency: Residency | None = None, others: Callable[[], str] = str) -> None:
+        self._residency, self._others = residency, others
         self._before: tuple[int, str] | None = None
         self.moved = False
 
@@ -60,7 +61,8 @@ class StateTrade:
             schedules, effects = best.planned
             measured = replace(effects[0], prediction=simulate(profile.schedules, now.profile))
             sizes = f"{format_bytes(now.away)} become {format_bytes(best.away)}"
-            placed = PassEffect("offload", f"optimizer states in host memory: {sizes}", effects[0].prediction)
+            text = "; ".join(filter(None, (self._others(), f"optimizer states in host memory: {sizes}")))
+            placed = PassEffect("offload", text, effects[0].prediction)
             return best.profile, (schedules, [measured, placed, *effects[1:]])
         schedules, effects = now.planned
         return now.profile, (schedules, self._told(effects))
@@ -72,7 +74,8 @@ class StateTrade:
             self.moved = False
 
     def _told(self, effects: list[PassEffect]) -> list[PassEffect]:
-        text = "" if self._residency is None else self._residency.describe()
+        states = "" if self._residency is None else self._residency.describe()
+        text = "; ".join(filter(None, (self._others(), states)))
         return [effects[0], replace(effects[0], name="offload", changed=text), *effects[1:]] if text else effects
 
     def _move(self, residency: Residency, now: Trade, best: Trade) -> bool:

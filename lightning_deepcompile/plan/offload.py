@@ -86,20 +86,21 @@ def decide_offload(mode: OffloadMode, need: OffloadNeed, chosen: object, host_ch
     return decision
 
 
-def check_host(leaving: int, limit: int, chosen: object) -> None:
+def check_host(leaving: int, limit: int, chosen: object, what: str = "optimizer states") -> None:
     """Raises if what leaves does not fit into host memory.
 
     Args:
         leaving: Bytes of each rank.
         limit: Bytes that each rank may use.
         chosen: ``CompileConfig.host_memory_budget``.
+        what: Leaves.
 
     Raises:
         MemoryBudgetError: States the least host memory that would do.
     """
     if leaving > limit:
         raise MemoryBudgetError(
-            f"CompileConfig(host_memory_budget={chosen!r}) gives each rank {limit} bytes of host memory, but optimizer "
-            f"states of {leaving} bytes ({leaving / 2**30:.2f} GiB) of every rank must leave its device. Give the node "
-            "at least that much for each of its ranks, use more ranks, or an optimizer with smaller states."
+            f"CompileConfig(host_memory_budget={chosen!r}) gives each rank {limit} bytes of host memory, but {what} "
+            f"of {leaving} bytes ({leaving / 2**30:.2f} GiB) of every rank must leave its device. Give the node at "
+            "least that much for each of its ranks, use more ranks, or an optimizer with smaller states."
         )

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <thread>
 
+#include "host_shards.h"
 #include "offload.h"
 #include "runtime_table.h"
 #include "same_on_all_ranks.h"
@@ -256,7 +257,7 @@ void test_offload() {
 }
 
 void test_host_slabs() {
-  HostSlabs slabs(host_memory(3 << 20), "tests");
+  HostSlabs slabs(host_memory(3 << 20), "things");
   const Tensor like = at::empty({100, 7}, at::TensorOptions().device(c10::kMeta));
   Tensor first = slabs.place(like), second = slabs.place(like);
   const auto apart = static_cast<const char*>(second.const_data_ptr()) - static_cast<const char*>(first.const_data_ptr());
@@ -273,6 +274,30 @@ void test_host_slabs() {
   second.reset();
   slabs.trim();
   EXPECT(slabs.bytes() == 1 << 20);  // a view still lies in it
+}
+
+void test_host_shards() {
+  HostShards shards(kCpu, host_memory(0));
+  Tensor flat = shards.place(200, at::kFloat).fill_(1);
+  const Tensor shard = flat.narrow(0, 128, 6).view({2, 3});
+  EXPECT(HostShards::host_of(shard).const_data_ptr() == shard.const_data_ptr());
+  EXPECT(!HostShards::host_of(ones({2})).defined() && !HostShards::host_of(shard.t()).defined());
+  EXPECT(refuses("must not be negative", [&] { shards.place(-1, at::kFloat); }));
+  Bench bench;
+  bench.registry.add(1, "p1", {4, 3}, shard, {}, {}, false);
+  bench.add(2, {4, 3});
+  for (int round = 0; round < 3; ++round) {
+    bench.gathers.launch({1, 2}, {at::kDouble, at::kFloat});
+    EXPECT(bench.gathers.wait(1).eq(1 + round).all().item<bool>());
+    bench.gathers.release(1);
+    bench.gathers.release(2);
+    flat.add_(1);
+  }
+  EXPECT(bench.gathers.arena().bytes() == 0 && bench.stats.fetched_bytes == 3 * kAlignment);
+  bench.registry.clear();
+  flat.reset();
+  shards.trim();
+  EXPECT(shards.bytes() > 0 && shard.eq(4).all().item<bool>());  // a view still lies in it
 }
 
 void test_state_copies() {
@@ -361,7 +386,7 @@ int main() {
   test_host_pool();
   test_offload();
   test_host_slabs();
-  test_host_memory();
+  HostSlabs slabs(host_memory(3 << 20), "things");
   test_state_copies();
   test_symmetric();
   test_ranks_that_differ();

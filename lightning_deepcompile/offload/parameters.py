@@ -1,0 +1,132 @@
+"""Which shards of parameters live in host memory: decided by sizes, before the model is sharded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_deepcompile.agreement import exchange
+from lightning_deepcompile.capture.layout import ChunkLayout
+from lightning_deepcompile.capture.ranks import Ranks
+from lightning_deepcompile.capture.sharding import lay_out
+from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.plan.budget import parse_budget
+from lightning_deepcompile.plan.host_shards import ShardNeed, choose_shards
+from lightning_deepcompile.plan.offload import check_host
+from lightning_deepcompile.profile.memory import memory_limit
+from lightning_deepcompile.program.printer import format_bytes
+
+__all__ = ["HostedShards", "decide_hosted"]
+
+_log = logging.getLogger(__name__)
+
+_ACTIVATIONS = 1 / 8
+"""Part of the budget that is left for activations, of which nothing is known before the step is traced."""
+
+
+@dataclass(frozen=True)
+class HostedShards:
+    """What was decided.
+
+    Args:
+        chunks: Indices of the chunks of shards that live in host memory.
+        bytes: Of them, of each rank.
+        reason: Why, in words.
+    """
+
+    chunks: frozenset[int] = frozenset()
+    bytes: int = 0
+    reason: str = ""
+
+    def describe(self) -> str:
+        """What is in host memory and why; "" for nothing."""
+        return f"{format_bytes(self.bytes)} of parameters in host memory: {self.reason}" if self.bytes else ""
+
+
+def decide_hosted(
+    config: CompileConfig,
+    module: nn.Module,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    stage: int,
+    gather_dtype: torch.dtype | None,
+    host_bytes: int,
+) -> HostedShards:
+    """Decides for a model that is about to be sharded; a collective if ``offload_parameters="auto"``.
+
+    Args:
+        config: ``offload_parameters``, what else may leave, and what memory may be used.
+        module: The model.
+        ranks: The data-parallel ranks.
+        device: Where it will run.
+        stage: ZeRO stage.
+        gather_dtype: Compute dtype of parameters; None for their own.
+        host_bytes: What this rank may take of host memory.
+
+    Raises:
+        ValueError: Below stage 3, where whole parameters are on the device in any case.
+        MemoryBudgetError: If what leaves does not fit into host memory.
+    """
+    mode = config.offload_parameters
+    if mode == "none":
+        return HostedShards()
+    if stage != 3:
+        raise ValueError(
+            f"CompileConfig(offload_parameters={mode!r}) needs stage 3: at stage {stage} the device holds whole "
+            "parameters, beside which shards are small. Use stage=3, or offload_parameters='none'."
+        )
+    chunks = lay_out(module, ranks.shards).chunks
+    need = _need(config, chunks, ranks, device, gather_dtype)
+    if mode == "all":
+        hosted, reason = frozenset(range(len(chunks))), "offload_parameters='all'"
+    else:
+        hosted = choose_shards(need)
+        numbers = format_bytes(need.peak(frozenset())), format_bytes(need.budget)
+        reason = "{} with all parameters on the device {} {}".format(
+            numbers[0], "exceed" if hosted else "fit into", numbers[1]
+        )
+    decided = HostedShards(hosted, sum(need.shards[index] for index in hosted), reason)
+    check_host(decided.bytes, host_bytes, config.host_memory_budget, "parameters")
+    if ranks.group.rank() == 0:
+        _log.info("%s", decided.describe() or f"All parameters stay on the device: {reason}")
+    return decided
+
+
+def _need(
+    config: CompileConfig,
+    chunks: Sequence[ChunkLayout],
+    ranks: Ranks,
+    device: torch.device,
+    gather_dtype: torch.dtype | None,
+) -> ShardNeed:
+    shards = tuple(chunk.numel * chunk.dtype.itemsize for chunk in chunks)
+    trained = [chunk.shards[0].spec.requires_grad for chunk in chunks]
+    wire = [_gathered(chunk, gather_dtype) for chunk in chunks]  # of a rank, in the dtype in which they travel
+    blocks: dict[str, int] = {}
+    for chunk, size in zip(chunks, wire, strict=True):
+        blocks[chunk.block] = blocks.get(chunk.block, 0) + size
+    sizes = list(blocks.values())
+    window = config.prefetch_blocks + 1
+    gathered = max((sum(sizes[k : k + window]) for k in range(len(sizes))), default=0) * ranks.shards
+    whole = [size * ranks.shards for size, is_trained in zip(wire, trained, strict=True) if is_trained]
+    # Gradients before they are reduced: of all blocks, or of those that are on their way and the one that is computed.
+    pending = sum(whole) if config.reduces_late(3) else (config.reduce_window + 1) * max(whole, default=0)
+    gradients = sum(size for size, is_trained in zip(shards, trained, strict=True) if is_trained)
+    states, stepping = 2 * gradients, 0  # Adam's
+    if config.offload != "none":  # they visit the device with their parameters, in three buffers
+        largest = max(shard.shard_numel * chunk.dtype.itemsize for chunk in chunks for shard in chunk.shards)
+        chunk_bytes = parse_budget(config.offload_chunk, total=1, name="offload_chunk")
+        states, stepping = 0, 3 * min(max(chunk_bytes, 3 * largest), gradients)
+    working = max(gathered + pending + max(wire, default=0), stepping)  # shards are cast before they travel
+    budget = min(exchange(memory_limit(device, config.memory_budget), ranks.group))
+    return ShardNeed(shards, gradients + states + working, int(budget * (1 - _ACTIVATIONS)))
+
+
+def _gathered(chunk: ChunkLayout, gather_dtype: torch.dtype | None) -> int:
+    casts = gather_dtype is not None and chunk.dtype.is_floating_point
+    return chunk.numel * (gather_dtype if casts else chunk.dtype).itemsize

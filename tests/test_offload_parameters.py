@@ -1,0 +1,358 @@
+"""Shards of parameters in host memory: the same training to the last bit, and right values for whoever looks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import traceback
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from cases import Mlp, Tokens, full
+from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
+from multiprocess import run_ranks
+from test_checkpoint import Resumable, SaveAt
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import SGD, AdamW
+from torch.utils.data import DataLoader
+
+from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+from lightning_deepcompile.plan.budget import MemoryBudgetError
+from lightning_deepcompile.plan.host_shards import ShardNeed, choose_shards
+from lightning_deepcompile.runtime import load_extension
+
+WORLD, ROWS, STEPS = 2, 2, 3
+
+SHARDS = {"offload_parameters": "all"}
+EVERYTHING = {**SHARDS, "offload": "all", "offload_activations": "all", "offload_chunk": 4_000}
+
+
+class Model(Mlp):
+    """Tied, frozen, unused and scalar parameters, sizes that 2 does not divide; validates, and looks at a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+        self.layers[0].requires_grad_(False)
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        weight = self.layers[1][0].weight
+        if batch_idx == 1:
+            with torch.no_grad():
+                weight.mul_(1.5)  # gathers see what hooks write
+        self.seen += [float(outputs["loss"]), full(weight)]
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen.append(float(self.trainer.callback_metrics["val"]))
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        optimizer = AdamW([{"params": trained[:2]}, {"params": trained[2:], "weight_decay": 0.1}], lr=1e-2)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9), "interval": "step"}]
+
+
+class Manual(Model):
+    """Two optimizers and a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return [AdamW(trained[:4], 1e-2), SGD(trained[4:], 0.1, momentum=0.9)]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        first, second = self.optimizers()
+
+        def closure() -> Tensor:
+            first.zero_grad()
+            self.manual_backward(loss := Mlp.training_step(self, batch, batch_idx))
+            return loss
+
+        loss = first.step(closure=closure)
+        second.step()
+        second.zero_grad()
+        return loss.detach()
+
+
+def fit(
+    settings: dict[str, Any],
+    *callbacks: pl.Callback,
+    build: Callable[[], Model] = Model,
+    resume: Path | None = None,
+    arguments: dict[str, Any] | None = None,
+    **trainer_settings: Any,
+) -> tuple[dict[str, Any], pl.Trainer]:
+    """Trains; returns everything that must not depend on where anything lives."""
+    torch.manual_seed(3)
+    module = build()
+    config = CompileConfig(**{"region_backend": "eager", "schedule": None, **settings})
+    trainer = pl.Trainer(
+        strategy=DeepCompileStrategy(compile=config, **(arguments or {})), callbacks=list(callbacks),
+        accelerator="cpu", devices=WORLD, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False, num_sanity_val_steps=0,
+        **{"max_steps": STEPS, **trainer_settings},
+    )  # fmt: skip
+    batches = STEPS * trainer_settings.get("accumulate_grad_batches", 1) + 4
+    train, validation = (Tokens(n, ROWS * WORLD, int(os.environ["RANK"]), WORLD) for n in (batches, 1))
+    loaders = Resumable(train, batch_size=ROWS), DataLoader(validation, batch_size=ROWS)
+    trainer.fit(module, *loaders, ckpt_path=resume)
+    states = {
+        f"{number}.{i}.{key}": value
+        for number, optimizer in enumerate(trainer.optimizers)
+        for i, entries in trainer.strategy.optimizer_state(optimizer).get("state", {}).items()
+        for key, value in entries.items()
+    }
+    params = {name: full(value) for name, value in module.state_dict().items()}
+    for parameter in trainer.strategy.engine.model.parameters:
+        if parameter.host is not None:
+            assert parameter.local.data_ptr() == parameter.dtensor.to_local().data_ptr() == parameter.host.data_ptr()
+            assert torch.equal(parameter.local, parameter.host)
+    return {**dict(enumerate(module.seen)), **params, **states}, trainer
+
+
+def same(actual: dict[Any, Any], expected: dict[Any, Any], name: str, keys: Any = None) -> None:
+    assert actual.keys() == expected.keys() and len(expected) > 10, name
+    for key in expected if keys is None else keys:
+        value = expected[key]
+        equal = torch.equal(actual[key], value) if isinstance(value, Tensor) else actual[key] == value
+        assert equal, f"{name}: {key} is {actual[key]} instead of {value}"
+
+
+def _shards_alone() -> None:
+    """Any optimizer works on them where they are; plans are made as ever."""
+    options = {"max_steps": 7, "gradient_clip_val": 0.1}
+    expected, plain = fit({}, **options)
+    actual, trainer = fit({"schedule": "auto", **SHARDS}, **options)
+    same(actual, expected, "shards alone")
+    summary, stats = trainer.strategy.summary(), trainer.strategy.engine.runtime.stats()
+    assert summary.offloaded_parameter_bytes == summary.sharded_bytes_per_rank > 0
+    assert stats["host_shard_bytes"] >= summary.sharded_bytes_per_rank
+    assert stats["fetched_bytes"] > 7 * summary.sharded_bytes_per_rank  # forward and backward, less what is kept
+    assert "offload_parameters='all'" in str(summary)
+    assert plain.strategy.summary().offload_parameters_reason == ""
+    assert (trainer.strategy.report() != []) and "parameters in host memory" in str(trainer.strategy.report()[0])
+
+
+def _everything() -> None:
+    """Parameters come and go with their optimizer's states, chunk by chunk."""
+    for options in ({"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}):
+        expected, _ = fit({}, **options)
+        actual, trainer = fit(EVERYTHING, **options)
+        same(actual, expected, f"{options}")
+        optimizer, model = trainer.optimizers[0], trainer.strategy.engine.model
+        states = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if v.dim())
+        stepped = sum(model.by_parameter[p].local.nbytes for p in optimizer.state if p in model.by_parameter)
+        summary, stats = trainer.strategy.summary(), trainer.strategy.engine.runtime.stats()
+        assert summary.offloaded_bytes == states
+        assert summary.offload_moved_bytes == 2 * (states + stepped) > 2 * states > 0
+        # Three buffers for the embedding with its states; new states leave from memory of their own.
+        assert 0 < stats["state_peak_bytes"] <= 3 * 3 * 2048 + 2 * EVERYTHING["offload_chunk"], stats
+        assert stats["host_bytes"] == stats["state_bytes"] == 0  # freed at teardown
+
+
+def _manual() -> None:
+    expected, _ = fit({}, build=Manual)
+    same(fit({**EVERYTHING, "offload": "all"}, build=Manual)[0], expected, "two optimizers")
+
+
+def _averages() -> None:
+    """An average of shards in host memory is kept there, validated with, saved and loaded."""
+    options = {"val_check_interval": 2, "max_steps": 4}
+    expected, _ = fit({}, EMAWeightAveraging(decay=0.6), **options)
+    actual, trainer = fit(EVERYTHING, EMAWeightAveraging(decay=0.6), **options)
+    same(actual, expected, "averages")
+    (callback,) = (c for c in trainer.callbacks if isinstance(c, EMAWeightAveraging))
+    runtime = trainer.strategy.engine.runtime
+    averaged = callback._average_model.module.layers[1][0].weight
+    assert runtime.host_of(averaged.detach().to_local()) is not None
+
+
+class Deep(Model):
+    """So many layers that their shards are a large part of what a step needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.extend(nn.Sequential(nn.Linear(13, 17), nn.Tanh(), nn.Linear(17, 13)) for _ in range(5))
+
+
+BUDGET = {"offload": "auto", "memory_budget": 47_500, "prefetch_blocks": 0, "reduce_window": 0, "offload_chunk": 2_000}
+
+
+def _some() -> None:
+    """As few leave as must, if the budget does not suffice when all else has left."""
+    expected, _ = fit({}, build=Deep)
+    with pytest.raises(MemoryBudgetError, match="a step still needs"):
+        fit(BUDGET, build=Deep)
+    actual, trainer = fit({**BUDGET, "offload_parameters": "auto"}, build=Deep)
+    same(actual, expected, "some")
+    summary = trainer.strategy.summary()
+    assert 0 < summary.offloaded_parameter_bytes < summary.sharded_bytes_per_rank, summary
+    assert "exceed" in summary.offload_parameters_reason and summary.offloaded_bytes > 0
+    _, trainer = fit({}, arguments={"cpu_offload": True}, max_steps=1)
+    assert "fit into" in trainer.strategy.summary().offload_parameters_reason  # there is room for all of it
+    assert trainer.strategy.engine.runtime.stats()["host_shard_bytes"] == 0
+
+
+class Failing(AdamW):
+    """Its second call in a step fails."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        type(self).calls += 1
+        if type(self).calls == 7:
+            raise RuntimeError("on purpose")
+        return loss
+
+
+def _errors() -> None:
+    """An optimizer that fails half-way leaves parameters where they live; what cannot be is said."""
+    seen = []
+
+    class Broken(Model):
+        def configure_optimizers(self) -> Any:
+            return Failing([p for p in self.parameters() if p.requires_grad], 1e-2)
+
+    class Look(pl.Callback):
+        def on_exception(self, trainer: pl.Trainer, *args: Any) -> None:
+            seen.extend(p for p in trainer.strategy.engine.model.parameters if p.host is not None)
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(EVERYTHING, Look(), build=Broken)
+    assert len(seen) > 10 and all(p.local.data_ptr() == p.host.data_ptr() for p in seen)
+    for settings, arguments, message in (
+        (SHARDS, {"stage": 2}, "offload_parameters='all'.* needs stage 3"),
+        ({**SHARDS, "host_memory_budget": 4_000}, {}, "gives each rank 2000 bytes .* parameters of [0-9]+ bytes"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            fit(settings, arguments=arguments)
+
+
+def _again() -> None:
+    """Fits again, and frees the memory with the module."""
+    _, trainer = fit(EVERYTHING)
+    runtime, module = trainer.strategy.engine.runtime, trainer.lightning_module
+    held = []
+    for _ in range(2):
+        trainer.fit_loop.epoch_loop.max_steps += 1
+        trainer.fit(module, DataLoader(Tokens(4, ROWS * WORLD, int(os.environ["RANK"]), WORLD), batch_size=ROWS))
+        held.append(runtime.stats()["host_shard_bytes"])
+    assert held[0] == held[-1] > 0
+    with trainer.strategy.full_parameters():
+        assert module.layers[1][0].weight.shape == (17, 13)
+    weight = module.layers[1][0].weight.full_tensor()
+    assert torch.equal(module.layers[1][0](torch.zeros(1, 13)), module.layers[1][0].bias.full_tensor()[None])
+    assert weight.shape == (17, 13)
+    parameter = trainer.strategy.engine.model.parameters[0]
+    alive = [weakref.ref(runtime), weakref.ref(parameter.host), weakref.ref(parameter.leaf)]
+    trainer = module = runtime = parameter = None
+    gc.collect()
+    assert [one() for one in alive] == [None] * 3
+
+
+def _checkpoints(folder: Path) -> None:
+    """A checkpoint is the same wherever parameters were, and goes on the same wherever they go."""
+    sharded = {"state_dict_type": "sharded"}
+    expected, _ = fit({}, SaveAt(folder / "plain.ckpt", 1))
+    fit(EVERYTHING, SaveAt(folder / "host.ckpt", 1))
+    fit(SHARDS, SaveAt(folder / "sharded.ckpt", 1), arguments=sharded)
+    for name, settings in (("plain", EVERYTHING), ("host", {}), ("sharded", EVERYTHING)):
+        actual, trainer = fit(settings, resume=folder / f"{name}.ckpt")
+        named = {key for key in expected if isinstance(key, str)}
+        shared = {key: actual[key] for key in named}
+        same(shared, {key: expected[key] for key in named}, f"{name} with {settings}")
+        assert (trainer.strategy.summary().offloaded_parameter_bytes > 0) == bool(settings)
+    if int(os.environ["RANK"]) == 0:
+        saved = [torch.load(folder / f"{name}.ckpt") for name in ("plain", "host")]
+        for key in ("state_dict", "optimizer_states"):
+            torch.testing.assert_close(*(checkpoint[key] for checkpoint in saved), rtol=0, atol=0)
+
+
+def _check_all(folder: Path) -> dict[str, str]:
+    failures = {}
+    for check in (_shards_alone, _everything, _manual, _averages, _some, _errors, _again, _checkpoints):
+        try:
+            check(folder) if check is _checkpoints else check()
+        except Exception:
+            failures[check.__name__] = traceback.format_exc()
+    return failures
+
+
+@pytest.mark.timeout(400)
+def test_nothing_depends_on_where_parameters_live(tmp_path: Path) -> None:
+    for rank, failures in enumerate(run_ranks(_check_all, WORLD, tmp_path, timeout=380)):
+        assert not failures, f"rank {rank}:\n" + "\n".join(failures.values())
+
+
+def test_the_fewest_bytes_leave_and_lie_far_apart() -> None:
+    layers = (30, *[10] * 8, 25)
+    need = ShardNeed(layers, others=40, budget=40 + sum(layers))
+    assert choose_shards(need) == frozenset()
+    assert choose_shards(ShardNeed(layers, 40, need.budget - 1)) > frozenset()
+    for budget in range(40, need.budget + 1):
+        hosted = choose_shards(need := ShardNeed(layers, 40, budget))
+        fits = need.peak(hosted) <= budget
+        assert fits or hosted == frozenset(range(len(layers)))
+        # Without the last one that was chosen it would not fit.
+        assert not fits or not hosted or any(need.peak(hosted - {one}) > budget for one in hosted)
+    some = choose_shards(ShardNeed((10,) * 16, 0, 160 - 20))
+    assert len(some) == 4 and {index // 4 for index in some} == {0, 1, 2, 3}, some
+
+
+def test_the_runtime_gathers_from_host_memory_and_answers_misuse(mesh: DeviceMesh) -> None:
+    group, ops, empty = mesh.get_group(), torch.ops.dc, torch.empty(0)
+    runtime = load_extension().Runtime(group, group, torch.device("cpu"), host_limit=3 << 20)
+    base = runtime.serial << 32
+    flat = runtime.host_shard(400, torch.float32).copy_(torch.arange(400.0))
+    here = torch.full((50,), 7.0)
+    shards = [flat[:128], flat[128:200].view(8, 9), here, flat[256:256], flat[256:400]]
+    for i, shard in enumerate(shards):
+        runtime.register_param(base | i, f"p{i}", list(shard.shape), shard)
+    runtime.register_graph(base, [base | i for i in range(5)])
+    ids, dtypes = (
+        [base | i for i in range(5)],
+        [torch.float64, torch.float32, torch.bfloat16, torch.float32, torch.bfloat16],
+    )
+    for _ in range(3):  # slots go round
+        ops.prefetch_params_fused(base, [], ids[:3], dtypes[:3])
+        ops.prefetch_params_fused(base, [], ids[3:], dtypes[3:])
+        for shard, whole, dtype in zip(shards, ops.wait_allgather_fused(base, ids), dtypes, strict=True):
+            assert torch.equal(whole, shard.to(dtype))
+        ops.release_params_fused(base, ids)
+        runtime.invalidate()
+        flat.add_(1)
+    assert runtime.stats()["fetched_bytes"] >= 3 * 4 * (128 + 72 + 144)
+    assert torch.equal(ops.gather(shards[1], ids[1], [8, 9], torch.float64), shards[1].double())
+
+    alias = runtime.host_of(shards[1])
+    assert alias.shape == (8, 9) and alias.data_ptr() == shards[1].data_ptr()
+    assert runtime.host_of(here) is None and runtime.host_of(shards[1].t()) is None
+    for error, message, call in (
+        (ValueError, "must not be negative, got -1", lambda: runtime.host_shard(-1, torch.float32)),
+        (RuntimeError, "overflow", lambda: runtime.host_shard(1 << 62, torch.float32)),
+        (torch.OutOfMemoryError, "parameter shards: .* at most 3145728", lambda: runtime.host_shard(
+            1 << 20, torch.float32)),
+        (TypeError, "incompatible", lambda: runtime.host_shard(4, "float")),
+        (TypeError, "incompatible", lambda: runtime.host_of(None)),
+        (ValueError, "'p1' lives in host memory already", lambda: ops.offload_parameter(empty, base, ids[1])),
+        (ValueError, "does not belong to graph", lambda: ops.allgather_param(empty, base, base | 9)),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            call()
+    runtime.reset()
+    runtime.clear_arena()
+    assert runtime.stats()["host_shard_bytes"] == 1 << 20  # it is in use
+    runtime.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        runtime.host_shard(1, torch.float32)
+    assert flat[-1] == 402 and alias[0, 0] == 131  # they outlive the runtime
