@@ -155,3 +155,19 @@ def test_the_report_tells_of_host_memory() -> None:
     memory = collect()["host memory"]
     assert memory.keys() == {"available", "/dev/shm", "ulimit -l"}
     assert "GiB" in memory["available"] and "MiB free" in memory["/dev/shm"]
+
+
+def test_reserved_memory_stays_until_it_is_given_up(mesh: DeviceMesh) -> None:
+    group, sizes = torch.distributed.group.WORLD, [100, 700_000, 700_000]
+    runtime = load_extension().Runtime(group, group, torch.device("cpu"))
+    runtime.reserve_states(sizes)
+    for _ in range(2):
+        assert runtime.stats()["host_bytes"] == 2 << 20
+        homes = [runtime.state_home(torch.empty(size, dtype=torch.uint8, device="meta")) for size in sizes]
+        assert runtime.stats()["host_bytes"] == 2 << 20 and len({home.data_ptr() for home in homes}) == 3
+        del homes
+        runtime.synchronize_states()  # frees what nobody uses, as before a checkpoint
+    runtime.reserve_states([])
+    runtime.synchronize_states()
+    assert runtime.stats()["host_bytes"] == 0
+    runtime.close()
