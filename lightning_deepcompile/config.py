@@ -35,10 +35,6 @@ class CompileConfig:
             the trainer (stage 3, automatic optimization). Parameters that hooks write to in between are gathered again;
             only writes through ``parameter.data`` that begin after the second step are not seen in time, and end
             training with an error.
-        optimizer_part: With early gathers, the optimizer first steps on the parameters that they read, part by part,
-            and each part's gathers are launched while it steps on the next: least bytes of a part, or a text like
-            ``"32MiB"``; 0: it steps on all parameters at once. Only for torch's own element-wise optimizers whose
-            states are on the device, where there is one.
         keep_last_block: Keep the last gathered block of a forward pass for the backward pass that starts with it,
             instead of gathering it twice in a row.
         recompile_limit: How often Dynamo may compile one function anew (new shapes, changed attributes) before the
@@ -95,7 +91,6 @@ class CompileConfig:
     reduce: Reduction | None = None
     reduce_window: int = 2
     early_gathers: bool = True
-    optimizer_part: int | str = "32MiB"
     keep_last_block: bool = True
     recompile_limit: int = 16
     max_ctas: int = 0
@@ -131,12 +126,9 @@ class CompileConfig:
         for name in ("offload", "offload_activations", "offload_parameters"):
             if getattr(self, name) not in ("none", "auto", "all"):
                 raise ValueError(f"CompileConfig({name}={getattr(self, name)!r}): use 'none', 'auto' or 'all'.")
-        for name in ("offload_chunk", "optimizer_part"):
-            value = getattr(self, name)
-            if isinstance(value, float | bool):
-                raise ValueError(f"CompileConfig({name}={value!r}): expected bytes or a text.")
-            if name != "optimizer_part" or value != 0:
-                parse_budget(value, total=1, name=name)
+        if isinstance(self.offload_chunk, float):
+            raise ValueError(f"CompileConfig(offload_chunk={self.offload_chunk!r}): expected bytes or a text.")
+        parse_budget(self.offload_chunk, total=1, name="offload_chunk")
         if self.schedule is not None and self.schedule != "auto":
             _check_schedule(self.schedule)
 

@@ -1,8 +1,7 @@
 """The gathers that open a step are launched when the optimizer has stepped, while the host is busy with the trainer.
 
 Between two steps the trainer waits for the device, fetches a batch and calls hooks; then the step's guards are checked,
-and then nothing can be computed before the first block has arrived. Launched early, it is there by then. An optimizer
-that steps in parts gives them a start of most of its own time.
+and then nothing can be computed before the first block has arrived. Launched early, it is there by then.
 
 What was gathered early is wrong if somebody writes to the parameters before the step. Writes that PyTorch counts are
 noticed (`Freshness`); those that it does not (``parameter.data``, ``torch._foreach`` functions on parameters) show in a
@@ -45,7 +44,6 @@ class EarlyGathers:
         self.launched = False
         self._safe: bool | None = None  # None: not known yet
         self._opening: list[Gathers] = []  # what was launched last; another plan may open a step otherwise
-        self._parts: list[list[Gathers]] = []  # of it, for each part of the optimizer's step under way
         self._watched: list[Tensor] = []  # a shard of every block that it gathers from
         self._sums: Tensor | None = None  # after the optimizer's step
         self._written = torch.zeros((), dtype=torch.bool, device=device)  # since it is known to be safe
@@ -59,65 +57,16 @@ class EarlyGathers:
 
     def launch(self) -> None:
         """Call after the optimizer's step, on all ranks alike."""
-        self._watch()
-        if self.launched:
-            _gather(self._opening)
-
-    def parts(self, least: int) -> list[set[Tensor]]:
-        """The shards that the opening gathers read, in their order, divided for an optimizer's step.
-
-        Args:
-            least: Bytes of a part.
-
-        Returns:
-            Nothing if they are fewer bytes, or before it is known that gathers may be launched early.
-        """
-        parts: list[set[Tensor]] = []
-        self._parts = []
-        by_id, size = self._capture.model.by_id, least
-        for gathers in self._current() if self._safe else ():
-            if size >= least:
-                parts.append(set())
-                self._parts.append([])
-                size = 0
-            shards = {by_id[i].local for i in gathers[1]}
-            parts[-1] |= shards
-            self._parts[-1].append(gathers)
-            size += sum(shard.nbytes for shard in shards)
-        if size < least:  # the last one goes with the one before
-            smallest, gathers = parts.pop(), self._parts.pop()
-            if not parts:
-                return []
-            parts[-1] |= smallest
-            self._parts[-1] += gathers
-        return parts
-
-    def launch_part(self, number: int) -> None:
-        """Call when a part has been stepped; on all ranks alike."""
-        _gather(self._parts[number])
-
-    def seal(self) -> bool:
-        """Call after a step in parts.
-
-        Returns:
-            Whether the next step still begins with what was launched.
-        """
-        if [gathers for part in self._parts for gathers in part] != self._current():
-            return False
-        self._watch()
-        return True
-
-    def _current(self) -> list[Gathers]:
         # Shards in host memory are left to the step: a checksum of them would cost as much as the copy to the device.
         by_id = self._capture.model.by_id
-        return [group for group in self._capture.opening() if all(by_id[i].host is None for i in group[1])]
-
-    def _watch(self) -> None:
-        opening = self._current()
+        opening = [group for group in self._capture.opening() if all(by_id[i].host is None for i in group[1])]
         if opening != self._opening:
             self._opening, self._watched = opening, self._shards_of({i for _, ids, _ in opening for i in ids})
         self._sums = self._checksums() if opening else None
         self.launched = bool(self._safe and opening)
+        if self.launched:
+            for graph_id, ids, dtypes in opening:
+                torch.ops.dc.prefetch_params_fused(graph_id, [], ids, dtypes)
 
     def check(self) -> None:
         """Call before the next step, unless it gathers anew anyway.
@@ -163,8 +112,3 @@ class EarlyGathers:
         """One per block under watch: the sum of all bytes of its shards, taken as integers."""
         words = torch.empty(0, dtype=torch.int64, device=self._device)
         return torch.stack([words.new_empty(0).set_(leaf.untyped_storage()).sum() for leaf in self._watched])
-
-
-def _gather(opening: list[Gathers]) -> None:
-    for graph_id, ids, dtypes in opening:
-        torch.ops.dc.prefetch_params_fused(graph_id, [], ids, dtypes)

@@ -153,8 +153,7 @@ class Engine:
         self._last_step: dict[str, int] = {}
         self._stale_gradients = False
         self._opening = opening = StepOpening(config, self.capture, self.runtime, group, device, stage)
-        self.tuner.opening = lambda: opening.early
-        self._opens = False  # whether the optimizer's step under way is followed by a training step
+        self.tuner.opened_early = lambda: opening.early
         self._aborted = False
 
     def run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -234,14 +233,9 @@ class Engine:
         if optimizer not in self._local_shards:
             check_optimizer(optimizer, self.model)
             offload = None if self.residency is None else self.residency.attach(optimizer)
-            parts = self._opening.divide(optimizer, self._may_divide) if offload is None else None
             self._local_shards[optimizer] = LocalShards(
-                optimizer, self.model, self.gradients, after_step=self.parameters_changed, offload=offload, parts=parts
+                optimizer, self.model, self.gradients, after_step=self.parameters_changed, offload=offload
             )
-
-    def _may_divide(self) -> bool:
-        """Whether the optimizer that steps may do so in parts: no other steps later, and nothing is measured alone."""
-        return self._opens and len(self._local_shards) == 1 and not self.tuner.isolates
 
     def offload_of(self, optimizer: Optimizer) -> StateOffload | None:
         """What keeps states of `optimizer` in host memory, if it was attached and the settings ask for it."""
@@ -249,18 +243,11 @@ class Engine:
         return None if shards is None else shards.offload
 
     @contextlib.contextmanager
-    def stepping(self, optimizer: Optimizer, opens: bool = False) -> Iterator[None]:
-        """Around a step of `optimizer`: whatever happens inside, it holds the parameters again afterwards.
-
-        Args:
-            optimizer: Attached or not.
-            opens: Whether `finish_step` follows.
-        """
-        self._opens = opens
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around a step of `optimizer`: whatever happens inside, it holds the parameters again afterwards."""
         try:
             yield
         finally:
-            self._opens = False
             if optimizer in self._local_shards:
                 self._local_shards[optimizer].restore()
 
@@ -312,10 +299,9 @@ class Engine:
 
     def parameters_changed(self) -> None:
         """Call when parameters were written to: what is gathered is out of date, gradients may be dropped."""
-        self._opening.written()
+        self._opening.forget()
         self._stale_gradients = self._leaving.has_states = True
         self.tuner.end_step()
-        self._opening.seal()
 
     def drop_stale_gradients(self) -> None:
         """Frees gradients that an optimizer step has consumed, before a forward pass needs the memory."""

@@ -19,7 +19,6 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.capture.gradients import GradientSession
 from lightning_deepcompile.capture.sharding import ShardedModel
 from lightning_deepcompile.offload.states import StateOffload
-from lightning_deepcompile.partwise import PartwiseStep
 
 __all__ = ["LocalShards", "check_optimizer"]
 
@@ -64,7 +63,6 @@ class LocalShards:
         gradients: Knows their gradients.
         after_step: Called after each step, however it was started.
         offload: Lets the optimizer step chunk by chunk, if its states may leave the device.
-        parts: Else lets it step part by part, if it can.
     """
 
     def __init__(
@@ -74,15 +72,13 @@ class LocalShards:
         gradients: GradientSession,
         after_step: Callable[[], None],
         offload: StateOffload | None = None,
-        parts: PartwiseStep | None = None,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)  # whose hooks keep this object alive
         self._model = model
         self._gradients = gradients
         self._after_step = after_step
         self.offload = offload
-        self._divided = parts if offload is None else offload
-        self._stepped = False  # if it is divided: whether the step under way has called its closure
+        self._stepped = False  # with an offload: whether the step under way has called its closure
         self._inner = 0  # calls of ``super().step(closure)`` under way
         self._swapped: dict[Tensor, Tensor] = {}
         self._plain_state = True
@@ -108,8 +104,8 @@ class LocalShards:
 
     def restore(self) -> None:
         """Puts the parameters back; does nothing where they are in place, so it also mends what an error left."""
-        if self._divided is not None:
-            self._divided.restore()
+        if self.offload is not None:
+            self.offload.restore()
         if not self._swapped:
             return
         swapped, self._swapped = self._swapped, {}
@@ -123,12 +119,12 @@ class LocalShards:
             self._inner += 1
             return None
         self._inner = 0
-        if self._divided is None and closure is None:
+        if self.offload is None and closure is None:
             self.__enter__()
             return None
         self._stepped = False
-        # An optimizer calls its closure before it looks at its groups. So that is when it gets to see shards, and where
-        # all parts but the last are stepped, if there are any: after the hooks that may come behind this one.
+        # An optimizer calls its closure before it looks at its groups. So that is when it gets to see shards, and, with
+        # an offload, where all chunks but the last are stepped: after the hooks that may come behind this one.
         if "closure" in kwargs or len(args) < 2:
             rest = {key: value for key, value in kwargs.items() if key != "closure"}
             return args, {**rest, "closure": _Closure(self, closure, args[1:], rest)}
@@ -136,36 +132,35 @@ class LocalShards:
 
     def _run(self, closure: Callable[[], Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the user's closure, and makes the optimizer see shards."""
-        if self._divided is not None and self._stepped:
+        if self.offload is not None and self._stepped:
             raise RuntimeError(
                 f"{type(self._held()).__name__} evaluates its closure more than once in a step, so its states cannot "
-                "be offloaded, and it cannot step in parts. Use CompileConfig(offload='none', optimizer_part=0)."
+                "be offloaded. Use CompileConfig(offload='none')."
             )
         # It runs the forward and the backward pass and users' hooks, which shall see the parameters.
         self.restore()
         result = None if closure is None else closure()
         self.__enter__()
         self._stepped = True
-        if self._divided is not None:
-            self._divided.begin(*args, **kwargs)
+        if self.offload is not None:
+            self.offload.begin(*args, **kwargs)
         return result
 
     def _is_part(self, closure: Any) -> bool:
         """Whether a call of `step` is made by one that is under way, as in ``super().step(closure)``."""
-        return isinstance(closure, _Closure) or (self._divided is not None and self._divided.stepping)
+        return isinstance(closure, _Closure) or (self.offload is not None and self.offload.stepping)
 
     def _on_stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._inner:
             self._inner -= 1  # what the optimizer does behind ``super().step`` is part of the step, too
             return
-        if self._divided is not None:
+        if self.offload is not None:
             if not self._stepped:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} does not call the closure that its `step` is given, so its states "
-                    "cannot be offloaded, and it cannot step in parts. Use CompileConfig(offload='none', "
-                    "optimizer_part=0)."
+                    "cannot be offloaded. Use CompileConfig(offload='none')."
                 )
-            self._divided.finish()
+            self.offload.finish()
         # Whoever does not call the closure has stepped on DTensors, and made its state of them.
         self._plain_state = bool(self._swapped)
         self.restore()

@@ -356,12 +356,9 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Steps the optimizer, on this rank's shards."""
-        automatic = (
-            self.lightning_module.automatic_optimization
-        )  # else users' code goes on, and may write to parameters
-        with self.engine.stepping(optimizer, opens=automatic):
+        with self.engine.stepping(optimizer):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if automatic:
+        if self.lightning_module.automatic_optimization:  # else users' code goes on, and may write to parameters
             self.engine.finish_step()
         return output
 

@@ -18,7 +18,7 @@ from lightning_deepcompile.pass_schedule import pass_schedule
 from lightning_deepcompile.plan.budget import MemoryBudgetError, check_budget
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.copy_placement import offload_all, without_copies
-from lightning_deepcompile.plan.costs import EarlyStart, Profile, ProfileError
+from lightning_deepcompile.plan.costs import Profile, ProfileError
 from lightning_deepcompile.plan.leaner import fall_back
 from lightning_deepcompile.plan.least import just_in_time, least_budget
 from lightning_deepcompile.plan.pass_manager import Pass, optimize
@@ -68,7 +68,7 @@ class Tuner:
     Attributes:
         states: Places optimizer states together with plans.
         host_room: Bytes of host memory that saved tensors may take; None where none may leave.
-        opening: Says when the first gathers of the last ordinary step were launched, if before it.
+        opened_early: Says whether the last step's first gathers were launched at the end of the one before.
         rounds: What was done, round by round.
         profile: What the last round planned with.
 
@@ -97,7 +97,7 @@ class Tuner:
         self._passes: tuple[Pass, ...] = self._entries[-1][1] if self._entries else ()
         self.states = StateTrade()
         self.host_room: Callable[[], int] | None = None
-        self.opening: Callable[[], EarlyStart | None] = _with_the_step
+        self.opened_early: Callable[[], bool] = bool
         self.rounds: list[Round] = []
         self.profile: Profile | None = None
         self._step = 0  # optimizer steps done
@@ -297,8 +297,7 @@ class Tuner:
             live={name: live_bytes(programs[name]) for name in names},
         )
         between = [self._probes[m + 1].seconds_since(self._probes[m]) for m in range(-2, 0) if m in self._probes]
-        early = {"early_gathers": self.opening() is not None, "optimizer_parts": self.opening() == "beside"}
-        profile = replace(profile, **early, between_seconds=min(between, default=0.0))
+        profile = replace(profile, early_gathers=self.opened_early(), between_seconds=min(between, default=0.0))
         if self._capture.settings.reduce == "auto" and profile.micro_batches > 1 and profile.hold_seconds is None:
             profile = replace(profile, hold_seconds=measure_holds(dtypes, self._device))
         if self._config.memory_budget is None:
@@ -393,7 +392,3 @@ class Tuner:
         self._entries.clear()  # for programs that the file does not have, a round follows the look at them
         self._recheck = 2
         return True
-
-
-def _with_the_step() -> EarlyStart | None:
-    return None

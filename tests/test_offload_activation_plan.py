@@ -15,12 +15,11 @@ from test_simulate import compute
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.copy_placement import fit_copies, offload_all
 from lightning_deepcompile.plan.costs import Contention, Link, Profile, RegionCost
-from lightning_deepcompile.plan.held_memory import arena_bytes
 from lightning_deepcompile.plan.least import just_in_time
 from lightning_deepcompile.plan.pass_manager import PassError, optimize, resolve_passes, step_pass
 from lightning_deepcompile.plan.passes.offload_activation import offload_activation
 from lightning_deepcompile.plan.settings import PlanSettings
-from lightning_deepcompile.plan.simulate import simulate
+from lightning_deepcompile.plan.simulate import arena_bytes, simulate
 from lightning_deepcompile.program.saved import Saved
 from lightning_deepcompile.program.schedule import (
     Instruction,

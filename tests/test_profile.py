@@ -25,11 +25,11 @@ from lightning_deepcompile.engine import Engine
 from lightning_deepcompile.plan.budget import MemoryBudgetError
 from lightning_deepcompile.plan.copy_placement import CopyPlacement
 from lightning_deepcompile.plan.costs import Profile
-from lightning_deepcompile.plan.held_memory import arena_bytes
 from lightning_deepcompile.plan.pass_manager import resolve_passes, step_pass
 from lightning_deepcompile.plan.passes.keep_whole import keep_until_boundary
 from lightning_deepcompile.plan.passes.unshard import keep_gathered, unshard_candidates
 from lightning_deepcompile.plan.placement import Placement
+from lightning_deepcompile.plan.simulate import arena_bytes
 from lightning_deepcompile.program.schedule import Schedule, read_schedule
 
 PLANNED = ["zero3", "prefetch", "fuse", "unshard", "keep_whole", "proactive_prefetch"]

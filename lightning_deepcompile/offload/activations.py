@@ -9,8 +9,8 @@ import torch
 
 from lightning_deepcompile.capture.sharding import ShardedModel
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.plan.held_memory import arena_bytes
 from lightning_deepcompile.plan.offload import pinned_bytes
+from lightning_deepcompile.plan.simulate import arena_bytes
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule

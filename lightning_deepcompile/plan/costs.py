@@ -5,26 +5,14 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from lightning_deepcompile.program.saved import Saved
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 
-__all__ = [
-    "PROFILE_VERSION",
-    "Contention",
-    "EarlyStart",
-    "Link",
-    "Profile",
-    "ProfileError",
-    "RegionCost",
-    "schedule_from_dict",
-]
+__all__ = ["PROFILE_VERSION", "Contention", "Link", "Profile", "ProfileError", "RegionCost", "schedule_from_dict"]
 
 PROFILE_VERSION = 1
-
-EarlyStart = Literal["behind", "beside"]
-"""When the gathers that open a step are launched early: when the optimizer has stepped, or while it steps in parts."""
 
 
 class ProfileError(ValueError):
@@ -107,7 +95,6 @@ class Profile:
             micro-batch; None if that is not known.
         hold_ratio: Bytes of such a sum per byte of the gradient: a sum has the parameter's dtype.
         early_gathers: Whether the gathers that open a step are launched when the optimizer has stepped.
-        optimizer_parts: Whether they are launched while it steps: first on what they read, part by part.
         between_seconds: From the end of the optimizer's step to the next step, while the trainer is busy.
         reduce_window: Groups of gradients that may be on their way before compute waits for the oldest.
         budget: Bytes that may be allocated; None if there is no limit.
@@ -135,7 +122,6 @@ class Profile:
     hold_seconds: float | None = None
     hold_ratio: float = 1.0
     early_gathers: bool = False
-    optimizer_parts: bool = False
     between_seconds: float = 0.0
     reduce_window: int = 2
     budget: int | None = None

@@ -11,10 +11,10 @@ the end of the step before, for as long as the trainer was busy in between.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_deepcompile.plan.arena import ArenaModel, Slot, group_bytes
-from lightning_deepcompile.plan.costs import Profile, RegionCost
+from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
 from lightning_deepcompile.plan.events import StreamName, Task, run_tasks
 from lightning_deepcompile.plan.gradients import GradientModel
 from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Schedule, opening_positions
@@ -23,6 +23,8 @@ __all__ = [
     "MemoryPoint",
     "Prediction",
     "Span",
+    "arena_bytes",
+    "gradient_bytes",
     "memory_bytes",
     "memory_excess",
     "simulate",
@@ -120,14 +122,38 @@ def memory_bytes(schedules: Sequence[Schedule], profile: Profile) -> list[list[i
     return _Simulation(profile).memory(schedules)
 
 
-def _parameter_bytes(schedules: Sequence[Schedule]) -> int:
-    """Of all gathered parameters: an optimizer's time for each is taken to be in proportion to its size."""
-    sizes: dict[int, int] = {}
-    for schedule in schedules:
-        for position in schedule.at("gather"):
-            instruction = schedule.instructions[position]
-            sizes.update(zip(instruction.ids, instruction.sizes, strict=True))
-    return sum(sizes.values())
+def arena_bytes(schedules: Sequence[Schedule]) -> list[list[int]]:
+    """What the programs' own memory does not explain, after every instruction of every schedule of a micro-batch.
+
+    Returns:
+        Bytes of the arena's slots, less those of saved tensors that are in host memory.
+    """
+    memory = simulate(schedules, _without_costs(schedules)).memory
+    return [[m.arena - m.away for m in memory if m.schedule == index] for index in range(len(schedules))]
+
+
+def gradient_bytes(schedules: Sequence[Schedule], ratio: float, micro_batches: int) -> list[list[list[int]]]:
+    """Bytes of whole gradients with the runtime, where compute waits for every reduction at once.
+
+    Args:
+        schedules: The programs of a micro-batch.
+        ratio: Bytes of a sum of gradients per byte of a gradient.
+        micro_batches: Of an optimizer step that accumulates gradients.
+
+    Returns:
+        Bytes while each instruction runs, by micro-batch and schedule.
+    """
+    profile = replace(_without_costs(schedules), hold_ratio=ratio, micro_batches=micro_batches, reduce_window=0)
+    rows: list[list[list[int]]] = [[[] for _ in schedules] for _ in range(micro_batches)]
+    for point in simulate(schedules, profile).memory:
+        rows[point.micro_batch][point.schedule].append(point.gradients)
+    return rows
+
+
+def _without_costs(schedules: Sequence[Schedule]) -> Profile:
+    regions = {f"{s.name}/{s.instructions[p].region}": RegionCost(0.0) for s in schedules for p in s.at("compute")}
+    link = Link(0.0, 1.0)
+    return Profile(1, "cpu", tuple(schedules), regions, link, link)
 
 
 @dataclass(eq=False)
@@ -150,28 +176,25 @@ class _Simulation:
         self._computed: int | None = None  # the last task on the compute stream
         self._gradients = GradientModel(profile.hold_ratio, profile.reduce_window)
         self._begin: int | None = None  # the task behind which the step begins, if some of it comes before
-        self._divided = False  # whether the optimizer that is played is that of the step before
         self._accumulates = profile.accumulates and profile.micro_batches > 1
         self._boundary = False  # in the last micro-batch
         self._copies: dict[tuple[int, int], int] = {}  # the last copy of a frame's saved tensor
         self._away = 0
-        # Of every `MemoryPoint` the next task (the end if there is none), its place, and its bytes.
+        # Of every `MemoryPoint` the next task (the optimizer if there is none), its place, and its bytes.
         self._memory: list[tuple[int, tuple[int, int, int], tuple[int, int, int, int]]] = []
 
     def run(self, schedules: Sequence[Schedule]) -> Prediction:
         self._issue_step(schedules)
         timing = run_tasks(self._tasks, self._profile.contention)
-        begin = 0.0 if self._begin is None or self._divided else timing.end[self._begin]
+        begin = 0.0 if self._begin is None else timing.end[self._begin]
         spans = [
             Span(task.stream, task.label, start - begin, end - begin)
             for task, start, end in zip(self._tasks, timing.start, timing.end, strict=True)
             if task.seconds > 0
         ]
-        over = max(timing.end, default=0.0)
-        starts = [*timing.start, over]
-        memory = [MemoryPoint(*where, starts[task] - begin, *sizes) for task, where, sizes in self._memory]
+        memory = [MemoryPoint(*where, timing.start[task] - begin, *sizes) for task, where, sizes in self._memory]
         return Prediction(
-            seconds=max(over - begin + self._profile.unexplained_seconds, 0.0),
+            seconds=max(max(timing.end, default=0.0) - begin + self._profile.unexplained_seconds, 0.0),
             compute_seconds=timing.busy["compute"],
             exposed_seconds=timing.exposed,
             gather_seconds=timing.busy["gather"],
@@ -202,30 +225,16 @@ class _Simulation:
                 self._run_schedule(micro_batch, index, schedule)
                 if index == last_backward:
                     self._barrier.extend(self._gradients.drain())
-        if not self._divided:
-            self._compute(self._profile.optimizer_seconds, 0.0, "optimizer")
+        self._compute(self._profile.optimizer_seconds, 0.0, "optimizer")
 
     def _open(self, schedules: Sequence[Schedule]) -> None:
-        """What the end of the step before launched, and the time until this one begins.
-
-        Where the optimizer steps in parts, the one of the step before is played, and this step's own left out: all
-        steps are alike, and so what gathers and the optimizer do to each other counts.
-        """
-        profile, left = self._profile, _left(schedules[-1], self._profile)
-        self._divided = profile.optimizer_parts
-        rate = profile.optimizer_seconds / max(_parameter_bytes(schedules), 1)
-        rest = profile.optimizer_seconds
+        """What the end of the step before launched, and the time until this one begins."""
+        left = _left(schedules[-1], self._profile)
         for position in opening_positions(schedules[0].instructions):
             task, instruction = len(self._tasks), schedules[0].instructions[position]
-            if self._divided:
-                part = min(instruction.bytes * rate, rest)
-                self._compute(part, 0.0, "optimizer")
-                rest -= part
-            self._gather(instruction, self._compute_point(), f"{schedules[0].name}/{instruction.op} {instruction.ids}")
+            self._gather(instruction, [], f"{schedules[0].name}/{instruction.op} {instruction.ids}")
             self._remember(task, (0, 0, position), left, self._gradients.bytes)
-        if self._divided:
-            self._compute(rest, 0.0, "optimizer")
-        self._begin = self._add("trainer", profile.between_seconds, self._compute_point(), "between steps")
+        self._begin = self._add("trainer", self._profile.between_seconds, [], "between steps")
         self._barrier.append(self._begin)
 
     def _remember(self, task: int, where: tuple[int, int, int], other: int, gradients: int) -> None:

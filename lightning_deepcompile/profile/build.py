@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lightning_deepcompile.plan.costs import Contention, Link, Profile, ProfileError, RegionCost
-from lightning_deepcompile.plan.held_memory import arena_bytes, gradient_bytes
-from lightning_deepcompile.plan.simulate import simulate
+from lightning_deepcompile.plan.simulate import arena_bytes, gradient_bytes, simulate
 from lightning_deepcompile.profile.fit import fit_link
 from lightning_deepcompile.profile.probe import Run, StepProbe
 from lightning_deepcompile.program.schedule import REDUCTIONS, Schedule
@@ -222,7 +221,6 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
         hold_seconds=max((p.hold_seconds for p in profiles if p.hold_seconds is not None), default=None),
         hold_ratio=max(p.hold_ratio for p in profiles),
         early_gathers=all(p.early_gathers for p in profiles),
-        optimizer_parts=all(p.optimizer_parts for p in profiles),
         between_seconds=min(p.between_seconds for p in profiles),
         budget=min(budgets, default=None),
         room=max(p.room for p in profiles),
