@@ -115,7 +115,7 @@ def _need(
     gathered = max((sum(sizes[k : k + window]) for k in range(len(sizes))), default=0) * ranks.shards
     whole = [size * ranks.shards for size, is_trained in zip(wire, trained, strict=True) if is_trained]
     # Gradients before they are reduced: of all blocks, or of those that are on their way and the one that is computed.
-    pending = sum(whole) if config.reduces_late(3) else (config.reduce_window + 1) * max(whole, default=0)
+    pending = sum(whole) if config.reduction(3) == "boundary" else (config.reduce_window + 1) * max(whole, default=0)
     gradients = sum(size for size, is_trained in zip(shards, trained, strict=True) if is_trained)
     states, stepping = 2 * gradients, 0  # Adam's
     if config.offload != "none":  # they visit the device with their parameters, in three buffers
