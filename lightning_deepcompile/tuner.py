@@ -320,7 +320,8 @@ class Tuner:
         after, peak = max(t for t, _ in seen), max((p for _, p in seen if p is not None), default=None)
         before = self.rounds[-1].before_seconds
         assert self.profile is not None
-        must = self.rounds[-1].passes[0].peak_bytes > (self.profile.budget or 0) + self.profile.room
+        held = self.rounds[-1].passes[0].peak_bytes <= (self.profile.budget or 0) + self.profile.room
+        must = not held or self.states.must
         slower = before > 0 and after > before * (1 + _NOISE) and not must  # what did not fit is no alternative
         if slower:
             passes, plan = self._previous

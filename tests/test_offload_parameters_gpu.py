@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from datetime import timedelta
 from typing import Any
@@ -100,6 +101,7 @@ def _train(precision: str) -> dict[str, Any]:
             "summary": strategy.summary(),
         }
         del module, trainer, strategy
+        gc.collect()  # the next one's memory is compared with this one's
     plain = results["none"]
     for mode in ("shards", "everything"):
         for kind in ("params", "state"):

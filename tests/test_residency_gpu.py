@@ -53,6 +53,10 @@ class MoveStates(pl.Callback):
 def _train_all(accelerator: str) -> dict[str, Record]:
     from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
+    # Attention's gradient in fp32 adds in any order, unless told otherwise.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
     def run(optimizer: str, callbacks: list[pl.Callback], offload: str = "none", **arguments: Any) -> Record:
         config = CompileConfig(region_backend="eager", schedule=None, offload=offload, offload_chunk=8_000)
         return train(

@@ -154,6 +154,7 @@ def _one_rank_has_no_memory() -> tuple[list[str], dict[str, int]]:
         for _ in range(2):
             full = side.gather([0])[0]
             assert full[: size // 8].eq(1).all() and full[size // 8 :].eq(2).all()
+            del full  # there is no memory for another one
             side.release([0])
             side.runtime.invalidate()
     if rank == 1:

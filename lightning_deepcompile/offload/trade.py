@@ -24,12 +24,13 @@ class StateTrade:
 
     Attributes:
         moved: Whether states moved with the last plan.
+        must: Whether they had to, as what ran before needs more memory than it may.
     """
 
     def __init__(self, residency: Residency | None = None, others: Callable[[], str] = str) -> None:
         self._residency, self._others = residency, others
         self._before: tuple[int, str] | None = None
-        self.moved = False
+        self.moved = self.must = False
 
     @property
     def may_move(self) -> bool:
@@ -51,7 +52,7 @@ class StateTrade:
         Returns:
             The profile with states where they are now, and the plan; its effects tell of them.
         """
-        self.moved, residency = False, self._residency
+        self.moved, self.must, residency = False, False, self._residency
         memory = None if residency is None else residency.memory()
         if residency is None or memory is None:
             schedules, effects = plan(profile)
@@ -85,5 +86,5 @@ class StateTrade:
         )
         reason = f"a planned step takes {best.seconds * 1e3:.1f} ms; with {format_bytes(now.away)} there, {other}"
         if residency.place(best.away, reason):
-            self._before, self.moved = before, True
+            self._before, self.moved, self.must = before, True, now.over > 0
         return self.moved

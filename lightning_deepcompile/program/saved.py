@@ -40,7 +40,8 @@ def mark_saved(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: i
     """Numbers the saved tensors that may wait in host memory, in both graphs.
 
     Left out is what would not free its memory by leaving (inputs, views of them, what the caller gets or what shares
-    memory with another output), what is no dense tensor, and what backward hands on without computing with it.
+    memory with another output), what is no dense tensor, scalars (those of attention's random state are on the host
+    already), and what backward hands on without computing with it.
 
     Args:
         forward: The partitioned forward graph.
@@ -53,8 +54,8 @@ def mark_saved(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: i
     for number, value in enumerate(outputs[num_outputs:], num_outputs):
         if not isinstance(value, fx.Node) or value.name not in readers or not is_compute(value):
             continue
-        base, reader = _base(value), readers[value.name]
-        if base.op == "placeholder" or bases[base] > 1 or not _is_dense(value.meta.get("val")):
+        base, reader, tensor = _base(value), readers[value.name], value.meta.get("val")
+        if base.op == "placeholder" or bases[base] > 1 or not _is_dense(tensor) or tensor.dim() == 0:
             continue
         if reader.users and all(is_compute(user) for user in reader.users):
             value.meta["saved"] = reader.meta["saved"] = number
