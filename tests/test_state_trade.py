@@ -127,6 +127,7 @@ def _moves() -> None:
     assert all(torch.equal(values[key], value) for key, value in expected.items())
     assert watch.away[:5] == [0] * 5 and min(watch.away[5:11]) > 0 and watch.away[11:] == [0] * 3, watch.away
     assert watch.held[4] == 0 < watch.held[5] and watch.held[-1] == 0, watch.held
+    assert trainer.strategy.engine.tuner.states.must, "what ran before did not fit: nothing to go back to"
     (done,) = trainer.strategy.report()
     before, offload = done.passes[:2]
     assert offload.name == "offload" and "host memory: 0 B become" in offload.changed, str(done)
