@@ -40,8 +40,10 @@ if __name__ == "__main__":
                          num_nodes=int(os.environ.get("NODES", "1")),
                          enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
     trainer.fit(Model(), DataLoader(torch.randn(64, 5), batch_size=4))
-    print(type(trainer.strategy.cluster_environment).__name__, "started these processes")
-    print("rank", trainer.global_rank, "of", trainer.world_size, "is done", flush=True)
+    # One write each: an unbuffered print of several parts mixes with the other rank's.
+    sys.stdout.write(f"{type(trainer.strategy.cluster_environment).__name__} started these processes\\n")
+    sys.stdout.write(f"rank {trainer.global_rank} of {trainer.world_size} is done\\n")
+    sys.stdout.flush()
 """
 
 
