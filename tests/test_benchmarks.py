@@ -289,3 +289,32 @@ def test_deepcompile_trains_as_ddp_does(tmp_path: Path) -> None:
         assert found[product]["summary"]["regions_total"] > 0
         assert found[product]["compiled"]["graphs"] == (case == "16x1x1")  # the second case meets the same shapes
     assert by_system(results, "16x1x1")[product]["warm_first_step_s"] > 0
+
+
+def test_a_sweep_says_what_it_compares() -> None:
+    import sweep  # needs torch, as its settings train in the same processes
+
+    arguments = sweep.parse_arguments(
+        ["--out", "unused", "--ablation", "--fsdp2", "--option", "memory_budget", "--values", "9GiB", "8GiB",
+         "--fixed", "offload=auto", "prefetch_blocks=3"]
+    )  # fmt: skip
+    systems = sweep.settings(arguments)
+    assert [s.name for s in systems] == [*sweep.ABLATION, "memory_budget=9GiB", "memory_budget=8GiB", "fsdp2"]
+    assert systems[1].options == {"offload": "auto", "prefetch_blocks": 3, "schedule": sweep.ABLATION["+ fuse"]}
+    assert systems[4].options == {"offload": "auto", "prefetch_blocks": 3, "memory_budget": "9GiB"}
+    assert systems[-1].options == {}
+    ran = {"status": "ok", "system": "a", "ms": 200.0, "min_ms": 190.0, "first_step_s": 3.0}
+    ran["summary"] = {"offloaded_bytes": 2**30, "offloaded_parameter_bytes": 2**30, "offload_moved_bytes": 2**31}
+    failed = report.missing(systems[5], arguments.case, "failed", "the budget is too little")
+    rows = sweep.table([failed, ran, ran | {"system": "b", "ms": 300.0}]).splitlines()
+    assert rows[2].startswith("| memory_budget=8GiB | the budget is too little |")
+    assert rows[3].startswith("| a | 200.00 | 190.00 | 1.00 | - | 2.00 | 2.00 | 3.00 | - | - |")
+    assert rows[4].startswith("| b | 300.00 | 190.00 | 1.50 |")
+
+
+@pytest.mark.parametrize("options", [["--option", "reduce"], ["--values", "1"], []])
+def test_a_sweep_without_settings_is_refused(options: list[str]) -> None:
+    import sweep
+
+    with pytest.raises(SystemExit):
+        sweep.parse_arguments(["--out", "unused", *options])

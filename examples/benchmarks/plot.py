@@ -55,9 +55,7 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> bool:
         panels[1].set_ylim(0, 1.05)
     panels[0].legend(fontsize="small")
     panels[-1].set_xlabel("sequence length x micro-batch x micro-batches per step")
-    part = path.with_name(f"{path.stem}.part{path.suffix}")
-    figure.savefig(part, dpi=150)
-    part.rename(path)
+    _save(figure, path)
     return True
 
 
@@ -90,10 +88,15 @@ def draw_sweep(results: Sequence[dict[str, Any]], path: Path) -> bool:
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].legend(fontsize="small")
     panels[1].tick_params(axis="x", rotation=30)
+    _save(figure, path)
+    return True
+
+
+def _save(figure: Any, path: Path) -> None:
+    """Writes a picture in one piece, so that an interrupted run leaves the one before."""
     part = path.with_name(f"{path.stem}.part{path.suffix}")
     figure.savefig(part, dpi=150)
     part.rename(path)
-    return True
 
 
 def _bars(

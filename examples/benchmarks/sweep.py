@@ -31,30 +31,22 @@ from runners import run_fsdp2, run_lightning
 
 from lightning_deepcompile.plan.budget import MemoryBudgetError
 
+START = {"step": 0, "passes": ["zero3"]}
 ABLATION: dict[str, Any] = {
-    "zero3": [{"step": 0, "passes": ["zero3"]}],
-    "+ fuse": ["zero3", "fuse"],
-    "+ prefetch": ["zero3", "prefetch", "fuse", "proactive_prefetch"],
+    "zero3": [START],
+    "+ fuse": [START, {"step": 3, "passes": ["zero3", "fuse"]}],
+    "+ prefetch": [START, {"step": 3, "passes": ["zero3", "prefetch", "fuse", "proactive_prefetch"]}],
     "+ unshard": "auto",
 }
-"""What ``--ablation`` compares: schedules, or what plans at step 3."""
+"""The schedules that ``--ablation`` compares."""
 
 Result = dict[str, Any]
 
 
-def ablation() -> list[System]:
-    """The settings of ``--ablation``."""
-    systems = []
-    for label, value in ABLATION.items():
-        planned = isinstance(value, list) and isinstance(value[0], str)
-        schedule = [{"step": 0, "passes": ["zero3"]}, {"step": 3, "passes": value}] if planned else value
-        systems.append(System(label, "deepcompile", {"schedule": schedule}))
-    return systems
-
-
 def settings(arguments: argparse.Namespace) -> list[System]:
     """What the command line asks for, in its order."""
-    systems = ablation() if arguments.ablation else []
+    schedules = ABLATION if arguments.ablation else {}
+    systems = [System(label, "deepcompile", {"schedule": schedule}) for label, schedule in schedules.items()]
     for value in arguments.values:
         system = System.parse(f"deepcompile@{arguments.option}={value}")
         systems.append(replace(system, name=f"{arguments.option}={value}"))
@@ -100,7 +92,8 @@ def table(results: list[Result]) -> str:
             rows.append([result["system"], report.headline(result["reason"]), *["-"] * 8])
             continue
         away = result.get("summary", {})
-        host = away.get("offloaded_bytes", 0) + away.get("offloaded_activation_bytes", 0)
+        kinds = ("offloaded_bytes", "offloaded_activation_bytes", "offloaded_parameter_bytes")
+        host = sum(away.get(kind, 0) for kind in kinds)
         planned = result.get("predicted") or {}
         numbers = [result["ms"], result["min_ms"], result["ms"] / base, result.get("peak_gib"), host / 2**30]
         numbers += [away.get("offload_moved_bytes", 0) / 2**30, result["first_step_s"]]
