@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_deepcompile.averaging import shard_averages
+from lightning_deepcompile.batch_loop import let_host_run_ahead
 from lightning_deepcompile.capture.activation_checkpointing import CheckpointingPolicy, checkpoint_activations
 from lightning_deepcompile.checkpoint import Checkpoints, StateDictType
 from lightning_deepcompile.checkpoint_strategy import CheckpointStrategy
@@ -230,6 +231,7 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
             self._shard(self.lightning_module)
         self.barrier("sharded")
         if trainer.state.fn == TrainerFn.FITTING:
+            let_host_run_ahead(trainer, self.root_device)
             shard_averages(trainer, self.engine.model, self.root_device, self.engine.runtime.host_shard)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -225,6 +226,13 @@ class Record:
     params: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     extra: Any = None
+
+
+def same_bits_every_time() -> None:
+    """Makes GPUs add in the same order every time; call before the first use of one."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)  # else gradients of embeddings are added by atomics
+    torch.backends.cuda.enable_mem_efficient_sdp(False)  # its gradient in fp32 has no other way than atomics
 
 
 def full(tensor: Tensor | None) -> Tensor | None:

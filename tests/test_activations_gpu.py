@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from cases import VOCAB
+from cases import VOCAB, same_bits_every_time
 from multiprocess import run_ranks
 from test_gpu import LIMIT, Curve, _fit
 from torch import Tensor
@@ -43,9 +43,7 @@ def _train(budget: int | None) -> dict[str, Any]:
     """Trains with what `budget` asks for, or, if there is none, with nothing and with everything in host memory."""
     from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
-    # Inductor's gradient of an embedding adds with atomics, in any order, unless told otherwise.
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    same_bits_every_time()
     modes: dict[str, dict[str, Any]] = {"none": {"schedule": None}}
     if budget is None:
         modes["all"] = {"schedule": None, "offload_activations": "all"}

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from cases import CASES, VOCAB, Record, assert_same_training, train
+from cases import CASES, VOCAB, Record, assert_same_training, same_bits_every_time, train
 from multiprocess import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -157,13 +157,16 @@ class _Watch(pl.Callback):
         self.reserved: list[int] = []
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        # Lightning itself waits for the device before every batch (it broadcasts whether a SIGTERM came), not within
-        # one.
+        if batch_idx == 21:
+            assert not torch.cuda.current_stream().query(), "the host waited for the device between two batches"
+        # Between batches the host may wait: for the other ranks' hosts, as Lightning tells them whether a SIGTERM came.
         if 10 <= batch_idx < 15:
             torch.cuda.set_sync_debug_mode("error")
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         torch.cuda.set_sync_debug_mode("default")
+        if batch_idx == 20:
+            torch.cuda._sleep(2_000_000_000)  # a second
         if batch_idx in (40, 199):
             # What was asked for: blocks that are handed out are larger, depending on what happens to be free.
             self.allocated.append(torch.cuda.memory_stats()["requested_bytes.all.current"])
@@ -213,9 +216,7 @@ def test_ranks_collect_garbage_at_different_times() -> None:
 def _planned() -> tuple[list[Any], list[float], Any]:
     from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
-    # Inductor's gradient of an embedding adds with atomics, in any order, unless told otherwise.
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    same_bits_every_time()
     results = []
     for schedule in ("auto", None):
         torch.manual_seed(0)

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from cases import CASES, Record, assert_same_training, train
+from cases import CASES, Record, assert_same_training, same_bits_every_time, train
 from multiprocess import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
@@ -53,9 +53,7 @@ class MoveStates(pl.Callback):
 def _train_all(accelerator: str) -> dict[str, Record]:
     from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
-    # Attention's gradient in fp32 adds in any order, unless told otherwise.
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    same_bits_every_time()
 
     def run(optimizer: str, callbacks: list[pl.Callback], offload: str = "none", **arguments: Any) -> Record:
         config = CompileConfig(region_backend="eager", schedule=None, offload=offload, offload_chunk=8_000)
