@@ -1,4 +1,9 @@
-"""Runs a test function on several ranks: spawns, times out, and shows every rank's traceback, of hanging ones too."""
+"""Runs a test function on several ranks: starts them, times out, and shows every rank's traceback, of hanging ones too.
+
+Ranks are forked from a server that has imported what all tests need and started nothing: importing it takes longer than
+most tests do. Forked ranks share the seed of hashes, which ranks do not in life: `test_launch.py` and others start
+interpreters of their own.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +25,8 @@ from typing import Any, TextIO
 import torch
 
 __all__ = ["RankError", "run_ranks"]
+
+_IMPORTED = ["torch._inductor.compile_fx", "lightning_deepcompile.strategy", "transformers.modeling_utils", "cases"]
 
 
 class RankError(AssertionError):
@@ -44,9 +51,12 @@ def run_ranks(
     Raises:
         RankError: If a rank raises, dies or runs too long. The first failure ends all ranks within seconds.
     """
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
     with tempfile.TemporaryDirectory() as folder:
-        target = functools.partial(_rank_main, function, args, kwargs, world_size, _free_port(), folder)
+        # The server has the environment of its own start.
+        environment = {**os.environ, **_environment(world_size)}
+        target = functools.partial(_rank_main, function, args, kwargs, environment, folder)
         processes = [context.Process(target=target, args=(rank,), daemon=True) for rank in range(world_size)]
         for process in processes:
             process.start()
@@ -107,21 +117,25 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
+def _environment(world_size: int) -> dict[str, str]:
+    """What torchrun would say to all ranks."""
+    return {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+
+
 def _rank_main(
-    function: Callable[..., Any], args: Any, kwargs: Any, world_size: int, port: int, folder: str, rank: int
+    function: Callable[..., Any], args: Any, kwargs: Any, environment: dict[str, str], folder: str, rank: int
 ) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_RUN_ID="test",
-        TORCHELASTIC_RESTART_COUNT="0",
-        TORCHINDUCTOR_COMPILE_THREADS="1",
-    )
+    os.environ.clear()
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     faulthandler.enable()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # what Lightning goes back to; the default would end the process
     stack = Path(folder, f"stack{rank}").open("w")  # stays open: the handler writes to it
