@@ -30,7 +30,12 @@ WITH_OPTIONS = ("deepcompile", *DEEPSPEED)
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama model."""
+    """Sizes of a Llama model; how it is built and run where not all of it fits onto a device.
+
+    Attributes:
+        checkpointing: Whether layers keep only their inputs, and run again in backward.
+        deferred: Whether the model is built without memory, and initialised block by block into shards.
+    """
 
     hidden: int
     intermediate: int
@@ -38,6 +43,8 @@ class Shape:
     kv_heads: int
     vocab: int
     layers: int
+    checkpointing: bool = False
+    deferred: bool = False
 
     def flops_per_token(self, seq: int) -> int:
         """Model FLOPs of forward plus backward for one token: no recomputation, causal attention at half its square."""
@@ -53,6 +60,7 @@ class Shape:
 
 SHAPES = {
     "llama3-8b": Shape(hidden=4096, intermediate=14336, heads=32, kv_heads=8, vocab=128256, layers=32),
+    "llama3-70b": Shape(hidden=8192, intermediate=28672, heads=64, kv_heads=8, vocab=128256, layers=80),
     "tiny": Shape(hidden=64, intermediate=160, heads=4, kv_heads=2, vocab=259, layers=2),
 }
 

@@ -13,7 +13,10 @@ COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def build_model(shape: Shape, device: torch.device | str) -> LlamaForCausalLM:
-    """Builds the model in fp32 right on the device, with the same random weights on every rank of every system."""
+    """Builds the model in fp32 right on the device, with the same random weights on every rank of every system.
+
+    Of a deferred model there is nothing but shapes: whoever shards it must initialise it.
+    """
     config = LlamaConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
@@ -27,8 +30,11 @@ def build_model(shape: Shape, device: torch.device | str) -> LlamaForCausalLM:
         attn_implementation="sdpa",
     )
     torch.manual_seed(0)
-    with torch.device(device):
-        return LlamaForCausalLM(config).train()
+    with torch.device("meta" if shape.deferred else device):
+        model = LlamaForCausalLM(config).train()
+    if shape.checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
 
 
 def adamw(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.AdamW:

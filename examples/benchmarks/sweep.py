@@ -3,6 +3,8 @@ r"""Trains with several settings of `CompileConfig`, one after another in the sa
     torchrun --nproc-per-node 8 examples/benchmarks/sweep.py --out results \
         --option memory_budget --values 80GiB 48GiB 32GiB 24GiB --fixed offload=auto offload_activations=auto
     torchrun --nproc-per-node 8 examples/benchmarks/sweep.py --out results --ablation --fsdp2
+    torchrun --nproc-per-node 8 examples/benchmarks/sweep.py --out results --shape llama3-70b --checkpointing \
+        --deferred-init --option offload --values auto all --warmup 8 --steps 3
 
 ``--ablation`` adds one planning pass after another. ``--fsdp2`` measures FSDP2 with compiled blocks in the end, in the
 same processes on the same links: slow ones are had with ``NCCL_P2P_DISABLE=1`` in the environment. Model, batches and
@@ -108,13 +110,18 @@ def main() -> int:
     rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     torch.set_float32_matmul_precision("high")
     cuda = torch.cuda.is_available()
-    shape = SHAPES[arguments.shape]
+    shape = replace(
+        SHAPES[arguments.shape],
+        layers=arguments.layers or SHAPES[arguments.shape].layers,
+        checkpointing=arguments.checkpointing,
+        deferred=arguments.deferred_init,
+    )
     results: list[Result] = []
     for number, system in enumerate(settings(arguments)):
         job = Job(
             system=system,
             cases=[arguments.case],
-            shape=replace(shape, layers=arguments.layers or shape.layers),
+            shape=shape,
             world=world,
             device="cuda" if cuda else "cpu",
             precision="bf16" if cuda else "fp32",
@@ -151,12 +158,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--case", type=Case.parse, default=Case(1024, 1, 1), metavar="SEQxBATCHxACCUMULATION")
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--layers", type=int, help="layers of the model, if not the shape's own number")
+    parser.add_argument("--checkpointing", action="store_true", help="layers keep their inputs alone, and run again")
+    parser.add_argument("--deferred-init", action="store_true", help="initialise shards block by block; not for FSDP2")
     parser.add_argument("--steps", type=int, default=10, help="measured optimizer steps")
     parser.add_argument("--warmup", type=int, default=12, help="optimizer steps before, from the compiling one on")
     parser.add_argument("--out", type=Path, required=True, help="folder for sweep.json, sweep.md and profiles")
     arguments = parser.parse_args(argv)
     if bool(arguments.option) != bool(arguments.values):
         parser.error("--option and --values belong together")
+    if arguments.fsdp2 and arguments.deferred_init:
+        parser.error("--deferred-init is for deepcompile alone; leave --fsdp2 out")
     if not arguments.option and not arguments.ablation and not arguments.fsdp2:
         parser.error("nothing to run: give --option with --values, --ablation or --fsdp2")
     return arguments
