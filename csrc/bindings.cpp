@@ -48,6 +48,8 @@ void bind_lifecycle(Class& runtime) {
       .def("invalidate", &Runtime::invalidate, NoGil(), "The weights changed: forget all gathered parameters.")
       .def("order_gathers", &Runtime::order_gathers, NoGil(),
            "Gathers launched from now on read what the current stream has written by then; those under way stay.")
+      .def("communicates", &Runtime::communicates, NoGil(),
+           "Whether a collective was launched that the compute stream has not been ordered behind.")
       .def("refetch", &Runtime::refetch, NoGil(),
            "Start gathering what invalidate() took from parameters that stay whole, in the order of their first use.")
       .def("start_forward", &Runtime::start_forward, NoGil())
@@ -126,7 +128,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "Communicators, streams, buffers and executors of one strategy. Creating one is collective over its groups.");
   runtime
       .def(py::init([](c10d::ProcessGroup& gather_group, c10d::ProcessGroup& reduce_group, at::Device device,
-                       c10d::ProcessGroup* replica_group, std::string communicator, int64_t reduce_window, int64_t reduce_bucket_size, int64_t max_ctas,
+                       c10d::ProcessGroup* replica_group, std::string communicator, int64_t reduce_window, int64_t reduce_bucket_size, int64_t max_ctas, int64_t cta_cluster,
                        int64_t symmetric_threshold, double timeout,
                        int64_t free_activation_threshold, int64_t offload_limit, int64_t host_limit, int64_t numa_node, std::vector<int64_t> numa_cpus, bool sync_before_reduce, bool sync_after_reduce,
                        bool sync_before_allgather, bool sync_after_allgather, int64_t serial) {
@@ -135,6 +137,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                   .reduce_window = reduce_window,
                                   .reduce_bucket_size = reduce_bucket_size,
                                   .max_ctas = max_ctas,
+                                  .cta_cluster = cta_cluster,
                                   .symmetric_threshold = symmetric_threshold,
                                   .timeout = timeout,
                                   .free_activation_threshold = free_activation_threshold,
@@ -148,7 +151,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                   .serial = serial});
            }),
            "gather_group"_a, "reduce_group"_a, "device"_a, py::kw_only(), "replica_group"_a = py::none(), "communicator"_a = "auto",
-           "reduce_window"_a = 2, "reduce_bucket_size"_a = 0, "max_ctas"_a = 0, "symmetric_threshold"_a = 0, "timeout"_a = 0.0, "free_activation_threshold"_a = 0,
+           "reduce_window"_a = 2, "reduce_bucket_size"_a = 0, "max_ctas"_a = 0, "cta_cluster"_a = 0, "symmetric_threshold"_a = 0, "timeout"_a = 0.0, "free_activation_threshold"_a = 0,
            "offload_limit"_a = 0, "host_limit"_a = 0, "numa_node"_a = -1, "numa_cpus"_a = std::vector<int64_t>(), "sync_before_reduce"_a = false, "sync_after_reduce"_a = false, "sync_before_allgather"_a = false,
            "sync_after_allgather"_a = false, "serial"_a = -1, NoGil())
       .def_property_readonly("serial", &Runtime::serial, "Upper 32 bits of every parameter and graph id.")

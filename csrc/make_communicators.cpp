@@ -18,7 +18,7 @@ std::shared_ptr<Communicator> make_communicator(const std::string& kind, const G
                                                 const RuntimeOptions& options,
                                                 [[maybe_unused]] std::shared_ptr<InFlight> in_flight) {
 #ifdef LDC_WITH_NCCL
-  if (kind == "nccl") return make_nccl_communicator(group, device, options.max_ctas, std::move(in_flight));
+  if (kind == "nccl") return make_nccl_communicator(group, device, options, std::move(in_flight));
 #endif
   const std::chrono::milliseconds timeout(static_cast<int64_t>(options.timeout * 1000));
   return std::make_shared<ProcessGroupCommunicator>(group, device, timeout);

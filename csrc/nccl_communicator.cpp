@@ -29,13 +29,14 @@ ncclDataType_t nccl_dtype(ScalarType dtype) {
 
 class NcclCommunicator final : public Communicator {
  public:
-  NcclCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group, Device device, int64_t max_ctas,
+  NcclCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group, Device device, const RuntimeOptions& options,
                    std::shared_ptr<InFlight> in_flight)
       : Communicator(group->getRank(), group->getSize()), device_(device), in_flight_(std::move(in_flight)) {
     const ncclUniqueId unique_id = share_unique_id(group);
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 1;
-    if (max_ctas > 0) config.maxCTAs = static_cast<int>(max_ctas);
+    if (options.max_ctas > 0) config.maxCTAs = static_cast<int>(options.max_ctas);
+    if (options.cta_cluster > 0) config.cgaClusterSize = static_cast<int>(options.cta_cluster);
     const c10::DeviceGuard guard(device_);
     ncclComm_t comm = nullptr;
     check(ncclCommInitRankConfig(&comm, static_cast<int>(world_size()), unique_id, static_cast<int>(rank()), &config),
@@ -205,8 +206,8 @@ class NcclCommunicator final : public Communicator {
 }  // namespace
 
 std::shared_ptr<Communicator> make_nccl_communicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group, Device device,
-                                                     int64_t max_ctas, std::shared_ptr<InFlight> in_flight) {
-  return std::make_shared<NcclCommunicator>(group, device, max_ctas, std::move(in_flight));
+                                                     const RuntimeOptions& options, std::shared_ptr<InFlight> in_flight) {
+  return std::make_shared<NcclCommunicator>(group, device, options, std::move(in_flight));
 }
 
 }  // namespace ldc

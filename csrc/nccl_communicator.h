@@ -8,16 +8,17 @@
 
 #include "communicator.h"
 #include "in_flight.h"
+#include "options.h"
 
 namespace ldc {
 
-/// Collective over `group`: rank 0 makes the unique id and the group broadcasts it. `max_ctas` limits the thread blocks
-/// of one collective (0: NCCL decides); fewer leave more of the GPU to compute that runs beside.
+/// Collective over `group`: rank 0 makes the unique id and the group broadcasts it. Of `options` it reads which thread
+/// blocks a collective takes: fewer leave more of the GPU to compute that runs beside.
 ///
 /// Operations are queued on the current stream and done in its order. Outside torch's process groups nobody watches
 /// them: diagnose() tells a watchdog which operation is stuck, and abort() frees a rank that waits for a dead peer.
 /// `in_flight` is the list of the streams that this communicator's operations are queued on.
 std::shared_ptr<Communicator> make_nccl_communicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group, Device device,
-                                                     int64_t max_ctas, std::shared_ptr<InFlight> in_flight);
+                                                     const RuntimeOptions& options, std::shared_ptr<InFlight> in_flight);
 
 }  // namespace ldc

@@ -14,6 +14,7 @@ struct RuntimeOptions {
   int64_t reduce_bucket_size = 0;     // elements that are collected or copied for one group of reductions; 0: no bound,
                                       // and single gradients travel at once
   int64_t max_ctas = 0;               // NCCL: most thread blocks per collective; 0 leaves it to NCCL
+  int64_t cta_cluster = 0;            // NCCL: thread blocks per cluster, which lie side by side; 0 leaves it to NCCL
   int64_t symmetric_threshold = 0;    // bytes of a gathered group from which on it goes through symmetric memory; 0: none
   double timeout = 0;  // seconds that an operation may take; 0: 30 minutes, or what the process groups say
   int64_t free_activation_threshold = 0;  // elements; free_tensors leaves smaller tensors alone

@@ -60,6 +60,9 @@ class ReduceEngine {
   /// The parameter gets other tensors: nothing of it is pending or held afterwards.
   void forget(int64_t id);
 
+  /// Whether a group was handed over that nobody has waited for.
+  bool in_flight() const { return !pending_.empty(); }
+
   /// Orders the current stream behind all pending reductions (CPU: completes them).
   void drain();
 

@@ -35,6 +35,8 @@ std::shared_ptr<Runtime> Runtime::create(Group gather_group, Group reduce_group,
   LDC_CHECK_ARG(options.host_limit >= 0, "Runtime: `host_limit` must not be negative, got ", options.host_limit,
                 ".");
   LDC_CHECK_ARG(options.max_ctas >= 0, "Runtime: `max_ctas` must not be negative, got ", options.max_ctas, ".");
+  LDC_CHECK_ARG(options.cta_cluster >= 0 && options.cta_cluster <= 8, "Runtime: `cta_cluster` must be 0 to 8, got ",
+                options.cta_cluster, ".");
   LDC_CHECK_ARG(options.symmetric_threshold >= 0, "Runtime: `symmetric_threshold` must not be negative, got ",
                 options.symmetric_threshold, ".");
   const int64_t serial = reserve_serial(options.serial);
@@ -291,6 +293,11 @@ void Runtime::forget_gathered() {
   for (const auto& [id, executor] : executors_) executor->reset();
   gathers_.invalidate();
   offloads_.invalidate();
+}
+
+bool Runtime::communicates() {
+  const auto lock = enter();
+  return gathers_.in_flight() || reductions_.in_flight();
 }
 
 void Runtime::order_gathers() {

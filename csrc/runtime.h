@@ -66,6 +66,8 @@ class Runtime {
   void invalidate();
   void refetch();
   void order_gathers();
+  /// Whether a collective was launched that the compute stream has not been ordered behind: it may run beside what comes.
+  bool communicates();
 
   // The lifecycle of the `dc` functions. start_backward(update) opens a pass whose graphs end one by one; gradients
   // start anew, and weights are gathered anew, in the step after an update.

@@ -13,6 +13,8 @@ from lightning_deepcompile.runtime.dc import SYMMETRIC_THRESHOLD
 
 __all__ = ["CompileConfig"]
 
+_LEAST = {"prefetch_blocks": 0, "reduce_window": 0, "recompile_limit": 1, "max_ctas": 0, "communication_sms": 0}
+
 
 @dataclass
 class CompileConfig:
@@ -40,6 +42,11 @@ class CompileConfig:
         recompile_limit: How often Dynamo may compile one function anew (new shapes, changed attributes) before the
             step is refused. Beyond it Dynamo would run the function eagerly without saying so.
         max_ctas: Upper limit of GPU thread blocks that a NCCL collective may occupy; 0 leaves the choice to NCCL.
+        communication_sms: Multiprocessors of a GPU that are left to communication: a collective takes no more, and
+            cuBLAS divides matrix products that may run beside one so that they fit onto the others. Without it each
+            takes what it finds, and such products take up to twice as long; with it all of them take about a tenth
+            longer. So it is worth trying where most of a backward pass has communication beside it, with some thousand
+            tokens per GPU or fewer; 24 is what NCCL takes of an H200. cuBLAS may add in another order. 0: not divided.
         symmetric_memory: Gather large groups of parameters by the GPUs' copy engines, out of memory that the ranks of
             one host read from each other, instead of by NCCL: True for groups of at least 32 MiB (gathered), bytes or a
             text like ``"64MiB"`` for another bound, False for none. Alone, such a gather is as fast as NCCL's at some
@@ -94,6 +101,7 @@ class CompileConfig:
     keep_last_block: bool = True
     recompile_limit: int = 16
     max_ctas: int = 0
+    communication_sms: int = 0
     symmetric_memory: bool | int | str = False
     recognize_causal_masks: bool = True
     trace_blocks_once: bool = True
@@ -111,10 +119,15 @@ class CompileConfig:
             raise ValueError(f"CompileConfig(region_backend={self.region_backend!r}): use 'inductor' or 'eager'.")
         if self.reduce not in ("every", "boundary", "auto", None):
             raise ValueError(f"CompileConfig(reduce={self.reduce!r}): use 'every', 'boundary', 'auto' or None.")
-        for name, least in (("prefetch_blocks", 0), ("reduce_window", 0), ("recompile_limit", 1), ("max_ctas", 0)):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"CompileConfig({name}={value!r}): expected an integer of at least {least}.")
+        if self.max_ctas and self.communication_sms:
+            raise ValueError(
+                f"CompileConfig(max_ctas={self.max_ctas}, communication_sms={self.communication_sms}): both limit the "
+                "thread blocks of collectives; give one of them."
+            )
         if not isinstance(self.symmetric_memory, bool | int | str):
             raise ValueError(
                 f"CompileConfig(symmetric_memory={self.symmetric_memory!r}): expected True, False, bytes or a text."

@@ -1,7 +1,7 @@
 """The gathers that open a step are launched when the optimizer has stepped, while the host is busy with the trainer.
 
-Between two steps the trainer waits for the device, fetches a batch and calls hooks; then the step's guards are checked,
-and then nothing can be computed before the first block has arrived. Launched early, it is there by then.
+Between two steps the trainer fetches a batch and calls hooks; then the step's guards are checked, and then nothing can
+be computed before the first block has arrived. Launched early, it is there by then.
 
 What was gathered early is wrong if somebody writes to the parameters before the step. Writes that PyTorch counts are
 noticed (`Freshness`); those that it does not (``parameter.data``, ``torch._foreach`` functions on parameters) show in a

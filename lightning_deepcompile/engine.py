@@ -41,6 +41,7 @@ from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.relief import Relief
 from lightning_deepcompile.runtime import load_extension
+from lightning_deepcompile.runtime.multiprocessors import PAIR, Multiprocessors
 from lightning_deepcompile.shortage_watch import ShortageWatch
 from lightning_deepcompile.summary import Summary
 from lightning_deepcompile.tuner import Tuner
@@ -106,7 +107,8 @@ class Engine:
             device,
             replica_group=ranks.replica_group,
             reduce_window=config.reduce_window,
-            max_ctas=config.max_ctas,
+            max_ctas=config.communication_sms or config.max_ctas,
+            cta_cluster=PAIR if config.communication_sms else 0,
             symmetric_threshold=config.symmetric_threshold,
             timeout=timeout.total_seconds(),
             **host_options(limit, device, group),
@@ -126,6 +128,9 @@ class Engine:
         agreement = Agreement(store, dist.get_rank(group), ranks.world_size, timeout, prefix)
         self._leaving = ActivationOffload(config, self.model, device, stage, host_bytes)
         relief = Relief(self.runtime, device, dist.get_rank(group))
+        divider = None
+        if config.communication_sms and device.type == "cuda":
+            divider = Multiprocessors(device, config.communication_sms, self.runtime)
         self.capture = Capture(
             config,
             self.model,
@@ -135,6 +140,7 @@ class Engine:
             stage,
             choose_activations=self._leaving.choose,
             guard=compat.held_weakly(relief.guard),
+            divider=divider,
         )
         self._backend = compat.held_weakly(self.capture.__call__)
         watch = ShortageWatch(store, dist.get_rank(group), ranks.world_size, timeout, prefix)

@@ -1,8 +1,8 @@
 """Runs a test function on several ranks: starts them, times out, and shows every rank's traceback, of hanging ones too.
 
-Ranks are forked from a server that has imported what all tests need and started nothing: importing it takes longer than
-most tests do. Forked ranks share the seed of hashes, which ranks do not in life: `test_launch.py` and others start
-interpreters of their own.
+Without GPUs, ranks are forked from a server that has imported what all tests need and started nothing: importing it
+takes longer than most tests do. Forked ranks share the seed of hashes, which ranks do not in life: `test_launch.py` and
+others start interpreters of their own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ class RankError(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0, **kwargs: Any
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 180.0,
+    fresh: bool = False,
+    **kwargs: Any,
 ) -> list[Any]:
     """Calls `function(*args, **kwargs)` on `world_size` processes set up as torchrun would.
 
@@ -43,6 +48,7 @@ def run_ranks(
         world_size: Number of ranks.
         *args: Its arguments; they and its result are pickled.
         timeout: Seconds after which all ranks are killed and the test fails.
+        fresh: Whether each rank gets an interpreter of its own: for what is read from the environment at its start.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -51,8 +57,11 @@ def run_ranks(
     Raises:
         RankError: If a rank raises, dies or runs too long. The first failure ends all ranks within seconds.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED)
+    # CUDA does not work in what is forked from a process that has asked for devices, as imports may do.
+    fresh = fresh or torch.cuda.is_available()
+    context = mp.get_context("spawn" if fresh else "forkserver")
+    if not fresh:
+        context.set_forkserver_preload(_IMPORTED)
     with tempfile.TemporaryDirectory() as folder:
         # The server has the environment of its own start.
         environment = {**os.environ, **_environment(world_size)}

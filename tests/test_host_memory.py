@@ -85,7 +85,7 @@ def _refused() -> list[tuple[str, int, int]]:
 def test_a_refusal_on_one_rank_is_said_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first step where it is known that all states leave, else before the optimizer's first."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what was freed before is no reserve of the process
-    first, second = run_ranks(_refused, 2, timeout=120)
+    first, second = run_ranks(_refused, 2, timeout=120, fresh=True)
     assert first == second and len(first) == 2, (first, second)
     for text, steps, held in first:
         assert (steps, held) == (0, 0), "nothing was trained, and nothing is held"

@@ -4,8 +4,9 @@
     python examples/benchmarks/runtime.py --device cpu --world 2 --divide 16  # the same, small, on gloo
 
 Each number is the median over the repetitions on the slowest rank. ``of flat`` compares with one collective of torch's
-process group over the same bytes in one tensor; ``of plain`` with a plain copy from and to pinned memory. On GPUs, a
-table compares gathers by NCCL and through symmetric memory, alone and beside matmuls.
+process group over the same bytes in one tensor; ``of plain`` with a plain copy from and to pinned memory. On GPUs,
+tables compare gathers by NCCL and through symmetric memory, alone and beside matmuls; ways to widen gradients; and
+matmuls beside reductions, with multiprocessors divided and not.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import dividing
 import merging
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from symmetric import table
 from torch import Tensor
 
 from lightning_deepcompile.runtime import load_extension
+from lightning_deepcompile.runtime.multiprocessors import PAIR
 
 LAYER = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
 LAYER += [(4096,), (4096,)]
@@ -173,6 +176,13 @@ def run(rank: int, world: int, port: int, args: argparse.Namespace) -> None:
             print(f"{name:24} {ours:9.3f} ms  {flat / ours:5.2f} of plain ({flat:.3f} ms)")
         for name, microseconds in host.items():
             print(f"{name:26} {microseconds:7.1f} us on the host")
+    if device.type == "cuda" and world > 1:
+        own = {"max_ctas": dividing.COMMUNICATION, "cta_cluster": PAIR}
+        paired = load_extension().Runtime(dist.group.WORLD, dist.group.WORLD, device, **own)
+        lines = dividing.table(layer.reduce, Layer(paired, device, world, args.divide).reduce, device)
+        paired.close()
+        if rank == 0:
+            print("\n".join(["", *lines]))
     runtime.close()
     if device.type == "cuda" and world > 1:
         lines = table([tuple(size // args.divide for size in shape) for shape in LAYER], device, watch.milliseconds)

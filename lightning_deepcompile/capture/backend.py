@@ -30,7 +30,7 @@ from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.plan.copy_placement import fit_copies, offload_saved
 from lightning_deepcompile.plan.pass_manager import DEFAULT_PASSES, Pass, apply_passes
 from lightning_deepcompile.plan.settings import PlanSettings
-from lightning_deepcompile.program.codegen import Guard
+from lightning_deepcompile.program.codegen import Divider, Guard
 from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.graph import is_gather, is_reduce, nbytes, output_node
 from lightning_deepcompile.program.lower import RegionCompiler, lower
@@ -79,6 +79,7 @@ class Capture:
         choose_activations: Which saved tensors leave the device, by a forward program's schedule and the bytes of all
             that it saves; by default none.
         guard: What planned programs call for a region; see `Executable`.
+        divider: Told where programs compute; see `Executable`.
 
     Attributes:
         executables: One per program, in order of compilation.
@@ -96,6 +97,7 @@ class Capture:
     progress: Callable[[str], None] | None = None
     choose_activations: Callable[[Schedule, int], frozenset[int]] | None = None
     guard: Guard | None = None
+    divider: Divider | None = None
     executables: list[Executable] = field(default_factory=list)
     saved_parameters: int = 0
     causal_masks: int = 0
@@ -245,7 +247,8 @@ class Capture:
                 before = compat.held_weakly(self.gradients.begin)
             elif kind == "forward":
                 before = functools.partial(compat.held_weakly(self._opens), frame)
-            executable = Executable(base, self._plan(frame, base), before, self.agreement.check, self.guard)
+            plan = self._plan(frame, base)
+            executable = Executable(base, plan, before, self.agreement.check, self.guard, self.divider)
         self.executables.append(executable)
         frame.executables.append(executable)
         return executable

@@ -172,8 +172,15 @@ class GradientSession:
             flat = torch.cat([_flat_or_zeros(p) for p in stashed])
             used = torch.tensor([float(p.grad is not None) for p in stashed], device=flat.device)
             if self._model.ranks.world_size > 1:
-                dist.all_reduce(flat, group=self._group)
-                dist.all_reduce(used, group=self._group)
+                try:
+                    dist.all_reduce(flat, group=self._group)
+                    dist.all_reduce(used, group=self._group)
+                except RuntimeError as error:
+                    raise RuntimeError(
+                        f"Averaging the gradients of {len(stashed)} parameters that are not sharded failed on rank "
+                        f"{dist.get_rank(self._group)} of {dist.get_world_size(self._group)}: {error} If another rank "
+                        "failed, look at its error first."
+                    ) from error
             flat.div_(self._model.ranks.world_size)
             pieces = flat.split([p.numel() for p in stashed])
             for (p, before), piece, users in zip(stashed.items(), pieces, used.tolist(), strict=True):

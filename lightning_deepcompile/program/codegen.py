@@ -17,7 +17,7 @@ from torch import fx
 from lightning_deepcompile.program.program import Program, RegionModule
 from lightning_deepcompile.program.schedule import REDUCTIONS, instruction_nodes
 
-__all__ = ["Guard", "Marks", "generate"]
+__all__ = ["Divider", "Guard", "Marks", "generate"]
 
 Guard = Callable[[str, str, RegionModule], Callable[[list[Any]], Sequence[Any]]]
 """What a program calls for a region, by the names of both: the region's own function, or one around it."""
@@ -36,8 +36,18 @@ class Marks(Protocol):
         """A reduction was launched; the compute stream shall wait for it."""
 
 
+class Divider(Protocol):
+    """What is told where a program computes."""
+
+    def divide(self) -> None:
+        """A region is called next."""
+
+    def end(self) -> None:
+        """The program is over."""
+
+
 def generate(
-    program: Program, marks: Marks | None = None, guard: Guard | None = None
+    program: Program, marks: Marks | None = None, guard: Guard | None = None, divider: Divider | None = None
 ) -> tuple[Callable[[list[Any]], Sequence[Any]], str]:
     """Compiles `program` to a function.
 
@@ -45,17 +55,19 @@ def generate(
         program: The program.
         marks: Called at the start and behind every instruction; None for code that does nothing but its work.
         guard: Gives what is called for a region; None for the region itself.
+        divider: Told of every region, but not of the end; None: nobody is.
 
     Returns:
         The function, which takes all placeholders as one list and empties it, and its source for people to read.
     """
-    return _Writer(program, marks, guard).write()
+    return _Writer(program, marks, guard, divider).write()
 
 
 class _Writer:
-    def __init__(self, program: Program, marks: Marks | None, guard: Guard | None) -> None:
+    def __init__(self, program: Program, marks: Marks | None, guard: Guard | None, divider: Divider | None) -> None:
         self._program = program
         self._marks, self._guard = marks, guard
+        self._divide = None if divider is None else divider.divide
         self._operations = dict(instruction_nodes(program)) if marks is not None else {}
         self._globals: dict[str, Any] = {}
         self._lines: list[str] = []
@@ -104,6 +116,8 @@ class _Writer:
     def _region(self, node: fx.Node) -> None:
         name, region = str(node.target), self._program.region(node)
         call = self._bind(name, region.run if self._guard is None else self._guard(self._program.name, name, region))
+        if self._divide is not None:
+            self._lines.append(f"{self._bind('divide', self._divide)}()")
         self._lines.append(f"{self._inputs} = [{', '.join(self._text(a) for a in node.args)}]")
         self._drop(node)
         self._assign(node, f"{call}({self._inputs})")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_deepcompile.program.codegen import Guard, Marks, generate
+from lightning_deepcompile.program.codegen import Divider, Guard, Marks, generate
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.schedule import Gathers, opening_gathers
@@ -27,6 +27,7 @@ class Executable:
         before: Called before every run: begins the backward pass, or does nothing.
         check: Called with the program before its first run; compares it with the other ranks'.
         guard: What planned and profiled programs call for a region; by default the region itself.
+        divider: Told where programs compute; None: nobody is.
 
     Attributes:
         calls: Number of runs.
@@ -38,6 +39,7 @@ class Executable:
     before: Callable[[], None]
     check: Callable[[Program], None]
     guard: Guard | None = None
+    divider: Divider | None = None
     calls: int = 0
     source: str = field(init=False, default="")
     opening: list[Gathers] = field(init=False)
@@ -60,7 +62,8 @@ class Executable:
         if program.graph_id != self.base.graph_id:
             raise ValueError(f"The program {program.name!r} belongs to another graph than {self.base.name!r}.")
         self.program = self._running = program
-        self._run, self.source = generate(program, guard=self.guard if "plan" in program.history else None)
+        guard = self.guard if "plan" in program.history else None
+        self._run, self.source = generate(program, guard=guard, divider=self.divider)
         self.opening = opening_gathers(program)
         self._checked = False
         if _log.isEnabledFor(logging.DEBUG):
@@ -73,7 +76,7 @@ class Executable:
             program: A schedule planned from `base`.
             marks: What it calls while it runs.
         """
-        self._run, _ = generate(program, marks, self.guard)
+        self._run, _ = generate(program, marks, self.guard, self.divider)
         self._running, self._checked = program, False
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
@@ -83,4 +86,9 @@ class Executable:
             self._checked = True
         self.calls += 1
         self.before()
-        return self._run(args)
+        if self.divider is None:
+            return self._run(args)
+        try:
+            return self._run(args)
+        finally:
+            self.divider.end()
