@@ -303,12 +303,14 @@ def test_a_sweep_says_what_it_compares() -> None:
     assert systems[1].options == {"offload": "auto", "prefetch_blocks": 3, "schedule": sweep.ABLATION["+ fuse"]}
     assert systems[4].options == {"offload": "auto", "prefetch_blocks": 3, "memory_budget": "9GiB"}
     assert systems[-1].options == {}
-    ran = {"status": "ok", "system": "a", "ms": 200.0, "min_ms": 190.0, "first_step_s": 3.0}
+    with pytest.raises(SystemExit):
+        sweep.parse_arguments(["--out", "unused", "--fsdp2", "--deferred-init"])
+    ran = {"status": "ok", "system": "a", "ms": 200.0, "min_ms": 190.0, "first_step_s": 3.0, "tflops_per_gpu": 9.5}
     ran["summary"] = {"offloaded_bytes": 2**30, "offloaded_parameter_bytes": 2**30, "offload_moved_bytes": 2**31}
     failed = report.missing(systems[5], arguments.case, "failed", "the budget is too little")
     rows = sweep.table([failed, ran, ran | {"system": "b", "ms": 300.0}]).splitlines()
     assert rows[2].startswith("| memory_budget=8GiB | the budget is too little |")
-    assert rows[3].startswith("| a | 200.00 | 190.00 | 1.00 | - | 2.00 | 2.00 | 3.00 | - | - |")
+    assert rows[3].startswith("| a | 200.00 | 190.00 | 1.00 | 9.50 | - | 2.00 | 2.00 | 3.00 | - | - |")
     assert rows[4].startswith("| b | 300.00 | 190.00 | 1.50 |")
 
 

@@ -85,19 +85,19 @@ def collect(job: Job, reason: str) -> Result:
 
 def table(results: list[Result]) -> str:
     """A row for each setting; times are ratios to the first that ran, too."""
-    rows = [
-        "setting|ms|min|ratio|peak GiB|host GiB|moved GiB a step|first step s|predicted ms|predicted GiB".split("|")
-    ]
+    head = "setting|ms|min|ratio|TFLOP/s/GPU|peak GiB|host GiB|moved GiB a step|first step s|predicted ms|predicted GiB"
+    rows = [head.split("|")]
     base = next((result["ms"] for result in results if result["status"] == "ok"), None)
     for result in results:
         if result["status"] != "ok":
-            rows.append([result["system"], report.headline(result["reason"]), *["-"] * 8])
+            rows.append([result["system"], report.headline(result["reason"]), *["-"] * 9])
             continue
         away = result.get("summary", {})
         kinds = ("offloaded_bytes", "offloaded_activation_bytes", "offloaded_parameter_bytes")
         host = sum(away.get(kind, 0) for kind in kinds)
         planned = result.get("predicted") or {}
-        numbers = [result["ms"], result["min_ms"], result["ms"] / base, result.get("peak_gib"), host / 2**30]
+        numbers = [result["ms"], result["min_ms"], result["ms"] / base, result.get("tflops_per_gpu")]
+        numbers += [result.get("peak_gib"), host / 2**30]
         numbers += [away.get("offload_moved_bytes", 0) / 2**30, result["first_step_s"]]
         numbers += [planned.get("ms"), planned.get("peak_gib")]
         rows.append([result["system"], *("-" if n is None else f"{n:.2f}" for n in numbers)])
