@@ -44,7 +44,7 @@ class CompileConfig:
         max_ctas: Upper limit of GPU thread blocks that a NCCL collective may occupy; 0 leaves the choice to NCCL.
         communication_sms: Multiprocessors of a GPU that are left to communication: a collective takes no more, and
             cuBLAS divides matrix products that may run beside one so that they fit onto the others. Without it each
-            takes what it finds, and such products take up to twice as long; with it all of them take about a tenth
+            takes what it finds, and such products take up to twice as long; with it all of them take about a sixth
             longer. So it is worth trying where most of a backward pass has communication beside it, with some thousand
             tokens per GPU or fewer; 24 is what NCCL takes of an H200. cuBLAS may add in another order. 0: not divided.
         symmetric_memory: Gather large groups of parameters by the GPUs' copy engines, out of memory that the ranks of

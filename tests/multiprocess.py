@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["RankError", "run_ranks"]
+__all__ = ["RankError", "join", "run_ranks"]
 
 _IMPORTED = ["torch._inductor.compile_fx", "lightning_deepcompile.strategy", "transformers.modeling_utils", "cases"]
 
@@ -95,6 +96,15 @@ def run_ranks(
         if errors:
             raise RankError("\n".join(errors))
         return [pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def join(device_type: str) -> torch.device:
+    """Joins the ranks' process group, gloo or NCCL, from a rank; returns its device."""
+    device = torch.device(device_type, int(os.environ["RANK"]) if device_type == "cuda" else None)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
 
 
 def _where_they_hang(processes: list[Any], folder: str) -> dict[int, str]:

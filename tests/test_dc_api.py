@@ -8,16 +8,19 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from multiprocess import run_ranks
+from multiprocess import join, run_ranks
 from torch import Tensor, nn
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def _shard(full: Tensor, rank: int, world: int) -> Tensor:
     """A flat shard, zero behind the end of the parameter."""
     size = -(-full.numel() // world)
-    padded = torch.cat([full.detach().flatten(), torch.zeros(size * world - full.numel())])
+    padded = torch.cat([full.detach().flatten(), full.new_zeros(size * world - full.numel())])
     return padded[rank * size : (rank + 1) * size].clone()
 
 
@@ -64,13 +67,14 @@ def _criterion(outputs: Any, labels: Tensor) -> Tensor:
     return (outputs.value - labels).square().mean()
 
 
-def _batches(rank: int | None) -> Iterator[Any]:
+def _batches(rank: int | None, device: torch.device | None = None) -> Iterator[Any]:
     """This rank's rows of every batch, or all rows."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
         inputs, labels = torch.randn(4, 7, generator=generator), torch.randn(4, 3, generator=generator)
         rows = slice(None) if rank is None else slice(2 * rank, 2 * rank + 2)
-        yield types.SimpleNamespace(inputs=inputs[rows].requires_grad_(), labels=labels[rows])
+        inputs, labels = inputs[rows].to(device), labels[rows].to(device)
+        yield types.SimpleNamespace(inputs=inputs.requires_grad_(), labels=labels)
 
 
 class _Sgd(torch.optim.SGD):
@@ -80,7 +84,7 @@ class _Sgd(torch.optim.SGD):
         super().zero_grad(set_to_none=False)
 
 
-def _runtime_document() -> list[Tensor]:
+def _runtime_document(device_type: str) -> list[Tensor]:
     from lightning_deepcompile import dc
     from lightning_deepcompile.runtime.dc import register_graph_z3, register_z3_param
 
@@ -88,9 +92,9 @@ def _runtime_document() -> list[Tensor]:
     model = _Net(sharded=True)
 
     # Initialize distributed
-    dist.init_process_group("gloo")
+    device = join(device_type)
 
-    param_shards = [_shard(p, dist.get_rank(), dist.get_world_size()) for p in model.parameters()]
+    param_shards = [_shard(p, dist.get_rank(), dist.get_world_size()).to(device) for p in model.parameters()]
     grad_buffers = [torch.zeros_like(s) for s in param_shards]
     optimizer = _Sgd(param_shards, lr=0.1)
     for shard, buffer in zip(param_shards, grad_buffers, strict=True):
@@ -124,7 +128,7 @@ def _runtime_document() -> list[Tensor]:
 
     # Training loop with lifecycle management
     for _epoch in range(num_epochs):
-        for batch in _batches(dist.get_rank()):
+        for batch in _batches(dist.get_rank(), device):
             # Forward pass lifecycle
             dc.start_forward()
             outputs = model(batch)
@@ -152,7 +156,8 @@ def _runtime_document() -> list[Tensor]:
     dc.enable_profiling(False)
     assert not dc.is_profiling() and dc._front.runtime.stats()["gathers"] == before
 
-    act1, act2, act3 = torch.zeros(10_000_000), torch.zeros(9_999_999), torch.zeros(5000, 2001, requires_grad=True)
+    act1, act2, act3 = (torch.zeros(shape, device=device) for shape in (10_000_000, 9_999_999, (5000, 2001)))
+    act3.requires_grad_()
 
     # Free large activations manually
     activations = [act1, act2, act3]  # Large intermediate tensors
@@ -164,11 +169,12 @@ def _runtime_document() -> list[Tensor]:
     dc.cleanup()  # Full teardown (end of training)
     dc.reset()
     dc.cleanup()
-    return param_shards
+    return [shard.cpu() for shard in param_shards]
 
 
-def test_usage_of_the_runtime_document() -> None:
-    results = run_ranks(_runtime_document, 2)
+@pytest.mark.parametrize("device_type", DEVICES)
+def test_usage_of_the_runtime_document(device_type: str) -> None:
+    results = run_ranks(_runtime_document, 2, device_type)
     model = _Net(sharded=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -196,17 +202,17 @@ class _WithWeight(torch.autograd.Function):
         return grad @ w, None
 
 
-def _executor_document() -> tuple[Tensor, Tensor, dict[str, int]]:
+def _executor_document(device_type: str) -> tuple[Tensor, Tensor, dict[str, int]]:
     from lightning_deepcompile import dc
 
     torch._dynamo.register_backend(lambda gm, _: gm.forward, name="deepspeed")
-    dist.init_process_group("gloo")
+    device = join(device_type)
     rank, model = dist.get_rank(), _WithWeight.apply
     original_param_shape = torch.Size((5, 7))
     fulls = [torch.randn(original_param_shape, generator=torch.Generator().manual_seed(i)) for i in range(3)]
-    param_shards = [_shard(full, rank, 2) for full in fulls]
+    param_shards = [_shard(full, rank, 2).to(device) for full in fulls]
     model_params = [(shard, torch.zeros_like(shard)) for shard in param_shards]
-    inputs = torch.full((2, 7), 1.0 + rank, dtype=torch.float16, requires_grad=True)
+    inputs = torch.full((2, 7), 1.0 + rank, dtype=torch.float16, device=device, requires_grad=True)
 
     # Initialize DeepSpeed DeepCompile
     config = {
@@ -276,11 +282,11 @@ def _executor_document() -> tuple[Tensor, Tensor, dict[str, int]]:
     loss = training_step(inputs)
     training_step(inputs)
     stats = dc._front.runtime.stats()
-    expected = (inputs.detach() @ fulls[0].half().T).sum()
+    expected = (inputs.detach() @ fulls[0].half().to(device).T).sum()
     assert loss.item() == expected.item()
 
     # Optional: Offload activations to CPU
-    activation = torch.randn(1024, 1024, device="cpu")
+    activation = torch.randn(1024, 1024, device=device)
     kept = activation.clone()
     offloaded = torch.ops.dc.offload_tensor(activation, graph_id=0, id=100)
     offloaded = torch.ops.dc.wait_offload(offloaded, graph_id=0, id=100)
@@ -292,11 +298,12 @@ def _executor_document() -> tuple[Tensor, Tensor, dict[str, int]]:
 
     # Cleanup
     dc.cleanup()
-    return model_params[0][1], torch.zeros(0), stats
+    return model_params[0][1].cpu(), torch.zeros(0), stats
 
 
-def test_usage_of_the_executor_document() -> None:
-    results = run_ranks(_executor_document, 2)
+@pytest.mark.parametrize("device_type", DEVICES)
+def test_usage_of_the_executor_document(device_type: str) -> None:
+    results = run_ranks(_executor_document, 2, device_type)
     mean = torch.full((5, 7), 3.0)  # two rows of 1 and two rows of 2, over two ranks
     for rank, (grad, _, stats) in enumerate(results):
         assert torch.equal(grad, _shard(mean, rank, 2))

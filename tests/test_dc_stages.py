@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from multiprocess import run_ranks
+from multiprocess import join, run_ranks
 from torch import Tensor
 
 # Rows that worlds of 2 and 3 do and do not divide, fewer rows than ranks, no dimension at all.
@@ -42,17 +42,18 @@ def _shard(full: Tensor, rank: int, world: int, rows: bool) -> Tensor:
     return padded[rank * count : (rank + 1) * count].clone()
 
 
-def _train(stage: int, reduce: str | None, accumulate: int, bucket: int, rows: bool, fused: bool) -> list[Tensor]:
+def _train(
+    stage: int, reduce: str | None, accumulate: int, bucket: int, rows: bool, fused: bool, device: torch.device
+) -> list[Tensor]:
     """Two optimizer steps of given gradients; returns the gradient shards of both."""
     from lightning_deepcompile.runtime import load_extension
 
-    rank, world, device = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
-    group = dist.group.WORLD
+    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     runtime = load_extension().Runtime(group, group, device, reduce_bucket_size=bucket, reduce_window=1)
     base, ops, empty = runtime.serial << 32, torch.ops.dc, torch.empty(0)
     grads = []
     for i in range(len(SHAPES)):
-        shard = _shard(_value(i), rank, world, rows)
+        shard = _shard(_value(i), rank, world, rows).to(device)
         grads.append(torch.full_like(shard, torch.nan))
         runtime.register_param(base | i, f"p{i}", list(SHAPES[i]), shard, grads[i])
     ids = [base | i for i in range(len(SHAPES))]
@@ -66,12 +67,12 @@ def _train(stage: int, reduce: str | None, accumulate: int, bucket: int, rows: b
             ops.prefetch_params_fused(base, [], ids[::-1])
             for i in reversed(range(len(SHAPES))):
                 full = ops.wait_allgather(empty, base, ids[i])
-                assert torch.equal(full, _value(i)), (i, full)
+                assert torch.equal(full.cpu(), _value(i)), (i, full)
                 ops.release_param(empty, base, ids[i], 1)
             runtime.end_forward()
             runtime.start_pass(last)
             for i in range(len(SHAPES)):
-                given = _contributions(i, rank, batch, last)
+                given = [grad.to(device) for grad in _contributions(i, rank, batch, last)]
                 if fused:
                     ops.reduce_grads_fused(base, given, [ids[i]] * len(given))
                 else:
@@ -79,7 +80,7 @@ def _train(stage: int, reduce: str | None, accumulate: int, bucket: int, rows: b
                         ops.reduce_grad(grad.double().float(), base, ids[i])
             ops.end_backward(base)
             batch += 1
-        results += [g.clone() for g in grads]
+        results += [g.to("cpu", copy=True) for g in grads]
     stats = runtime.stats()
     whole = stage < 3
     assert stats["gathers"] == len(SHAPES) * 2 * (1 if whole else accumulate), stats
@@ -101,14 +102,14 @@ def _expected(accumulate: int, rank: int, world: int, rows: bool) -> list[Tensor
     return results
 
 
-def _policies() -> None:
-    dist.init_process_group("gloo")
+def _policies(device_type: str) -> None:
+    device = join(device_type)
     rank, world = dist.get_rank(), dist.get_world_size()
     by_reduction: dict[Any, list[Tensor]] = {}
     settings = itertools.product([1, 2, 3], [None, "every", "boundary"], [1, 3], WAYS)
     for number, (stage, reduce, accumulate, (bucket, fused)) in enumerate(settings):
         rows = number % 2 == 0
-        actual = _train(stage, reduce, accumulate, bucket, rows, fused)
+        actual = _train(stage, reduce, accumulate, bucket, rows, fused, device)
         for i, (grad, reference) in enumerate(zip(actual, _expected(accumulate, rank, world, rows), strict=True)):
             if i % len(SHAPES) == SKIPPED and accumulate == 1:
                 continue  # never had a gradient
@@ -121,7 +122,12 @@ def _policies() -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_policy_gives_the_unsharded_gradients(world: int) -> None:
-    run_ranks(_policies, world)
+    run_ranks(_policies, world, "cpu")
+
+
+@pytest.mark.gpu
+def test_every_policy_gives_the_unsharded_gradients_on_gpus() -> None:
+    run_ranks(_policies, 2, "cuda")
 
 
 def _residency() -> None:

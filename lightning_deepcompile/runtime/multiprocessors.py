@@ -2,9 +2,9 @@
 
 cuBLAS launches as many thread blocks as a GPU has multiprocessors. While a collective occupies some of these, the last
 blocks wait until the others are done: a product takes up to twice as long. Told of fewer multiprocessors cuBLAS divides
-its work in another way, which fits beside the collective and takes a tenth longer. (PyTorch's issue 143988 describes
-the effect.) That works only if a collective's blocks lie in pairs: cuBLAS launches clusters of two, and for these a
-multiprocessor whose neighbour is taken is lost. So communicators are told, too (``cta_cluster`` of the runtime).
+its work in another way, which takes a sixth longer and fits beside the collective. (PyTorch's issue 143988 describes
+the effect.) That works only if a collective's blocks lie in pairs: cuBLAS launches clusters of blocks, and loses a
+multiprocessor whose neighbour is taken. So communicators are told, too (the runtime's ``cta_cluster``).
 """
 
 from __future__ import annotations
