@@ -35,7 +35,7 @@ def table(undivided: Callable[[], None], divided: Callable[[], None], device: to
         divided: The same with `COMMUNICATION` thread blocks, which lie in pairs.
         device: Of this rank.
     """
-    runtime = _Communicates()
+    runtime = _Communicates()  # known by a weak reference alone
     multiprocessors = Multiprocessors(device, COMMUNICATION, runtime)
     lines = [
         f"{'products, us':16} {'alone':>8} {'of ' + str(multiprocessors.compute) + ' SMs':>12} "
@@ -60,7 +60,7 @@ def _products(device: torch.device) -> list[tuple[str, Callable[[], Tensor]]]:
             torch.randn(shape, device=device, dtype=torch.bfloat16)
             for shape in ((TOKENS, inner), (out, inner), (TOKENS, out))
         )
-        products.append((f"{name}", lambda x=x, weight=weight: x @ weight.t()))
+        products.append((name, lambda x=x, weight=weight: x @ weight.t()))
         products.append((f"{name}, d input", lambda grad=grad, weight=weight: grad @ weight))
         products.append((f"{name}, d weight", lambda grad=grad, x=x: grad.t() @ x))
     return products
