@@ -100,10 +100,12 @@ def run_ranks(
 
 def join(device_type: str) -> torch.device:
     """Joins the ranks' process group, gloo or NCCL, from a rank; returns its device."""
-    device = torch.device(device_type, int(os.environ["RANK"]) if device_type == "cuda" else None)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device_type == "cpu":
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device(device_type, int(os.environ["RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
     return device
 
 

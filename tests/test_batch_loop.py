@@ -39,30 +39,27 @@ class StopThere(pl.Callback):
     """Every rank is told to stop in the third step, as a scheduler tells all processes of a job."""
 
     def __init__(self) -> None:
-        self.loop = ""
+        self.loop, self.steps = "", 0
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         self.loop = type(trainer.fit_loop.epoch_loop).__name__
         if batch_idx == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
+    def on_exception(self, trainer: pl.Trainer, module: Any, exception: BaseException) -> None:
+        self.steps = trainer.global_step
+
 
 def _stopped(accelerator: str) -> tuple[int, str]:
     from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
-    steps, stop = [], StopThere()
-    strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
-
-    class Count(pl.Callback):
-        def on_exception(self, trainer: pl.Trainer, module: Any, exception: BaseException) -> None:
-            steps.append(trainer.global_step)
-
+    stop, strategy = StopThere(), DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
     with pytest.raises(SIGTERMException):
         train(
             CASES["mlp"], strategy, world_size=2, rank=int(os.environ["RANK"]), steps=8, accelerator=accelerator,
-            callbacks=[stop, Count()],
+            callbacks=[stop],
         )  # fmt: skip
-    return steps[0], stop.loop
+    return stop.steps, stop.loop
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -11,9 +11,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from cases import CASES, VOCAB, Record, assert_same_training, same_bits_every_time, train
-from multiprocess import run_ranks
+from multiprocess import join, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -121,9 +120,7 @@ def _fit(module: pl.LightningModule, strategy: Any, batches: list[Tensor], callb
 def _fsdp2_curve() -> list[float]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    rank = int(os.environ["RANK"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    rank = join("cuda").index
     torch.manual_seed(0)
     module = Curve().cuda()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)

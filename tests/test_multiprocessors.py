@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import CASES, assert_same_training, same_bits_every_time, train
-from multiprocess import run_ranks
+from multiprocess import join, run_ranks
 from test_codegen import Builder, adding
 
 from lightning_deepcompile import CompileConfig
@@ -66,8 +66,8 @@ def _communicates() -> list[bool]:
     """What the runtime says, from launch to wait, of a gather and of reductions."""
     from lightning_deepcompile.runtime import load_extension
 
-    dist.init_process_group("gloo")
-    runtime = load_extension().Runtime(dist.group.WORLD, dist.group.WORLD, torch.device("cpu"), reduce_window=1)
+    device = join("cpu")
+    runtime = load_extension().Runtime(dist.group.WORLD, dist.group.WORLD, device, reduce_window=1)
     graph, shard = runtime.serial << 32, torch.zeros(2)
     ids = [graph, graph | 1]
     for id_ in ids:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from multiprocess import run_ranks
+from multiprocess import join, run_ranks
 from test_engine import sgd
 from test_oom import Deep, batch, optimizer_step, planned_engine
 from torch import Tensor
@@ -45,11 +43,8 @@ def _train(device: torch.device, limited: bool) -> dict[str, Any]:
 
 
 def _short_of_memory() -> tuple[dict[str, Any], dict[str, Any]]:
-    rank = int(os.environ["RANK"])
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    return _train(device, limited=False), _train(device, limited=rank == 1)
+    device = join("cuda")
+    return _train(device, limited=False), _train(device, limited=device.index == 1)
 
 
 def test_a_gpu_that_is_short_goes_on_and_a_leaner_plan_follows() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import CASES, Record, train
-from multiprocess import _free_port, run_ranks
+from multiprocess import _free_port, join, run_ranks
 from test_symmetric import told
 from torch import Tensor
 
@@ -62,21 +62,14 @@ class _Side:
         return self.runtime.stats()
 
 
-def _start() -> tuple[int, torch.device]:
-    rank = int(os.environ["RANK"])
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    return rank, device
-
-
 def _rows(shape: tuple[int, ...]) -> list[int]:
     """The shape of a shard: half of the rows, rounded up."""
     return [-(-(shape[0] if shape else 1) // 2), *shape[1:]]
 
 
 def _equal_to_nccl(steps: int) -> tuple[int, dict[str, int]]:
-    rank, device = _start()
+    device = join("cuda")
+    rank = device.index
     specs = [spec for group in GROUPS for spec in group]
     generator = torch.Generator(device).manual_seed(rank)
     shards = [torch.zeros(_rows(shape), dtype=dtype, device=device) for shape, dtype, _ in specs]
@@ -119,7 +112,8 @@ def test_equal_to_nccl_in_every_bit() -> None:
 
 
 def _threshold_and_growth() -> list[tuple[int, int]]:
-    rank, device = _start()
+    device = join("cuda")
+    rank = device.index
     sizes = [MIB // 4, 3 * MIB, 40 * MIB, 5 * MIB]  # of bytes, gathered
     shards = [torch.full((size // 8,), float(rank + 1), device=device) for size in sizes]
     side = _Side(shards, [(size // 4,) for size in sizes], symmetric_threshold=MIB)
@@ -143,7 +137,8 @@ def test_small_groups_stay_with_nccl_and_the_workspace_grows() -> None:
 
 
 def _one_rank_has_no_memory() -> tuple[list[str], dict[str, int]]:
-    rank, device = _start()
+    device = join("cuda")
+    rank = device.index
     size = 1024 * MIB
     shard = torch.full((size // 8,), float(rank + 1), device=device)
     side = _Side([shard], [(size // 4,)], symmetric_threshold=1 + MIB)

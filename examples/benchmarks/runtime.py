@@ -183,11 +183,10 @@ def run(rank: int, world: int, port: int, args: argparse.Namespace) -> None:
         paired.close()
         if rank == 0:
             print("\n".join(["", *lines]))
-    runtime.close()
-    if device.type == "cuda" and world > 1:
         lines = table([tuple(size // args.divide for size in shape) for shape in LAYER], device, watch.milliseconds)
         if rank == 0:
             print("\n".join(["", *lines]))
+    runtime.close()
     if device.type == "cuda":
         lines = merging.table(layer.numel // world, device, watch.milliseconds)
         if rank == 0:

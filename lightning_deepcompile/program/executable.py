@@ -86,9 +86,8 @@ class Executable:
             self._checked = True
         self.calls += 1
         self.before()
-        if self.divider is None:
-            return self._run(args)
         try:
             return self._run(args)
         finally:
-            self.divider.end()
+            if self.divider is not None:
+                self.divider.end()
