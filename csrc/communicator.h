@@ -6,6 +6,7 @@
 #include <chrono>
 #include <functional>
 #include <future>
+#include <initializer_list>
 #include <string_view>
 #include <vector>
 
@@ -85,5 +86,9 @@ class Communicator {
   int64_t rank_;
   int64_t world_size_;
 };
+
+/// Aborts all of them at the same time. What ends one waits for the device, which may be waiting inside another: aborted
+/// one after another, none would come to an end.
+void abort_together(std::initializer_list<Communicator*> communicators) noexcept;
 
 }  // namespace ldc

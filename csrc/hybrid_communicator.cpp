@@ -40,10 +40,7 @@ std::string HybridCommunicator::diagnose(std::chrono::milliseconds limit) {
   return failure.empty() ? replicas_->diagnose(limit) : failure;
 }
 
-void HybridCommunicator::abort() noexcept {
-  shard_->abort();
-  replicas_->abort();
-}
+void HybridCommunicator::abort() noexcept { abort_together({shard_.get(), replicas_.get()}); }
 
 void HybridCommunicator::close() {
   shard_->close();

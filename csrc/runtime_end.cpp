@@ -7,8 +7,7 @@ namespace ldc {
 
 void Runtime::abort() noexcept {
   aborted_ = true;
-  gather_communicator_->abort();
-  reduce_communicator_->abort();
+  abort_together({gather_communicator_.get(), reduce_communicator_.get()});
 }
 
 void Runtime::give_up(const std::string& reason) noexcept {

@@ -22,9 +22,10 @@ FLAGS += ["-fno-omit-frame-pointer", "-g", "-O1"]
 # torch itself is not instrumented: containers that cross the border are marked on one side only.
 ASAN_OPTIONS = "detect_leaks=0:detect_container_overflow=0:alloc_dealloc_mismatch=0"
 # What the parts need; the rest of the runtime talks to process groups and to Python.
-SOURCES = ["arena", "executor", "gather", "gather_relief", "gradient_merge", "host_memory", "host_pool", "host_shards"]
-SOURCES += ["host_slabs", "in_flight", "numa", "offload", "reduce", "registry", "runtime_table", "same_on_all_ranks"]
-SOURCES += ["signal_pad", "state_copies", "symmetric_communicator", "views", "watchdog", "whole_gradients"]
+SOURCES = ["arena", "communicator", "executor", "gather", "gather_relief", "gradient_merge", "host_memory", "host_pool"]
+SOURCES += ["host_shards", "host_slabs", "in_flight", "numa", "offload", "reduce", "registry", "runtime_table"]
+SOURCES += ["same_on_all_ranks", "signal_pad", "state_copies", "symmetric_communicator", "views", "watchdog"]
+SOURCES += ["whole_gradients"]
 
 
 def run_parts() -> None:

@@ -358,6 +358,32 @@ void test_watchdog() {
   EXPECT(calls == 1 && reason == "gather of 'w' is stuck");
 }
 
+/// Ends, as NCCL's, when the device does: it waits inside all of `asked`, until each is aborted.
+class Entangled final : public Communicator {
+ public:
+  explicit Entangled(std::atomic<int>& asked) : Communicator(0, 2), asked_(asked) {}
+  Completion all_gather(const std::vector<Transfer>&) override { return {}; }
+  Completion reduce_scatter_mean(const std::vector<Transfer>&) override { return {}; }
+  Completion all_reduce_mean(const std::vector<Transfer>&) override { return {}; }
+  void abort() noexcept override {
+    ++asked_;
+    for (int i = 0; i < 500 && asked_ < 2; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    ended = asked_ == 2;
+  }
+
+  bool ended = false;
+
+ private:
+  std::atomic<int>& asked_;
+};
+
+void test_abort_together() {
+  std::atomic<int> asked = 0;
+  Entangled gathers(asked), reductions(asked);
+  abort_together({&gathers, &reductions});
+  EXPECT(gathers.ended && reductions.ended);
+}
+
 void test_serials() {
   const int64_t first = reserve_serial(-1);
   EXPECT(reserve_serial(-1) == first + 1);
@@ -391,6 +417,7 @@ int main() {
   test_symmetric();
   test_ranks_that_differ();
   test_watchdog();
+  test_abort_together();
   test_serials();
   std::printf("%s\n", failures == 0 ? "all parts pass" : "FAILED");
   return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
