@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 __all__ = [
     "BoxedCallable",
     "all_gather_into",
+    "all_to_all_into",
     "capture",
     "capture_apart",
     "compile_region",
@@ -36,6 +37,7 @@ __all__ = [
     "partition",
     "process_group",
     "real_tensors",
+    "reduce_scatter_mean_into",
     "run_first_after_step",
     "start_compile_workers",
     "step_settings",
@@ -292,6 +294,20 @@ def all_gather_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) ->
     """
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(output, tensor, group=group)
+
+
+def all_to_all_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Sends the n-th of `tensor`'s equal parts to rank n, whose part for this rank comes to the same place."""
+    dist.all_to_all_single(output, tensor, group=group)
+
+
+def reduce_scatter_mean_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """This rank's part of the mean of every rank's `tensor`; a collective of `group`. Gloo knows no means."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    mean = tensor.is_cuda
+    scatter(output, tensor, op=dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM, group=group)
+    if not mean:
+        output.div_(group.size())
 
 
 def process_group(name: str) -> dist.ProcessGroup:

@@ -53,6 +53,13 @@ class CompileConfig:
             hundred MiB and slower below; but it occupies no thread blocks, so compute that hides it is slowed down
             less. Costs twice the shards of the largest group in device memory, outside of torch's allocator. Where
             GPUs cannot reach each other, and on CPU, one warning says why and nothing changes.
+        embedding: How the rows of an embedding come to a rank at stage 3. ``"gather"``: with its whole table, as other
+            parameters do. ``"exchange"``: the ranks that hold the rows look them up, and get the rows of the gradient
+            back, wherever nothing else reads the table; with few tokens per rank that is a small part of the bytes. A
+            batch of which some rank has more tokens than that pays for takes the whole table. ``"auto"``: exchange for
+            tables of at least 64 MiB (gathered) of which each rank holds at least 8192 rows. Tied tables, and all under
+            hybrid sharding, are gathered. Processes agree on the most tokens that any has in every pass. Gradients of
+            rows are added up in fp32, which may change their last bits.
         recognize_causal_masks: Replace an attention mask that provably is the causal one by ``is_causal=True``, which
             admits the flash attention kernels.
         trace_blocks_once: Trace blocks that are equal (the layers of a transformer) once, and write them out again:
@@ -103,6 +110,7 @@ class CompileConfig:
     max_ctas: int = 0
     communication_sms: int = 0
     symmetric_memory: bool | int | str = False
+    embedding: Literal["auto", "gather", "exchange"] = "auto"
     recognize_causal_masks: bool = True
     trace_blocks_once: bool = True
     schedule: list[dict[str, Any]] | Literal["auto"] | None = "auto"
@@ -117,6 +125,8 @@ class CompileConfig:
     def __post_init__(self) -> None:
         if self.region_backend not in ("inductor", "eager"):
             raise ValueError(f"CompileConfig(region_backend={self.region_backend!r}): use 'inductor' or 'eager'.")
+        if self.embedding not in ("auto", "gather", "exchange"):
+            raise ValueError(f"CompileConfig(embedding={self.embedding!r}): use 'auto', 'gather' or 'exchange'.")
         if self.reduce not in ("every", "boundary", "auto", None):
             raise ValueError(f"CompileConfig(reduce={self.reduce!r}): use 'every', 'boundary', 'auto' or None.")
         for name, least in _LEAST.items():

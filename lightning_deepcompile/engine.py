@@ -23,6 +23,7 @@ from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.capture.checks import check_module, check_same_model
 from lightning_deepcompile.capture.gradients import GradientSession
 from lightning_deepcompile.capture.graph_checks import UnsupportedStepError, ungathered_message
+from lightning_deepcompile.capture.lookups import exchange_lookups
 from lightning_deepcompile.capture.ranks import Ranks
 from lightning_deepcompile.capture.sharding import shard_module
 from lightning_deepcompile.capture.sync_batchnorm import trace_sync_batchnorm
@@ -139,6 +140,7 @@ class Engine:
             agreement,
             stage,
             choose_activations=self._leaving.choose,
+            lookups=exchange_lookups(config, self.model, stage, reduce_dtype, timeout=timeout),
             guard=compat.held_weakly(relief.guard),
             divider=divider,
         )
@@ -349,6 +351,7 @@ class Engine:
             sharded_bytes_per_rank=self.model.shard_bytes,
             saved_parameters=self.capture.saved_parameters,
             causal_masks=self.capture.causal_masks,
+            exchanged_lookups=self.capture.exchanged,
             compile_seconds=self.capture.seconds,
             region_compile_seconds=self.capture.regions.seconds,
             offloaded_bytes=0 if self.residency is None else self.residency.host_bytes,

@@ -30,6 +30,7 @@ class Summary:
         causal_masks: Attention calls whose mask was recognised as the causal one.
         compile_seconds: Time in the backend (tracing with AOTAutograd, partitioning, regions), Dynamo's own excluded.
         region_compile_seconds: Part of it that Inductor took for regions.
+        exchanged_lookups: Embeddings whose rows are looked up on the ranks that hold them.
         offloaded_bytes: Optimizer states of this rank in host memory.
         offload_moved_bytes: What the last optimizer step copied of them, to the device and back.
         offload_reason: Why so many; empty before it is decided, and without offloading.
@@ -57,6 +58,7 @@ class Summary:
     causal_masks: int
     compile_seconds: float
     region_compile_seconds: float
+    exchanged_lookups: int = 0
     offloaded_bytes: int = 0
     offload_moved_bytes: int = 0
     offload_reason: str = ""
@@ -87,6 +89,8 @@ class Summary:
             ("sharded bytes per rank", format_bytes(self.sharded_bytes_per_rank)),
             ("compile time", f"{self.compile_seconds:.1f} s ({self.region_compile_seconds:.1f} s in regions)"),
         ]
+        if self.exchanged_lookups:
+            rows.append(("embeddings exchanged", str(self.exchanged_lookups)))
         if self.offload_reason:
             moved = f"{format_bytes(self.offload_moved_bytes)} moved a step"
             rows.append(("offloaded states", f"{format_bytes(self.offloaded_bytes)}, {moved} ({self.offload_reason})"))

@@ -23,6 +23,7 @@ from lightning_deepcompile.capture.causal_mask import recognize_causal_masks
 from lightning_deepcompile.capture.gradients import GradientSession
 from lightning_deepcompile.capture.graph_checks import check_graph
 from lightning_deepcompile.capture.inlining import inline_blocks
+from lightning_deepcompile.capture.lookups import LookupExchange
 from lightning_deepcompile.capture.partition import count_saved_parameters, partition
 from lightning_deepcompile.capture.sharding import ShardedModel
 from lightning_deepcompile.capture.templates import Instance, call_repeats, tracing_blocks
@@ -78,12 +79,14 @@ class Capture:
         progress: Told what is being compiled.
         choose_activations: Which saved tensors leave the device, by a forward program's schedule and the bytes of all
             that it saves; by default none.
+        lookups: Which embeddings are looked up by exchange; None: none.
         guard: What planned programs call for a region; see `Executable`.
         divider: Told where programs compute; see `Executable`.
 
     Attributes:
         executables: One per program, in order of compilation.
         saved_parameters: Gathered parameters among saved activations; a full parameter there would defeat sharding.
+        exchanged: Look-ups of rows that were made exchanges.
         blocks: Blocks that were not traced by themselves but with their equals.
         seconds: Time spent in compilation after Dynamo: tracing with AOTAutograd, partitioning, regions.
     """
@@ -96,11 +99,13 @@ class Capture:
     stage: int = 3
     progress: Callable[[str], None] | None = None
     choose_activations: Callable[[Schedule, int], frozenset[int]] | None = None
+    lookups: LookupExchange | None = None
     guard: Guard | None = None
     divider: Divider | None = None
     executables: list[Executable] = field(default_factory=list)
     saved_parameters: int = 0
     causal_masks: int = 0
+    exchanged: int = 0
     blocks: int = 0
     seconds: float = 0.0
     _frames: list[_Frame] = field(default_factory=list)
@@ -140,6 +145,8 @@ class Capture:
             check_graph(gm, example_inputs, {ds_id: info.name for ds_id, info in self.params.items()})
             if self.config.recognize_causal_masks:
                 self.causal_masks += recognize_causal_masks(gm)
+            if self.lookups is not None:
+                self.exchanged += self.lookups.rewrite(gm)
             eager_random = self.config.region_backend == "eager"
             instances: list[Instance] = []
             if self.config.trace_blocks_once:

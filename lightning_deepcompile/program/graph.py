@@ -9,16 +9,19 @@ from typing import Any
 import torch
 from torch import fx
 
+from lightning_deepcompile.runtime.lookups import looked_up, lookup_ops
 from lightning_deepcompile.runtime.ops import gather_op, reduce_op
 
 __all__ = [
     "is_compute",
     "is_element",
     "is_gather",
+    "is_lookup",
     "is_random",
     "is_reduce",
     "is_scalar",
     "is_view",
+    "looked_up_name",
     "nbytes",
     "output_node",
     "source_gather",
@@ -35,6 +38,16 @@ def is_gather(node: fx.Node) -> bool:
 def is_reduce(node: fx.Node) -> bool:
     """Whether `node` reduces a gradient."""
     return node.op == "call_function" and node.target is reduce_op()
+
+
+def is_lookup(node: fx.Node) -> bool:
+    """Whether `node` looks rows up on the ranks that hold them, or takes part in that."""
+    return node.op == "call_function" and node.target in lookup_ops()
+
+
+def looked_up_name(node: fx.Node) -> str:
+    """The name of the parameter that `node`, for which `is_lookup` holds, is concerned with."""
+    return looked_up(node.args)
 
 
 def is_view(node: fx.Node) -> bool:

@@ -13,7 +13,14 @@ from torch import fx
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.program.extract import ExtractedRegion, add_symbol_inputs, extract_region, symbol_sources
-from lightning_deepcompile.program.graph import is_compute, is_gather, is_reduce, output_node
+from lightning_deepcompile.program.graph import (
+    is_compute,
+    is_gather,
+    is_lookup,
+    is_reduce,
+    looked_up_name,
+    output_node,
+)
 from lightning_deepcompile.program.normalize import normalize
 from lightning_deepcompile.program.program import ParamInfo, Program, ProgramKind, RegionInfo, RegionModule
 from lightning_deepcompile.program.regions import Region, cut_regions
@@ -99,7 +106,8 @@ def lower(
     graph = gm.graph
     normalize(graph)
     symbols = symbol_sources(graph)
-    regions = cut_regions(graph, lambda ds_id: params[ds_id].block)
+    named = {info.name: info for info in params.values()}
+    regions = cut_regions(graph, lambda key: (named[key] if isinstance(key, str) else params[key]).block)
     for region in regions:
         add_symbol_inputs(region, symbols)
     compiled = []
@@ -107,9 +115,14 @@ def lower(
         if progress is not None:
             progress(f"compiling {name}, region {index + 1}/{len(regions)}")
         extracted = extract_region(gm, region)
-        info = RegionInfo(extracted.key, tuple(region.blocks), len(region.nodes), is_repeatable(region.nodes))
+        lookups = tuple((_brief(node), named[looked_up_name(node)].ds_id) for node in region.nodes if is_lookup(node))
+        info = RegionInfo(extracted.key, tuple(region.blocks), len(region.nodes), is_repeatable(region.nodes), lookups)
         compiled.append(RegionModule(compile_region(extracted, kind), info))
     return _Builder(gm, name, kind, graph_id, params).build(regions, compiled)
+
+
+def _brief(node: fx.Node) -> str:
+    return node.target._schema.name.partition("::")[2].replace("_", " ")
 
 
 class _Builder:

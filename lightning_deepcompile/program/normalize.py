@@ -2,8 +2,8 @@
 
 After them: one gather per parameter; views of a gathered parameter stand right before each use, so that no region hands
 a view of runtime-owned memory to another; constant tensors stand before each use, too; gradients are contiguous and
-reduced once per parameter; tuple outputs are unpacked next to their producer; operators that share statistics with
-other ranks keep their order.
+reduced once per parameter; tuple outputs are unpacked next to their producer; operators that share statistics or look
+rows up with other ranks keep their order.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from lightning_deepcompile.program.graph import is_gather, is_reduce, is_view, output_node, source_gather
+from lightning_deepcompile.runtime.lookups import lookup_ops
 from lightning_deepcompile.runtime.statistics import statistics_ops
 
 __all__ = ["normalize"]
@@ -36,7 +37,7 @@ def normalize(graph: fx.Graph) -> None:
     _sink(graph, [node for node in graph.nodes if is_view(node) and source_gather(node) is not None])
     _sink(graph, [node for node in graph.nodes if node.op == "call_function" and node.target in _CONSTANTS])
     _glue_tuple_elements(graph)
-    _order_statistics(graph)
+    _order_collectives(graph)
     graph.eliminate_dead_code()
     graph.lint()
 
@@ -139,9 +140,9 @@ def _glue_tuple_elements(graph: fx.Graph) -> None:
             node.args[0].append(node)
 
 
-def _order_statistics(graph: fx.Graph) -> None:
+def _order_collectives(graph: fx.Graph) -> None:
     """Ranks compile for other shapes, and a compiler may order by sizes: what nothing orders would meet another's."""
-    operators = statistics_ops()
+    operators = (*statistics_ops(), *lookup_ops())
     before: fx.Node | None = None
     for node in graph.nodes:
         if node.op == "call_function" and node.target in operators:

@@ -48,7 +48,8 @@ def _line(program: Program, node: fx.Node, shapes: dict[str, str]) -> str:
     if node.op == "call_module":
         info = program.region(node).info
         blocks = ", ".join(info.blocks) or "no parameters"
-        return f"compute  {node.target} = {shapes[info.key]} ({blocks}; {info.nodes} ops)"
+        parts = [f"{part} {program.params[i].name}" for part, i in info.lookups if part.startswith("look")]
+        return f"compute  {node.target} = {shapes[info.key]} ({'; '.join([blocks, f'{info.nodes} ops', *parts])})"
     if node.op != "call_function" or node.target is operator.getitem:
         return ""
     target = str(node.target)

@@ -54,12 +54,14 @@ class RegionInfo:
         blocks: Blocks that it works for.
         nodes: Number of operators before compilation.
         repeatable: Whether it may be called again with the same inputs; see `is_repeatable`.
+        lookups: What it exchanges with other ranks: of each look-up in a table its part in it, and the table's id.
     """
 
     key: str
     blocks: tuple[str, ...]
     nodes: int
     repeatable: bool = False
+    lookups: tuple[tuple[str, int], ...] = ()
 
 
 class RegionModule(nn.Module):
@@ -147,6 +149,8 @@ def collective_sequence(program: Program) -> list[tuple[str, tuple[int, ...]]]:
     if program.kept:
         sequence.append(("keep", _local(sorted(program.kept))))
     for node in program.gm.graph.nodes:
+        if node.op == "call_module":
+            sequence += [(part, _local([ds_id])) for part, ds_id in program.region(node).info.lookups]
         if node.op != "call_function" or node.target is operator.getitem:
             continue
         name = str(node.target)

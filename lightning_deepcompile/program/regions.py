@@ -16,9 +16,11 @@ from lightning_deepcompile.program.graph import (
     is_compute,
     is_element,
     is_gather,
+    is_lookup,
     is_reduce,
     is_scalar,
     is_view,
+    looked_up_name,
     nbytes,
     source_gather,
 )
@@ -48,12 +50,12 @@ class Region:
     outputs: list[fx.Node] = field(default_factory=list)
 
 
-def cut_regions(graph: fx.Graph, block_of: Callable[[int], str]) -> list[Region]:
+def cut_regions(graph: fx.Graph, block_of: Callable[[int | str], str]) -> list[Region]:
     """Cuts `graph` into regions.
 
     Args:
         graph: Normalized graph.
-        block_of: Parameter id to block name.
+        block_of: Parameter id, or name, to block name.
 
     Returns:
         The regions in execution order. Gathers, reductions, placeholders and the arithmetic of sizes belong to none.
@@ -72,13 +74,15 @@ def cut_regions(graph: fx.Graph, block_of: Callable[[int], str]) -> list[Region]
     return [_describe(piece, label_of) for piece in pieces if piece]
 
 
-def _labels(order: list[fx.Node], block_of: Callable[[int], str]) -> list[str | None]:
+def _labels(order: list[fx.Node], block_of: Callable[[int | str], str]) -> list[str | None]:
     """The block that each node works for, where it reads a parameter or produces a gradient; else None."""
     gathered = {block_of(n.args[1]) for node in order for n in node.all_input_nodes if is_gather(n)}
     labels: list[str | None] = []
     for node in order:
         label = None
-        if not is_view(node):
+        if is_lookup(node):
+            label = block_of(looked_up_name(node))
+        elif not is_view(node):
             for source in node.all_input_nodes:
                 gather = source_gather(source)
                 if gather is not None:
@@ -134,7 +138,7 @@ def _shared_by_regions(pieces: list[list[fx.Node]]) -> list[fx.Node]:
     region_of = {node: k for k, piece in enumerate(pieces) for node in piece}
     independent: set[fx.Node] = set()
     for node in region_of:
-        if all(_is_free(source, independent) for source in node.all_input_nodes):
+        if not is_lookup(node) and all(_is_free(source, independent) for source in node.all_input_nodes):
             independent.add(node)
     wanted: set[fx.Node] = set()
     for node in independent:

@@ -21,8 +21,9 @@ def prefetch(program: Program, settings: PlanSettings) -> Program:
     Looks for: ``prefetch_params_fused`` right before a region, as `zero3` leaves them.
 
     Changes: the launch of the k-th group moves before the region that uses group ``k - prefetch_blocks`` (behind that
-    group's own launch). A launch never moves before an earlier release of one of its own parameters, which would turn
-    the release into a use after free. Launches keep their order, so all ranks issue the same collectives.
+    group's own launch), that of the first ones to the program's start. A launch never moves before an earlier release
+    of one of its own parameters, which would turn the release into a use after free. Launches keep their order, so all
+    ranks issue the same collectives.
 
     Promises: same values; at most ``prefetch_blocks`` more groups gathered at a time.
 
@@ -38,6 +39,7 @@ def prefetch(program: Program, settings: PlanSettings) -> Program:
     launches = [n for n in position if is_prefetch(n)]
     waits = [launch.next for launch in launches]
     releases = [n for n in position if str(n.target) == "dc.release_params_fused.default"]
+    start = result.regions()[0] if launches else None
     earliest = 0
     for k, launch in enumerate(launches):
         own = set(launch.args[2])
@@ -47,6 +49,7 @@ def prefetch(program: Program, settings: PlanSettings) -> Program:
         place = max(earliest, k - settings.prefetch_blocks)
         while place < k and position[waits[place]] < released:
             place += 1
-        waits[place].prepend(launch)
+        opens = k < settings.prefetch_blocks and place == 0 and position[start] < position[waits[0]] and released < 0
+        (start if opens else waits[place]).prepend(launch)
         earliest = place
     return result.finish("prefetch")

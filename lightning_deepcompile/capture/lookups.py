@@ -1,0 +1,152 @@
+"""Exchanges rows instead of tables: embeddings whose whole table no rank needs.
+
+A token needs one row of an embedding's table, and gives a gradient to that one alone. Where nothing else reads the
+table, ``F.embedding(tokens, gather(table))`` becomes a look-up on the ranks that hold the rows; the table is neither
+gathered nor is its gradient, which is as large, reduced. That is decided by the settings, by sizes that all ranks know,
+and by the graph: never by how many tokens a rank happens to have.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.nn import functional as F
+
+from lightning_deepcompile.capture.dynamo_graph import calls_gather, gathered_id
+from lightning_deepcompile.capture.ranks import Ranks
+from lightning_deepcompile.capture.sharding import ShardedModel, ShardedParameter
+from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.runtime.lookups import lookup_ops
+
+__all__ = ["LookupExchange", "exchange_lookups"]
+
+_log = logging.getLogger(__name__)
+
+_LARGE_TABLE = 64 << 20
+"""Bytes, gathered: what moves in less than what the exchange costs in launches (some 0.2 ms) is left to gathers."""
+
+_ROWS_PER_RANK = 8192
+"""An exchange sends every token's row to every rank, so it sends less than the table as long as a rank has fewer tokens
+than it has rows. Batches of more than these are the exception."""
+
+_SIGNATURE = inspect.signature(F.embedding)
+
+
+@dataclass(frozen=True)
+class LookupExchange:
+    """Which tables are looked up by exchange, and among whom.
+
+    Args:
+        tables: By parameter id.
+        group: Name of the process group that shares the parameters.
+        host_group: Name of one of the same ranks' CPUs.
+        reduce_dtype: In which whole gradients travel; None for the one they are computed in.
+    """
+
+    tables: dict[int, ShardedParameter]
+    group: str
+    host_group: str
+    reduce_dtype: torch.dtype | None
+
+    def rewrite(self, gm: fx.GraphModule) -> int:
+        """Replaces look-ups in gathered tables, in place.
+
+        Args:
+            gm: Dynamo's graph, before AOTAutograd.
+
+        Returns:
+            How many look-ups were replaced.
+        """
+        gathers: dict[int, list[fx.Node]] = {}
+        for node in gm.graph.nodes:
+            if calls_gather(node) and (ds_id := gathered_id(node)) in self.tables:
+                gathers.setdefault(ds_id, []).append(node)
+        replaced = 0
+        for ds_id, nodes in gathers.items():
+            readers = [(gather, user, _bind(user)) for gather in nodes for user in gather.users]
+            if all(_is_plain(gather, arguments) for gather, _, arguments in readers):
+                for gather, user, arguments in readers:
+                    self._replace(self.tables[ds_id], gather, user, arguments)
+                replaced += len(readers)
+        if replaced:
+            gm.graph.eliminate_dead_code()
+            gm.recompile()
+            _log.info("%d embeddings are looked up on the ranks that hold their rows.", replaced)
+        return replaced
+
+    def _replace(self, table: ShardedParameter, gather: fx.Node, user: fx.Node, arguments: dict[str, Any]) -> None:
+        shard, *_, dtype = gather.args
+        indices, padding, rows = arguments["input"], arguments["padding_idx"], table.layout.spec.shape[0]
+        padding = -1 if padding is None else padding % rows
+        settings = (table.name, rows, padding, dtype, self.reduce_dtype, self.group)
+        graph = user.graph
+        count_op, look_up_op, _ = lookup_ops()
+        with graph.inserting_before(user):
+            most = graph.call_function(count_op, (indices, table.name, self.host_group))
+            found = graph.call_function(look_up_op, (shard, indices, most, *settings))
+        most.meta["example_value"] = torch.empty((), dtype=torch.int64)
+        found.meta = dict(user.meta)
+        user.replace_all_uses_with(found)
+        graph.erase_node(user)
+
+
+def exchange_lookups(
+    config: CompileConfig, model: ShardedModel, stage: int, reduce_dtype: torch.dtype | None, **group_settings: Any
+) -> LookupExchange | None:
+    """Decides which tables may be looked up by exchange; a collective of all ranks.
+
+    Args:
+        config: The settings.
+        model: The sharded model.
+        stage: ZeRO stage; parameters of the others than 3 are whole when they are needed.
+        reduce_dtype: In which gradients travel.
+        **group_settings: Of the process group of the ranks' CPUs that is made.
+
+    Returns:
+        The decision; None if there is nothing to exchange.
+    """
+    ranks, mode = model.ranks, config.embedding
+    if mode == "gather" or stage != 3 or ranks.shards == 1 or ranks.replicas > 1:
+        return None
+    tables = {p.ds_id: p for p in model.parameters if len(p.layout.spec.shape) == 2 and _pays(mode, p, ranks)}
+    if not tables:
+        return None
+    group = ranks.shard_group
+    host_group = group if ranks.mesh.device_type == "cpu" else _host_group(ranks, **group_settings)
+    return LookupExchange(tables, group.group_name, host_group.group_name, reduce_dtype)
+
+
+def _pays(mode: str, parameter: ShardedParameter, ranks: Ranks) -> bool:
+    gathered = parameter.layout.shard_numel * ranks.shards * parameter.gather_dtype.itemsize
+    return mode == "exchange" or (gathered >= _LARGE_TABLE and parameter.layout.rows_padded >= _ROWS_PER_RANK)
+
+
+def _host_group(ranks: Ranks, **settings: Any) -> dist.ProcessGroup:
+    (group,) = ranks.new_shard_groups(1, backend="gloo", **settings)
+    return group
+
+
+def _bind(node: fx.Node) -> dict[str, Any] | None:
+    if node.op != "call_function" or node.target is not F.embedding:
+        return None
+    bound = _SIGNATURE.bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _is_plain(gather: fx.Node, arguments: dict[str, Any] | None) -> bool:
+    """Whether all that is done with the gathered table is to look up rows of it."""
+    return (
+        arguments is not None
+        and arguments["weight"] is gather
+        and arguments["input"] is not gather
+        and arguments["max_norm"] is None
+        and not arguments["scale_grad_by_freq"]
+        and not arguments["sparse"]
+    )
