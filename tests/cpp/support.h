@@ -86,6 +86,7 @@ class Mirror final : public Communicator {
   int64_t skew_;
 };
 
+void test_failures();     // test_failures.cpp
 void test_symmetric();    // test_symmetric.cpp
 void test_host_memory();  // test_host_memory.cpp
 

@@ -11,9 +11,7 @@
 #include "host_shards.h"
 #include "offload.h"
 #include "runtime_table.h"
-#include "same_on_all_ranks.h"
 #include "state_copies.h"
-#include "watchdog.h"
 
 namespace {
 
@@ -333,57 +331,6 @@ void test_state_copies() {
   EXPECT(states.host_bytes() == 0);
 }
 
-void test_ranks_that_differ() {
-  Mirror same(2), different(2, 1);
-  require_same_on_all_ranks(same, kCpu, "it", {"a", "b"});
-  EXPECT(refuses("it differs between ranks: rank 0 has a; rank 1 has", [&] {
-    require_same_on_all_ranks(different, kCpu, "it", {"a"});
-  }));
-}
-
-void test_watchdog() {
-  const auto wire = std::make_shared<Mirror>(2);
-  std::atomic<int> calls = 0;
-  std::string reason;
-  Watchdog watchdog({wire}, std::chrono::milliseconds(100), [&](const std::string& text) {
-    reason = text;
-    ++calls;
-  });
-  std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  EXPECT(calls == 0);
-  wire->stuck_for = std::chrono::milliseconds(200);
-  for (int i = 0; i < 500 && calls == 0; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  watchdog.stop();
-  watchdog.stop();
-  EXPECT(calls == 1 && reason == "gather of 'w' is stuck");
-}
-
-/// Ends, as NCCL's, when the device does: it waits inside all of `asked`, until each is aborted.
-class Entangled final : public Communicator {
- public:
-  explicit Entangled(std::atomic<int>& asked) : Communicator(0, 2), asked_(asked) {}
-  Completion all_gather(const std::vector<Transfer>&) override { return {}; }
-  Completion reduce_scatter_mean(const std::vector<Transfer>&) override { return {}; }
-  Completion all_reduce_mean(const std::vector<Transfer>&) override { return {}; }
-  void abort() noexcept override {
-    ++asked_;
-    for (int i = 0; i < 500 && asked_ < 2; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    ended = asked_ == 2;
-  }
-
-  bool ended = false;
-
- private:
-  std::atomic<int>& asked_;
-};
-
-void test_abort_together() {
-  std::atomic<int> asked = 0;
-  Entangled gathers(asked), reductions(asked);
-  abort_together({&gathers, &reductions});
-  EXPECT(gathers.ended && reductions.ended);
-}
-
 void test_serials() {
   const int64_t first = reserve_serial(-1);
   EXPECT(reserve_serial(-1) == first + 1);
@@ -412,12 +359,11 @@ int main() {
   test_host_pool();
   test_offload();
   test_host_slabs();
-  HostSlabs slabs(host_memory(3 << 20), "things");
+  test_host_shards();
+  test_host_memory();
   test_state_copies();
   test_symmetric();
-  test_ranks_that_differ();
-  test_watchdog();
-  test_abort_together();
+  test_failures();
   test_serials();
   std::printf("%s\n", failures == 0 ? "all parts pass" : "FAILED");
   return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
