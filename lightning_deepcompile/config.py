@@ -37,6 +37,9 @@ class CompileConfig:
             the trainer (stage 3, automatic optimization). Parameters that hooks write to in between are gathered again;
             only writes through ``parameter.data`` that begin after the second step are not seen in time, and end
             training with an error.
+        head_start: Launch them even while the optimizer steps, which begins with what they read; plans open a step with
+            as many of them as that hides. For PyTorch's element-wise optimizers. What an optimizer's own hooks write to
+            parameters is treated like later writes.
         keep_last_block: Keep the last gathered block of a forward pass for the backward pass that starts with it,
             instead of gathering it twice in a row.
         recompile_limit: How often Dynamo may compile one function anew (new shapes, changed attributes) before the
@@ -105,6 +108,7 @@ class CompileConfig:
     reduce: Reduction | None = None
     reduce_window: int = 2
     early_gathers: bool = True
+    head_start: bool = True
     keep_last_block: bool = True
     recompile_limit: int = 16
     max_ctas: int = 0

@@ -3,6 +3,8 @@
 Between two steps the trainer fetches a batch and calls hooks; then the step's guards are checked, and then nothing can
 be computed before the first block has arrived. Launched early, it is there by then.
 
+They may even be launched while the optimizer steps, when it has stepped on what they read (`lead`).
+
 What was gathered early is wrong if somebody writes to the parameters before the step. Writes that PyTorch counts are
 noticed (`Freshness`); those that it does not (``parameter.data``, ``torch._foreach`` functions on parameters) show in a
 checksum of the shards. Nothing is launched early before it is known that a model does without them; if it begins with
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from lightning_deepcompile.agreement import exchange
 from lightning_deepcompile.capture.backend import Capture
+from lightning_deepcompile.capture.layout import ChunkLayout
 from lightning_deepcompile.program.schedule import Gathers
 
 __all__ = ["EarlyGathers"]
@@ -37,15 +40,19 @@ class EarlyGathers:
 
     Attributes:
         launched: Whether the last step was opened early.
+        led: Whether that was while the optimizer stepped.
     """
 
     def __init__(self, capture: Capture, group: dist.ProcessGroup, device: torch.device) -> None:
         self._capture, self._group, self._device = capture, group, device
-        self.launched = False
+        self.launched = self.led = False
         self._safe: bool | None = None  # None: not known yet
         self._opening: list[Gathers] = []  # what was launched last; another plan may open a step otherwise
+        self._chunks: list[ChunkLayout] = []  # those that it gathers from
         self._watched: list[Tensor] = []  # a shard of every block that it gathers from
         self._sums: Tensor | None = None  # after the optimizer's step
+        self._leads = False  # whether they may be launched within it: decided with `_safe`
+        self._trial: Tensor | None = None  # before that, sums from within the optimizer's step
         self._written = torch.zeros((), dtype=torch.bool, device=device)  # since it is known to be safe
         self._seen = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")  # its copy on the host
         self._copied: Any = None  # when that has arrived
@@ -55,18 +62,49 @@ class EarlyGathers:
         """Whether there may be something to launch."""
         return self._safe is not False
 
+    def chunks(self) -> list[ChunkLayout]:
+        """The parameters that are gathered, with those that share their memory; none while nothing is launched."""
+        self._look()
+        return self._chunks if self._safe is None or (self._safe and self._leads) else []
+
+    def lead(self) -> None:
+        """Call instead of `launch` while the optimizer steps, when it has stepped on `chunks`, on all ranks alike.
+
+        What follows in that step may write to them as little as what follows it. Before that is known to be so,
+        nothing is launched, and `launch` is to be called, too.
+        """
+        self.led = self.launched = bool(self._safe and self._leads and self._opening)
+        if self.led:
+            self._gather()
+            self._sums = self._checksums()
+        elif self._safe is None:
+            self._trial = self._checksums() if self._opening else None
+
     def launch(self) -> None:
         """Call after the optimizer's step, on all ranks alike."""
-        # Shards in host memory are left to the step: a checksum of them would cost as much as the copy to the device.
-        by_id = self._capture.model.by_id
-        opening = [group for group in self._capture.opening() if all(by_id[i].host is None for i in group[1])]
-        if opening != self._opening:
-            self._opening, self._watched = opening, self._shards_of({i for _, ids, _ in opening for i in ids})
-        self._sums = self._checksums() if opening else None
-        self.launched = bool(self._safe and opening)
+        before, self.led = self._opening, False
+        self._look()
+        self._sums = self._checksums() if self._opening else None
+        if self._trial is not None:
+            same = before == self._opening and bool((self._trial == self._sums).all())
+            self._leads, self._trial = same, None
+        self.launched = bool(self._safe and self._opening)
         if self.launched:
-            for graph_id, ids, dtypes in opening:
-                torch.ops.dc.prefetch_params_fused(graph_id, [], ids, dtypes)
+            self._gather()
+
+    def _look(self) -> None:
+        # Shards in host memory are left to the step: a checksum of them would cost as much as the copy to the device.
+        model = self._capture.model
+        opening = [group for group in self._capture.opening() if all(model.by_id[i].host is None for i in group[1])]
+        if opening != self._opening:
+            names = {model.by_id[i].name for _, ids, _ in opening for i in ids}
+            self._opening = opening
+            self._chunks = [c for c in model.chunks if any(shard.spec.name in names for shard in c.shards)]
+            self._watched = [model.by_name[chunk.shards[0].spec.name].leaf for chunk in self._chunks]
+
+    def _gather(self) -> None:
+        for graph_id, ids, dtypes in self._opening:
+            torch.ops.dc.prefetch_params_fused(graph_id, [], ids, dtypes)
 
     def check(self) -> None:
         """Call before the next step, unless it gathers anew anyway.
@@ -80,7 +118,9 @@ class EarlyGathers:
             return
         changed = (self._checksums() != sums).any()
         if self._safe is None:
-            self._safe = not any(exchange(bool(changed), self._group))
+            verdicts = exchange((bool(changed), self._leads), self._group)
+            self._safe = not any(written for written, _ in verdicts)
+            self._leads = all(leads for _, leads in verdicts)
             if not self._safe:
                 _log.info("Parameters are written to between steps, so that nothing is gathered before a step begins.")
             return
@@ -100,12 +140,6 @@ class EarlyGathers:
                 "began: a step has computed with values from before. Write to the parameters themselves under "
                 "`torch.no_grad()`, or set CompileConfig(early_gathers=False)."
             )
-
-    def _shards_of(self, ids: set[int]) -> list[Tensor]:
-        model = self._capture.model
-        names = {model.by_id[i].name for i in ids}
-        chunks = [chunk for chunk in model.chunks if any(shard.spec.name in names for shard in chunk.shards)]
-        return [model.by_name[chunk.shards[0].spec.name].leaf for chunk in chunks]
 
     @torch.no_grad()
     def _checksums(self) -> Tensor:

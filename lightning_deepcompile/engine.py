@@ -29,6 +29,7 @@ from lightning_deepcompile.capture.sharding import shard_module
 from lightning_deepcompile.capture.sync_batchnorm import trace_sync_batchnorm
 from lightning_deepcompile.clipping import Clipping
 from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.head_start import HeadStart
 from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.offload.host_memory import host_limit, host_options
 from lightning_deepcompile.offload.parameters import decide_hosted
@@ -161,7 +162,7 @@ class Engine:
         self._last_step: dict[str, int] = {}
         self._stale_gradients = False
         self._opening = opening = StepOpening(config, self.capture, self.runtime, group, device, stage)
-        self.tuner.opened_early = lambda: opening.early
+        self.tuner.opened = lambda: {"early_gathers": opening.early, "head_start": opening.led}
         self._aborted = False
 
     def run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -242,10 +243,10 @@ class Engine:
         """
         if optimizer not in self._local_shards:
             check_optimizer(optimizer, self.model)
-            offload = None if self.residency is None else self.residency.attach(optimizer)
-            self._local_shards[optimizer] = LocalShards(
-                optimizer, self.model, self.gradients, after_step=self.parameters_changed, offload=offload
-            )
+            offloads = self.residency is not None
+            parts = self.residency.attach(optimizer) if offloads else HeadStart.of(optimizer, self._opening)
+            after_step = self.parameters_changed
+            self._local_shards[optimizer] = LocalShards(optimizer, self.model, self.gradients, after_step, parts)
 
     def offload_of(self, optimizer: Optimizer) -> StateOffload | None:
         """What keeps states of `optimizer` in host memory, if it was attached and the settings ask for it."""
@@ -253,11 +254,21 @@ class Engine:
         return None if shards is None else shards.offload
 
     @contextlib.contextmanager
-    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        """Around a step of `optimizer`: whatever happens inside, it holds the parameters again afterwards."""
+    def stepping(self, optimizer: Optimizer, *, follows: bool = False) -> Iterator[None]:
+        """Around a step of `optimizer`: whatever happens inside, it holds the parameters again afterwards.
+
+        Args:
+            optimizer: One that was attached, or any other.
+            follows: Whether `finish_step` comes next: then gathers may be launched inside.
+        """
+        self._opening.follows = follows
         try:
             yield
+        except BaseException:
+            self._opening.forget()
+            raise
         finally:
+            self._opening.follows = False
             if optimizer in self._local_shards:
                 self._local_shards[optimizer].restore()
 
@@ -309,7 +320,7 @@ class Engine:
 
     def parameters_changed(self) -> None:
         """Call when parameters were written to: what is gathered is out of date, gradients may be dropped."""
-        self._opening.forget()
+        self._opening.stepped()
         self._stale_gradients = self._leaving.has_states = True
         self.tuner.end_step()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.capture.freshness import Freshness
@@ -18,7 +19,8 @@ __all__ = ["StepOpening"]
 class StepOpening:
     """Follows writes to parameters, and launches the gathers that open a step; one per engine.
 
-    They are launched, at stage 3, when the optimizer has stepped (`launch`), or with the step that they open.
+    They are launched, at stage 3, when the optimizer has stepped on what they read (`lead`), when it has stepped
+    (`launch`), or with the step that they open.
 
     Args:
         config: Says whether they are launched early.
@@ -30,6 +32,8 @@ class StepOpening:
 
     Attributes:
         early: Whether the last gathers that open a step were launched before it.
+        led: Whether they were launched while the optimizer stepped.
+        follows: Whether a training step follows the optimizer's: nobody's code is known to come in between.
         before: The runtime's counters before the first gather of the step under way.
     """
 
@@ -46,9 +50,12 @@ class StepOpening:
         self._fresh = Freshness(capture.model, runtime, stage)
         self._keeps = stage == 3
         self._is_early = stage == 3 and config.early_gathers and capture.model.ranks.shards > 1
+        self._may_lead = self._is_early and config.head_start
         self._early = EarlyGathers(capture, group, device)
+        self._model = capture.model
         self._launched = False
-        self.early = False
+        self._counts: list[int] | None = None  # of writes to what was gathered while the optimizer steps
+        self.early = self.led = self.follows = False
         self.before: dict[str, int] = {}
 
     def begin(self, name: str) -> None:
@@ -74,8 +81,36 @@ class StepOpening:
         if self._keeps:  # between micro-batches, plans may keep what was gathered
             self._fresh.doubt() if last else self._fresh.settle()
 
+    def head(self) -> frozenset[Tensor]:
+        """Local shards on which the optimizer should step first, so that `lead` can be called; may be empty."""
+        if not (self._may_lead and self.follows):
+            return frozenset()
+        shards = [shard for chunk in self._early.chunks() for shard in chunk.shards]
+        return frozenset(self._model.by_name[shard.spec.name].local for shard in shards)
+
+    def lead(self) -> None:
+        """Call while an optimizer steps, when it has stepped on `head`."""
+        self.forget()
+        before = self._runtime.stats()
+        self._early.lead()
+        if self._early.led:
+            self.before, self._counts = before, self._head_counts()
+
+    def stepped(self) -> None:
+        """Call when an optimizer has stepped, or parameters were written to: what is gathered is out of date."""
+        if self._counts is None:  # else it was gathered since
+            self.forget()
+
     def launch(self) -> None:
         """Call when an optimizer's step is over and the next training step uses its parameters; may gather them."""
+        counts, self._counts = self._counts, None
+        self.led = counts is not None and counts == self._head_counts()
+        if self.led:
+            self._fresh.settle()
+            self._launched = self.early = True
+            return
+        if counts is not None:
+            self.forget()
         if self._is_early and self._early.useful:
             self.before = self._runtime.stats()
             self._early.launch()
@@ -85,5 +120,10 @@ class StepOpening:
 
     def forget(self) -> None:
         """What is gathered is out of date."""
+        self._counts = None
         self._fresh.doubt()
         self._runtime.invalidate()
+
+    def _head_counts(self) -> list[int]:
+        parameters = [self._model.by_name[shard.spec.name] for chunk in self._early.chunks() for shard in chunk.shards]
+        return [tensor._version for p in parameters for tensor in (p.leaf, p.dtensor, p.dtensor._local_tensor)]

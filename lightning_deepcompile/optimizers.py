@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -20,7 +20,7 @@ from lightning_deepcompile.capture.gradients import GradientSession
 from lightning_deepcompile.capture.sharding import ShardedModel
 from lightning_deepcompile.offload.states import StateOffload
 
-__all__ = ["LocalShards", "check_optimizer"]
+__all__ = ["LocalShards", "Parts", "check_optimizer"]
 
 # Optimizers whose update of one element depends on the whole tensor (or on all of them): on shards they would compute
 # something else without saying so.
@@ -54,6 +54,29 @@ def check_optimizer(optimizer: Optimizer, model: ShardedModel) -> None:
                 )
 
 
+class Parts(Protocol):
+    """Divides an optimizer's steps.
+
+    Attributes:
+        needs_closure: Whether steps without a closure are divided, too, and so are given one.
+    """
+
+    needs_closure: bool
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a step is under way, so that calls of `step` are parts of it."""
+
+    def begin(self, *args: Any, **kwargs: Any) -> None:
+        """Does all parts but the last, with the arguments of `step`, and leaves the optimizer with the last one's."""
+
+    def finish(self) -> None:
+        """The last part has been stepped."""
+
+    def restore(self) -> None:
+        """Gives the optimizer its own groups back."""
+
+
 class LocalShards:
     """Lets an optimizer see this rank's plain shards, with their gradients, during its steps.
 
@@ -62,7 +85,7 @@ class LocalShards:
         model: How the parameters are sharded.
         gradients: Knows their gradients.
         after_step: Called after each step, however it was started.
-        offload: Lets the optimizer step chunk by chunk, if its states may leave the device.
+        parts: Divides the optimizer's steps, if they are divided.
     """
 
     def __init__(
@@ -71,19 +94,24 @@ class LocalShards:
         model: ShardedModel,
         gradients: GradientSession,
         after_step: Callable[[], None],
-        offload: StateOffload | None = None,
+        parts: Parts | None = None,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)  # whose hooks keep this object alive
         self._model = model
         self._gradients = gradients
         self._after_step = after_step
-        self.offload = offload
-        self._stepped = False  # with an offload: whether the step under way has called its closure
+        self._parts = parts
+        self._stepped = False  # with a closure: whether the step under way has called its closure
         self._inner = 0  # calls of ``super().step(closure)`` under way
         self._swapped: dict[Tensor, Tensor] = {}
         self._plain_state = True
         optimizer.register_step_pre_hook(self._on_step)
         compat.run_first_after_step(optimizer, self._on_stepped)  # users' hooks shall see their parameters
+
+    @property
+    def offload(self) -> StateOffload | None:
+        """What lets the optimizer step chunk by chunk, if its states may leave the device."""
+        return self._parts if isinstance(self._parts, StateOffload) else None
 
     def __enter__(self) -> None:
         self.restore()
@@ -104,8 +132,8 @@ class LocalShards:
 
     def restore(self) -> None:
         """Puts the parameters back; does nothing where they are in place, so it also mends what an error left."""
-        if self.offload is not None:
-            self.offload.restore()
+        if self._parts is not None:
+            self._parts.restore()
         if not self._swapped:
             return
         swapped, self._swapped = self._swapped, {}
@@ -119,12 +147,12 @@ class LocalShards:
             self._inner += 1
             return None
         self._inner = 0
-        if self.offload is None and closure is None:
+        if closure is None and not (self._parts is not None and self._parts.needs_closure):
             self.__enter__()
             return None
         self._stepped = False
-        # An optimizer calls its closure before it looks at its groups. So that is when it gets to see shards, and, with
-        # an offload, where all chunks but the last are stepped: after the hooks that may come behind this one.
+        # An optimizer calls its closure before it looks at its groups. So that is when it gets to see shards, and, in
+        # parts, where all but the last are stepped: after the hooks that may come behind this one.
         if "closure" in kwargs or len(args) < 2:
             rest = {key: value for key, value in kwargs.items() if key != "closure"}
             return args, {**rest, "closure": _Closure(self, closure, args[1:], rest)}
@@ -142,25 +170,25 @@ class LocalShards:
         result = None if closure is None else closure()
         self.__enter__()
         self._stepped = True
-        if self.offload is not None:
-            self.offload.begin(*args, **kwargs)
+        if self._parts is not None:
+            self._parts.begin(*args, **kwargs)
         return result
 
     def _is_part(self, closure: Any) -> bool:
         """Whether a call of `step` is made by one that is under way, as in ``super().step(closure)``."""
-        return isinstance(closure, _Closure) or (self.offload is not None and self.offload.stepping)
+        return isinstance(closure, _Closure) or (self._parts is not None and self._parts.stepping)
 
     def _on_stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._inner:
             self._inner -= 1  # what the optimizer does behind ``super().step`` is part of the step, too
             return
-        if self.offload is not None:
-            if not self._stepped:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} does not call the closure that its `step` is given, so its states "
-                    "cannot be offloaded. Use CompileConfig(offload='none')."
-                )
-            self.offload.finish()
+        if self.offload is not None and not self._stepped:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} does not call the closure that its `step` is given, so its states cannot "
+                "be offloaded. Use CompileConfig(offload='none')."
+            )
+        if self._parts is not None:
+            self._parts.finish()
         # Whoever does not call the closure has stepped on DTensors, and made its state of them.
         self._plain_state = bool(self._swapped)
         self.restore()

@@ -358,9 +358,12 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Steps the optimizer, on this rank's shards."""
-        with self.engine.stepping(optimizer):
+        automatic = (
+            self.lightning_module.automatic_optimization
+        )  # else users' code goes on, and may write to parameters
+        with self.engine.stepping(optimizer, follows=automatic):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.lightning_module.automatic_optimization:  # else users' code goes on, and may write to parameters
+        if automatic:
             self.engine.finish_step()
         return output
 

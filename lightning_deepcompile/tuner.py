@@ -68,7 +68,7 @@ class Tuner:
     Attributes:
         states: Places optimizer states together with plans.
         host_room: Bytes of host memory that saved tensors may take; None where none may leave.
-        opened_early: Says whether the last step's first gathers were launched at the end of the one before.
+        opened: Says when the last step's first gathers were launched, as fields of a `Profile`.
         rounds: What was done, round by round.
         profile: What the last round planned with.
 
@@ -97,7 +97,7 @@ class Tuner:
         self._passes: tuple[Pass, ...] = self._entries[-1][1] if self._entries else ()
         self.states = StateTrade()
         self.host_room: Callable[[], int] | None = None
-        self.opened_early: Callable[[], bool] = bool
+        self.opened: Callable[[], dict[str, bool]] = dict
         self.rounds: list[Round] = []
         self.profile: Profile | None = None
         self._step = 0  # optimizer steps done
@@ -297,7 +297,7 @@ class Tuner:
             live={name: live_bytes(programs[name]) for name in names},
         )
         between = [self._probes[m + 1].seconds_since(self._probes[m]) for m in range(-2, 0) if m in self._probes]
-        profile = replace(profile, early_gathers=self.opened_early(), between_seconds=min(between, default=0.0))
+        profile = replace(profile, **self.opened(), between_seconds=min(between, default=0.0))
         if self._capture.settings.reduce == "auto" and profile.micro_batches > 1 and profile.hold_seconds is None:
             profile = replace(profile, hold_seconds=measure_holds(dtypes, self._device))
         if self._config.memory_budget is None:

@@ -8,20 +8,28 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from cases import CASES, Record, assert_same_training, train
+from cases import CASES, Record, assert_same_training, same_bits_every_time, train
 from multiprocess import RankError, run_ranks
 
 STEPS = 6
 
 
 class _Writes(pl.Callback):
-    """Shrinks every parameter after each batch from `first` on, in one of the ways there are."""
+    """Shrinks every parameter with each batch from `first` on: after it, or in a hook of the optimizer's step."""
 
-    def __init__(self, way: str, first: int) -> None:
-        self.way, self.first = way, first
+    def __init__(self, way: str, first: int, inside: bool = False) -> None:
+        self.way, self.first, self.inside = way, first, inside
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        if self.inside:
+            trainer.optimizers[0].register_step_post_hook(lambda *_: self._write(module, trainer.global_step))
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx < self.first:
+        if not self.inside:
+            self._write(module, batch_idx)
+
+    def _write(self, module: Any, step: int) -> None:
+        if step < self.first:
             return
         for parameter in module.parameters():
             if self.way == "data":
@@ -46,32 +54,50 @@ def _train(callbacks: list[pl.Callback], world_size: int = 2, strategy: Any = "a
     )
 
 
-def _sharded(way: str, first: int, early: bool = True) -> Record:
+def _sharded(way: str, first: int, inside: bool = False, early: bool = True) -> Record:
     from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
     config = CompileConfig(region_backend="eager", early_gathers=early, schedule=None)
     strategy = DeepCompileStrategy(compile=config)
     return _train(
-        [_Writes(way, first)],
+        [_Writes(way, first, inside)],
         strategy=strategy,
-        inspect=lambda trainer: trainer.strategy.engine._opening._early._safe,
+        inspect=lambda trainer: (_early(trainer)._safe, _early(trainer)._leads),
     )
 
 
+def _early(trainer: pl.Trainer) -> Any:
+    return trainer.strategy.engine._opening._early
+
+
 @pytest.mark.parametrize(
-    ("way", "first", "safe"), [("no_grad", 0, True), ("no_grad", 3, True), ("data", 0, False), ("data", STEPS, True)]
+    ("way", "first", "inside", "verdict"),
+    [
+        ("no_grad", 0, False, (None, True)),  # never looked at with equal counts
+        ("no_grad", 3, False, (True, True)),
+        ("data", 0, False, (False, True)),
+        ("data", STEPS, False, (True, True)),
+        ("no_grad", 0, True, (True, False)),
+        ("no_grad", 3, True, (True, True)),
+        ("data", 0, True, (True, False)),
+    ],
 )
-def test_what_is_written_between_steps_is_not_lost(way: str, first: int, safe: bool) -> None:
-    """`safe`: what the ranks make of it; a model that is never looked at with equal counts stays unknown."""
-    expected = _train([_Writes(way, first)], world_size=1)
-    for record in run_ranks(_sharded, 2, way, first):
+def test_what_is_written_between_steps_is_not_lost(
+    way: str, first: int, inside: bool, verdict: tuple[bool | None, bool]
+) -> None:
+    """`verdict`: whether the ranks launch gathers when the optimizer has stepped, and even while it steps."""
+    expected = _train([_Writes(way, first, inside)], world_size=1)
+    for record in run_ranks(_sharded, 2, way, first, inside):
         assert_same_training(record, expected, params=True)
-        assert record.extra == (None if way == "no_grad" and first == 0 else safe)
+        assert record.extra == verdict
 
 
-def test_uncounted_writes_that_begin_late_end_training() -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_uncounted_writes_that_begin_late_end_training(inside: bool) -> None:
     with pytest.raises(RankError, match="early_gathers=False"):
-        run_ranks(_sharded, 2, "data", 3, timeout=90)
+        run_ranks(_sharded, 2, "data", 3, inside, timeout=90)
+    if inside:
+        return
     expected = _train([_Writes("data", 3)], world_size=1)
     for record in run_ranks(_sharded, 2, "data", 3, early=False):
         assert_same_training(record, expected, params=True)
@@ -101,3 +127,51 @@ def test_they_are_under_way_before_the_step_and_counted_with_it() -> None:
     opening = 3  # the embedding, and two blocks ahead
     # Nothing is launched early before it is known that nobody writes, which is when the second step begins.
     assert [count - per_step * step for step, count in early_starts] == [0, 0, *[opening] * (STEPS - 2)]
+
+
+def _in_parts(accelerator: str) -> dict[tuple[str, bool], tuple[Record, list[int]]]:
+    """With and without a head start, and what had been gathered by the end of each of the optimizer's steps."""
+    from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+
+    same_bits_every_time()
+    results = {}
+    for optimizer in ("sgd", "adamw"):
+        for head_start in (False, True):
+            gathered: list[int] = []
+
+            class Steps(pl.Callback):
+                def on_train_start(self, trainer: pl.Trainer, module: Any, gathered: list[int] = gathered) -> None:
+                    (stepping,) = trainer.optimizers
+                    runtime = trainer.strategy.engine.runtime
+                    stepping.register_step_post_hook(lambda *_: gathered.append(runtime.stats()["gather_groups"]))
+
+            config = CompileConfig(region_backend="eager", head_start=head_start, schedule=None)
+            strategy = DeepCompileStrategy(compile=config)
+            record = _train(
+                [Steps()],
+                strategy=strategy,
+                optimizer=optimizer,
+                accumulate=2,
+                gradient_clip_val=0.5,
+                accelerator=accelerator,
+            )
+            results[optimizer, head_start] = record, gathered
+    return results
+
+
+def _check_parts(accelerator: str) -> None:
+    results = run_ranks(_in_parts, 2, accelerator)[0]
+    for optimizer in ("sgd", "adamw"):
+        (whole, late), (parts, early) = (results[optimizer, head_start] for head_start in (False, True))
+        assert whole.losses == parts.losses, "every bit is the same"
+        assert all(torch.equal(whole.params[name], value) for name, value in parts.params.items())
+        assert [b - a for a, b in zip(late, early, strict=True)] == [0, *[3] * (STEPS - 1)]
+
+
+def test_an_optimizer_steps_first_on_what_opens_the_next_step() -> None:
+    _check_parts("cpu")
+
+
+@pytest.mark.gpu
+def test_an_optimizer_steps_first_on_what_opens_the_next_step_on_gpus() -> None:
+    _check_parts("gpu")

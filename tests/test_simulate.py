@@ -197,6 +197,28 @@ def test_gathers_that_open_a_step_run_while_the_trainer_is_busy() -> None:
     assert simulate(both, twice).seconds - simulate(both, opened).seconds == pytest.approx(15.0 - 12.0)
 
 
+def test_a_head_start_is_as_long_as_the_optimizer_steps_on_the_rest() -> None:
+    """Four blocks of a second, each gathered in two; four seconds of optimizer, one for each block's parameters."""
+    blocks = [(wait(k), compute(k, k), release(k)) for k in range(4)]
+    backward = schedule("backward", compute(0), Instruction("end"))
+
+    def opened(count: int) -> list[Schedule]:
+        launches = [gather(k) for k in range(4)]
+        first, *others = blocks
+        rest = [*launches[count:], *first[1:], *(part for block in others for part in block)]
+        return [schedule("forward", *launches[:count], first[0], *rest), backward]
+
+    base = profile(opened(1), gathers=2.0, optimizer_seconds=4.0, early_gathers=True)
+    assert simulate(opened(1), base).seconds == pytest.approx(8 + 1 + 1 + 4)
+    led = Profile.from_json(replace(base, head_start=True).to_json())
+    # Opened with one: three seconds before the step, which it needs two of; the next ones then wait for the step.
+    # With two: two seconds before; the second one ends two seconds into it. With three, one; and with all, none.
+    seconds = [simulate(opened(count), led).seconds - 5 for count in (1, 2, 3, 4)]
+    assert seconds == [pytest.approx(expected) for expected in (6 + 1, 6 + 1, 7 + 1, 8 + 1)]
+    (best, _) = proactive_prefetch(opened(1), PlanContext(profile=replace(led, between_seconds=1.0)))
+    assert [i.op for i in best.instructions[:3]] == ["gather", "gather", "wait"]
+
+
 def test_gathers_between_steps_take_memory_beside_what_a_step_leaves() -> None:
     forward = schedule("forward", gather(0), gather(1), wait(0), compute(0, 0), release(0), wait(1), release(1))
     backward = schedule("backward", compute(0), reduce(0), Instruction("end"))

@@ -46,6 +46,8 @@ class StateOffload:
         moved: Bytes that the last step copied to and from the device.
     """
 
+    needs_closure = True  # else an optimizer would look at its groups before they are a chunk's
+
     def __init__(
         self,
         optimizer: Optimizer,

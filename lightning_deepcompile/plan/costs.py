@@ -95,6 +95,7 @@ class Profile:
             micro-batch; None if that is not known.
         hold_ratio: Bytes of such a sum per byte of the gradient: a sum has the parameter's dtype.
         early_gathers: Whether the gathers that open a step are launched when the optimizer has stepped.
+        head_start: Whether that is done while the optimizer steps, when it has stepped on what they read.
         between_seconds: From the end of the optimizer's step to the next step, while the trainer is busy.
         reduce_window: Groups of gradients that may be on their way before compute waits for the oldest.
         budget: Bytes that may be allocated; None if there is no limit.
@@ -122,6 +123,7 @@ class Profile:
     hold_seconds: float | None = None
     hold_ratio: float = 1.0
     early_gathers: bool = False
+    head_start: bool = False
     between_seconds: float = 0.0
     reduce_window: int = 2
     budget: int | None = None

@@ -5,7 +5,8 @@ slots of the arena are taken and given back in the host's order, and reused behi
 discrete events (`events`), memory from the host's order alone, as the allocator's bookkeeping is the host's.
 
 A step is one of many equal ones: where the gathers that open it are launched early, it finds them on their way since
-the end of the step before, for as long as the trainer was busy in between.
+the end of the step before, for as long as the trainer was busy in between, or since the optimizer stepped on what they
+read.
 """
 
 from __future__ import annotations
@@ -234,7 +235,10 @@ class _Simulation:
             task, instruction = len(self._tasks), schedules[0].instructions[position]
             self._gather(instruction, [], f"{schedules[0].name}/{instruction.op} {instruction.ids}")
             self._remember(task, (0, 0, position), left, self._gradients.bytes)
-        self._begin = self._add("trainer", self._profile.between_seconds, [], "between steps")
+        seconds = self._profile.between_seconds
+        if self._profile.head_start:
+            seconds += self._profile.optimizer_seconds * (1 - _opened_part(schedules[0]))
+        self._begin = self._add("trainer", seconds, [], "between steps")
         self._barrier.append(self._begin)
 
     def _remember(self, task: int, where: tuple[int, int, int], other: int, gradients: int) -> None:
@@ -381,6 +385,14 @@ def _left(schedule: Schedule, profile: Profile) -> int:
         elif instruction.op in REDUCTIONS:
             after = max(after - instruction.bytes, 0)
     return after
+
+
+def _opened_part(schedule: Schedule) -> float:
+    """How much of what `schedule` gathers it gathers before it waits for the first time."""
+    gathers = [schedule.instructions[position] for position in schedule.at("gather")]
+    sizes = {i: size for gather in gathers for i, size in zip(gather.ids, gather.sizes, strict=True)}
+    opened = {i for n in opening_positions(schedule.instructions) for i in schedule.instructions[n].ids}
+    return sum(sizes[i] for i in opened) / max(sum(sizes.values()), 1)
 
 
 def _peak(cost: RegionCost) -> int:

@@ -221,6 +221,7 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
         hold_seconds=max((p.hold_seconds for p in profiles if p.hold_seconds is not None), default=None),
         hold_ratio=max(p.hold_ratio for p in profiles),
         early_gathers=all(p.early_gathers for p in profiles),
+        head_start=all(p.head_start for p in profiles),
         between_seconds=min(p.between_seconds for p in profiles),
         budget=min(budgets, default=None),
         room=max(p.room for p in profiles),

@@ -14,6 +14,7 @@ __all__ = ["proactive_prefetch"]
 
 _MARGINS = (1.0, 1.5, 2.5)
 _DISTANCES = (1, 2, 3, 4)
+_OPENINGS = (2, 4, 8, 12, 16, 24)
 
 
 def proactive_prefetch(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
@@ -23,8 +24,10 @@ def proactive_prefetch(schedules: list[Schedule], context: PlanContext) -> list[
 
     Changes: from the last group to the first, a launch goes to the last place from which its transfer, and those queued
     behind it, end before they are waited for. Transfers are slower beside others than the model says, so placements
-    with more and more margin are simulated, and those at fixed distances; the fastest stays, and of equally fast ones
-    that with the least memory. Where a placement exceeds the budget, launches move later until it fits.
+    with more and more margin are simulated, and those at fixed distances. Where the gathers that open a step are
+    launched while the optimizer steps on the rest, so are openings of several lengths. The fastest stays, and of
+    equally fast ones that with the least memory. Where a placement exceeds the budget, launches move later until it
+    fits.
 
     Needs from the profile: times and memory of regions; the model of gathers.
 
@@ -67,6 +70,10 @@ def _placements(schedule: Schedule, profile: Profile) -> Iterator[Schedule]:
     for margin in _MARGINS:
         yield placement.at(_latest(placement, profile, margin))
     needs = [group.need for group in placement.groups]
+    if profile.head_start and schedule.kind == "forward":
+        latest = _latest(placement, profile, 1.0)
+        for count in _OPENINGS:
+            yield placement.at([0 if k < count else max(p, needs[0] + 1) for k, p in enumerate(latest)])
     for distance in _DISTANCES:
         yield placement.at([needs[max(0, k - distance)] for k in range(len(needs))])
 
