@@ -20,7 +20,7 @@ from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.copy_placement import offload_all, without_copies
 from lightning_deepcompile.plan.costs import Profile, ProfileError
 from lightning_deepcompile.plan.leaner import fall_back
-from lightning_deepcompile.plan.least import just_in_time, least_budget
+from lightning_deepcompile.plan.least import least_budget
 from lightning_deepcompile.plan.pass_manager import Pass, optimize
 from lightning_deepcompile.plan.passes.reduce_late import place_reductions
 from lightning_deepcompile.plan.plan_file import Setting
@@ -29,11 +29,13 @@ from lightning_deepcompile.plan_store import PlanStore
 from lightning_deepcompile.profile.build import build_profile, describe_spread, explain, leave_room, merge_profiles
 from lightning_deepcompile.profile.copies import measure_copies
 from lightning_deepcompile.profile.holds import hold_ratio, measure_holds
+from lightning_deepcompile.profile.instrument import instrument
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.live import live_bytes
-from lightning_deepcompile.program.schedule import Schedule, read_schedule, reschedule
+from lightning_deepcompile.program.printer import format_bytes
+from lightning_deepcompile.program.schedule import Schedule, read_schedule
 from lightning_deepcompile.relief import Relief
 from lightning_deepcompile.shortage_watch import ShortageWatch
 
@@ -112,6 +114,7 @@ class Tuner:
         self._previous: tuple[tuple[Pass, ...], tuple[Schedule, ...]] = (capture.passes, ())
         self._planned: tuple[Schedule, ...] = ()  # those of the plan in use, in the order in which they run
         self._limit: int | None = None  # bytes that were there when a rank ran out of memory
+        self._excess = 0  # bytes that steps took beyond the budget, which their plan had kept
         self._leanest = False  # the plan in use needs the least memory of all
         if not self._load():
             self._next_entry()
@@ -179,19 +182,10 @@ class Tuner:
         self._probe = StepProbe(self._device, drain)
         self._probes[moment] = self._probe
         if moment in (_OBSERVED, _ISOLATED):
-            self._instrument(moment, self._probe)
+            self._schedules[moment] = instrument(self._training(), self._probe)
 
     def _training(self) -> list[Executable]:
         return [e for e in self._capture.executables if e.program.kind != "inference"]
-
-    def _instrument(self, moment: int, probe: StepProbe) -> None:
-        self._schedules[moment] = {}
-        for executable in self._training():
-            program = executable.program
-            if moment == _ISOLATED:
-                program = reschedule(program, just_in_time(read_schedule(program)), "isolated")
-            self._schedules[moment][program.name] = read_schedule(program)
-            executable.profile(program, probe.marks_of(program.name))
 
     def _plan(self) -> None:
         for executable in self._training():
@@ -207,7 +201,7 @@ class Tuner:
             merged = explain(merge_profiles(profiles))
             budget = merged.budget or 0
             limit = budget if self._limit is None else min(budget, self._limit)
-            self.profile = profile = replace(merged, schedules=measured[0][1], budget=limit)
+            self.profile = profile = replace(merged, schedules=measured[0][1], budget=max(limit - self._excess, 1))
         except ProfileError as error:
             self._say(f"No plan was made at step {self._step}: {error}", logging.WARNING)
             self._end_round(retry=True)
@@ -313,10 +307,12 @@ class Tuner:
         times = [self._probes[m].seconds() for m in range(first, last) if m in self._probes]
         return min((t for t in times if t > 0), default=0.0)
 
+    def _peak(self) -> int | None:
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+
     def _verify(self) -> None:
         after = self._fastest(_TIMED, _VERIFIED)
-        peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
-        seen = self._exchange((after, peak))
+        seen = self._exchange((after, self._peak()))
         after, peak = max(t for t, _ in seen), max((p for _, p in seen if p is not None), default=None)
         before = self.rounds[-1].before_seconds
         assert self.profile is not None
@@ -327,6 +323,11 @@ class Tuner:
             passes, plan = self._previous
             self._run_plan(plan, passes)
             self.states.undo()
+        excess = (peak or 0) - self.rounds[-1].budget
+        if excess > 0 and not slower and self._config.memory_budget is not None and self._attempts < _ATTEMPTS:
+            self._excess += excess  # memory that no model knows of: the next plan leaves it free
+            self._say(f"Steps take {format_bytes(excess)} more than the memory budget: planning anew.", logging.WARNING)
+            self._entries.insert(0, (self._step + 3, self._passes))
         self._finish_round(after_seconds=after, after_peak_bytes=peak, outcome="reverted" if slower else "kept")
 
     def _finish_round(self, **fields: Any) -> None:

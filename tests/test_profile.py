@@ -31,6 +31,7 @@ from lightning_deepcompile.plan.passes.unshard import keep_gathered, unshard_can
 from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.plan.simulate import arena_bytes
 from lightning_deepcompile.program.schedule import Schedule, read_schedule
+from lightning_deepcompile.tuner import Tuner
 
 PLANNED = ["zero3", "prefetch", "fuse", "unshard", "keep_whole", "proactive_prefetch"]
 EARLY = [{"step": 0, "passes": ["zero3", "prefetch"]}, {"step": 3, "passes": PLANNED}]
@@ -192,6 +193,21 @@ def test_a_budget_that_nothing_fits_states_what_would(mesh: Any) -> None:  # noq
     with pytest.raises(MemoryBudgetError, match=r"allows 1000 bytes, but this model and batch need \d+ "):
         for _ in range(ROUND):
             one_step(engine, TOKENS, optimizer)
+    engine.close()
+
+
+def test_a_budget_that_steps_break_is_planned_for_again(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    budget = 1 << 20
+    peaks = iter([budget + 2048, budget])  # a device whose steps take memory that the simulator knows nothing of
+    monkeypatch.setattr(Tuner, "_peak", lambda _: next(peaks))
+    monkeypatch.setattr(Tuner, "_fastest", lambda *_: 1.0)
+    engine, optimizer = make_planner(mesh, memory_budget=budget)
+    budgets = set()
+    for _ in range(3 * ROUND):
+        one_step(engine, TOKENS, optimizer)
+        budgets.add(engine.tuner.profile.budget if engine.tuner.profile else budget)
+    assert len(engine.report()) == 2 and budgets == {budget, budget - 2048}
+    assert next(peaks, None) is None
     engine.close()
 
 

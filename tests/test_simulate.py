@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_deepcompile.plan.arena import ArenaModel
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Contention, Link, Profile, ProfileError, RegionCost
 from lightning_deepcompile.plan.events import Task, run_tasks
@@ -250,6 +251,21 @@ def test_what_stays_until_the_boundary_is_gathered_once_a_step() -> None:
     ends = [point.arena for point in result.memory if point.instruction == len(backward.instructions) - 1]
     assert ends == [SLOT, SLOT, 0]
     assert simulate(both, profile(both)).memory[-1].arena == 0  # a single micro-batch is the last one
+
+
+def test_shards_that_are_cast_before_they_travel_have_slots_of_their_own() -> None:
+    """A slot for each size of a group, until nothing is gathered any more: so what is kept keeps them, too."""
+    large = replace(gather(1), sizes=(8 * SIZE,))
+    parts = [wait(0), compute(0, 0), release(0), large, wait(1), compute(1, 1)]
+    alone = schedule("forward", gather(0), *parts, release(1))
+    kept = schedule("forward", gather(0), *[part for part in parts if part != release(0)], kept=(0, 1))
+    plain, cast = (
+        [[point.arena for point in simulate([s], profile([s], cast_ratio=r)).memory] for s in (alone, kept)]
+        for r in (0.0, 0.5)
+    )
+    first, second = (ArenaModel().acquire(size).capacity for size in (SIZE // 2, 4 * SIZE))
+    extra = [[b - a for a, b in zip(*rows, strict=True)] for rows in zip(plain, cast, strict=True)]
+    assert extra == [[first] * 3 + [0] + [second] * 3 + [0], [first] * 3 + [first + second] * 3]
 
 
 def test_compute_waits_for_the_oldest_reduction_beyond_the_window() -> None:

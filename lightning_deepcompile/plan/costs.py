@@ -94,6 +94,7 @@ class Profile:
         hold_seconds: What it takes compute to add a byte of a whole gradient to a sum that is reduced with the last
             micro-batch; None if that is not known.
         hold_ratio: Bytes of such a sum per byte of the gradient: a sum has the parameter's dtype.
+        cast_ratio: Bytes of shards in the dtype in which they travel, per byte gathered; 0 where they are stored in it.
         early_gathers: Whether the gathers that open a step are launched when the optimizer has stepped.
         head_start: Whether that is done while the optimizer steps, when it has stepped on what they read.
         between_seconds: From the end of the optimizer's step to the next step, while the trainer is busy.
@@ -122,6 +123,7 @@ class Profile:
     launch_seconds: float = 0.0
     hold_seconds: float | None = None
     hold_ratio: float = 1.0
+    cast_ratio: float = 0.0
     early_gathers: bool = False
     head_start: bool = False
     between_seconds: float = 0.0
@@ -162,7 +164,8 @@ class Profile:
     def for_ranks(self, world_size: int) -> Profile:
         """What the same program would cost on `world_size` ranks: smaller shards, other collectives."""
         optimizer = self.optimizer_seconds * self.world_size / world_size
-        return replace(self, world_size=world_size, optimizer_seconds=optimizer)
+        cast_ratio = self.cast_ratio * self.world_size / world_size
+        return replace(self, world_size=world_size, optimizer_seconds=optimizer, cast_ratio=cast_ratio)
 
     def to_json(self) -> str:
         """The profile as text that `from_json` reads."""

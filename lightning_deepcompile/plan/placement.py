@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_deepcompile.program.schedule import RELEASES, Instruction, Schedule
+from lightning_deepcompile.program.schedule import RELEASES, Instruction, Schedule, opening_positions
 
-__all__ = ["Group", "Placement"]
+__all__ = ["Group", "Placement", "opened_part"]
 
 
 @dataclass(frozen=True)
@@ -77,3 +77,11 @@ class Placement:
             result.append(instruction)
         result.extend(group.gather for group in self.groups[launched:])
         return self.schedule.with_instructions(result)
+
+
+def opened_part(schedule: Schedule) -> float:
+    """How much of what `schedule` gathers it gathers before it waits for the first time."""
+    gathers = [schedule.instructions[position] for position in schedule.at("gather")]
+    sizes = {i: size for gather in gathers for i, size in zip(gather.ids, gather.sizes, strict=True)}
+    opened = {i for n in opening_positions(schedule.instructions) for i in schedule.instructions[n].ids}
+    return sum(sizes[i] for i in opened) / max(sum(sizes.values()), 1)

@@ -18,6 +18,7 @@ from lightning_deepcompile.plan.arena import ArenaModel, Slot, group_bytes
 from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
 from lightning_deepcompile.plan.events import StreamName, Task, run_tasks
 from lightning_deepcompile.plan.gradients import GradientModel
+from lightning_deepcompile.plan.placement import opened_part
 from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Schedule, opening_positions
 
 __all__ = [
@@ -123,13 +124,17 @@ def memory_bytes(schedules: Sequence[Schedule], profile: Profile) -> list[list[i
     return _Simulation(profile).memory(schedules)
 
 
-def arena_bytes(schedules: Sequence[Schedule]) -> list[list[int]]:
+def arena_bytes(schedules: Sequence[Schedule], cast_ratio: float = 0.0) -> list[list[int]]:
     """What the programs' own memory does not explain, after every instruction of every schedule of a micro-batch.
+
+    Args:
+        schedules: The programs of a micro-batch.
+        cast_ratio: As of a `Profile`.
 
     Returns:
         Bytes of the arena's slots, less those of saved tensors that are in host memory.
     """
-    memory = simulate(schedules, _without_costs(schedules)).memory
+    memory = simulate(schedules, replace(_without_costs(schedules), cast_ratio=cast_ratio)).memory
     return [[m.arena - m.away for m in memory if m.schedule == index] for index in range(len(schedules))]
 
 
@@ -237,7 +242,7 @@ class _Simulation:
             self._remember(task, (0, 0, position), left, self._gradients.bytes)
         seconds = self._profile.between_seconds
         if self._profile.head_start:
-            seconds += self._profile.optimizer_seconds * (1 - _opened_part(schedules[0]))
+            seconds += self._profile.optimizer_seconds * (1 - opened_part(schedules[0]))
         self._begin = self._add("trainer", seconds, [], "between steps")
         self._barrier.append(self._begin)
 
@@ -323,11 +328,8 @@ class _Simulation:
 
     def _gather(self, instruction: Instruction, host: list[int], label: str) -> None:
         now = instruction.op == "gather_now"
-        absent = [
-            (i, size)
-            for i, size in zip(instruction.ids, instruction.sizes, strict=True)
-            if now or i not in self._gathered
-        ]
+        pairs = zip(instruction.ids, instruction.sizes, strict=True)
+        absent = [(i, size) for i, size in pairs if now or i not in self._gathered]
         if not absent:
             return
         sizes = [size for _, size in absent]
@@ -342,6 +344,8 @@ class _Simulation:
         if slot is None:
             self._barrier.append(done)
             return
+        if self._profile.cast_ratio:  # the next gather may overwrite them
+            self._arena.release(self._arena.acquire(int(sum(sizes) * self._profile.cast_ratio)), done)
         group = _Group(slot, done, len(absent))
         for i, _ in absent:
             self._gathered[i] = group
@@ -385,14 +389,6 @@ def _left(schedule: Schedule, profile: Profile) -> int:
         elif instruction.op in REDUCTIONS:
             after = max(after - instruction.bytes, 0)
     return after
-
-
-def _opened_part(schedule: Schedule) -> float:
-    """How much of what `schedule` gathers it gathers before it waits for the first time."""
-    gathers = [schedule.instructions[position] for position in schedule.at("gather")]
-    sizes = {i: size for gather in gathers for i, size in zip(gather.ids, gather.sizes, strict=True)}
-    opened = {i for n in opening_positions(schedule.instructions) for i in schedule.instructions[n].ids}
-    return sum(sizes[i] for i in opened) / max(sum(sizes.values()), 1)
 
 
 def _peak(cost: RegionCost) -> int:

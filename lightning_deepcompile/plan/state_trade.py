@@ -127,7 +127,7 @@ def trade_states(profile: Profile, states: StateMemory, plan: Callable[[Profile]
     def tried(away: int) -> Trade:
         adapted = with_away(profile, states, away)
         schedules, effects = plan(adapted)
-        grown = _arena(schedules) - _arena(profile.schedules)
+        grown = _arena(schedules, profile) - _arena(profile.schedules, profile)
         most = max(effects[-1].prediction.peak_bytes, states.while_stepping(away) + grown)
         return Trade(away, adapted, (schedules, effects), most - limit)
 
@@ -184,5 +184,5 @@ def _travel(profile: Profile, size: int) -> float:
     return sum(both) if profile.host_computes else max(both)
 
 
-def _arena(schedules: Sequence[Schedule]) -> int:
-    return max((size for row in arena_bytes(schedules) for size in row), default=0)
+def _arena(schedules: Sequence[Schedule], profile: Profile) -> int:
+    return max((size for row in arena_bytes(schedules, profile.cast_ratio) for size in row), default=0)

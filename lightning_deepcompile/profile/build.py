@@ -64,7 +64,8 @@ def build_profile(
     on_device = isolated.device.type == "cuda"
     ran = [isolated_schedules[name] for name in order]
     accumulates = len(isolated.accumulating) > 0
-    arenas = arena_bytes(ran)
+    cast_ratio = 1 / world_size if hold_ratio != 1 else 0.0
+    arenas = arena_bytes(ran, cast_ratio)
     gradients = gradient_bytes(ran, hold_ratio, isolated.micro_batches if accumulates else 1)
     for name, runs in by_name.items():
         schedule = isolated_schedules[name]
@@ -105,6 +106,7 @@ def build_profile(
         launch_seconds=statistics.median(launches) if on_device and launches else 0.0,
         hold_seconds=_rate(holds) if holds else None,
         hold_ratio=hold_ratio,
+        cast_ratio=cast_ratio,
         reduce_window=reduce_window,
         budget=budget,
         step_seconds=step_seconds,

@@ -1,0 +1,33 @@
+"""Lets programs run with marks for a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lightning_deepcompile.plan.least import just_in_time
+from lightning_deepcompile.profile.probe import StepProbe
+from lightning_deepcompile.program.executable import Executable
+from lightning_deepcompile.program.schedule import Schedule, read_schedule, reschedule
+
+__all__ = ["instrument"]
+
+
+def instrument(executables: Iterable[Executable], probe: StepProbe) -> dict[str, Schedule]:
+    """Has `executables` report to `probe`, until their programs are swapped.
+
+    Args:
+        executables: Those of a training step.
+        probe: Of the step. If it drains reductions, gathers are launched right before their parameters are needed, too,
+            so that every collective is seen by itself.
+
+    Returns:
+        The schedules that run, by program name.
+    """
+    schedules = {}
+    for executable in executables:
+        program = executable.program
+        if probe.drain is not None:
+            program = reschedule(program, just_in_time(read_schedule(program)), "isolated")
+        schedules[program.name] = read_schedule(program)
+        executable.profile(program, probe.marks_of(program.name))
+    return schedules
