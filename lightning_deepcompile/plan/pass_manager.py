@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lightning_deepcompile.plan.context import PlanContext
+from lightning_deepcompile.plan.least import just_in_time
 from lightning_deepcompile.plan.passes.fuse import fuse
 from lightning_deepcompile.plan.passes.keep_whole import keep_whole
 from lightning_deepcompile.plan.passes.offload_activation import offload_activation
@@ -244,6 +245,11 @@ def optimize(
 ) -> tuple[list[Schedule], list[PassEffect]]:
     """Applies the step passes among `passes` to the schedules of a training step.
 
+    Passes take memory from those behind them, and spend what is in use anyway at another moment. So where the result
+    leaves no memory for two groups more, it is compared with what comes of the last pass, which places launches by
+    default, in front of all, too; and where both exceed the budget, with what comes of schedules that gather everything
+    right before its use.
+
     Args:
         schedules: Schedules as the program passes leave them, in the order in which the programs run.
         passes: The passes; program passes are counted as applied.
@@ -255,14 +261,38 @@ def optimize(
     profile = context.profile
     if profile is None:
         raise ValueError("Planning a step needs a profile of it.")
-    current = list(schedules)
     applied = " -> ".join(one.name for one in passes if one.level == "program")
-    effects = [PassEffect(applied, "", simulate(current, profile))]
+    start = PassEffect(applied, "", simulate(schedules, profile))
+    step = [one for one in passes if one.level == "step"]
+    if not step:
+        return list(schedules), [start]
+    best = planned, effects = _run_step_passes(step, list(schedules), context)
+
+    def cost(plan: tuple[list[Schedule], list[PassEffect]]) -> tuple[int, float]:
+        prediction = plan[1][-1].prediction
+        return max(prediction.over(profile.budget), 0), prediction.seconds
+
+    group = max((s.instructions[position].bytes for s in planned for position in s.at("gather")), default=0)
+    if profile.budget is not None and profile.budget - effects[-1].prediction.peak_bytes < 2 * group:
+        placed_first = [*step[-1:], *step]
+        best = min(best, _run_step_passes(placed_first, list(schedules), context), key=cost)
+        if cost(best)[0] > 0:
+            least = [just_in_time(schedule) for schedule in schedules]
+            begin = PassEffect("just_in_time", difference(schedules, least), simulate(least, profile))
+            for order in (step, placed_first):
+                planned, effects = _run_step_passes(order, least, context)
+                best = min(best, (planned, [begin, *effects]), key=cost)
+    return best[0], [start, *best[1]]
+
+
+def _run_step_passes(
+    passes: Sequence[Pass], schedules: list[Schedule], context: PlanContext
+) -> tuple[list[Schedule], list[PassEffect]]:
+    effects = []
     for one in passes:
-        if one.level == "step":
-            before, current = current, _run_step_pass(one, current, context)
-            effects.append(PassEffect(one.name, difference(before, current), simulate(current, profile)))
-    return current, effects
+        before, schedules = schedules, _run_step_pass(one, schedules, context)
+        effects.append(PassEffect(one.name, difference(before, schedules), simulate(schedules, context.profile)))
+    return schedules, effects
 
 
 def _run_step_pass(one: Pass, schedules: list[Schedule], context: PlanContext) -> list[Schedule]:

@@ -105,7 +105,11 @@ def _fitted(schedules: list[Schedule], index: int, profile: Profile, limit: int)
 
 
 def _later(schedule: Schedule, instruction: int) -> Schedule | None:
-    """Launches the last group that is launched by then, and not needed yet, behind `instruction`."""
+    """Launches a group later, so that less is gathered at `instruction`.
+
+    The last one that is launched by then and not needed yet goes behind it. If there is none, the last that is in use
+    by then is launched right before its use: slots are given back when nothing is gathered, and only then.
+    """
     placement = Placement.of(schedule)
     where = sum(i.op != "gather" for i in schedule.instructions[:instruction])  # the same place in the body
     movable = [k for k, group in enumerate(placement.groups) if group.position <= where < group.need]
@@ -114,4 +118,11 @@ def _later(schedule: Schedule, instruction: int) -> Schedule | None:
         moved = placement.at(later)
         if moved != schedule:  # one that must stay in front of another, which is needed at once, cannot move
             return moved
+    for k in reversed(range(len(placement.groups))):
+        if placement.groups[k].position < placement.groups[k].need <= where:
+            later = [max(g.position, placement.groups[k].need) if n >= k else g.position
+                     for n, g in enumerate(placement.groups)]  # fmt: skip
+            moved = placement.at(later)
+            if moved != schedule:
+                return moved
     return None
