@@ -264,9 +264,6 @@ class Engine:
         self._opening.follows = follows
         try:
             yield
-        except BaseException:
-            self._opening.forget()
-            raise
         finally:
             self._opening.follows = False
             if optimizer in self._local_shards:

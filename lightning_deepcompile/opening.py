@@ -70,6 +70,7 @@ class StepOpening:
         """
         if isolated:
             self._fresh.doubt()
+        self._counts = None  # of an optimizer's step that failed
         early, self._launched = self._launched, False
         if self._fresh.begin("training_step") and early:
             self._early.check()

@@ -128,7 +128,14 @@ def _pays(mode: str, parameter: ShardedParameter, ranks: Ranks) -> bool:
 
 
 def _host_group(ranks: Ranks, **settings: Any) -> dist.ProcessGroup:
-    (group,) = ranks.new_shard_groups(1, backend="gloo", **settings)
+    try:
+        (group,) = ranks.new_shard_groups(1, backend="gloo", **settings)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Rank {dist.get_rank()} cannot join a group of the ranks' CPUs ({error}), by which rows of "
+            "embeddings are looked up. GLOO_SOCKET_IFNAME names the network interface to use; "
+            "CompileConfig(embedding='gather') does without."
+        ) from error
     return group
 
 
