@@ -151,17 +151,12 @@ class Ragged(Mlp):
 
 
 BUILDS = {**CASES, "bags": Bags, "ragged": Ragged}
-EXCHANGED = {"bags": 3, "mlp": 1, "frozen": 1, "graph_break": 1, "gpt": 1, "llama": 1, "gpt_tied": 0, "llama_tied": 0}
+EXCHANGED = {"bags": 3, "mlp": 1, "frozen": 1, "graph_break": 1, "llama": 1, "gpt_tied": 0}
 # Case, what compiles regions, micro-batches per step, settings.
 Run = tuple[str, str, int, tuple[str, ...]]
-RUNS: list[Run] = [
-    ("bags", "inductor", 1, ()),
-    ("bags", "eager", 3, ()),
-    ("mlp", "eager", 3, ()),
-    ("llama", "inductor", 3, ()),
-]
-RUNS += [(name, "eager", 1, ()) for name in ("frozen", "graph_break", "gpt", "gpt_tied", "llama_tied")]
-RUNS += [("llama", "eager", 3, ("offload", "offload_parameters"))]
+RUNS: list[Run] = [("bags", "eager", 3, ()), ("mlp", "eager", 3, ()), ("llama", "inductor", 3, ())]
+RUNS += [(name, "eager", 1, ()) for name in ("frozen", "graph_break", "gpt_tied")]
+RUNS += [("llama", "eager", 1, ("offload", "offload_parameters"))]
 
 
 def _run(run: Run, mode: str, accelerator: str) -> Record:
@@ -206,7 +201,7 @@ def _check(world_size: int, runs: list[Run], accelerator: str) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_training_is_that_of_one_process(world_size: int) -> None:
     """Two ranks exchange rows; three have more tokens than that pays for, and take the whole table in the operator."""
-    _check(world_size, RUNS if world_size == 2 else RUNS[1:4], "cpu")
+    _check(world_size, RUNS if world_size == 2 else RUNS[:2], "cpu")
 
 
 @pytest.mark.gpu
