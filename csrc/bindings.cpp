@@ -81,6 +81,8 @@ void bind_lifecycle(Class& runtime) {
            "Start copying a chunk to the host.")
       .def("settle_states", &Runtime::settle_states, NoGil(),
            "Order the current stream behind the copies of states and give their buffers back.")
+      .def("release_states", &Runtime::release_states, NoGil(),
+           "Give the buffers of states back, while copies out of them go on.")
       .def("synchronize_states", &Runtime::synchronize_states, NoGil(),
            "Wait until host memory holds what was stowed, and free what nobody uses of it.")
       .def("reset", &Runtime::reset, NoGil(), "Forget all graphs and what a step has left; parameters stay.")

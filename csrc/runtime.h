@@ -92,6 +92,7 @@ class Runtime {
   void await_states(int64_t slot);
   void stow_states(int64_t slot, const std::vector<Tensor>& sources, const std::vector<Tensor>& homes);
   void settle_states();
+  void release_states();
   void synchronize_states();
 
   void clear_arena();

@@ -163,6 +163,11 @@ void Runtime::settle_states() {
   states_.settle();
 }
 
+void Runtime::release_states() {
+  const std::lock_guard lock(mutex_);  // as above
+  states_.release();
+}
+
 void Runtime::synchronize_states() {
   const std::lock_guard lock(mutex_);  // also after an abort or the end: states can still be saved
   states_.synchronize();

@@ -99,6 +99,20 @@ void StateCopies::settle() {
   }
 }
 
+void StateCopies::release() {
+  for (Slot& slot : slots_) {
+    if (has_streams(device_)) {
+      if (slot.memory.defined()) slot.held.push_back(slot.memory);
+      for (const Tensor& tensor : slot.held) {
+        tensor.record_stream(in_);  // what was fetched and never used
+        tensor.record_stream(out_);
+      }
+    }
+    slot.held.clear();
+    slot.memory.reset();
+  }
+}
+
 void StateCopies::synchronize() {
   for (const Slot& slot : slots_) {
     slot.arrived.synchronize();

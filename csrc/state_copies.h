@@ -1,7 +1,7 @@
 // Optimizer states that live in host memory and visit the device, chunk by chunk, while the optimizer steps.
 //
 // Three device buffers go round: one chunk arrives, one is stepped, one leaves. They exist from the first fetch of a
-// step until settle(), so that forward and backward passes have their memory.
+// step until release() or settle(), so that forward and backward passes have their memory.
 //
 // Order on the device, and what would break without it:
 //   copy out (last step) → copy in   begin(): the home must hold what the last step left
@@ -10,7 +10,7 @@
 //   copy in → stepped                arrive()
 //   stepped → copy out               stow() orders the copy-out stream behind the compute stream
 //   copy out → copy in               the slot's `left` event: the next chunk overwrites the buffer
-//   copy out → freed                 settle(); tensors that an optimizer made itself are held until the slot is used again
+//   copy out → freed                 settle(), or release(), which leaves that to the allocator; tensors that an optimizer made itself are held until the slot is used again
 //   copy out → read by the host      synchronize()
 // On a device without streams every copy is finished when its call returns.
 #pragma once
@@ -42,6 +42,8 @@ class StateCopies {
   void stow(int64_t slot, const std::vector<Tensor>& sources, const std::vector<Tensor>& homes);
   /// Orders the current stream behind all copies and gives the buffers back.
   void settle();
+  /// Gives the buffers back while copies out of them go on: torch's allocator hands their memory out when these are done.
+  void release();
   /// Blocks the calling thread until the homes hold what was stowed; frees host memory that nobody uses.
   void synchronize();
 

@@ -218,7 +218,7 @@ class Engine:
     def finish_step(self) -> None:
         """Call when an optimizer step is over and the next training step uses its parameters; may gather them."""
         if self.residency is not None:
-            self.runtime.settle_states()  # what is gathered now gets the memory of the optimizer's buffers
+            self.runtime.release_states()  # what is gathered now shall not wait for what leaves the device
         self._opening.launch()
 
     @contextlib.contextmanager

@@ -107,8 +107,8 @@ class Residency:
         return offload
 
     def begin_step(self) -> None:
-        """Call before a training step's forward pass: it gets the memory of the optimizer's buffers."""
-        self._runtime.settle_states()
+        """Call before a training step's forward pass: it gets the memory of the optimizer's buffers, as they empty."""
+        self._runtime.release_states()
         if self._coming > self.host_bytes:  # the optimizer has stepped since
             self._coming = 0
             self._runtime.synchronize_states()  # what nobody uses any more is freed
