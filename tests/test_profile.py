@@ -203,7 +203,9 @@ def test_a_budget_that_steps_break_is_planned_for_again(mesh: Any, monkeypatch: 
     monkeypatch.setattr(Tuner, "_fastest", lambda *_: 1.0)
     engine, optimizer = make_planner(mesh, memory_budget=budget)
     budgets = set()
-    for _ in range(3 * ROUND):
+    for step in range(3 * ROUND):
+        if step == 5:
+            _force_another_plan(engine)
         one_step(engine, TOKENS, optimizer)
         budgets.add(engine.tuner.profile.budget if engine.tuner.profile else budget)
     assert len(engine.report()) == 2 and budgets == {budget, budget - 2048}  # the second may change nothing
