@@ -10,7 +10,8 @@
 //   copy in → stepped                arrive()
 //   stepped → copy out               stow() orders the copy-out stream behind the compute stream
 //   copy out → copy in               the slot's `left` event: the next chunk overwrites the buffer
-//   copy out → freed                 settle(), or release(), which leaves that to the allocator; tensors that an optimizer made itself are held until the slot is used again
+//   copy out → freed                 settle(), or release(), which leaves that to the allocator; tensors that an
+//                                    optimizer made itself are held until the slot is used again
 //   copy out → read by the host      synchronize()
 // On a device without streams every copy is finished when its call returns.
 #pragma once

@@ -269,6 +269,20 @@ def test_with_less_memory_steps_get_slower_little_by_little() -> None:
     assert times[0] < 1.06 * times[-1] < 0.8 * simulate(step, base).seconds
 
 
+def test_where_memory_is_short_no_pass_runs_before_what_it_needs() -> None:
+    ran: list[str] = []
+
+    def made(name: str, needs: list[str], provides: list[str]) -> Pass:
+        return step_pass(name, needs, provides)(lambda schedules, context: ran.append(name) or schedules)
+
+    step = [schedule("forward", gather(0), wait(0), compute(0, 0), release(0))]
+    context = PlanContext(profile=profile(step, budget=1))
+    for needs, order in ((["gathers"], "ab bab ab bab"), (["mark"], "ab ab")):
+        ran.clear()
+        optimize(step, resolve_passes(["zero3", made("a", [], ["mark"]), made("b", needs, [])], profiled=True), context)
+        assert "".join(ran) == order.replace(" ", "")
+
+
 @settings(deadline=None, max_examples=25)
 @given(
     step=steps(),

@@ -114,9 +114,8 @@ def _(
     rows: int,
     padding: int,
     dtype: torch.dtype,
-    wire: torch.dtype | None,
-    group: str,
-    after: Tensor | None = None,
+    *_: Any,
+    **__: Any,
 ) -> Tensor:
     return shard.new_empty((*indices.shape, shard.shape[1]), dtype=dtype)
 
@@ -177,19 +176,8 @@ def look_up_gradient(
 
 
 @look_up_gradient.register_fake
-def _(
-    gradient: Tensor,
-    indices: Tensor,
-    most: Tensor,
-    name: str,
-    shard_rows: int,
-    rows: int,
-    padding: int,
-    dtype: torch.dtype,
-    wire: torch.dtype | None,
-    group: str,
-    after: Tensor | None = None,
-) -> Tensor:
+def _(gradient: Tensor, indices: Tensor, most: Tensor, name: str, shard_rows: int, *settings: Any, **_: Any) -> Tensor:
+    dtype = settings[2]  # behind the table's rows and the padding
     return gradient.new_empty((shard_rows, gradient.shape[-1]), dtype=dtype)
 
 
