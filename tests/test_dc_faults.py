@@ -16,6 +16,7 @@ import torch.distributed as dist
 from multiprocess import _free_port, run_ranks
 
 TIMEOUT = 6.0
+MOMENTS = [0.0, 0.002, 0.007, 0.013, 0.029, 0.053, 0.107, 0.211, 0.401, 0.809]
 
 
 def _endless(rank: int, world: int, port: int, backend: str, results: Any) -> None:
@@ -89,7 +90,7 @@ def _kill_one(world: int, backend: str, delay: float) -> dict[int, tuple[str, st
                 process.kill()
 
 
-@pytest.mark.parametrize("delay", [0.013, 0.107])
+@pytest.mark.parametrize("delay", MOMENTS)
 def test_a_killed_rank_ends_the_others(delay: float) -> None:
     for rank, (kind, message) in _kill_one(3, "gloo", delay).items():
         assert kind == "DistBackendError", message
@@ -98,7 +99,7 @@ def test_a_killed_rank_ends_the_others(delay: float) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("delay", [0.0, 0.002, 0.007, 0.013, 0.029, 0.053, 0.107, 0.211, 0.401, 0.809])
+@pytest.mark.parametrize("delay", MOMENTS)
 def test_the_watchdog_frees_a_rank_whose_peer_was_killed(delay: float) -> None:
     for rank, (kind, message) in _kill_one(2, "nccl", delay).items():
         assert kind == "DistBackendError", message
