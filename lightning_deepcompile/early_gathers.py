@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_deepcompile.agreement import exchange
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.capture.layout import ChunkLayout
-from lightning_deepcompile.program.schedule import Gathers
+from lightning_deepcompile.program.rewrite import Gathers
 
 __all__ = ["EarlyGathers"]
 

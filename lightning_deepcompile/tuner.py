@@ -35,7 +35,8 @@ from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.live import live_bytes
 from lightning_deepcompile.program.printer import format_bytes
-from lightning_deepcompile.program.schedule import Schedule, read_schedule
+from lightning_deepcompile.program.rewrite import read_schedule
+from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.relief import Relief
 from lightning_deepcompile.shortage_watch import ShortageWatch
 

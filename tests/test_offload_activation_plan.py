@@ -21,12 +21,7 @@ from lightning_deepcompile.plan.passes.offload_activation import offload_activat
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.simulate import arena_bytes, simulate
 from lightning_deepcompile.program.saved import Saved
-from lightning_deepcompile.program.schedule import (
-    Instruction,
-    Schedule,
-    ScheduleError,
-    check_schedule,
-)
+from lightning_deepcompile.program.schedule import Instruction, Schedule, ScheduleError, check_schedule
 
 COUNT, SIZE = 6, 1 << 20
 """Regions of a forward schedule, each of which saves one tensor of so many bytes."""

@@ -26,11 +26,8 @@ from lightning_deepcompile.plan.pass_manager import apply_passes
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.program.codegen import generate
 from lightning_deepcompile.program.printer import format_program
-from lightning_deepcompile.program.schedule import (
-    check_schedule,
-    read_schedule,
-    reschedule,
-)
+from lightning_deepcompile.program.rewrite import read_schedule, reschedule
+from lightning_deepcompile.program.schedule import check_schedule
 
 # Programs -------------------------------------------------------------------------------------------------------------
 

@@ -33,15 +33,8 @@ from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.printer import format_program
-from lightning_deepcompile.program.schedule import (
-    REDUCTIONS,
-    Instruction,
-    Schedule,
-    ScheduleError,
-    check_schedule,
-    read_schedule,
-    reschedule,
-)
+from lightning_deepcompile.program.rewrite import read_schedule, reschedule
+from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Schedule, ScheduleError, check_schedule
 
 ALL = ("zero3", "prefetch", "fuse", "unshard", "keep_whole", "reduce_late", "proactive_prefetch")
 

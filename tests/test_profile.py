@@ -30,7 +30,8 @@ from lightning_deepcompile.plan.passes.keep_whole import keep_until_boundary
 from lightning_deepcompile.plan.passes.unshard import keep_gathered, unshard_candidates
 from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.plan.simulate import arena_bytes
-from lightning_deepcompile.program.schedule import Schedule, read_schedule
+from lightning_deepcompile.program.rewrite import read_schedule
+from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.tuner import Tuner
 
 PLANNED = ["zero3", "prefetch", "fuse", "unshard", "keep_whole", "proactive_prefetch"]

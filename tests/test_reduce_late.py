@@ -35,7 +35,8 @@ from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.codegen import generate
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import collective_sequence
-from lightning_deepcompile.program.schedule import Instruction, read_schedule, reschedule
+from lightning_deepcompile.program.rewrite import read_schedule, reschedule
+from lightning_deepcompile.program.schedule import Instruction
 
 LIMIT = timedelta(seconds=60)  # a collective that takes longer is named by the watchdog
 ACCUMULATE, STEPS = 3, 11  # a round of planning, that profiles step 3, and two steps more

@@ -22,7 +22,7 @@ class KeepWhole(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         from lightning_deepcompile.plan.passes.keep_whole import keep_until_boundary
-        from lightning_deepcompile.program.schedule import read_schedule
+        from lightning_deepcompile.program.rewrite import read_schedule
 
         if batch_idx == ACCUMULATE:
             capture = trainer.strategy.engine.capture

@@ -36,8 +36,9 @@ from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.graph import is_gather, is_reduce, nbytes, output_node
 from lightning_deepcompile.program.lower import RegionCompiler, lower
 from lightning_deepcompile.program.program import ParamInfo, Program, ProgramKind
+from lightning_deepcompile.program.rewrite import Gathers, read_schedule, reschedule
 from lightning_deepcompile.program.saved import mark_saved
-from lightning_deepcompile.program.schedule import Gathers, Schedule, read_schedule, reschedule
+from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["Capture"]
 

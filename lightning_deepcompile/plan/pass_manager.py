@@ -22,7 +22,8 @@ from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.simulate import Prediction, simulate
 from lightning_deepcompile.program.printer import format_bytes, format_program
 from lightning_deepcompile.program.program import Program
-from lightning_deepcompile.program.schedule import Schedule, read_schedule, reschedule
+from lightning_deepcompile.program.rewrite import read_schedule, reschedule
+from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = [
     "BUILTIN_PASSES",

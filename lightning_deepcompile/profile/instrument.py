@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from lightning_deepcompile.plan.least import just_in_time
 from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.executable import Executable
-from lightning_deepcompile.program.schedule import Schedule, read_schedule, reschedule
+from lightning_deepcompile.program.rewrite import read_schedule, reschedule
+from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["instrument"]
 

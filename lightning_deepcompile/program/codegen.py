@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from torch import fx
 
 from lightning_deepcompile.program.program import Program, RegionModule
-from lightning_deepcompile.program.schedule import REDUCTIONS, instruction_nodes
+from lightning_deepcompile.program.rewrite import instruction_nodes
+from lightning_deepcompile.program.schedule import REDUCTIONS
 
 __all__ = ["Divider", "Guard", "Marks", "generate"]
 

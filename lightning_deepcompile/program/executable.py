@@ -10,7 +10,7 @@ from typing import Any
 from lightning_deepcompile.program.codegen import Divider, Guard, Marks, generate
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import Program
-from lightning_deepcompile.program.schedule import Gathers, opening_gathers
+from lightning_deepcompile.program.rewrite import Gathers, opening_gathers
 
 __all__ = ["Executable"]
 
