@@ -72,10 +72,15 @@ void bind_lifecycle(Class& runtime) {
                   "The memory of what host_shard() returned, or of a view of it, as a host tensor; None for others.")
       .def("state_home", &Runtime::state_home, "like"_a, NoGil(),
            "A place in host memory (pinned where the device has streams) for an optimizer state; uninitialised.")
+      .def("expect_states", &Runtime::expect_states, "chunks"_a, NoGil(),
+           "Say what dc.reload_states fetches, chunk by chunk: homes that only stow_states writes to.")
+      .def("take_states", &Runtime::take_states, NoGil(),
+           "What dc.reload_states fetched: chunk k's tensors are in slot -1 - k, to be used after await_states.")
+      .def("drop_states", &Runtime::drop_states, NoGil(), "Forget what dc.reload_states fetched and nobody took.")
       .def("begin_states", &Runtime::begin_states, "slot_bytes"_a, NoGil(),
            "Start a step of an optimizer whose offloaded states come in chunks of at most so many bytes.")
       .def("fetch_states", &Runtime::fetch_states, "slot"_a, "homes"_a, NoGil(),
-           "Start copying a chunk to one of 3 device buffers; returns its tensors, to be used after await_states.")
+           "Start copying a chunk to the buffer `slot`, from 0; returns its tensors, to be used after await_states.")
       .def("await_states", &Runtime::await_states, "slot"_a, NoGil())
       .def("stow_states", &Runtime::stow_states, "slot"_a, "sources"_a, "homes"_a, NoGil(),
            "Start copying a chunk to the host.")

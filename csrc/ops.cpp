@@ -73,6 +73,14 @@ void wait_copies_fused(int64_t graph_id, at::TensorList hosts) {
   Runtime::of(graph_id)->wait_copies_fused(graph_id, hosts.vec());
 }
 
+void reload_states(int64_t graph_id, std::vector<int64_t> chunks, std::vector<int64_t> /*sizes*/) {
+  Runtime::of(graph_id)->reload_states(graph_id, static_cast<int64_t>(chunks.size()));
+}
+
+void wait_states(int64_t graph_id, std::vector<int64_t> chunks, std::vector<int64_t> /*sizes*/) {
+  Runtime::of(graph_id)->wait_states(graph_id, static_cast<int64_t>(chunks.size()));
+}
+
 void offload_parameter(const Tensor& /*param*/, int64_t graph_id, int64_t id) {
   Runtime::of(graph_id)->offload_parameter(graph_id, id);
 }
@@ -141,6 +149,9 @@ TORCH_LIBRARY(dc, m) {
   m.def("offload_tensors_fused(int graph_id, Tensor[] tensors) -> Tensor[]");
   m.def("reload_tensors_fused(int graph_id, Tensor[] tensors) -> Tensor[]");
   m.def("wait_copies_fused(int graph_id, Tensor[] tensors) -> ()");
+  // Optimizer states in host memory, a few chunks further in the order in which they step; sizes are for people.
+  m.def("reload_states(int graph_id, int[] chunks, int[] sizes) -> ()");
+  m.def("wait_states(int graph_id, int[] chunks, int[] sizes) -> ()");
   // Shards in host memory; `id` is the parameter's.
   m.def("offload_parameter(Tensor param, int graph_id, int id) -> ()");
   m.def("reload_parameter(Tensor param, int graph_id, int id) -> ()");
@@ -166,6 +177,8 @@ TORCH_LIBRARY_IMPL(dc, CompositeExplicitAutograd, m) {
   m.impl("offload_tensors_fused", &ldc::offload_tensors_fused);
   m.impl("reload_tensors_fused", &ldc::reload_tensors_fused);
   m.impl("wait_copies_fused", &ldc::wait_copies_fused);
+  m.impl("reload_states", &ldc::reload_states);
+  m.impl("wait_states", &ldc::wait_states);
 }
 
 TORCH_LIBRARY_IMPL(dc, CPU, m) { ldc::implement_for_device(m); }

@@ -87,6 +87,9 @@ class Runtime {
   // Optimizer states in host memory; see StateCopies.
   void reserve_states(const std::vector<int64_t>& sizes);
   Tensor state_home(const Tensor& like);
+  void expect_states(std::vector<std::vector<Tensor>> chunks);
+  std::vector<std::vector<Tensor>> take_states();
+  void drop_states();
   void begin_states(int64_t slot_bytes);
   std::vector<Tensor> fetch_states(int64_t slot, const std::vector<Tensor>& homes);
   void await_states(int64_t slot);
@@ -123,6 +126,8 @@ class Runtime {
   std::vector<Tensor> offload_tensors_fused(int64_t graph_id, const std::vector<Tensor>& tensors);
   std::vector<Tensor> reload_tensors_fused(int64_t graph_id, const std::vector<Tensor>& hosts);
   void wait_copies_fused(int64_t graph_id, const std::vector<Tensor>& hosts);
+  void reload_states(int64_t graph_id, int64_t count);  // does nothing but in a boundary's backward
+  void wait_states(int64_t graph_id, int64_t count);
   void offload_parameter(int64_t graph_id, int64_t id);
   void reload_parameter(int64_t graph_id, int64_t id);
   Tensor gather(const Tensor& shard, int64_t id, c10::IntArrayRef size, ScalarType dtype);

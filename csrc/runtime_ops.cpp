@@ -138,6 +138,34 @@ Tensor Runtime::state_home(const Tensor& like) {
   return states_.home(like);
 }
 
+void Runtime::expect_states(std::vector<std::vector<Tensor>> chunks) {
+  const auto lock = enter();
+  states_.expect(std::move(chunks));
+}
+
+void Runtime::reload_states(int64_t graph_id, int64_t count) {
+  const auto lock = enter();
+  executor(graph_id);
+  check_in_backward("reload_states");
+  if (phase_.boundary) states_.advance(count);
+}
+
+std::vector<std::vector<Tensor>> Runtime::take_states() {
+  const auto lock = enter();
+  return states_.take();
+}
+
+void Runtime::drop_states() {
+  const std::lock_guard lock(mutex_);  // as settle_states
+  states_.drop();
+}
+
+void Runtime::wait_states(int64_t graph_id, int64_t count) {
+  const auto lock = enter();
+  executor(graph_id);
+  states_.depart(count);
+}
+
 void Runtime::begin_states(int64_t slot_bytes) {
   const auto lock = enter();
   states_.begin(slot_bytes);

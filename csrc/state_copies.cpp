@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "views.h"
 
@@ -15,33 +16,67 @@ StateCopies::StateCopies(Device device, Stats& stats, std::shared_ptr<HostMemory
       in_(pool_stream(device, /*high_priority=*/false)),
       slabs_(std::move(memory), "optimizer states") {}
 
-StateCopies::Slot& StateCopies::slot_at(int64_t slot) {
-  LDC_CHECK_ARG(slot >= 0 && slot < kSlots, "optimizer states: slot ", slot, " is not in [0, ", kSlots, ").");
-  return slots_[static_cast<size_t>(slot)];
+namespace {
+
+int64_t buffer_bytes(const std::vector<Tensor>& homes) {
+  int64_t need = 0;
+  for (const Tensor& home : homes) {
+    LDC_CHECK_ARG(home.device().is_cpu() && home.is_contiguous(), "fetch_states: needs what state_home() returned.");
+    need += align_up(static_cast<int64_t>(home.nbytes()), kAlignment);
+  }
+  return need;
+}
+
+}  // namespace
+
+void StateCopies::expect(std::vector<std::vector<Tensor>> chunks) {
+  drop();
+  expected_ = std::move(chunks);
+}
+
+void StateCopies::advance(int64_t count) {
+  for (; count > 0 && advanced_.size() < expected_.size(); --count) {
+    const std::vector<Tensor>& homes = expected_[advanced_.size()];
+    Slot& target = slots_[ahead(advanced_.size())];
+    release(target);
+    order(scratch_, out_, in_);
+    advanced_.push_back(copy_in(target, homes, buffer_bytes(homes)));
+  }
+}
+
+std::vector<std::vector<Tensor>> StateCopies::take() { return std::exchange(advanced_, {}); }
+
+void StateCopies::drop() {
+  const size_t count = std::exchange(advanced_, {}).size();
+  for (size_t chunk = 0; chunk < count; ++chunk) release(slots_[ahead(chunk)]);
 }
 
 void StateCopies::begin(int64_t slot_bytes) {
   LDC_CHECK_ARG(slot_bytes >= 0, "begin_states: `slot_bytes` must not be negative, got ", slot_bytes, ".");
-  settle();
+  for (auto& [number, slot] : slots_) {
+    if (number >= 0) settle(slot);
+  }
   slot_bytes_ = slot_bytes;
   order(scratch_, out_, in_);
   order(scratch_, current_stream(device_), in_);
 }
 
 std::vector<Tensor> StateCopies::fetch(int64_t slot, const std::vector<Tensor>& homes) {
-  Slot& target = slot_at(slot);
+  LDC_CHECK_ARG(slot >= 0, "fetch_states: there is no slot ", slot, ".");
+  Slot& target = slots_[slot];
   release_held(target);
   if (homes.empty()) return {};
-  int64_t need = 0;
-  for (const Tensor& home : homes) {
-    LDC_CHECK_ARG(home.device().is_cpu() && home.is_contiguous(), "fetch_states: needs what state_home() returned.");
-    need += align_up(static_cast<int64_t>(home.nbytes()), kAlignment);
-  }
+  const int64_t need = buffer_bytes(homes);
   LDC_CHECK_ARG(need <= slot_bytes_, "fetch_states: a chunk of ", need, " bytes is larger than the ", slot_bytes_,
                 " of begin_states.");
+  return copy_in(target, homes, slot_bytes_);
+}
+
+/// Copies into the slot's memory, `bytes` of which are allocated if there is none.
+std::vector<Tensor> StateCopies::copy_in(Slot& target, const std::vector<Tensor>& homes, int64_t bytes) {
   const PlainTensors plain;
   if (!target.memory.defined()) {
-    target.memory = at::empty({slot_bytes_}, at::TensorOptions().dtype(c10::kByte).device(device_));
+    target.memory = at::empty({bytes}, at::TensorOptions().dtype(c10::kByte).device(device_));
     order(scratch_, current_stream(device_), in_);
     note_device_bytes();
   }
@@ -50,22 +85,27 @@ std::vector<Tensor> StateCopies::fetch(int64_t slot, const std::vector<Tensor>& 
   const c10::StreamGuard guard(in_);
   int64_t offset = 0;
   for (const Tensor& home : homes) {
-    const auto bytes = static_cast<int64_t>(home.nbytes());
+    const auto size = static_cast<int64_t>(home.nbytes());
     arriving.push_back(typed_view(target.memory, offset, home.sizes(), home.scalar_type()));
     arriving.back().copy_(home, /*non_blocking=*/true);
-    offset += align_up(bytes, kAlignment);
-    stats_.reloaded_bytes += bytes;
+    offset += align_up(size, kAlignment);
+    stats_.reloaded_bytes += size;
   }
   target.arrived.record(in_);
   return arriving;
 }
 
-void StateCopies::arrive(int64_t slot) { slot_at(slot).arrived.block(current_stream(device_)); }
+void StateCopies::arrive(int64_t slot) {
+  const auto found = slots_.find(slot);
+  LDC_CHECK_ARG(found != slots_.end(), "await_states: nothing was fetched into slot ", slot, ".");
+  found->second.arrived.block(current_stream(device_));
+}
 
 void StateCopies::stow(int64_t slot, const std::vector<Tensor>& sources, const std::vector<Tensor>& homes) {
-  Slot& origin = slot_at(slot);
+  Slot& origin = slots_[slot];
   LDC_CHECK_ARG(sources.size() == homes.size(), "stow_states: ", sources.size(), " tensors but ", homes.size(),
                 " homes.");
+  origin.stowed = ++stows_;
   if (sources.empty()) {
     origin.left.record(current_stream(device_));
     return;
@@ -89,32 +129,51 @@ void StateCopies::release_held(Slot& slot) {
   slot.held.clear();
 }
 
+void StateCopies::settle(Slot& slot) {
+  if (slot.empty()) return;
+  slot.arrived.block(current_stream(device_));
+  slot.left.block(current_stream(device_));
+  slot.held.clear();
+  slot.memory.reset();
+}
+
 void StateCopies::settle() {
-  for (Slot& slot : slots_) {
-    if (!slot.memory.defined() && slot.held.empty()) continue;
-    slot.arrived.block(current_stream(device_));
-    slot.left.block(current_stream(device_));
-    slot.held.clear();
-    slot.memory.reset();
+  drop();
+  for (auto& [number, slot] : slots_) settle(slot);
+}
+
+void StateCopies::depart(int64_t count) {
+  for (; count > 0; --count) {
+    Slot* first = nullptr;
+    for (auto& [number, slot] : slots_) {
+      if (slot.stowed > 0 && !slot.empty() && (first == nullptr || slot.stowed < first->stowed)) first = &slot;
+    }
+    if (first == nullptr) return;
+    settle(*first);
   }
 }
 
-void StateCopies::release() {
-  for (Slot& slot : slots_) {
-    if (has_streams(device_)) {
-      if (slot.memory.defined()) slot.held.push_back(slot.memory);
-      for (const Tensor& tensor : slot.held) {
-        tensor.record_stream(in_);  // what was fetched and never used
-        tensor.record_stream(out_);
-      }
+void StateCopies::release(Slot& slot) {
+  if (has_streams(device_)) {
+    if (slot.memory.defined()) slot.held.push_back(slot.memory);
+    for (const Tensor& tensor : slot.held) {
+      tensor.record_stream(in_);  // what was fetched and never used
+      tensor.record_stream(out_);
     }
-    slot.held.clear();
-    slot.memory.reset();
+  }
+  slot.held.clear();
+  slot.memory.reset();
+  slot.stowed = 0;
+}
+
+void StateCopies::release() {
+  for (auto& [number, slot] : slots_) {
+    if (number >= 0 || number <= ahead(advanced_.size())) release(slot);
   }
 }
 
 void StateCopies::synchronize() {
-  for (const Slot& slot : slots_) {
+  for (const auto& [number, slot] : slots_) {
     slot.arrived.synchronize();
     slot.left.synchronize();
   }
@@ -123,7 +182,7 @@ void StateCopies::synchronize() {
 
 int64_t StateCopies::device_bytes() const {
   int64_t total = 0;
-  for (const Slot& slot : slots_) {
+  for (const auto& [number, slot] : slots_) {
     if (slot.memory.defined()) total += slot.memory.numel();
     for (const Tensor& held : slot.held) total += static_cast<int64_t>(held.nbytes());
   }

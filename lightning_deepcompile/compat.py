@@ -6,11 +6,12 @@ Each function has a test that fails when PyTorch moves what it uses.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ __all__ = [
     "inference_joint_passes",
     "is_checkpoint",
     "never_a_frame",
+    "never_frames",
     "partition",
     "process_group",
     "real_tensors",
@@ -48,6 +50,8 @@ __all__ = [
     "with_local",
     "with_own_code",
 ]
+
+T = TypeVar("T")
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """A compiled function that takes its arguments as one list and empties it, so that they can be freed while it runs."""
@@ -235,6 +239,18 @@ def never_a_frame(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     torch._dynamo.eval_frame.skip_code(function.__code__)
     return function
+
+
+def never_frames(kind: type[T]) -> type[T]:
+    """Does so with all methods of a class.
+
+    Under manual optimization, optimizers step within compiled code, behind a graph break: what accompanies their steps
+    handles many tensors and computes nothing.
+    """
+    for value in vars(kind).values():
+        if inspect.isfunction(value):
+            never_a_frame(inspect.unwrap(value))
+    return kind
 
 
 def storage_uses(tensor: Tensor) -> int:

@@ -211,13 +211,13 @@ class Engine:
     def _begin_training_step(self) -> None:
         self.tuner.begin_micro_batch()
         if self.residency is not None:
-            self.residency.begin_step()
+            self.residency.begin_step(self.capture.waits_for_states)
         self._opening.begin_training_step(isolated=self.tuner.isolates)
         self.capture.begin_step()
 
     def finish_step(self) -> None:
         """Call when an optimizer step is over and the next training step uses its parameters; may gather them."""
-        if self.residency is not None:
+        if self.residency is not None and not self.capture.waits_for_states:
             self.runtime.release_states()  # what is gathered now shall not wait for what leaves the device
         self._opening.launch()
 
@@ -280,6 +280,8 @@ class Engine:
             run: Runs the pass.
         """
         self.tuner.begin_backward(self.gradients.update)
+        if self.residency is not None:
+            self.runtime.release_states()  # what the forward pass did not wait for
         self.gradients.begin_now()
         try:
             with self.model.state.set("inside"):  # eager code under activation checkpointing runs, and gathers, again

@@ -297,7 +297,7 @@ class Tuner:
             profile = replace(profile, hold_seconds=measure_holds(dtypes, self._device))
         if self._config.memory_budget is None:
             profile = leave_room(profile)
-        if self.host_room is not None or self.states.may_move:
+        if self.host_room is not None or self.states.travel:
             out, back = measure_copies(self._device)
             room = self.host_room and self.host_room()
             profile = replace(profile, copy_out=out, copy_in=back, host_budget=room)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
 from lightning_deepcompile.plan.pass_manager import PassEffect
-from lightning_deepcompile.plan.simulate import Prediction
+from lightning_deepcompile.plan.prediction import Prediction
 from lightning_deepcompile.plan.state_trade import Planned, StateMemory, trade_states, with_away
 
 LINK = Link(0.0, 10.0)  # bytes a second, each way

@@ -278,6 +278,11 @@ class Capture:
         (forward,) = (e for e in self._opening.executables if e.program.kind == "forward")
         return forward.opening
 
+    @property
+    def waits_for_states(self) -> bool:
+        """Whether the last training step's first program waits for optimizer states that leave the device."""
+        return self._opening is not None and any(e.waits_for_states for e in self._opening.executables)
+
     def schedules(self, names: Iterable[str], passes: Sequence[Pass]) -> dict[str, Schedule]:
         """What `passes`, without those that need a profile, make of programs; nothing is swapped.
 

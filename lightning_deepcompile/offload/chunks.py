@@ -24,6 +24,8 @@ class Chunk:
         arrived: Of each state that was fetched: parameter, name, its home, and the tensor on the device.
         shards: Of each parameter that was fetched itself: parameter, its home, and the tensor on the device.
         mapped: Of each of `shards` that is in use, what the parameter was before, and will be again.
+        slot: Of the runtime's buffers, the one for what is fetched while the optimizer steps; None if all is there.
+        slots: All that hold some of it.
     """
 
     params: list[list[Tensor]]
@@ -31,6 +33,8 @@ class Chunk:
     arrived: list[tuple[Tensor, str, Tensor, Tensor]] = field(default_factory=list)
     shards: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     mapped: list[Tensor] = field(default_factory=list)
+    slot: int | None = None
+    slots: set[int] = field(default_factory=set)
 
     def narrow(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Copies of the optimizer's groups that hold this chunk's parameters alone."""

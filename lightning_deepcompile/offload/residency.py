@@ -99,6 +99,8 @@ class Residency:
         offload.leaving = lambda local: True  # until it is decided: loaded states do not come to the device first
         offload.optional = self._config.offload == "auto"
         self._attached.append((weakref.ref(optimizer), offload))
+        for _, one in self._attached:
+            one.alone = len(self._attached) == 1
         self.decision = None
         self._observing = False
         if self._config.offload == "all":
@@ -106,9 +108,15 @@ class Residency:
             self._take_host_memory(list(self._sizes()))
         return offload
 
-    def begin_step(self) -> None:
-        """Call before a training step's forward pass: it gets the memory of the optimizer's buffers, as they empty."""
-        self._runtime.release_states()
+    def begin_step(self, waits: bool) -> None:
+        """Call before a training step's forward pass: it gets the memory of the optimizer's buffers, as they empty.
+
+        Args:
+            waits: Whether its program waits for that itself.
+        """
+        self._runtime.drop_states()  # of a step that was skipped
+        if not waits:
+            self._runtime.release_states()
         if self._coming > self.host_bytes:  # the optimizer has stepped since
             self._coming = 0
             self._runtime.synchronize_states()  # what nobody uses any more is freed
@@ -116,6 +124,11 @@ class Residency:
         if undecided and not self._observing and self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._observing = True
+
+    def set_slots(self, slots: int) -> None:
+        """Chunks of states that may be on the device while an optimizer steps."""
+        for _, offload in self._attached:
+            offload.slots = slots
 
     def retire(self) -> None:
         """Ends the charge of all optimizers: their states move to ordinary host memory, pinned memory is freed."""
@@ -179,11 +192,15 @@ class Residency:
             offload.leaving = chosen.get(number, set()).__contains__
 
     def memory(self) -> StateMemory | None:
-        """What planning must know to place states anew; None before the first decision, and if all must leave."""
+        """What planning must know to place states anew, and to let them travel; None before the first decision."""
         seen, sizes = self._seen, tuple(size for *_, size in self._sizes() if size > 0)
-        if seen is None or self.decision is None or self._config.offload != "auto" or not sizes:
+        if seen is None or self.decision is None or not sizes:
             return None
-        return StateMemory(sizes, self._away, seen.stepping, seen.buffers, seen.host)
+        movable = self._config.offload == "auto"
+        away = self._away if movable else sum(sizes)
+        fetched = len(self._attached) == 1 and not any(self._hosted_bytes(local) for _, local, _ in self._sizes())
+        chunk = self._chunk_bytes if fetched else 0
+        return StateMemory(sizes, away, seen.stepping, seen.buffers, seen.host, chunk, movable)
 
     def place(self, away: int, reason: str) -> bool:
         """Places states anew: those that leave do so now, those that come back with the optimizer's next step.

@@ -5,10 +5,13 @@ Between steps ``optimizer.state`` holds the host tensors, so that state dicts se
 hooks, counters of schedulers and return values are those of one step.
 
 Shards that live in host memory themselves come and go with the states of their parameters.
+
+Programs may fetch the first chunks while backward still runs: a step finds them on the device, or on their way.
 """
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -23,10 +26,11 @@ from lightning_deepcompile.offload.probe import StateSizes, can_leave
 
 __all__ = ["StateOffload"]
 
-_SLOTS = 3  # of the runtime: one chunk arrives, one is stepped, one leaves
+_SLOTS = 3  # one chunk arrives, one is stepped, one leaves
 _ALIGNMENT = 512
 
 
+@compat.never_frames
 class StateOffload:
     """Keeps states of one optimizer in host memory.
 
@@ -42,6 +46,9 @@ class StateOffload:
     Attributes:
         sizes: As above.
         leaving: Whether the states of a shard leave after a step.
+        alone: Whether no other optimizer has states in host memory: then programs may fetch the first chunks.
+        slots: Buffers of a chunk's size that states may take on the device: some for what programs fetch, the others go
+            round, and at least three do.
         optional: Whether states may stay on the device for want of host memory while they are loaded.
         moved: Bytes that the last step copied to and from the device.
     """
@@ -66,10 +73,15 @@ class StateOffload:
         self._local_of = local_of
         self._host_of = host_of
         self.leaving: Callable[[Tensor], bool] = lambda local: False
+        self.alone = False
+        self.slots = _SLOTS
         self.optional = False
         self.moved = 0
         self._homes: dict[Tensor, dict[str, Tensor]] = {}  # by shard and name
         self._chunks: list[Chunk] = []  # of the step under way
+        self._expected: list[list[Tensor]] = []  # homes of the chunks that programs may fetch
+        self._versions: list[list[int]] = []  # of what they hold
+        self._early: dict[Tensor, tuple[int, Tensor]] = {}  # of homes that they have: slot, and tensor on the device
         self._current = 0
         self._shards_moved = False
         self._changes: GroupChanges | None = None
@@ -108,6 +120,14 @@ class StateOffload:
         self._chunks = make_chunks(optimizer.param_groups, self._visits, self._size_of, self._chunk_bytes)
         self._current = 0
         self._changes = GroupChanges(optimizer)
+        fetched = self._runtime.take_states() if self.alone else []
+        self._early = {
+            home: (-1 - k, tensor)
+            for k, tensors in enumerate(fetched)
+            for home, version, tensor in zip(self._expected[k], self._versions[k], tensors, strict=True)
+            if home._version == version  # else somebody has written to it since
+        }
+        self._place_chunks(max(_SLOTS, self.slots - len(fetched)))
         self._runtime.begin_states(max(self._home_bytes(chunk) for chunk in self._chunks))
         self._fetch(0)
         with compat.unhooked_step(optimizer) as step:
@@ -124,7 +144,9 @@ class StateOffload:
             return
         self._leave()
         self._changes.apply()
+        chunks = [[p for params in chunk.params for p in params] for chunk in self._chunks if chunk.visits]
         self.restore()
+        self._expect([[home for p in chunk for home in self._homes.get(p, {}).values()] for chunk in chunks])
 
     def restore(self) -> None:
         """Gives the optimizer its own groups back; after an error, states that came to the device stay there."""
@@ -140,6 +162,27 @@ class StateOffload:
         self._held().param_groups = self._changes.groups
         self._changes = None
         self._chunks = []
+        self._early = {}
+
+    def _expect(self, chunks: list[list[Tensor]]) -> None:
+        """Tells the runtime what the next step begins with, so that programs can fetch it."""
+        chunks = [homes for homes in chunks if homes] if self.alone else []
+        self._versions = [[home._version for home in homes] for homes in chunks]
+        known = [home for homes in self._expected for home in homes]
+        new = [home for homes in chunks for home in homes]
+        if [len(c) for c in chunks] == [len(c) for c in self._expected] and all(map(operator.is_, known, new)):
+            return
+        self._expected = chunks
+        self._runtime.expect_states(chunks)
+
+    def _place_chunks(self, slots: int) -> None:
+        """Gives a slot to each chunk that has to be fetched, or whose states are new; slots go round."""
+        turn = 0
+        for chunk in self._chunks:
+            homes = [home for params in chunk.params for p in params for home in self._homes.get(p, {}).values()]
+            if not chunk.visits or not homes or any(home not in self._early for home in homes):
+                chunk.slot = turn % slots
+                turn += 1
 
     def _visits(self, local: Tensor) -> bool:
         return bool(self._homes.get(local)) or self.leaving(local) or self._shard_home(local) is not None
@@ -160,7 +203,8 @@ class StateOffload:
 
     def _home_bytes(self, chunk: Chunk) -> int:
         parameters = [p for params in chunk.params for p in params]
-        return sum(_buffer_bytes(self._homes.get(p, {}).values()) + self._shard_bytes(p) for p in parameters)
+        homes = [home for p in parameters for home in self._homes.get(p, {}).values() if home not in self._early]
+        return _buffer_bytes(homes) + sum(self._shard_bytes(p) for p in parameters)
 
     def _fetch(self, index: int) -> None:
         chunk = self._chunks[index]
@@ -175,19 +219,25 @@ class StateOffload:
         ]
         parameters = [p for params in chunk.params for p in params] if chunk.visits else []
         shards = [(p, home) for p in parameters if (home := self._shard_home(p)) is not None]
+        chunk.arrived = [(*entry, self._early[entry[2]][1]) for entry in wanted if entry[2] in self._early]
+        wanted = [entry for entry in wanted if entry[2] not in self._early]
         homes = [home for *_, home in (*wanted, *shards)]
-        tensors = iter(self._runtime.fetch_states(index % _SLOTS, homes))
-        chunk.arrived = [(*entry, next(tensors)) for entry in wanted]
+        tensors = iter(() if chunk.slot is None else self._runtime.fetch_states(chunk.slot, homes))
+        chunk.slots = {self._early[home][0] for *_, home, _ in chunk.arrived}
+        if chunk.slot is not None:
+            chunk.slots.add(chunk.slot)
+        self.moved += sum(home.nbytes for home in (*homes, *(home for *_, home, _ in chunk.arrived)))
+        chunk.arrived += [(*entry, next(tensors)) for entry in wanted]
         chunk.shards = [(*entry, next(tensors)) for entry in shards]
-        self.moved += sum(home.nbytes for home in homes)
 
     def _enter(self) -> None:
         index, optimizer = self._current, self._held()
         assert self._changes is not None
         if index + 1 < len(self._chunks):
             self._fetch(index + 1)
-        self._runtime.await_states(index % _SLOTS)
         chunk = self._chunks[index]
+        for slot in chunk.slots:
+            self._runtime.await_states(slot)
         for p, name, _, tensor in chunk.arrived:
             optimizer.state[p][name] = tensor
         for p, _, tensor in chunk.shards:
@@ -203,8 +253,7 @@ class StateOffload:
         self._changes.add(chunk, optimizer.param_groups, type(optimizer).__name__)
         known = {(p, name): (home, tensor) for p, name, home, tensor in chunk.arrived}
         buffers = {tensor.untyped_storage().data_ptr() for *_, tensor in chunk.arrived}
-        sources: list[Tensor] = []
-        homes: list[Tensor] = []
+        leaving: list[tuple[Tensor, Tensor, Tensor | None]] = []  # what, where to, and where it came from
         for p in (p for params in chunk.params for p in params if chunk.visits):
             entries = optimizer.state[p] if p in optimizer.state else {}
             kept: dict[str, Tensor] = {}
@@ -217,23 +266,30 @@ class StateOffload:
                 if not self.leaving(p):
                     entries[name] = value.clone() if value is fetched else value  # it has come back to stay
                     continue
+                source = home if value is fetched else None
                 if home is None or home.shape != value.shape or home.dtype != value.dtype:
                     home = self._runtime.state_home(value)
                 entries[name] = kept[name] = home
-                sources.append(value)
-                homes.append(home)
+                leaving.append((value, home, source))
             if kept:
                 self._homes[p] = kept
             else:
                 self._homes.pop(p, None)
         for (p, home, _), mapped in zip(chunk.shards, chunk.mapped, strict=True):
-            sources.append(p.detach())
-            homes.append(home)
+            leaving.append((p.detach(), home, None))
             p.data = mapped
         chunk.arrived, chunk.shards, chunk.mapped = [], [], []
-        self._runtime.stow_states(index % _SLOTS, sources, homes)
-        self.moved += sum(home.nbytes for home in homes)
+        for slot in sorted(chunk.slots):
+            mine = [(v, h) for v, h, source in leaving if self._slot_of(source, chunk) == slot]
+            self._runtime.stow_states(slot, [value for value, _ in mine], [home for _, home in mine])
+        self.moved += sum(home.nbytes for _, home, _ in leaving)
         self._current += 1
+
+    def _slot_of(self, source: Tensor | None, chunk: Chunk) -> int | None:
+        """The slot in which a tensor of a chunk lies that came from the home `source`; None: from nowhere."""
+        if source in self._early:
+            return self._early[source][0]
+        return min(chunk.slots, default=None) if chunk.slot is None else chunk.slot
 
     # Outside of steps -------------------------------------------------------------------------------------------------
 
@@ -290,12 +346,14 @@ class StateOffload:
     def forget(self) -> None:
         """Call when the optimizer has got another state: what was in host memory is freed."""
         self._homes.clear()
+        self._expect([])
         self._runtime.synchronize_states()
 
     def retire(self) -> None:
         """Moves what is in pinned memory to ordinary host memory, for an optimizer that is not going to step soon."""
         optimizer = self._optimizer()
         homes, self._homes = self._homes, {}
+        self._expect([])
         if optimizer is None or not homes:
             return
         self._runtime.synchronize_states()
@@ -310,6 +368,7 @@ class StateOffload:
         return optimizer
 
 
+@compat.never_a_frame
 def _buffer_bytes(homes: Iterable[Tensor]) -> int:
     """Bytes of a buffer of the runtime that holds such tensors."""
     return sum(-(-home.nbytes // _ALIGNMENT) * _ALIGNMENT for home in homes)

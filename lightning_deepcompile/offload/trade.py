@@ -33,8 +33,8 @@ class StateTrade:
         self.moved = self.must = False
 
     @property
-    def may_move(self) -> bool:
-        """Whether a plan may move states."""
+    def travel(self) -> bool:
+        """Whether plans must know how fast states travel."""
         return self._residency is not None and self._residency.memory() is not None
 
     def least(self, profile: Profile) -> Profile:
@@ -58,11 +58,13 @@ class StateTrade:
             schedules, effects = plan(profile)
             return profile, (schedules, self._told(effects))
         now, best = trade_states(profile, memory, plan)
+        residency.set_slots(now.slots)
         if best.away != now.away and self._move(residency, now, best):
             schedules, effects = best.planned
             measured = replace(effects[0], prediction=simulate(profile.schedules, now.profile))
             sizes = f"{format_bytes(now.away)} become {format_bytes(best.away)}"
             text = "; ".join(filter(None, (self._others(), f"optimizer states in host memory: {sizes}")))
+            residency.set_slots(best.slots)
             placed = PassEffect("offload", text, effects[0].prediction)
             return best.profile, (schedules, [measured, placed, *effects[1:]])
         schedules, effects = now.planned

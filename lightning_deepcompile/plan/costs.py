@@ -102,6 +102,10 @@ class Profile:
         budget: Bytes that may be allocated; None if there is no limit.
         room: Bytes that were taken off the budget for larger batches: no reason for anything to leave the device.
         host_budget: Bytes of host memory for saved tensors; None if there is no limit.
+        state_chunks: Bytes of each chunk of optimizer states that waits in host memory and steps by itself. Then
+            `optimizer_seconds` is without their copies, which are simulated.
+        state_share: How much of that time the chunks take.
+        state_slots: Chunks that may be on the device while the optimizer steps.
         copy_out: Model of copies to host memory.
         copy_in: Model of copies from host memory.
         step_seconds: Duration of ordinary steps before this profile was taken; 0 if unknown.
@@ -131,6 +135,9 @@ class Profile:
     budget: int | None = None
     room: int = 0
     host_budget: int | None = None
+    state_chunks: tuple[int, ...] = ()
+    state_share: float = 1.0
+    state_slots: int = 3
     copy_out: Link = Link(0.0, 1e12)
     copy_in: Link = Link(0.0, 1e12)
     step_seconds: float = 0.0
@@ -191,6 +198,7 @@ class Profile:
             for name in ("gather", "reduce", "copy_out", "copy_in"):
                 if name in data:
                     data[name] = Link(**data[name])
+            data["state_chunks"] = tuple(data.get("state_chunks", ()))
             data["contention"] = Contention(**data["contention"])
             profile = cls(**data)
         except (KeyError, TypeError, AttributeError) as error:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.simulate import simulate
-from lightning_deepcompile.program.schedule import RELEASES, Instruction, Schedule
+from lightning_deepcompile.program.schedule import RELEASES, STATE_COPIES, Instruction, Schedule
 
 __all__ = ["just_in_time", "least_budget"]
 
@@ -20,13 +20,15 @@ def least_budget(schedules: Sequence[Schedule], profile: Profile) -> int:
 def just_in_time(schedule: Schedule) -> Schedule:
     """`schedule` with every group gathered right before it is waited for, and nothing left for later programs.
 
-    Copies are waited for at once.
+    Copies are waited for at once; those of optimizer states are left to the optimizer's step.
     """
     groups = [instruction for instruction in schedule.instructions if instruction.op == "gather"]
     result: list[Instruction] = []
     gathered: set[int] = set()
     sizes: dict[int, int] = {i: size for g in groups for i, size in zip(g.ids, g.sizes, strict=True)}
     for instruction in schedule.instructions:
+        if instruction.op in STATE_COPIES:
+            continue
         if instruction.op in ("gather", "reload") or (instruction.op == "wait_copy" and schedule.kind == "forward"):
             continue
         if instruction.op == "wait":

@@ -13,13 +13,15 @@ from lightning_deepcompile.plan.least import just_in_time
 from lightning_deepcompile.plan.passes.fuse import fuse
 from lightning_deepcompile.plan.passes.keep_whole import keep_whole
 from lightning_deepcompile.plan.passes.offload_activation import offload_activation
+from lightning_deepcompile.plan.passes.offload_optimizer import offload_optimizer
 from lightning_deepcompile.plan.passes.prefetch import prefetch
 from lightning_deepcompile.plan.passes.proactive_prefetch import proactive_prefetch
 from lightning_deepcompile.plan.passes.reduce_late import reduce_late
 from lightning_deepcompile.plan.passes.unshard import unshard
 from lightning_deepcompile.plan.passes.zero3 import zero3
+from lightning_deepcompile.plan.prediction import Prediction
 from lightning_deepcompile.plan.settings import PlanSettings
-from lightning_deepcompile.plan.simulate import Prediction, simulate
+from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.printer import format_bytes, format_program
 from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.rewrite import read_schedule, reschedule
@@ -98,6 +100,7 @@ BUILTIN_PASSES: dict[str, Pass] = {
         program_pass("prefetch", needs=["gathers"])(prefetch),
         step_pass("fuse", needs=["gathers", "profile"])(fuse),
         step_pass("offload_activation", needs=["gathers", "profile"])(offload_activation),
+        step_pass("offload_optimizer", needs=["gathers", "profile"])(offload_optimizer),
         step_pass("unshard", needs=["gathers", "profile"])(unshard),
         step_pass("keep_whole", needs=["gathers", "profile"])(keep_whole),
         step_pass("reduce_late", needs=["gathers", "profile"])(reduce_late),
@@ -118,6 +121,7 @@ DEFAULT_SCHEDULE: tuple[dict[str, Any], ...] = (
             "prefetch",
             "fuse",
             "offload_activation",
+            "offload_optimizer",
             "unshard",
             "keep_whole",
             "reduce_late",
@@ -343,6 +347,12 @@ def difference(before: Sequence[Schedule], after: Sequence[Schedule]) -> str:
     ]
     if away[0] != away[1]:
         parts.append(f"activations in host memory: {format_bytes(away[0])} become {format_bytes(away[1])}")
+    states = [
+        {k for s in step for position in s.at("reload_states") for k in s.instructions[position].ids}
+        for step in (before, after)
+    ]
+    if states[0] != states[1]:
+        parts.append(f"chunks of optimizer states fetched in backward: {len(states[0])} become {len(states[1])}")
     moved = sum(a.instructions != b.instructions for a, b in zip(before, after, strict=True))
     if moved and not parts:
         parts.append(f"launches moved in {moved} of {len(after)} programs")

@@ -6,7 +6,7 @@ discrete events (`events`), memory from the host's order alone, as the allocator
 
 A step is one of many equal ones: where the gathers that open it are launched early, it finds them on their way since
 the end of the step before, for as long as the trainer was busy in between, or since the optimizer stepped on what they
-read.
+read. What optimizer states are copied, `visits` follows.
 """
 
 from __future__ import annotations
@@ -19,82 +19,17 @@ from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
 from lightning_deepcompile.plan.events import StreamName, Task, run_tasks
 from lightning_deepcompile.plan.gradients import GradientModel
 from lightning_deepcompile.plan.placement import opened_part
+from lightning_deepcompile.plan.prediction import MemoryPoint, Prediction, Span
+from lightning_deepcompile.plan.visits import StateVisits
 from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Schedule, opening_positions
 
 __all__ = [
-    "MemoryPoint",
-    "Prediction",
-    "Span",
     "arena_bytes",
     "gradient_bytes",
     "memory_bytes",
     "memory_excess",
     "simulate",
 ]
-
-
-@dataclass(frozen=True)
-class Span:
-    """Something that a stream did, from `start` to `end` in seconds; before the step's begin they are negative."""
-
-    stream: StreamName
-    label: str
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class MemoryPoint:
-    """The most memory while an instruction was issued.
-
-    Args:
-        micro_batch: Number of the micro-batch.
-        schedule: Index of the schedule within it.
-        instruction: Position of the instruction.
-        seconds: When the device gets there.
-        arena: Bytes of slots for gathered parameters.
-        bytes: All allocated bytes.
-        away: Bytes of saved tensors in host memory.
-        gradients: Bytes of whole gradients that the runtime holds, or has on their way.
-    """
-
-    micro_batch: int
-    schedule: int
-    instruction: int
-    seconds: float
-    arena: int
-    bytes: int
-    away: int
-    gradients: int
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a step is expected to do.
-
-    Args:
-        seconds: Its duration, `Profile.unexplained_seconds` included, the time between steps not.
-        compute_seconds: How long compute, the optimizer included, is busy.
-        exposed_seconds: How long compute stands still for communication.
-        gather_seconds: How long gathers take.
-        reduce_seconds: How long reductions take.
-        peak_bytes: The most memory.
-        memory: Memory, in the host's order.
-        spans: What ran when.
-    """
-
-    seconds: float
-    compute_seconds: float
-    exposed_seconds: float
-    gather_seconds: float
-    reduce_seconds: float
-    peak_bytes: int
-    memory: tuple[MemoryPoint, ...]
-    spans: tuple[Span, ...]
-
-    def over(self, budget: int | None) -> int:
-        """Bytes by which the peak exceeds `budget`; at most 0 if it fits."""
-        return self.peak_bytes - budget if budget is not None else -1
 
 
 def simulate(schedules: Sequence[Schedule], profile: Profile) -> Prediction:
@@ -186,6 +121,7 @@ class _Simulation:
         self._boundary = False  # in the last micro-batch
         self._copies: dict[tuple[int, int], int] = {}  # the last copy of a frame's saved tensor
         self._away = 0
+        self._visits = StateVisits(profile)
         # Of every `MemoryPoint` the next task (the optimizer if there is none), its place, and its bytes.
         self._memory: list[tuple[int, tuple[int, int, int], tuple[int, int, int, int]]] = []
 
@@ -223,6 +159,7 @@ class _Simulation:
             for schedule in schedules:
                 for position in schedule.at("reduce_at_boundary"):
                     self._gradients.reserve(schedule.instructions[position])
+        self._visits.begin(schedules, self._add)
         if self._profile.early_gathers and schedules and schedules[0].kind == "forward":
             self._open(schedules)
         for micro_batch in range(self._profile.micro_batches):
@@ -231,7 +168,10 @@ class _Simulation:
                 self._run_schedule(micro_batch, index, schedule)
                 if index == last_backward:
                     self._barrier.extend(self._gradients.drain())
-        self._compute(self._profile.optimizer_seconds, 0.0, "optimizer")
+        for seconds, after in self._visits.step(self._compute_point()):
+            self._barrier.extend(after)
+            self._compute(seconds, 0.0, "optimizer")
+            self._visits.stepped(self._computed)
 
     def _open(self, schedules: Sequence[Schedule]) -> None:
         """What the end of the step before launched, and the time until this one begins."""
@@ -248,7 +188,7 @@ class _Simulation:
 
     def _remember(self, task: int, where: tuple[int, int, int], other: int, gradients: int) -> None:
         """Notes the memory of an instruction: `other` is what neither the arena nor gradients explain."""
-        size = self._arena.bytes + other + gradients - self._away
+        size = self._arena.bytes + other + gradients - self._away + self._visits.bytes
         self._memory.append((task, where, (self._arena.bytes, size, self._away, gradients)))
 
     def _run_schedule(self, micro_batch: int, index: int, schedule: Schedule) -> None:
@@ -257,6 +197,8 @@ class _Simulation:
             for instruction in schedule.instructions
         ]
         other = next((cost.before for cost in costs if cost is not None), 0)
+        if schedule.kind == "backward":
+            self._visits.left()
         for position, (instruction, cost) in enumerate(zip(schedule.instructions, costs, strict=True)):
             task = len(self._tasks)
             held, before = other, self._gradients.bytes
@@ -293,6 +235,10 @@ class _Simulation:
             self._barrier.extend(self._copies[schedule.frame, number] for number in instruction.ids)
             if schedule.kind == "forward":
                 self._away += instruction.bytes
+        elif instruction.op == "wait_states":
+            self._barrier.extend(self._visits.wait(instruction.ids))
+        elif instruction.op == "reload_states" and self._boundary:
+            self._visits.reload(instruction.ids, [*host, *self._compute_point()])
 
     def _copy(self, frame: int, instruction: Instruction, host: list[int], label: str) -> None:
         out = instruction.op == "offload"

@@ -16,6 +16,7 @@ from lightning_deepcompile.plan.context import NO_LIMIT
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.pass_manager import PassEffect
 from lightning_deepcompile.plan.simulate import arena_bytes
+from lightning_deepcompile.plan.visits import LEAST_SLOTS
 from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["Planned", "StateMemory", "Trade", "trade_states", "with_away"]
@@ -37,6 +38,9 @@ class StateMemory:
         stepping: Device memory while the optimizer steps, without states: parameters, gradients.
         buffers: On the device for states that come and go; needed if any is away.
         host: Host memory that states may take.
+        chunk: Most bytes of states that step together, but for larger ones of a single shard; 0 if programs cannot
+            fetch them: then they come and go while the optimizer steps.
+        movable: Whether a plan may place them elsewhere.
     """
 
     sizes: tuple[int, ...]
@@ -44,15 +48,36 @@ class StateMemory:
     stepping: int
     buffers: int
     host: int
+    chunk: int = 0
+    movable: bool = True
 
     @property
     def total(self) -> int:
         """Of all states that can leave."""
         return sum(self.sizes)
 
-    def while_stepping(self, away: int) -> int:
-        """Device memory while the optimizer steps, with so many bytes of states in host memory."""
-        return self.stepping + self.total - away + (self.buffers if away else 0)
+    def chunks(self, away: int) -> tuple[int, ...]:
+        """Bytes of the chunks in which states come if the first ones, so many bytes, are in host memory."""
+        found: list[int] = []
+        for size, end in zip(self.sizes, itertools.accumulate(self.sizes), strict=True):
+            if end > away or not self.chunk:
+                break
+            if found and found[-1] + size <= self.chunk:
+                found[-1] += size
+            else:
+                found.append(size)
+        return tuple(found)
+
+    def slots(self, away: int, free: int) -> int:
+        """Chunks that may be on the device while the optimizer steps, with so many bytes in host memory, and free."""
+        chunks = self.chunks(away)
+        return min(max(free // max(chunks), LEAST_SLOTS), len(chunks)) if chunks else LEAST_SLOTS
+
+    def while_stepping(self, away: int, slots: int = LEAST_SLOTS) -> int:
+        """Device memory while the optimizer steps, with so many bytes of states in host memory, and so many slots."""
+        chunks = self.chunks(away)
+        visiting = min(slots * max(chunks), sum(chunks)) if chunks else self.buffers if away else 0
+        return self.stepping + self.total - away + visiting
 
     def at_least(self, wanted: int) -> int:
         """What leaves if at least so many bytes shall: whole shards' states, as far as host memory goes."""
@@ -68,12 +93,14 @@ class Trade:
         away: Bytes of states in host memory.
         profile: The measured step as it would have been with them there.
         planned: The plan's schedules and effects.
+        slots: Chunks of states that may be on the device while the optimizer steps.
         over: Bytes beyond what may be allocated, in a pass or while the optimizer steps; negative if some are free.
     """
 
     away: int
     profile: Profile
     planned: Planned
+    slots: int
     over: int
 
     @property
@@ -82,13 +109,14 @@ class Trade:
         return self.planned[1][-1].prediction.seconds
 
 
-def with_away(profile: Profile, states: StateMemory, away: int) -> Profile:
+def with_away(profile: Profile, states: StateMemory, away: int, slots: int = LEAST_SLOTS) -> Profile:
     """The profile of the same step with another part of the states in host memory.
 
     Args:
         profile: As measured, with `states.away` bytes there. A host that computes has counted activations alone.
         states: Sizes.
         away: Bytes of states in host memory.
+        slots: Chunks of them that may be on the device while the optimizer steps.
     """
     moved = away - states.away
     more = states.stepping + states.total - away if profile.host_computes else -moved
@@ -96,12 +124,18 @@ def with_away(profile: Profile, states: StateMemory, away: int) -> Profile:
         key: replace(cost, **{name: max(getattr(cost, name) + more, 0) for name in ("before", "peak", "after")})
         for key, cost in profile.regions.items()
     }
-    seconds = profile.optimizer_seconds + _travel(profile, away) - _travel(profile, states.away)
+    seconds = profile.optimizer_seconds - _travel(profile, states.away)
+    chunks = () if profile.host_computes else states.chunks(away)
+    if not chunks:
+        seconds += _travel(profile, away)
     host = profile.host_budget
     return replace(
         profile,
         regions=regions,
         optimizer_seconds=max(seconds, 0.0),
+        state_chunks=chunks,
+        state_share=away / max(states.total, 1),
+        state_slots=slots,
         host_budget=None if host is None else max(host - moved, 0),
     )
 
@@ -122,16 +156,21 @@ def trade_states(profile: Profile, states: StateMemory, plan: Callable[[Profile]
         The plan with what is away now, and the best one, which may be the same.
     """
     limit = (profile.budget or NO_LIMIT) + profile.room
+    # Gathers that open the next step find memory beside states that have not left yet.
+    group = max((s.instructions[k].bytes for s in profile.schedules for k in s.at("gather")), default=0)
 
     @functools.cache
     def tried(away: int) -> Trade:
-        adapted = with_away(profile, states, away)
+        slots = states.slots(away, limit - 2 * group - states.stepping - states.total + away)
+        adapted = with_away(profile, states, away, slots)
         schedules, effects = plan(adapted)
         grown = _arena(schedules, profile) - _arena(profile.schedules, profile)
-        most = max(effects[-1].prediction.peak_bytes, states.while_stepping(away) + grown)
-        return Trade(away, adapted, (schedules, effects), most - limit)
+        most = max(effects[-1].prediction.peak_bytes, states.while_stepping(away, slots) + grown)
+        return Trade(away, adapted, (schedules, effects), slots, most - limit)
 
     best = now = tried(states.away)
+    if not states.movable:
+        return now, now
 
     def consider(away: int) -> None:
         nonlocal best
@@ -171,6 +210,8 @@ def _more(profile: Profile, states: StateMemory, now: Trade, plan: Callable[[Pro
     if gain <= _GAIN * now.seconds:
         return []
     known = _travel(profile, states.away)
+    if states.chunk and not profile.host_computes:
+        gain += now.planned[1][-1].prediction.compute_seconds  # beside which they can be copied
     away = [n for n in itertools.accumulate(states.sizes) if states.away < n <= states.host]
     paying = [n for n in away if _travel(profile, n) - known < gain]
     return sorted({paying[(len(paying) * part - 1) // _PARTS] for part in range(1, _PARTS + 1)}) if paying else []

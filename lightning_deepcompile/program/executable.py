@@ -10,7 +10,7 @@ from typing import Any
 from lightning_deepcompile.program.codegen import Divider, Guard, Marks, generate
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import Program
-from lightning_deepcompile.program.rewrite import Gathers, opening_gathers
+from lightning_deepcompile.program.rewrite import Gathers, opening_gathers, waits_for_states
 
 __all__ = ["Executable"]
 
@@ -32,6 +32,7 @@ class Executable:
     Attributes:
         calls: Number of runs.
         opening: The gathers that the current schedule begins with.
+        waits_for_states: Whether it waits for optimizer states that leave the device.
     """
 
     base: Program
@@ -43,6 +44,7 @@ class Executable:
     calls: int = 0
     source: str = field(init=False, default="")
     opening: list[Gathers] = field(init=False)
+    waits_for_states: bool = field(init=False)
     _run: Callable[[list[Any]], Sequence[Any]] = field(init=False)
     _running: Program = field(init=False)
     _checked: bool = field(init=False, default=False)
@@ -65,6 +67,7 @@ class Executable:
         guard = self.guard if "plan" in program.history else None
         self._run, self.source = generate(program, guard=guard, divider=self.divider)
         self.opening = opening_gathers(program)
+        self.waits_for_states = waits_for_states(program)
         self._checked = False
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("%s", format_program(program))
@@ -78,6 +81,7 @@ class Executable:
         """
         self._run, _ = generate(program, marks, self.guard, self.divider)
         self._running, self._checked = program, False
+        self.waits_for_states = waits_for_states(program)
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Runs the program on `args`, which is emptied."""

@@ -20,6 +20,7 @@ _LABELS = {
     "dc.release_params_at_boundary.default": "release at boundary",
     "dc.reduce_grads_fused.default": "reduce",
 }
+_STATE_COPIES = {"dc.reload_states.default": "reload", "dc.wait_states.default": "wait"}
 _COPIES = {OFFLOAD: "offload", RELOAD: "reload", WAIT_COPIES: "wait copy"}
 
 
@@ -61,6 +62,9 @@ def _line(program: Program, node: fx.Node, shapes: dict[str, str]) -> str:
         size = format_bytes(sum(nbytes(source) for source in node.args[1]))
         numbers = ", ".join(map(str, copied_numbers(node)))
         return f"{_COPIES[target]:8} saved {numbers} ({size})"
+    if target in _STATE_COPIES:
+        chunks, sizes = node.args[1:3]
+        return f"{_STATE_COPIES[target]:8} optimizer states {', '.join(map(str, chunks))} ({format_bytes(sum(sizes))})"
     if target == "dc.end_backward.default":
         return "end of backward"
     if target.startswith("dc."):

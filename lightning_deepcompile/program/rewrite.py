@@ -20,6 +20,7 @@ from lightning_deepcompile.program.schedule import (
     COPIES,
     REDUCTIONS,
     RELEASES,
+    STATE_COPIES,
     Instruction,
     Operation,
     Schedule,
@@ -28,7 +29,7 @@ from lightning_deepcompile.program.schedule import (
     opening_positions,
 )
 
-__all__ = ["Gathers", "instruction_nodes", "opening_gathers", "read_schedule", "reschedule"]
+__all__ = ["Gathers", "instruction_nodes", "opening_gathers", "read_schedule", "reschedule", "waits_for_states"]
 
 _OPERATIONS: dict[str, Operation] = {
     "dc.prefetch_params_fused.default": "gather",
@@ -42,12 +43,14 @@ _OPERATIONS: dict[str, Operation] = {
     OFFLOAD: "offload",
     RELOAD: "reload",
     WAIT_COPIES: "wait_copy",
+    "dc.reload_states.default": "reload_states",
+    "dc.wait_states.default": "wait_states",
 }
 
 Gathers = tuple[int, list[int], list[torch.dtype]]
 """Arguments of ``dc.prefetch_params_fused``: graph, parameters, dtypes."""
 
-_MOVABLE = RELEASES | COPIES | {"gather"}
+_MOVABLE = RELEASES | COPIES | STATE_COPIES | {"gather"}
 _LOCAL = 0xFFFFFFFF
 
 
@@ -97,12 +100,19 @@ def opening_gathers(program: Program) -> list[Gathers]:
     return [(node.args[0], list(node.args[2]), list(node.args[3])) for node in opening]
 
 
+def waits_for_states(program: Program) -> bool:
+    """Whether `program` waits for optimizer states that leave the device."""
+    return any(op == "wait_states" for _, op in instruction_nodes(program))
+
+
 def _read(program: Program, node: fx.Node, op: Operation) -> Instruction:
     if op == "compute":
         ids = [source.args[0].args[1][source.args[1]] for source in node.all_input_nodes if _is_parameter(source)]
         return Instruction(op, tuple(i & _LOCAL for i in dict.fromkeys(ids)), region=str(node.target))
     if op == "end":
         return Instruction(op)
+    if op in STATE_COPIES:
+        return Instruction(op, tuple(node.args[1]), tuple(node.args[2]))
     if op in COPIES:
         return Instruction(op, copied_numbers(node), tuple(nbytes(source) for source in node.args[1]))
     if op in ("gather_now", "reduce_now"):
@@ -181,6 +191,9 @@ def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
                 copies.reload(instruction.ids)
             elif instruction.op == "wait_copy":
                 copies.wait(instruction.ids)
+            elif instruction.op in STATE_COPIES:
+                call = torch.ops.dc.reload_states if instruction.op == "reload_states" else torch.ops.dc.wait_states
+                graph.call_function(call.default, (program.graph_id, list(instruction.ids), list(instruction.sizes)))
             elif instruction.op == "release":
                 graph.call_function(torch.ops.dc.release_params_fused.default, (program.graph_id, ids))
             elif instruction.op == "release_at_boundary":

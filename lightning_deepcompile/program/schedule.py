@@ -18,6 +18,7 @@ __all__ = [
     "COPIES",
     "REDUCTIONS",
     "RELEASES",
+    "STATE_COPIES",
     "Instruction",
     "Operation",
     "Schedule",
@@ -41,6 +42,8 @@ Operation = Literal[
     "offload",
     "reload",
     "wait_copy",
+    "reload_states",
+    "wait_states",
 ]
 
 RELEASES: frozenset[Operation] = frozenset({"release", "release_at_boundary"})
@@ -51,6 +54,9 @@ REDUCTIONS: frozenset[Operation] = frozenset({"reduce", "reduce_at_boundary"})
 
 COPIES: frozenset[Operation] = frozenset({"offload", "reload", "wait_copy"})
 """The operations on saved tensors; their ids are numbers of `Schedule.saved`, not parameters."""
+
+STATE_COPIES: frozenset[Operation] = frozenset({"reload_states", "wait_states"})
+"""The operations on optimizer states that wait in host memory; their ids are numbers of chunks."""
 
 
 class ScheduleError(ValueError):
@@ -67,10 +73,12 @@ class Instruction:
             ``reduce_at_boundary`` adds the group to sums of whole gradients, and launches their reduction in the last
             micro-batch before the optimizer steps. ``release_at_boundary`` releases in that one, and does nothing in
             those before, so that the next one finds the parameters gathered. ``offload`` starts copying saved tensors
-            to the host and ``reload`` back; ``wait_copy`` makes the compute stream wait for either.
+            to the host and ``reload`` back; ``wait_copy`` makes the compute stream wait for either. ``reload_states``
+            starts copying optimizer states from the host, if the optimizer steps next; ``wait_states`` makes the
+            compute stream wait until states have left that it has stepped before.
         ids: Parameters concerned, numbered within the model; of a ``compute``, those it reads; of copies, the saved
-            tensors.
-        sizes: Bytes per parameter: gathered, or of its whole gradient; of copies, per tensor.
+            tensors, or chunks of states in the order in which they step.
+        sizes: Bytes per parameter: gathered, or of its whole gradient; of copies, per tensor or chunk.
         region: Name of the region that a ``compute`` runs.
     """
 
@@ -161,6 +169,10 @@ def check_schedule(schedule: Schedule) -> None:
                 raise ScheduleError(f"{where}: only backward programs know whether the optimizer steps next.")
             gathered -= ids
             waited -= ids
+        elif instruction.op in STATE_COPIES and (instruction.op == "wait_states") != (schedule.kind == "forward"):
+            raise ScheduleError(
+                f"{where}: states are waited for in forward programs, and fetched in backward programs."
+            )
     check_copies(schedule)
     expected = set(schedule.kept) if schedule.kind == "forward" else set()
     if gathered != expected:

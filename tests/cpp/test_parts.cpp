@@ -322,11 +322,44 @@ void test_state_copies() {
     EXPECT(states.device_bytes() == 0);
   }
   EXPECT(stats.state_peak_bytes == 3 * kAlignment && stats.reloaded_bytes == 3 * 4 * (40 + 41 + 42 + 43 + 44));
+  // The first two of five come ahead, are stepped, and are the first to depart; a chunk that nobody takes is dropped.
+  const auto chunk = [&](int i) { return std::vector<Tensor>{homes[static_cast<size_t>(i)]}; };
+  states.expect({chunk(0), chunk(1), chunk(2)});
+  for (int step = 3; step < 5; ++step) {
+    states.advance(1);
+    states.advance(1);
+    EXPECT(states.device_bytes() == 2 * kAlignment);
+    states.begin(kAlignment);
+    states.release();
+    EXPECT(states.device_bytes() == 2 * kAlignment);  // it is for what has been stepped
+    std::vector<std::vector<Tensor>> present = states.take();
+    EXPECT(present.size() == 2 && states.take().empty());
+    for (int i = 2; i < 5; ++i) present.push_back(states.fetch(i - 2, chunk(i)));
+    for (int i = 0; i < 5; ++i) {
+      const int slot = i < 2 ? -1 - i : i - 2;
+      states.arrive(slot);
+      EXPECT(present[static_cast<size_t>(i)][0].eq(i + step).all().item<bool>());
+      present[static_cast<size_t>(i)][0].add_(1);
+      states.stow(slot, present[static_cast<size_t>(i)], chunk(i));
+    }
+    for (int64_t left = 4; left >= 2; --left) {
+      states.depart(1);
+      EXPECT(states.device_bytes() == left * kAlignment);
+    }
+    states.depart(7);
+    EXPECT(states.device_bytes() == 0);
+  }
+  states.advance(9);
+  EXPECT(states.device_bytes() == 3 * kAlignment);
+  states.drop();
+  EXPECT(states.device_bytes() == 0 && states.take().empty());
   states.begin(kAlignment);
   EXPECT(refuses("larger than the 512", [&] { states.fetch(0, {homes[0], homes[1]}); }));
   EXPECT(refuses("slot 3", [&] { states.arrive(3); }));
+  EXPECT(refuses("no slot -1", [&] { states.fetch(-1, {homes[0]}); }));
   EXPECT(refuses("1 tensors but 0 homes", [&] { states.stow(0, {ones({2})}, {}); }));
   homes.clear();
+  states.expect({});
   states.synchronize();
   EXPECT(states.host_bytes() == 0);
 }

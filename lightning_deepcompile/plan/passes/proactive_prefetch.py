@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.placement import Placement
-from lightning_deepcompile.plan.simulate import Prediction, memory_excess, simulate
+from lightning_deepcompile.plan.prediction import Prediction
+from lightning_deepcompile.plan.simulate import memory_excess, simulate
 from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["proactive_prefetch"]

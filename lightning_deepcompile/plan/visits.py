@@ -1,0 +1,113 @@
+"""A model of optimizer states that wait in host memory, and visit the device for the optimizer's step.
+
+It follows ``offload/states.py`` and ``csrc/state_copies.cpp``: chunk by chunk they are copied in, stepped, copied out.
+Those that programs fetch have slots of their own; the others go round in what slots are left, at least three. What is
+in a slot when the optimizer has stepped leaves while the next step runs, and takes memory until that step waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.events import StreamName
+from lightning_deepcompile.program.schedule import Schedule
+
+__all__ = ["LEAST_SLOTS", "StateVisits"]
+
+LEAST_SLOTS = 3
+"""One chunk arrives, one is stepped, one leaves."""
+
+
+class _Add(Protocol):
+    def __call__(self, stream: StreamName, seconds: float, after: list[int], label: str) -> int:
+        """Adds a task, and returns its number."""
+
+
+class StateVisits:
+    """Follows the visits of one step; of none, if no states are in host memory.
+
+    Args:
+        profile: Knows the chunks, and how fast they are copied and stepped.
+
+    Attributes:
+        bytes: Of states that left after the step before and may still be there, and of those that have come.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._sizes = profile.state_chunks
+        self._leaving: dict[int, int] = {}  # copies out of the step before, of chunks that take memory
+        self._coming: dict[int, int] = {}  # copies in
+        self._out: list[int] = []  # copies out of this step, of chunks that go round
+        self._ring = self._turn = 0
+        self._pending: int | None = None  # the chunk that is stepped, if its slot is needed again
+        self.bytes = 0
+
+    def begin(self, schedules: Sequence[Schedule], add: _Add) -> None:
+        """The step begins: what the one before left in its slots leaves.
+
+        Args:
+            schedules: The programs of a micro-batch.
+            add: Adds tasks.
+        """
+        self._add = add
+        ahead = {k for s in schedules for position in s.at("reload_states") for k in s.instructions[position].ids}
+        rest = [k for k in range(len(self._sizes)) if k not in ahead]
+        self._ring = max(LEAST_SLOTS, self._profile.state_slots - len(ahead))
+        self._last_round = set(rest[-self._ring :])
+        for k in sorted(ahead | self._last_round):
+            if k < len(self._sizes):
+                self._leaving[k] = add("out", self._profile.copy_out.copy_seconds(self._sizes[k]), [], "states")
+        # Where nothing waits for them, torch's allocator takes their memory back by and by.
+        if any(s.at("wait_states") for s in schedules if s.kind == "forward"):
+            self.bytes = sum(self._sizes[k] for k in self._leaving)
+
+    def wait(self, chunks: Iterable[int]) -> list[int]:
+        """Compute waits until so many chunks have left; returns the tasks."""
+        known = [k for k in chunks if k in self._leaving]
+        self.bytes -= sum(self._sizes[k] for k in known)
+        return [self._leaving.pop(k) for k in known]
+
+    def left(self) -> None:
+        """A backward pass begins: what has not left is the allocator's business."""
+        if self._leaving:
+            self._leaving.clear()
+            self.bytes = 0
+
+    def reload(self, chunks: Iterable[int], after: list[int]) -> None:
+        """Some chunks start to come, when `after` is over."""
+        for k in chunks:
+            if k < len(self._sizes) and k not in self._coming:
+                self._coming[k] = self._copy_in(k, after)
+                self.bytes += self._sizes[k]
+
+    def step(self, after: list[int]) -> Iterator[tuple[float, list[int]]]:
+        """The parts of the optimizer's step: how long each takes, and what it waits for; `stepped` follows each.
+
+        Args:
+            after: The end of the last backward pass.
+        """
+        total = self._profile.optimizer_seconds
+        away = sum(self._sizes)
+        share = self._profile.state_share if away else 0.0
+        yield total * (1 - share), []
+        for k, size in enumerate(self._sizes):
+            if k not in self._coming:
+                slot = [self._out[self._turn - self._ring]] if self._turn >= self._ring else []
+                self._coming[k] = self._copy_in(k, [*after, *slot])
+                self._turn += 1
+                self._pending = k
+            yield total * share * size / away, [self._coming[k]]
+
+    def stepped(self, task: int | None) -> None:
+        """A part has been stepped, by `task`."""
+        k, self._pending = self._pending, None
+        if k is not None and task is not None:
+            leaves = k in self._last_round  # with the next step
+            seconds = self._profile.copy_out.copy_seconds(self._sizes[k])
+            self._out.append(task if leaves else self._add("out", seconds, [task], "states"))
+
+    def _copy_in(self, chunk: int, after: list[int]) -> int:
+        return self._add("in", self._profile.copy_in.copy_seconds(self._sizes[chunk]), after, "states")
