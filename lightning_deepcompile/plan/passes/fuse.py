@@ -31,8 +31,9 @@ def fuse(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
 
     Needs from the profile: the models of gathers and reductions; times and memory of regions.
 
-    Promises: same values; every gradient is reduced by itself, in the same order; predicted memory within the budget,
-    or not above what it was.
+    Promises: same values, as every gradient is still reduced by itself, and in the same order; predicted memory within
+    the budget, or not above what it was. In which order more than two ranks are added up is the communicator's: NCCL
+    chooses algorithm and channels by a group's size, which counts where those differ in their order of ranks.
 
     Args:
         schedules: The programs of a micro-batch.
