@@ -9,13 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shuffle import merge_some
 from test_passes import Net, Shape, _full, _program, _run, shapes
 from test_simulate import SIZE, compute, gather, profile, reduce, release, schedule, steps, wait
 from tracing import capture
 
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Contention, Link, Profile, RegionCost
-from lightning_deepcompile.plan.least import least_budget
+from lightning_deepcompile.plan.least import just_in_time, least_budget
 from lightning_deepcompile.plan.pass_manager import (
     BUILTIN_PASSES,
     Pass,
@@ -50,6 +51,7 @@ def test_random_valid_schedules_never_change_results(shape: Shape, data: st.Data
     placement = Placement.of(original)
     positions = sorted(data.draw(st.integers(0, len(placement.body))) for _ in placement.groups)
     changed = placement.at(positions)
+    changed = merge_some(changed, lambda: data.draw(st.booleans()))
     check_schedule(changed)
     result = reschedule(program, changed, "random")
     assert read_schedule(result).instructions == changed.instructions
@@ -60,6 +62,10 @@ def test_random_valid_schedules_never_change_results(shape: Shape, data: st.Data
     assert simulator.reductions == reference.reductions
     assert all(torch.equal(simulator.grads[k], reference.grads[k]) for k in reference.grads)
     assert set(simulator.gathered) == set(result.kept if shape.kind == "forward" else ())
+    groups = [i.ids for i in changed.instructions if i.op in REDUCTIONS]
+    assert [ids for name, ids in simulator.log if name == "reduce"] == groups
+    back = reschedule(result, just_in_time(changed), "back")
+    assert read_schedule(back).instructions == just_in_time(original).instructions
 
 
 def test_schedules_that_cannot_run_are_refused() -> None:
@@ -286,6 +292,7 @@ def test_where_memory_is_short_no_pass_runs_before_what_it_needs() -> None:
     compute_factor=st.floats(1, 2),
     micro_batches=st.integers(1, 2),
     hold=st.floats(0, 1),
+    latency=st.floats(0, 2),
 )
 def test_no_pass_exceeds_the_budget_or_slows_the_step(
     step: list[Schedule],
@@ -296,15 +303,17 @@ def test_no_pass_exceeds_the_budget_or_slows_the_step(
     compute_factor: float,
     micro_batches: int,
     hold: float,
+    latency: float,
 ) -> None:
     base = profile(step, seconds, gathers, contention=Contention(compute=compute_factor))
     base = replace(base, device_type=device_type, micro_batches=micro_batches, hold_seconds=hold / SIZE)
+    base = replace(base, gather=replace(base.gather, latency=latency), reduce=replace(base.reduce, latency=latency))
     base = replace(base, budget=least_budget(step, base) + spare * 1536)
     context = PlanContext(PlanSettings(reduce="auto"), base)
     _, effects = optimize(step, resolve_passes(ALL, profiled=True), context)
     assert effects[-1].prediction.peak_bytes <= base.budget, "there is a plan within it"
     before = simulate(step, base)
-    reductions = [i.ids for s in step for i in s.instructions if i.op in REDUCTIONS]
+    reductions = [k for s in step for i in s.instructions if i.op in REDUCTIONS for k in i.ids]
     for name in ALL[2:]:
         step = BUILTIN_PASSES[name].run(step, context)
         for one in step:
@@ -314,7 +323,7 @@ def test_no_pass_exceeds_the_budget_or_slows_the_step(
         if before.peak_bytes <= context.budget:
             assert after.seconds <= before.seconds * 1.001
         before = after
-    assert [i.ids for s in step for i in s.instructions if i.op in REDUCTIONS] == reductions
+    assert [k for s in step for i in s.instructions if i.op in REDUCTIONS for k in i.ids] == reductions
 
 
 # Names and order ------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,13 @@ import torch
 import torch.distributed as dist
 from cases import CASES, Record, train
 from multiprocess import run_ranks
+from shuffle import Shuffle
 from test_engine import TOKENS, make_engine, one_step, sgd
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
-from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.engine import Engine
 from lightning_deepcompile.plan.budget import MemoryBudgetError
-from lightning_deepcompile.plan.copy_placement import CopyPlacement
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.pass_manager import resolve_passes, step_pass
 from lightning_deepcompile.plan.passes.keep_whole import keep_until_boundary
@@ -31,7 +29,6 @@ from lightning_deepcompile.plan.passes.unshard import keep_gathered, unshard_can
 from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.plan.simulate import arena_bytes
 from lightning_deepcompile.program.rewrite import read_schedule
-from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.tuner import Tuner
 
 PLANNED = ["zero3", "prefetch", "fuse", "unshard", "keep_whole", "proactive_prefetch"]
@@ -42,43 +39,6 @@ ROUND = 3 + 6 + 1  # steps until a round that profiles step 3 is over
 def make_planner(mesh: Any, **settings: Any) -> tuple[Engine, torch.optim.Optimizer]:  # noqa: F811
     engine = make_engine(mesh, schedule=EARLY, **settings)
     return engine, sgd(engine)
-
-
-class Shuffle(pl.Callback):
-    """Another valid schedule for every step, the same on both ranks: launches and copies anywhere, any blocks kept."""
-
-    def __init__(self) -> None:
-        self.random = random.Random(5)
-
-    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx % trainer.accumulate_grad_batches == 0:
-            self.swap(trainer.strategy.engine.capture)
-
-    def swap(self, capture: Capture) -> list[Schedule]:
-        capture.replan()
-        step = [read_schedule(e.program) for e in capture.executables]
-        for pair, group in unshard_candidates(step):
-            choice = self.random.random()
-            if choice < 0.3:
-                step = keep_gathered(step, *pair, group.ids)
-            elif choice < 0.6:
-                step = keep_until_boundary(step, *pair, group)
-        placements = [Placement.of(s) for s in step]
-        step = [p.at(sorted(self.random.randint(0, g.need) for g in p.groups)) for p in placements]
-        step = self.copy(step)
-        capture.replan(plan=step)
-        swapped = [read_schedule(e.program) for e in capture.executables]
-        assert [s.instructions for s in swapped] == [s.instructions for s in step]
-        return swapped
-
-    def copy(self, step: list[Schedule]) -> list[Schedule]:
-        placements = [CopyPlacement.of(s) for s in step]
-        read = {(p.schedule.frame, n) for p in placements if p.schedule.kind == "backward" for n in p.saved}
-        away = {key for key in sorted(read) if self.random.random() < 0.5}
-        return [
-            p.at({n: self.random.randint(0, len(p.body)) for n in p.saved if (p.schedule.frame, n) in away})
-            for p in placements
-        ]
 
 
 # One rank -------------------------------------------------------------------------------------------------------------

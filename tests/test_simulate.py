@@ -13,6 +13,7 @@ from lightning_deepcompile.plan.arena import ArenaModel
 from lightning_deepcompile.plan.costs import Contention, Link, Profile, ProfileError, RegionCost
 from lightning_deepcompile.plan.events import Task, run_tasks
 from lightning_deepcompile.plan.least import just_in_time, least_budget
+from lightning_deepcompile.plan.reductions import merge_reductions
 from lightning_deepcompile.plan.simulate import gradient_bytes, simulate
 from lightning_deepcompile.program.schedule import Instruction, Schedule, check_schedule
 
@@ -165,6 +166,31 @@ def test_whole_gradients_take_memory_until_compute_has_waited_for_them(ratio: fl
     last = [2 * one, 2 * one, 2 * one, 2 * one, 2 * one, one, one]
     assert rows[1] == [buffer + size for size in [*first, *last]]
     assert gradient_bytes([forward, backwards[1]], ratio, 2)[1][1][2] == buffer + one, "compute waits at once there"
+
+
+@pytest.mark.parametrize("part", [reduce, reduce_late])
+def test_gradients_that_travel_with_later_ones_take_memory_meanwhile(part: Any) -> None:
+    """Each is a kilobyte among what its region leaves, and would be gone before the next region."""
+    forward = schedule("forward", gather(9), wait(9), compute(9, 9), release(9))
+    apart = schedule("backward", *(i for k in range(3) for i in (compute(k), part(k))), Instruction("end"))
+    merged = merge_reductions(apart, *apart.at(part().op)[:2])
+    assert [i.ids for i in merged.instructions if i.op == part().op] == [(0, 1), (2,)]
+    check_schedule(merged)
+    base = profile([forward, apart], reduce_window=0, early_gathers=True)
+    left = {f"backward/region_{k}": RegionCost(1.0, before=10, peak=30 + SIZE, after=20 + SIZE) for k in range(3)}
+    base = replace(base, regions=base.regions | left, reduce=Link(0.5, SIZE / 4))
+    rows, seconds = [], []
+    for backward in (apart, merged):
+        result = simulate([forward, backward], base)
+        rows.append([point.bytes for point in result.memory if point.schedule == 1])
+        seconds.append(result.seconds)
+        assert result.memory[0].bytes == SLOT + 20, "nothing is left when the next step opens"
+    assert rows[0] == [30 + SIZE, 20 + SIZE] * 3 + [20]
+    assert rows[1] == [30 + SIZE, 30 + 2 * SIZE, 20 + 2 * SIZE, 30 + SIZE, 20 + SIZE, 20]
+    # Gather, forward, and each gradient's two and a half seconds behind its region; one latency less.
+    assert seconds == [pytest.approx(2 + 3 * 3.5), pytest.approx(2 + 3 * 3.5 - 0.5)]
+    assert just_in_time(merged).instructions[3] == replace(part(1), made=("region_1",))
+    assert least_budget([forward, merged], base) == least_budget([forward, apart], base) < max(rows[1])
 
 
 def test_what_stays_until_the_boundary_is_gathered_once_a_step() -> None:

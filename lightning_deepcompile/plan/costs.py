@@ -231,7 +231,8 @@ class Profile:
 def schedule_from_dict(data: dict[str, Any]) -> Schedule:
     """Reads what `dataclasses.asdict` made of a schedule, also after a way through JSON."""
     instructions = tuple(
-        Instruction(i["op"], tuple(i["ids"]), tuple(i["sizes"]), i["region"]) for i in data["instructions"]
+        Instruction(i["op"], tuple(i["ids"]), tuple(i["sizes"]), i["region"], tuple(i.get("made", ())))
+        for i in data["instructions"]
     )
     saved = tuple(Saved(**one) for one in data.get("saved", ()))
     return Schedule(**{**data, "instructions": instructions, "kept": tuple(data["kept"]), "saved": saved})

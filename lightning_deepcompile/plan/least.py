@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.reductions import split_reductions
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.schedule import RELEASES, STATE_COPIES, Instruction, Schedule
 
@@ -13,15 +14,17 @@ __all__ = ["just_in_time", "least_budget"]
 
 
 def least_budget(schedules: Sequence[Schedule], profile: Profile) -> int:
-    """The least memory that these programs run in: every group is gathered right before its use, and nothing kept."""
+    """The least memory that these programs run in: every group is gathered right before its use, and nothing waits."""
     return simulate([just_in_time(schedule) for schedule in schedules], profile).peak_bytes
 
 
 def just_in_time(schedule: Schedule) -> Schedule:
     """`schedule` with every group gathered right before it is waited for, and nothing left for later programs.
 
-    Copies are waited for at once; those of optimizer states are left to the optimizer's step.
+    Gradients are reduced as soon as they are there. Copies are waited for at once; those of optimizer states are left
+    to the optimizer's step.
     """
+    schedule = split_reductions(schedule)
     groups = [instruction for instruction in schedule.instructions if instruction.op == "gather"]
     result: list[Instruction] = []
     gathered: set[int] = set()

@@ -25,7 +25,7 @@ from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.printer import format_bytes, format_program
 from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.rewrite import read_schedule, reschedule
-from lightning_deepcompile.program.schedule import Schedule
+from lightning_deepcompile.program.schedule import REDUCTIONS, Schedule
 
 __all__ = [
     "BUILTIN_PASSES",
@@ -81,9 +81,9 @@ def program_pass(name: str, needs: Sequence[str] = (), provides: Sequence[str] =
 def step_pass(name: str, needs: Sequence[str] = (), provides: Sequence[str] = ()) -> Callable[[StepPass], Pass]:
     """Makes a function ``(schedules, context) -> schedules`` a pass.
 
-    The function may move, merge, add and drop gathers and releases, and reduce gradients at the boundary; a schedule
-    that would read what is not there is refused. It must come to the same result on every rank: let it look at nothing
-    but its arguments.
+    The function may move, merge, add and drop gathers and releases, merge reductions (`merge_reductions`), and reduce
+    gradients at the boundary; a schedule that would read what is not there is refused. It must come to the same result
+    on every rank: let it look at nothing but its arguments.
 
     Args:
         name: Name of the pass.
@@ -323,9 +323,10 @@ def _run_step_pass(one: Pass, schedules: list[Schedule], context: PlanContext) -
 def difference(before: Sequence[Schedule], after: Sequence[Schedule]) -> str:
     """What changed from one step's schedules to another's of the same programs, in words."""
     parts = []
-    groups = [sum(len(s.at("gather")) for s in step) for step in (before, after)]
-    if groups[0] != groups[1]:
-        parts.append(f"{groups[0]} groups of gathers become {groups[1]}")
+    for name, ops in (("gathers", {"gather"}), ("reductions", REDUCTIONS)):
+        groups = [sum(i.op in ops for s in step for i in s.instructions) for step in (before, after)]
+        if groups[0] != groups[1]:
+            parts.append(f"{groups[0]} groups of {name} become {groups[1]}")
     kept = [sum(len(s.kept) for s in step if s.kind == "forward") for step in (before, after)]
     if kept[0] != kept[1]:
         parts.append(f"parameters kept for backward: {kept[0]} become {kept[1]}")

@@ -20,6 +20,7 @@ from lightning_deepcompile.plan.events import StreamName, Task, run_tasks
 from lightning_deepcompile.plan.gradients import GradientModel
 from lightning_deepcompile.plan.placement import opened_part
 from lightning_deepcompile.plan.prediction import MemoryPoint, Prediction, Span
+from lightning_deepcompile.plan.reductions import waiting_bytes
 from lightning_deepcompile.plan.visits import StateVisits
 from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Schedule, opening_positions
 
@@ -196,6 +197,7 @@ class _Simulation:
             self._profile.cost(schedule, instruction.region) if instruction.op == "compute" else None
             for instruction in schedule.instructions
         ]
+        waiting = waiting_bytes(schedule)
         other = next((cost.before for cost in costs if cost is not None), 0)
         if schedule.kind == "backward":
             self._visits.left()
@@ -204,7 +206,7 @@ class _Simulation:
             held, before = other, self._gradients.bytes
             if cost is not None:
                 self._compute(cost.seconds, cost.host, f"{schedule.name}/{instruction.region}")
-                held, other = _peak(cost), cost.after
+                held, other = _peak(cost) + waiting[position], cost.after + waiting[position]
             else:
                 self._communicate(schedule, instruction)
             gradients = self._gradients.bytes
@@ -329,9 +331,9 @@ class _Simulation:
 def _left(schedule: Schedule, profile: Profile) -> int:
     """Bytes that are there when `schedule` is over, without gathered parameters and whole gradients."""
     after = 0
-    for instruction in schedule.instructions:
+    for instruction, waiting in zip(schedule.instructions, waiting_bytes(schedule), strict=True):
         if instruction.op == "compute":
-            after = profile.cost(schedule, instruction.region).after
+            after = profile.cost(schedule, instruction.region).after + waiting
         elif instruction.op in REDUCTIONS:
             after = max(after - instruction.bytes, 0)
     return after

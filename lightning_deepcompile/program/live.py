@@ -7,6 +7,8 @@ from torch import fx
 from lightning_deepcompile.program.copies import strip_copies
 from lightning_deepcompile.program.graph import is_element, nbytes
 from lightning_deepcompile.program.program import Program
+from lightning_deepcompile.program.rewrite import instruction_nodes
+from lightning_deepcompile.program.schedule import REDUCTIONS
 
 __all__ = ["live_bytes"]
 
@@ -20,13 +22,15 @@ def live_bytes(program: Program) -> dict[str, tuple[int, int, int]]:
         program: A scheduled program.
 
     Returns:
-        Bytes before, at the peak and after, by region name, as if no saved tensor left the device.
+        Bytes before, at the peak and after, by region name, as if no saved tensor left the device, and every gradient
+        were reduced as soon as it is there.
     """
     program = program.copy()
     strip_copies(program.gm.graph)
     nodes = [node for node in program.gm.graph.nodes if _counts(node)]
     position = {node: index for index, node in enumerate(program.gm.graph.nodes)}
-    last_use = {node: max((position[user] for user in node.users), default=position[node]) for node in nodes}
+    reductions = {node for node, op in instruction_nodes(program) if op in REDUCTIONS}
+    last_use = {node: max(map(position.get, node.users.keys() - reductions), default=position[node]) for node in nodes}
     result = {}
     for call in program.regions():
         here = position[call]

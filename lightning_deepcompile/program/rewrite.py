@@ -6,7 +6,9 @@ A program with another schedule has the same regions in the same order, so nothi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -51,6 +53,7 @@ Gathers = tuple[int, list[int], list[torch.dtype]]
 """Arguments of ``dc.prefetch_params_fused``: graph, parameters, dtypes."""
 
 _MOVABLE = RELEASES | COPIES | STATE_COPIES | {"gather"}
+_WRITTEN = _MOVABLE | REDUCTIONS  # what a new schedule says anew
 _LOCAL = 0xFFFFFFFF
 
 
@@ -65,8 +68,7 @@ def read_schedule(program: Program) -> Schedule:
     """
     instructions = tuple(_read(program, node, op) for node, op in instruction_nodes(program))
     kept = tuple(i & _LOCAL for i in program.kept)
-    fixed = [i for i in _fixed(instructions) if i.op in ("compute", "reduce", "reduce_now", "gather_now")]
-    structure = [program.kind, *(f"{i.op} {_parameters(program, i)}" for i in fixed)]
+    structure = [program.kind, *(f"{i.op} {_parameters(program, i)}" for i in _lowered(instructions))]
     regions = [program.region(node).info.key for node in program.regions()]
     return Schedule(
         program.name,
@@ -119,11 +121,17 @@ def _read(program: Program, node: fx.Node, op: Operation) -> Instruction:
         size = program.params[node.args[1]].gathered_bytes if op == "gather_now" else nbytes(node.args[0])
         return Instruction(op, (node.args[1] & _LOCAL,), (size,))
     ids = node.args[1] if op == "wait" or op in RELEASES else node.args[2]
+    local = tuple(i & _LOCAL for i in ids)
     if op in REDUCTIONS:
-        sizes = [nbytes(grad) for grad in node.args[1]]
-    else:
-        sizes = [program.params[i].gathered_bytes for i in ids]
-    return Instruction(op, tuple(i & _LOCAL for i in ids), tuple(sizes))
+        return Instruction(op, local, tuple(map(nbytes, node.args[1])), made=tuple(map(_maker, node.args[1])))
+    return Instruction(op, local, tuple(program.params[i].gathered_bytes for i in ids))
+
+
+def _maker(grad: fx.Node) -> str:
+    """Name of the region that makes a gradient; "" if none does."""
+    while grad.op == "call_function" and grad.all_input_nodes:
+        grad = grad.all_input_nodes[0]
+    return str(grad.target) if grad.op == "call_module" else ""
 
 
 def _is_parameter(node: fx.Node) -> bool:
@@ -144,8 +152,9 @@ def _parameters(program: Program, instruction: Instruction) -> list[tuple[str, i
 def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
     """Gives `program` another schedule.
 
-    Gathers, releases and copies may move, merge, split, appear and disappear; regions, waits and reductions stay in
-    order. A reduction may change between every micro-batch and the boundary.
+    Gathers, releases and copies may move, merge, split, appear and disappear; regions and waits stay in order. So do
+    gradients, but how they are grouped may change: a group goes anywhere behind the regions that make its gradients. A
+    reduction may change between every micro-batch and the boundary.
 
     Args:
         program: A program that communicates by scheduled instructions.
@@ -159,9 +168,7 @@ def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
         ScheduleError: If the schedule is not valid, or not one of this program.
     """
     check_schedule(schedule)
-    current = read_schedule(program)
-    if _fixed(current.instructions) != _fixed(schedule.instructions):
-        raise ScheduleError(f"The schedule of {schedule.name!r} computes or reduces otherwise than {program.name!r}.")
+    _check_same(program, schedule)
     serial = program.graph_id & ~_LOCAL
     kept = tuple(serial | i for i in schedule.kept)
     result = program.copy(kept=kept)
@@ -169,23 +176,25 @@ def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
     nodes = instruction_nodes(result)
     dtypes = {i: dtype for node, op in nodes if op == "gather" for i, dtype in zip(*node.args[2:4], strict=True)}
     strip_copies(graph)
+    gradients = iter([grad for node, op in nodes if op in REDUCTIONS for grad in node.args[1]])
     for node, op in nodes:
-        if op in _MOVABLE - COPIES:
+        if op in _WRITTEN - COPIES:
             graph.erase_node(node)
     copies = CopyWriter(graph, program.graph_id)
-    anchors = [node for node, op in nodes if op not in _MOVABLE]
+    anchors = [node for node, op in nodes if op not in _WRITTEN]
     anchors.append(output_node(graph))
     passed = 0
     for instruction in schedule.instructions:
-        if instruction.op not in _MOVABLE:
-            if instruction.op in REDUCTIONS:
-                late = instruction.op == "reduce_at_boundary"
-                anchors[passed].update_arg(0, program.boundary_id if late else program.graph_id)
+        if instruction.op not in _WRITTEN:
             passed += 1
             continue
         ids = [serial | i for i in instruction.ids]
         with graph.inserting_before(anchors[passed]):
-            if instruction.op == "offload":
+            if instruction.op in REDUCTIONS:
+                graph_id = program.boundary_id if instruction.op == "reduce_at_boundary" else program.graph_id
+                group = list(itertools.islice(gradients, len(ids)))
+                graph.call_function(torch.ops.dc.reduce_grads_fused.default, (graph_id, group, ids))
+            elif instruction.op == "offload":
                 copies.offload(instruction.ids)
             elif instruction.op == "reload":
                 copies.reload(instruction.ids)
@@ -204,7 +213,44 @@ def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
     return result.finish(history)
 
 
+def _check_same(program: Program, schedule: Schedule) -> None:
+    """Raises unless `schedule` computes what `program` does, and reduces the same gradients in the same order."""
+    current = read_schedule(program)
+    made = _gradients(current.instructions)
+    same = _fixed(current.instructions) == _fixed(schedule.instructions)
+    if not same or [i for i, _ in made] != [i for i, _ in _gradients(schedule.instructions)]:
+        raise ScheduleError(f"The schedule of {schedule.name!r} computes or reduces otherwise than {program.name!r}.")
+    # A plan's own word does not count: it may be of a program that makes gradients elsewhere.
+    makers = iter(made)
+    computed = {""}
+    for instruction in schedule.instructions:
+        computed.add(instruction.region)
+        if instruction.op in REDUCTIONS:
+            for i, maker in itertools.islice(makers, len(instruction.ids)):
+                if maker not in computed:
+                    raise ScheduleError(f"{schedule.name}: the gradient of parameter {i} is made later, by {maker}.")
+
+
 def _fixed(instructions: Iterable[Instruction]) -> list[Instruction]:
-    """What a new schedule must leave as it is: when a gradient travels, and how large it is, do not belong to it."""
-    fixed = [i for i in instructions if i.op not in _MOVABLE]
-    return [replace(i, op="reduce" if i.op in REDUCTIONS else i.op, sizes=()) for i in fixed]
+    """What stays as it is in any schedule: neither where gradients travel, nor how large anything is."""
+    return [replace(i, sizes=()) for i in instructions if i.op not in _WRITTEN]
+
+
+def _gradients(instructions: Iterable[Instruction]) -> list[tuple[int, str]]:
+    """Parameter and maker of every gradient that is reduced, in order."""
+    groups = [i for i in instructions if i.op in REDUCTIONS]
+    return [pair for i in groups for pair in zip(i.ids, i.made or itertools.repeat(""), strict=False)]
+
+
+def _lowered(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """What a program computes and communicates, whatever its schedule: gradients are reduced behind their region."""
+    groups: defaultdict[str, list[int]] = defaultdict(list)
+    for i, maker in _gradients(instructions):
+        groups[maker].append(i)
+    result = [Instruction("reduce", tuple(sorted(groups[""])))]
+    for instruction in instructions:
+        if instruction.op in ("compute", "gather_now", "reduce_now"):
+            result.append(instruction)
+        if instruction.op == "compute":
+            result.append(Instruction("reduce", tuple(sorted(groups[instruction.region]))))
+    return [i for i in result if i.ids or i.op != "reduce"]

@@ -80,12 +80,14 @@ class Instruction:
             tensors, or chunks of states in the order in which they step.
         sizes: Bytes per parameter: gathered, or of its whole gradient; of copies, per tensor or chunk.
         region: Name of the region that a ``compute`` runs.
+        made: Of a group of gradients, the region that makes each; () means the last one before.
     """
 
     op: Operation
     ids: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
     region: str = ""
+    made: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -174,12 +176,30 @@ def check_schedule(schedule: Schedule) -> None:
                 f"{where}: states are waited for in forward programs, and fetched in backward programs."
             )
     check_copies(schedule)
+    _check_reductions(schedule)
     expected = set(schedule.kept) if schedule.kind == "forward" else set()
     if gathered != expected:
         raise ScheduleError(
             f"{schedule.name} ends with parameters {sorted(gathered)} gathered, and should with {sorted(expected)}: "
             "release them after their last use, or name them in `kept`."
         )
+
+
+def _check_reductions(schedule: Schedule) -> None:
+    computed = {""}  # of a gradient that is an input
+    ended = False
+    for position, instruction in enumerate(schedule.instructions):
+        computed.add(instruction.region)
+        ended |= instruction.op == "end"
+        if instruction.op not in REDUCTIONS:
+            continue
+        where = f"{schedule.name}, instruction {position} ({instruction.op} {instruction.ids})"
+        if ended:
+            raise ScheduleError(f"{where}: backward is over.")
+        if instruction.made and len(instruction.made) != len(instruction.ids):
+            raise ScheduleError(f"{where}: {len(instruction.ids)} gradients cannot come of {instruction.made}.")
+        if missing := set(instruction.made) - computed:
+            raise ScheduleError(f"{where}: gradients are made later, by {sorted(missing)}.")
 
 
 def check_copies(schedule: Schedule) -> None:

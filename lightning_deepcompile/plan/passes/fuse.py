@@ -1,26 +1,40 @@
-"""Fusion: small groups of gathers travel together where that saves more latency than waiting for more costs."""
+"""Fusion: small groups travel together where that saves more latency than waiting for more costs."""
 
 from __future__ import annotations
 
-from lightning_deepcompile.plan.context import PlanContext
-from lightning_deepcompile.plan.simulate import simulate
-from lightning_deepcompile.program.schedule import Instruction, Schedule, ScheduleError, check_schedule
+import itertools
+from collections.abc import Callable
 
-__all__ = ["fuse"]
+from lightning_deepcompile.plan.context import PlanContext
+from lightning_deepcompile.plan.costs import Link
+from lightning_deepcompile.plan.reductions import merge_reductions
+from lightning_deepcompile.plan.simulate import simulate
+from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Schedule, ScheduleError, check_schedule
+
+__all__ = ["fuse", "reduction_pairs"]
+
+Pairs = Callable[[Schedule], list[tuple[int, int]]]
+"""Positions of neighbouring groups in a schedule."""
+Merge = Callable[[Schedule, int, int], Schedule | None]
+"""Puts two groups together; None where that cannot be."""
 
 
 def fuse(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
-    """Merges neighbouring groups while the simulated step gets shorter.
+    """Merges neighbouring groups of gathers, then of reductions, while the simulated step gets shorter.
 
     Looks for: two groups launched one after the other, the smaller of which spends at least a third of its time on
-    latency.
+    latency. Groups of gradients are neighbours if nothing else is reduced between them, and both travel in every
+    micro-batch or both at the boundary.
 
-    Changes: both are launched as one group, where the first was. Their parameters share memory until the last of them
-    is released.
+    Changes: both are launched as one group. Gathers go where the first was; their parameters share memory until the
+    last of them is released. Reductions go where the second was: the gradients of the first wait until then.
 
-    Needs from the profile: the model of gathers; times and memory of regions.
+    Needs from the profile: the models of gathers and reductions; times and memory of regions.
 
-    Promises: same values; same reductions; predicted memory within the budget, or not above what it was.
+    Promises: same values, as every gradient is still reduced by itself, and in the same order; predicted memory within
+    the budget, or not above what it was. In which order more than two ranks are added up is the communicator's, and
+    NCCL chooses algorithm and channels by a group's size. So on more than two GPUs reductions are merged only with
+    ``reduce="auto"``, which allows for other last bits.
 
     Args:
         schedules: The programs of a micro-batch.
@@ -30,19 +44,26 @@ def fuse(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
         The schedules, those of evaluation unchanged.
     """
     profile = context.require_profile("fuse")
+    gathered = _fuse(schedules, context, profile.gather, _gathers, _merge_gathers)
+    if profile.world_size > 2 and not profile.host_computes and context.settings.reduce != "auto":
+        return gathered
+    return _fuse(gathered, context, profile.reduce, reduction_pairs, merge_reductions)
+
+
+def _fuse(schedules: list[Schedule], context: PlanContext, link: Link, pairs: Pairs, merge: Merge) -> list[Schedule]:
+    profile = context.require_profile("fuse")
     result = list(schedules)
     best = simulate(result, profile)
-    small = 2 * profile.gather.latency * profile.gather.bandwidth
+    small = 2 * link.latency * link.bandwidth
     for index in range(len(result)):
         k = 0
-        while True:
-            gathers = result[index].at("gather")
-            if k + 1 >= len(gathers):
-                break
-            first, second = (result[index].instructions[p] for p in gathers[k : k + 2])
-            candidate = _merged(result[index], gathers[k], gathers[k + 1])
+        while k < len(found := pairs(result[index])):
+            positions = found[k]
             k += 1
-            if min(first.bytes, second.bytes) > small or candidate is None:
+            if min(result[index].instructions[position].bytes for position in positions) > small:
+                continue
+            candidate = merge(result[index], *positions)
+            if candidate is None:
                 continue
             trial = [*result[:index], candidate, *result[index + 1 :]]
             prediction = simulate(trial, profile)
@@ -53,7 +74,11 @@ def fuse(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
     return result
 
 
-def _merged(schedule: Schedule, first: int, second: int) -> Schedule | None:
+def _gathers(schedule: Schedule) -> list[tuple[int, int]]:
+    return list(itertools.pairwise(schedule.at("gather")))
+
+
+def _merge_gathers(schedule: Schedule, first: int, second: int) -> Schedule | None:
     """Both groups launched at the first one's place; None where a parameter is in use and released between them."""
     a, b = schedule.instructions[first], schedule.instructions[second]
     sizes = dict(zip(a.ids + b.ids, a.sizes + b.sizes, strict=True))
@@ -66,3 +91,10 @@ def _merged(schedule: Schedule, first: int, second: int) -> Schedule | None:
     except ScheduleError:
         return None
     return merged
+
+
+def reduction_pairs(schedule: Schedule) -> list[tuple[int, int]]:
+    """Positions of neighbouring groups of gradients that may travel together."""
+    positions = [p for p, i in enumerate(schedule.instructions) if i.op in REDUCTIONS or i.op == "reduce_now"]
+    ops = {p: schedule.instructions[p].op for p in positions}
+    return [(p, q) for p, q in itertools.pairwise(positions) if ops[p] == ops[q] != "reduce_now"]

@@ -1,0 +1,80 @@
+"""Groups of gradients: put together, taken apart, and what waits meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from dataclasses import replace
+
+from lightning_deepcompile.program.schedule import REDUCTIONS, RELEASES, Instruction, Schedule
+
+__all__ = ["merge_reductions", "split_reductions", "waiting_bytes"]
+
+
+def merge_reductions(schedule: Schedule, first: int, second: int) -> Schedule:
+    """Reduces two groups of gradients as one, where the second was: the gradients of the first wait until then.
+
+    Args:
+        schedule: Of any program.
+        first: Position of a group.
+        second: Position of the next one, of the same operation.
+    """
+    groups = _groups(schedule)
+    a, b = groups[first], groups[second]
+    instructions = list(schedule.instructions)
+    instructions[second] = Instruction(b.op, a.ids + b.ids, a.sizes + b.sizes, made=a.made + b.made)
+    del instructions[first]
+    return schedule.with_instructions(instructions)
+
+
+def split_reductions(schedule: Schedule) -> Schedule:
+    """The schedule with every gradient reduced as soon as it is there, those of a region as one group."""
+    instructions = schedule.instructions
+    behind = {"": 0}
+    for position in schedule.at("compute"):
+        end = position + 1
+        while end < len(instructions) and instructions[end].op in RELEASES | {"gather"}:
+            end += 1
+        behind[instructions[position].region] = end
+    parts: defaultdict[int, list[Instruction]] = defaultdict(list)
+    place, last = 0, ""  # gradients keep their order
+    for position, instruction in enumerate(instructions):
+        last = instruction.region or last
+        if instruction.op not in REDUCTIONS:
+            continue
+        if set(instruction.made) <= {last}:
+            place = position
+            parts[place].append(instruction)
+            continue
+        gradients = zip(instruction.ids, instruction.sizes, instruction.made, strict=True)
+        for maker, part in itertools.groupby(gradients, key=lambda gradient: gradient[2]):
+            place = max(place, behind[maker])
+            ids, sizes, made = zip(*part, strict=True)
+            parts[place].append(Instruction(instruction.op, ids, sizes, made=made))
+    result = []
+    for position, instruction in enumerate(instructions):
+        result += parts[position]
+        if instruction.op not in REDUCTIONS:
+            result.append(instruction)
+    return schedule.with_instructions(result)
+
+
+def waiting_bytes(schedule: Schedule) -> list[int]:
+    """Bytes of gradients that wait for those of later regions, while each instruction of `schedule` runs."""
+    changes = [0] * (len(schedule.instructions) + 1)
+    made = {schedule.instructions[position].region: position for position in schedule.at("compute")}
+    for position, group in _groups(schedule).items():
+        for maker, size in zip(group.made, group.sizes, strict=True):
+            changes[made.get(maker, -1) + 1] += size
+            changes[position] -= size
+    return list(itertools.accumulate(changes[:-1]))
+
+
+def _groups(schedule: Schedule) -> dict[int, Instruction]:
+    """Groups of gradients by position; all of them say which regions make them."""
+    groups, last = {}, ""
+    for position, instruction in enumerate(schedule.instructions):
+        last = instruction.region or last
+        if instruction.op in REDUCTIONS:
+            groups[position] = replace(instruction, made=instruction.made or (last,) * len(instruction.ids))
+    return groups

@@ -1,0 +1,69 @@
+"""Random valid schedules."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_deepcompile.capture.backend import Capture
+from lightning_deepcompile.plan.copy_placement import CopyPlacement
+from lightning_deepcompile.plan.passes.fuse import reduction_pairs
+from lightning_deepcompile.plan.passes.keep_whole import keep_until_boundary
+from lightning_deepcompile.plan.passes.unshard import keep_gathered, unshard_candidates
+from lightning_deepcompile.plan.placement import Placement
+from lightning_deepcompile.plan.reductions import merge_reductions
+from lightning_deepcompile.program.rewrite import read_schedule
+from lightning_deepcompile.program.schedule import Schedule
+
+__all__ = ["Shuffle", "merge_some"]
+
+
+def merge_some(schedule: Schedule, choose: Callable[[], bool]) -> Schedule:
+    """Merges neighbouring groups of reductions where `choose` says so."""
+    for number in reversed(range(len(reduction_pairs(schedule)))):
+        if choose():
+            schedule = merge_reductions(schedule, *reduction_pairs(schedule)[number])
+    return schedule
+
+
+class Shuffle(pl.Callback):
+    """Another valid schedule for every step, the same on both ranks.
+
+    Launches and copies go anywhere, any blocks are kept, any neighbouring reductions merge.
+    """
+
+    def __init__(self) -> None:
+        self.random = random.Random(5)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self.swap(trainer.strategy.engine.capture)
+
+    def swap(self, capture: Capture) -> list[Schedule]:
+        capture.replan()
+        step = [read_schedule(e.program) for e in capture.executables]
+        for pair, group in unshard_candidates(step):
+            choice = self.random.random()
+            if choice < 0.3:
+                step = keep_gathered(step, *pair, group.ids)
+            elif choice < 0.6:
+                step = keep_until_boundary(step, *pair, group)
+        placements = [Placement.of(s) for s in step]
+        step = [p.at(sorted(self.random.randint(0, g.need) for g in p.groups)) for p in placements]
+        step = [merge_some(s, lambda: self.random.random() < 0.5) for s in self.copy(step)]
+        capture.replan(plan=step)
+        swapped = [read_schedule(e.program) for e in capture.executables]
+        assert [s.instructions for s in swapped] == [s.instructions for s in step]
+        return swapped
+
+    def copy(self, step: list[Schedule]) -> list[Schedule]:
+        placements = [CopyPlacement.of(s) for s in step]
+        read = {(p.schedule.frame, n) for p in placements if p.schedule.kind == "backward" for n in p.saved}
+        away = {key for key in sorted(read) if self.random.random() < 0.5}
+        return [
+            p.at({n: self.random.randint(0, len(p.body)) for n in p.saved if (p.schedule.frame, n) in away})
+            for p in placements
+        ]
