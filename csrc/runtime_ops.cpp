@@ -139,7 +139,7 @@ Tensor Runtime::state_home(const Tensor& like) {
 }
 
 void Runtime::expect_states(std::vector<std::vector<Tensor>> chunks) {
-  const auto lock = enter();
+  const std::lock_guard lock(mutex_);  // as settle_states
   states_.expect(std::move(chunks));
 }
 

@@ -16,9 +16,9 @@ from lightning_deepcompile.plan.passes.unshard import keep_gathered, unshard_can
 from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.plan.reductions import merge_reductions
 from lightning_deepcompile.program.rewrite import read_schedule
-from lightning_deepcompile.program.schedule import Schedule
+from lightning_deepcompile.program.schedule import STATE_COPIES, Instruction, Schedule
 
-__all__ = ["Shuffle", "merge_some"]
+__all__ = ["Shuffle", "TravelStates", "merge_some"]
 
 
 def merge_some(schedule: Schedule, choose: Callable[[], bool]) -> Schedule:
@@ -67,3 +67,40 @@ class Shuffle(pl.Callback):
             p.at({n: self.random.randint(0, len(p.body)) for n in p.saved if (p.schedule.frame, n) in away})
             for p in placements
         ]
+
+
+class TravelStates(pl.Callback):
+    """Lets programs copy optimizer states: other chunks at other places in every step, the same on all ranks.
+
+    Attributes:
+        chunks: Chunks that programs fetched, by step.
+    """
+
+    def __init__(self, seed: int = 5) -> None:
+        self.random = random.Random(seed)
+        self.chunks: list[int] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        engine = trainer.strategy.engine
+        if batch_idx == 0 or batch_idx % trainer.accumulate_grad_batches or engine.residency is None:
+            return
+        memory = engine.residency.memory()
+        sizes = memory.chunks(memory.away)
+        assert len(sizes) > 1, "too few chunks for a test"
+        engine.residency.set_slots(self.random.randint(1, len(sizes) + 2))
+        step = [read_schedule(e.program) for e in engine.capture.executables]
+        self.chunks.append(self.random.choice([0, 1, 2, len(sizes) - 1, len(sizes), len(sizes) + 3]))
+        fetched = list(range(self.chunks[-1]))
+        left = self.random.sample(range(len(sizes)), self.random.randint(0, len(sizes)))
+        travel = {"forward": ("wait_states", sorted(left)), "backward": ("reload_states", fetched)}
+        plan = [self._with(s, *travel[s.kind]) if s.kind in travel else s for s in step]
+        engine.capture.replan(plan=plan)
+        swapped = [read_schedule(e.program) for e in engine.capture.executables]
+        assert [s.instructions for s in swapped] == [s.instructions for s in plan]
+
+    def _with(self, schedule: Schedule, op: Any, chunks: list[int]) -> Schedule:
+        instructions = [i for i in schedule.instructions if i.op not in STATE_COPIES]
+        places = sorted(self.random.randint(0, len(instructions)) for _ in chunks)
+        for chunk, place in reversed(list(zip(chunks, places, strict=True))):
+            instructions.insert(place, Instruction(op, (chunk,), (1,)))
+        return schedule.with_instructions(instructions)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from cases import VOCAB, Base, Tokens, full
 from multiprocess import run_ranks
+from shuffle import TravelStates
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader
@@ -125,6 +126,7 @@ def fit(
     resume: Path | None = None,
     strategy: dict[str, Any] | None = None,
     build: Callable[[], Model] | None = None,
+    watch: pl.Callback | None = None,
 ) -> tuple[dict[str, Any], pl.Trainer]:
     """Trains; returns everything that must not depend on where states live."""
     make, options = CASES[case]
@@ -138,7 +140,7 @@ def fit(
         strategy=DeepCompileStrategy(
             compile=CompileConfig(region_backend="eager", **offload), precision_plugin=plugin, **(strategy or {})
         ),
-        accelerator="cpu", devices=WORLD, max_steps=STEPS, callbacks=[recorder], logger=False,
+        accelerator="cpu", devices=WORLD, max_steps=STEPS, callbacks=[recorder, *filter(None, [watch])], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False, **options,
     )  # fmt: skip
@@ -187,6 +189,37 @@ def _equal_training() -> dict[str, str]:
         except Exception:
             failures[case] = traceback.format_exc()
     return failures
+
+
+class Meddle(TravelStates):
+    """Changes a state on the host when programs have fetched it."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Optimizer) -> None:
+        for entries in optimizer.state.values():
+            entries["exp_avg"].mul_(0.5)
+
+
+def _travelling() -> dict[str, str]:
+    failures = {}
+    plans = [(case, TravelStates) for case in CASES] + [("adamw_loop", Meddle)]
+    for case, kind in plans:
+        try:
+            expected, _ = fit(case, {}, watch=kind() if kind is Meddle else None)
+            watch = kind()
+            actual, trainer = fit(case, EVERYTHING, watch=watch)
+            same(actual, expected, f"{case}, {kind.__name__}")
+            assert max(watch.chunks) > 0
+            stats = trainer.strategy.engine.runtime.stats()
+            assert (stats["host_bytes"], stats["state_bytes"]) == (0, 0), stats
+        except Exception:
+            failures[f"{case}, {kind.__name__}"] = traceback.format_exc()
+    return failures
+
+
+@pytest.mark.timeout(300)
+def test_programs_copy_states_and_training_does_not_notice() -> None:
+    for rank, failures in enumerate(run_ranks(_travelling, WORLD, timeout=280)):
+        assert not failures, f"rank {rank}:\n" + "\n".join(failures.values())
 
 
 def check_counters(case: str, mode: str, plain: pl.Trainer, trainer: pl.Trainer) -> None:

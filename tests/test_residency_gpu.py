@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import CASES, Record, assert_same_training, same_bits_every_time, train
 from multiprocess import run_ranks
+from shuffle import TravelStates
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -73,6 +74,7 @@ def _train_all(accelerator: str) -> dict[str, Record]:
         "plain": run("adamw", []),
         "kept": run("adamw", [KeepWhole()]),
         "offloaded": run("adamw", [], offload="all"),
+        "travel": run("adamw", [TravelStates()], offload="all"),
         "moved": run("adamw", [MoveStates()], offload="auto"),
         "replicas": run("sgd", [], device_mesh=(2, 1)),
         "shards": run("sgd", [], device_mesh=(1, 2)),
@@ -85,7 +87,7 @@ def _check(accelerator: str) -> None:
     )
     for results in run_ranks(_train_all, 2, accelerator, timeout=380):
         plain = results["plain"]
-        for name in ("kept", "offloaded", "moved"):
+        for name in ("kept", "offloaded", "travel", "moved"):
             assert results[name].losses == plain.losses, name
             assert all(torch.equal(results[name].params[key], plain.params[key]) for key in plain.params), name
         assert results["offloaded"].extra.offloaded_bytes > 0 and plain.extra.offloaded_bytes == 0
