@@ -40,6 +40,7 @@ class StateVisits:
         self._sizes = profile.state_chunks
         self._leaving: dict[int, int] = {}  # copies out of the step before, of chunks that take memory
         self._coming: dict[int, int] = {}  # copies in
+        self._left: list[int] = []  # the last of the copies out of the step before: homes hold what it left
         self._out: list[int] = []  # copies out of this step, of chunks that go round
         self._ring = self._turn = 0
         self._pending: int | None = None  # the chunk that is stepped, if its slot is needed again
@@ -60,6 +61,7 @@ class StateVisits:
         for k in sorted(ahead | self._last_round):
             if k < len(self._sizes):
                 self._leaving[k] = add("out", self._profile.copy_out.copy_seconds(self._sizes[k]), [], "states")
+        self._left = list(self._leaving.values())[-1:]
         # Where nothing waits for them, torch's allocator takes their memory back by and by.
         if any(s.at("wait_states") for s in schedules if s.kind == "forward"):
             self.bytes = sum(self._sizes[k] for k in self._leaving)
@@ -110,4 +112,4 @@ class StateVisits:
             self._out.append(task if leaves else self._add("out", seconds, [task], "states"))
 
     def _copy_in(self, chunk: int, after: list[int]) -> int:
-        return self._add("in", self._profile.copy_in.copy_seconds(self._sizes[chunk]), after, "states")
+        return self._add("in", self._profile.copy_in.copy_seconds(self._sizes[chunk]), [*after, *self._left], "states")

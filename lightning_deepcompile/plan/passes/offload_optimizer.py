@@ -64,7 +64,7 @@ def _fetches(schedule: Schedule, memory: Sequence[int], profile: Profile, limit:
     """The places before which the first chunks start to come, by chunk."""
     sizes, clock = profile.state_chunks, profile.clock(schedule)
     fitting = len(sizes) if len(sizes) <= profile.state_slots else max(profile.state_slots - LEAST_SLOTS, 0)
-    most = [0] * (len(memory) + 1)  # bytes from each place to the end
+    most = [*memory, *memory[-1:]]  # bytes from each place to the end
     for place in reversed(range(len(memory))):
         most[place] = max(memory[place], most[place + 1])
     places: dict[int, int] = {}
@@ -74,6 +74,8 @@ def _fetches(schedule: Schedule, memory: Sequence[int], profile: Profile, limit:
         seconds = sum(profile.copy_in.copy_seconds(size) for size in sizes[k:fitting])
         while place < len(memory) and (clock[place] < clock[-1] - margin * seconds or most[place] + there > limit):
             place += 1
+        if most[place] + there > limit:
+            break
         places[k] = place
     return places
 
