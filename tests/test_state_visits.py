@@ -47,8 +47,8 @@ def measured(**fields: Any) -> Profile:
     [
         # From 8 s on, one arrives a second, and is stepped in a quarter.
         ({}, {}, {}, 12.25),
-        # They leave more slowly than they come, so that the last waits for the slot of the first, which leaves from 9.25
-        # to 11.25 s. Those of the step before leave until 6 s.
+        # They leave more slowly than they come, so that the last waits for the slot of the first, from 9.25 to 11.25 s.
+        # Those of the step before leave until 6 s.
         ({}, {}, {"copy_out": Link(0.0, 5.0)}, 12.5),
         # Half of them come while backward runs; the third arrives at 9 s, and the fourth at 10 s.
         ({}, {0: reload(0, 1)}, {"state_slots": 5}, 10.25),
