@@ -192,6 +192,35 @@ def test_results_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert plot.main() == 1
 
 
+@pytest.mark.skipif(not plot.can_draw(), reason="matplotlib is not installed")
+def test_budgets_are_drawn_as_a_curve(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    def result(budget: int, ms: float, away: int) -> dict:
+        summary = {"sharded_bytes_per_rank": 100, "offloaded_bytes": away}
+        found = {"system": f"memory_budget={budget}GiB", "status": "ok", "ms": ms, "budget_gib": float(budget)}
+        return found | {"peak_gib": budget - 0.5, "summary": summary, "predicted": {"ms": ms + 1, "peak_gib": budget}}
+
+    results = [result(80, 100.0, 0), result(40, 130.0, 50), result(24, 200.0, 200)]
+    results.append({"system": "memory_budget=16GiB", "status": "failed", "reason": "too little", "budget_gib": 16.0})
+    results.append({"system": "fsdp2", "status": "ok", "ms": 150.0})
+    panel = Figure().subplots()
+    plot._budgets(panel, results)
+    measured, predicted, *_ = panel.get_lines()
+    assert list(measured.get_xdata()) == [24, 40, 80], "budgets are numbers, in their order"
+    assert list(measured.get_ydata()) == [200, 130, 100] and list(predicted.get_ydata()) == [201, 131, 101]
+    assert [text.get_text() for text in panel.texts] == [
+        "peak 23.5 GiB\n100% of states away",
+        "peak 39.5 GiB\n25% of states away",
+        "peak 79.5 GiB\n0% of states away",
+    ]
+    names = [text.get_text() for text in panel.get_legend().get_texts()]
+    assert names == ["measured", "predicted", "does not fit", "fsdp2"]
+    for number, chosen in enumerate((results, results[:1], results[3:])):
+        assert plot.draw_sweep(chosen, tmp_path / f"{number}.png"), "one budget is no curve"
+    assert not plot.draw_sweep(results[3:4], tmp_path / "none.png")
+
+
 @pytest.mark.slow
 def test_compare_measures_every_system_that_runs_without_gpus(tmp_path: Path) -> None:
     options = ("--systems", "ddp,fsdp,fsdp2,roofline", "--cases", "16x1x1,16x1x2", "--profile", "fsdp2:16x1x2")
@@ -307,11 +336,17 @@ def test_a_sweep_says_what_it_compares() -> None:
         sweep.parse_arguments(["--out", "unused", "--fsdp2", "--deferred-init"])
     ran = {"status": "ok", "system": "a", "ms": 200.0, "min_ms": 190.0, "first_step_s": 3.0, "tflops_per_gpu": 9.5}
     ran["summary"] = {"offloaded_bytes": 2**30, "offloaded_parameter_bytes": 2**30, "offload_moved_bytes": 2**31}
+    ran["summary"] |= {"sharded_bytes_per_rank": 2**30, "offloaded_activation_bytes": 2**30}
+    ran["predicted"] = {"ms": 210.0, "peak_gib": 7.0, "exposed_ms": 4.0}
     failed = report.missing(systems[5], arguments.case, "failed", "the budget is too little")
     rows = sweep.table([failed, ran, ran | {"system": "b", "ms": 300.0}]).splitlines()
     assert rows[2].startswith("| memory_budget=8GiB | the budget is too little |")
-    assert rows[3].startswith("| a | 200.00 | 190.00 | 1.00 | 9.50 | - | 2.00 | 2.00 | 3.00 | - | - |")
+    assert rows[3].startswith(
+        "| a | 200.00 | 190.00 | 1.00 | 9.50 | - | 3.00 | 0.50 | 4.00 | 3.00 | 210.00 | 7.00 | 4.00 |"
+    )
     assert rows[4].startswith("| b | 300.00 | 190.00 | 1.50 |")
+    assert len({row.count("|") for row in rows}) == 1
+    assert [sweep.budget_gib(system) for system in (systems[0], systems[4])] == [None, 9.0]
 
 
 @pytest.mark.parametrize("options", [["--option", "reduce"], ["--values", "1"], []])

@@ -4,14 +4,18 @@ r"""Compares ways to train a Llama model with sharded parameters: one call, all 
         --cases 512x1x1,1024x1x1,4096x1x1,1024x1x4 --shape llama3-8b --out results
 
 Every system runs in a process group of its own, one after another; its cases share that group and its model. All train
-the same model: fp32 parameters, bf16 compute and reduction (fp32 on CPU), fused AdamW, no activation checkpointing,
-random tokens that already sit on the device. A group that fails or stands still is ended as a whole, its case is
-reported as failed, and the rest goes on. ``results.json``, ``table.md`` and ``log.txt`` are kept up to date; with
-matplotlib there is a ``plot.png`` in the end.
+the same model: fp32 parameters, bf16 compute and reduction (fp32 on CPU), fused AdamW, activation checkpointing only
+with ``--checkpointing``, random tokens that already sit on the device. A group that fails or stands still is ended as a
+whole, its case is reported as failed, and the rest goes on. ``results.json``, ``table.md`` and ``log.txt`` are kept up
+to date; with matplotlib there is a ``plot.png`` in the end.
 
 ``--systems deepcompile,deepcompile@prefetch_blocks=1+reduce_window=4`` compares options of ``CompileConfig``.
 ``--systems deepspeed,deepspeed@compile=true,deepspeed-deepcompile`` compares with DeepSpeed, where it is installed;
-``deepspeed@offload_optimizer=cpu`` is ZeRO-Offload (``deepspeed_setup.py`` says what is set and how to change it).
+``deepspeed@offload_optimizer=cpu`` is ZeRO-Offload (``deepspeed_setup.py`` says what is set and how to change it):
+
+    python examples/benchmarks/compare.py --shape llama3-70b --layers 10 --checkpointing --cases 1024x1x1 \
+        --systems deepcompile@offload=all,deepcompile@offload=auto,deepspeed@offload_optimizer=cpu --case-limit 500 \
+        --out results
 """
 
 from __future__ import annotations
@@ -196,6 +200,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cases", type=_list_of(Case.parse), default="512x1x1,1024x1x1,4096x1x1,1024x1x4")
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--layers", type=_positive, help="layers of the model, if not the shape's own number")
+    parser.add_argument("--checkpointing", action="store_true", help="layers keep their inputs alone, and run again")
     parser.add_argument("--steps", type=_positive, default=10, help="measured optimizer steps")
     parser.add_argument(
         "--warmup", type=_positive, default=12, help="optimizer steps before, from the compiling one on"
@@ -218,7 +223,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if on_gpu and not 0 < arguments.world <= gpus:
         parser.error(f"--world {arguments.world}: this machine shows {gpus} GPUs; lower it or use --device cpu")
     shape = SHAPES[arguments.shape]
-    arguments.shape = replace(shape, layers=arguments.layers or shape.layers)
+    arguments.shape = replace(shape, layers=arguments.layers or shape.layers, checkpointing=arguments.checkpointing)
     try:
         arguments.profile = [_profiled(text, arguments) for text in arguments.profile]
     except ValueError as error:

@@ -62,6 +62,8 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> bool:
 def draw_sweep(results: Sequence[dict[str, Any]], path: Path) -> bool:
     """Writes a picture of step time and peak memory, measured and predicted, over the settings of ``sweep.py``.
 
+    If they are several memory budgets, it is a curve: step time over budgets, with peaks and states in host memory.
+
     Args:
         results: Results as in ``sweep.json``; those without numbers are left out.
         path: The file; its ending says which format.
@@ -74,6 +76,11 @@ def draw_sweep(results: Sequence[dict[str, Any]], path: Path) -> bool:
         return False
     from matplotlib.figure import Figure
 
+    if len({result["budget_gib"] for result in ran if result.get("budget_gib")}) > 1:
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        _budgets(figure.subplots(), results)
+        _save(figure, path)
+        return True
     names = [result["system"] for result in ran]
     figure = Figure(figsize=(3 + 1.2 * len(ran), 7), layout="constrained")
     panels = figure.subplots(2, 1, sharex=True)
@@ -90,6 +97,41 @@ def draw_sweep(results: Sequence[dict[str, Any]], path: Path) -> bool:
     panels[1].tick_params(axis="x", rotation=30)
     _save(figure, path)
     return True
+
+
+def states_away(result: dict[str, Any]) -> float | None:
+    """The part of Adam's states, twice the shards, that waits in host memory; None if that is not known."""
+    summary = result.get("summary") or {}
+    states = 2 * summary.get("sharded_bytes_per_rank", 0)
+    return summary.get("offloaded_bytes", 0) / states if states else None
+
+
+def _budgets(panel: Any, results: Sequence[dict[str, Any]]) -> None:
+    curve = sorted((r for r in results if r.get("budget_gib")), key=lambda r: r["budget_gib"])
+    ran = [result for result in curve if result["status"] == "ok"]
+    budgets = [result["budget_gib"] for result in ran]
+    panel.plot(budgets, [result["ms"] for result in ran], "o-", color=COLORS[0], label="measured")
+    predicted = [(result.get("predicted") or {}).get("ms", math.nan) for result in ran]
+    panel.plot(budgets, predicted, "x--", color=COLORS[1], label="predicted")
+    for result in ran:
+        peak, share = result.get("peak_gib"), states_away(result)
+        lines = [] if peak is None else [f"peak {peak:.1f} GiB"]
+        lines += [] if share is None else [f"{share:.0%} of states away"]
+        place = result["budget_gib"], result["ms"]
+        style = {"textcoords": "offset points", "xytext": (0, -9), "ha": "center", "va": "top", "fontsize": "x-small"}
+        panel.annotate("\n".join(lines), place, **style)
+    for number, result in enumerate(result for result in curve if result["status"] != "ok"):
+        label = "does not fit" if number == 0 else None
+        panel.axvline(result["budget_gib"], color=COLORS[5], linestyle="dotted", label=label)
+    others = [result for result in results if result["status"] == "ok" and not result.get("budget_gib")]
+    for result, color in zip(others, COLORS[2:], strict=False):
+        panel.axhline(result["ms"], color=color, linestyle="dashed", label=result["system"])
+    panel.set_xlabel("memory budget of each GPU in GiB")
+    panel.set_ylabel("ms per optimizer step")
+    panel.margins(0.1, 0.2)
+    panel.set_ylim(bottom=0)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(fontsize="small")
 
 
 def _save(figure: Any, path: Path) -> None:

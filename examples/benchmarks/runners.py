@@ -103,7 +103,12 @@ def _prediction(rounds: list[Any]) -> dict[str, float]:
     kept = [made for made in rounds if made.outcome == "kept" and made.passes]
     if not kept:
         return {}
-    return {"ms": kept[-1].passes[-1].step_seconds * 1e3, "peak_gib": kept[-1].passes[-1].peak_bytes / 2**30}
+    last = kept[-1].passes[-1]
+    return {
+        "ms": last.step_seconds * 1e3,
+        "exposed_ms": last.exposed_seconds * 1e3,
+        "peak_gib": last.peak_bytes / 2**30,
+    }
 
 
 def run_lightning(job: Job, rank: int, recorder: Recorder) -> None:

@@ -31,7 +31,7 @@ from jobs import SHAPES, Case, Job, System
 from meter import Recorder
 from runners import run_fsdp2, run_lightning
 
-from lightning_deepcompile.plan.budget import MemoryBudgetError
+from lightning_deepcompile.plan.budget import MemoryBudgetError, parse_budget
 
 START = {"step": 0, "passes": ["zero3"]}
 ABLATION: dict[str, Any] = {
@@ -84,13 +84,17 @@ def collect(job: Job, reason: str) -> Result:
 
 
 def table(results: list[Result]) -> str:
-    """A row for each setting; times are ratios to the first that ran, too."""
-    head = "setting|ms|min|ratio|TFLOP/s/GPU|peak GiB|host GiB|moved GiB a step|first step s|predicted ms|predicted GiB"
-    rows = [head.split("|")]
+    """A row for each setting; times are ratios to the first that ran, too.
+
+    What is in host memory are states, activations and parameters; of Adam's states the share is shown, too. What a
+    step moves are all copies: of states and activations both ways, of parameters for gathers.
+    """
+    head = "setting|ms|min|ratio|TFLOP/s/GPU|peak GiB|host GiB|of states|moved GiB a step|first step s|predicted ms|"
+    rows = [f"{head}predicted GiB|predicted exposed ms".split("|")]
     base = next((result["ms"] for result in results if result["status"] == "ok"), None)
     for result in results:
         if result["status"] != "ok":
-            rows.append([result["system"], report.headline(result["reason"]), *["-"] * 9])
+            rows.append([result["system"], report.headline(result["reason"]), *["-"] * 11])
             continue
         away = result.get("summary", {})
         kinds = ("offloaded_bytes", "offloaded_activation_bytes", "offloaded_parameter_bytes")
@@ -98,10 +102,22 @@ def table(results: list[Result]) -> str:
         planned = result.get("predicted") or {}
         numbers = [result["ms"], result["min_ms"], result["ms"] / base, result.get("tflops_per_gpu")]
         numbers += [result.get("peak_gib"), host / 2**30]
-        numbers += [away.get("offload_moved_bytes", 0) / 2**30, result["first_step_s"]]
-        numbers += [planned.get("ms"), planned.get("peak_gib")]
+        share = plot.states_away(result)
+        moved = ("offload_moved_bytes", "fetched_parameter_bytes")
+        numbers += [share, (sum(away.get(kind, 0) for kind in moved) + 2 * away.get(kinds[1], 0)) / 2**30]
+        numbers += [result["first_step_s"], planned.get("ms"), planned.get("peak_gib"), planned.get("exposed_ms")]
         rows.append([result["system"], *("-" if n is None else f"{n:.2f}" for n in numbers)])
     return report.markdown(rows)
+
+
+def budget_gib(system: System) -> float | None:
+    """The memory budget that a setting names, in GiB; None where it names none."""
+    chosen = system.options.get("memory_budget")
+    if chosen is None:
+        return None
+    cuda = torch.cuda.is_available()
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if cuda else 0
+    return parse_budget(chosen, total) / 2**30
 
 
 def main() -> int:
@@ -136,7 +152,7 @@ def main() -> int:
             reason = run(job, rank)
         if rank > 0:
             continue
-        results.append(collect(job, reason))
+        results.append(collect(job, reason) | {"budget_gib": budget_gib(system)})
         text = table(results)
         print("\n".join([*map(str, results[-1].get("rounds", ())), text]), flush=True)
         report.write(arguments.out / "sweep.md", text)
