@@ -78,7 +78,7 @@ void bind_lifecycle(Class& runtime) {
            "What dc.reload_states fetched: chunk k's tensors are in slot -1 - k, to be used after await_states.")
       .def("drop_states", &Runtime::drop_states, NoGil(), "Forget what dc.reload_states fetched and nobody took.")
       .def("begin_states", &Runtime::begin_states, "slot_bytes"_a, NoGil(),
-           "Start a step of an optimizer whose offloaded states come in chunks of at most so many bytes.")
+           "Start a step of an optimizer whose offloaded states come in chunks; most of them take at most so many bytes.")
       .def("fetch_states", &Runtime::fetch_states, "slot"_a, "homes"_a, NoGil(),
            "Start copying a chunk to the buffer `slot`, from 0; returns its tensors, to be used after await_states.")
       .def("await_states", &Runtime::await_states, "slot"_a, NoGil())

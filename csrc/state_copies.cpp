@@ -67,9 +67,8 @@ std::vector<Tensor> StateCopies::fetch(int64_t slot, const std::vector<Tensor>& 
   release_held(target);
   if (homes.empty()) return {};
   const int64_t need = buffer_bytes(homes);
-  LDC_CHECK_ARG(need <= slot_bytes_, "fetch_states: a chunk of ", need, " bytes is larger than the ", slot_bytes_,
-                " of begin_states.");
-  return copy_in(target, homes, slot_bytes_);
+  if (target.memory.defined() && target.memory.numel() < need) release(target);
+  return copy_in(target, homes, std::max(need, slot_bytes_));
 }
 
 /// Copies into the slot's memory, `bytes` of which are allocated if there is none.

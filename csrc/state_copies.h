@@ -42,7 +42,7 @@ class StateCopies {
   /// Forgets what was fetched and not taken; the next advance() begins with the first chunk again.
   void drop();
 
-  /// Starts a step whose other chunks need at most `slot_bytes` (every tensor rounded up to kAlignment).
+  /// Starts a step. Slots get `slot_bytes` at least (every tensor rounded up to kAlignment), so that most chunks fit any.
   void begin(int64_t slot_bytes);
   /// Starts copying to the device what lies at `homes`; returns the device tensors, to be used after arrive().
   std::vector<Tensor> fetch(int64_t slot, const std::vector<Tensor>& homes);

@@ -48,6 +48,7 @@ T = TypeVar("T")
 # A round, in steps from its first profiled one: two ordinary steps before are timed.
 _OBSERVED, _ISOLATED, _PLANNED, _TIMED, _VERIFIED = 0, 1, 2, 3, 6
 _NOISE = 0.03  # how much slower than before a plan may measure
+_MARGIN = 8  # of a chosen budget, plans leave 1 / 2^8 free: predictions are not better than that
 _ATTEMPTS = 4  # at most, so that a model with ever new shapes does not plan for ever
 
 
@@ -202,6 +203,8 @@ class Tuner:
             merged = explain(merge_profiles(profiles))
             budget = merged.budget or 0
             limit = budget if self._limit is None else min(budget, self._limit)
+            if self._config.memory_budget is not None:
+                limit -= budget >> _MARGIN
             self.profile = profile = replace(merged, schedules=measured[0][1], budget=max(limit - self._excess, 1))
         except ProfileError as error:
             self._say(f"No plan was made at step {self._step}: {error}", logging.WARNING)

@@ -83,9 +83,9 @@ def test_chunks_keep_the_groups_and_the_limit() -> None:
 
     assert [(c.visits, shape(c.params)) for c in chunks] == [
         (False, [[4], []]),
-        (True, [[3], []]),
-        (True, [[9], []]),  # larger than a chunk may be, so alone
-        (True, [[], [1, 2, 1]]),
+        (True, [[3], [1]]),
+        (True, [[], [2, 1]]),
+        (True, [[9], []]),  # larger than a chunk may be, so alone, and last
     ]
 
 

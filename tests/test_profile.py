@@ -169,7 +169,9 @@ def test_a_budget_that_steps_break_is_planned_for_again(mesh: Any, monkeypatch: 
             _force_another_plan(engine)
         one_step(engine, TOKENS, optimizer)
         budgets.add(engine.tuner.profile.budget if engine.tuner.profile else budget)
-    assert len(engine.report()) == 2 and budgets == {budget, budget - 2048}  # the second may change nothing
+    margin = budget // 256
+    assert len(engine.report()) == 2  # the second may change nothing
+    assert budgets == {budget, budget - margin, budget - margin - 2048}
     engine.close()
 
 

@@ -129,17 +129,17 @@ def test_states_come_later_and_are_waited_for_sooner_where_memory_is_short() -> 
 
 
 def test_chunks_and_slots_of_states() -> None:
-    states = StateMemory(sizes=(6, 4, 12, 3, 3, 9), away=0, stepping=10, buffers=5, host=99, chunk=10)
-    assert states.chunks(0) == () and states.chunks(22) == (10, 12) and states.chunks(28) == (10, 12, 6)
-    assert states.chunks(37) == (10, 12, 6, 9)  # a shard may be larger than a chunk
-    assert states.slots(37, 0) == 3 and states.slots(37, 48) == 4 and states.slots(37, 480) == 4
-    assert states.slots(28, 480) == 3 and states.slots(10, 480) == 1 and states.slots(0, 0) == 3
-    assert states.while_stepping(0) == 47 and states.while_stepping(37) == 10 + 36
-    assert states.while_stepping(37, 4) == 10 + 37 and replace(states, chunk=0).while_stepping(37) == 15
+    states = StateMemory(sizes=(6, 4, 3, 3, 9, 12), away=0, stepping=10, buffers=5, host=99, chunk=10)
+    assert states.chunks(0) == () and states.chunks(16) == (10, 10)  # the buffer of the second is as large
+    assert states.chunks(37) == (10, 10, 10, 12)  # a shard may be larger than a chunk
+    assert states.slots(37, 0) == 3 and states.slots(37, 41) == 3 and states.slots(37, 42) == 4
+    assert states.slots(25, 480) == 3 and states.slots(10, 480) == 1 and states.slots(0, 0) == 3
+    assert states.while_stepping(0) == 47 and states.while_stepping(37) == 10 + 32
+    assert states.while_stepping(37, 4) == 10 + 42 and replace(states, chunk=0).while_stepping(37) == 15
     before = measured(state_chunks=(), state_share=1.0)
-    after = with_away(before, states, 28, slots=4)
-    assert (after.state_chunks, after.state_slots, after.optimizer_seconds) == ((10, 12, 6), 4, 2.0)
-    assert after.state_share == pytest.approx(28 / 37)
+    after = with_away(before, states, 25, slots=4)
+    assert (after.state_chunks, after.state_slots, after.optimizer_seconds) == ((10, 10, 10), 4, 2.0)
+    assert after.state_share == pytest.approx(25 / 37)
     # A host that computes copies in between.
-    host = with_away(replace(before, device_type="cpu"), states, 28)
-    assert host.state_chunks == () and host.optimizer_seconds == pytest.approx(2 + 28 / 10 + 28 / 20)
+    host = with_away(replace(before, device_type="cpu"), states, 25)
+    assert host.state_chunks == () and host.optimizer_seconds == pytest.approx(2 + 25 / 10 + 25 / 20)

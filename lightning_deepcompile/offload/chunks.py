@@ -49,6 +49,8 @@ def make_chunks(
 ) -> list[Chunk]:
     """Divides the parameters; those whose states stay on the device are the first chunk: the next arrives meanwhile.
 
+    Parameters that are larger than a chunk come last, so that all others go round in small buffers.
+
     Args:
         groups: The optimizer's.
         visits: Whether a parameter's states come and go.
@@ -60,17 +62,14 @@ def make_chunks(
     """
     staying = Chunk([[p for p in group["params"] if not visits(p)] for group in groups], visits=False)
     chunks = [staying] if any(staying.params) else []
+    visiting = [(size_of(k, p), k, p) for k, group in enumerate(groups) for p in group["params"] if visits(p)]
     filled = limit + 1
-    for index, group in enumerate(groups):
-        for parameter in group["params"]:
-            if not visits(parameter):
-                continue
-            size = size_of(index, parameter)
-            if filled + size > limit:
-                chunks.append(Chunk([[] for _ in groups], visits=True))
-                filled = 0
-            chunks[-1].params[index].append(parameter)
-            filled += size
+    for size, index, parameter in sorted(visiting, key=lambda one: one[0] > limit):
+        if filled + size > limit:
+            chunks.append(Chunk([[] for _ in groups], visits=True))
+            filled = 0
+        chunks[-1].params[index].append(parameter)
+        filled += size
     return chunks
 
 

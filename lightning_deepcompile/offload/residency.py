@@ -160,6 +160,7 @@ class Residency:
             return
         sizes = list(self._sizes())
         seen = exchange(self._need(sizes), self._group)
+        small = sum(size for *_, size in sizes if size <= self._chunk_bytes)
         need = OffloadNeed(
             peak=max(n.peak for n in seen),
             stepping=max(n.stepping for n in seen),
@@ -169,7 +170,10 @@ class Residency:
             host=self._limit,
         )
         config = self._config
-        decision = decide_offload(config.offload, need, config.memory_budget, config.host_memory_budget)
+        lean = replace(need, buffers=min(need.buffers, 3 * self._chunk_bytes))
+        decision = decide_offload(config.offload, lean, config.memory_budget, config.host_memory_budget)
+        if decision.bytes > small:  # then buffers must hold what is larger than a chunk
+            decision = decide_offload(config.offload, need, config.memory_budget, config.host_memory_budget)
         if config.offload == "auto":
             self._choose(sizes, decision.bytes)
         self._seen = need
@@ -252,7 +256,13 @@ class Residency:
         return OffloadNeed(peak, stepping, states, buffers, budget, self._limit)
 
     def _sizes(self) -> Iterator[tuple[int, Tensor, int]]:
-        """Each optimizer's number, its shards in order, and what their states take: padded, so equal on all ranks."""
+        """Each optimizer's number, its shards in the order in which their states leave, and what those take.
+
+        Bytes are padded, so equal on all ranks. What is larger than a chunk leaves last.
+        """
+        yield from sorted(self._all_sizes(), key=lambda one: one[2] > self._chunk_bytes)
+
+    def _all_sizes(self) -> Iterator[tuple[int, Tensor, int]]:
         for number, (reference, offload) in enumerate(self._attached):
             optimizer = reference()
             for index, group in enumerate(optimizer.param_groups if optimizer is not None else []):

@@ -128,7 +128,8 @@ class StateOffload:
             if home._version == version  # else somebody has written to it since
         }
         self._place_chunks(max(_SLOTS, self.slots - len(fetched)))
-        self._runtime.begin_states(max(self._home_bytes(chunk) for chunk in self._chunks))
+        sizes = [self._home_bytes(chunk) for chunk in self._chunks]
+        self._runtime.begin_states(max((size for size in sizes if size <= self._chunk_bytes), default=0))
         self._fetch(0)
         with compat.unhooked_step(optimizer) as step:
             for _ in self._chunks[1:]:

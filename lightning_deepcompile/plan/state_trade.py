@@ -33,7 +33,7 @@ class StateMemory:
     """Optimizer states as planning sees them; bytes of one rank, the same on all.
 
     Args:
-        sizes: Of the states of each shard, in the order in which they leave.
+        sizes: Of the states of each shard, in the order in which they leave: those that are larger than a chunk last.
         away: In host memory while the step was measured: some of the first ones.
         stepping: Device memory while the optimizer steps, without states: parameters, gradients.
         buffers: On the device for states that come and go; needed if any is away.
@@ -57,7 +57,7 @@ class StateMemory:
         return sum(self.sizes)
 
     def chunks(self, away: int) -> tuple[int, ...]:
-        """Bytes of the chunks in which states come if the first ones, so many bytes, are in host memory."""
+        """Bytes of the buffers of the chunks in which states come if the first ones, so many bytes, are away."""
         found: list[int] = []
         for size, end in zip(self.sizes, itertools.accumulate(self.sizes), strict=True):
             if end > away or not self.chunk:
@@ -66,17 +66,19 @@ class StateMemory:
                 found[-1] += size
             else:
                 found.append(size)
-        return tuple(found)
+        slot = max((size for size in found if size <= self.chunk), default=0)
+        return tuple(max(size, slot) for size in found)
 
     def slots(self, away: int, free: int) -> int:
         """Chunks that may be on the device while the optimizer steps, with so many bytes in host memory, and free."""
         chunks = self.chunks(away)
-        return min(max(free // max(chunks), LEAST_SLOTS), len(chunks)) if chunks else LEAST_SLOTS
+        fitting = sum(size <= free for size in itertools.accumulate(sorted(chunks, reverse=True)))
+        return min(max(fitting, LEAST_SLOTS), len(chunks)) if chunks else LEAST_SLOTS
 
     def while_stepping(self, away: int, slots: int = LEAST_SLOTS) -> int:
         """Device memory while the optimizer steps, with so many bytes of states in host memory, and so many slots."""
         chunks = self.chunks(away)
-        visiting = min(slots * max(chunks), sum(chunks)) if chunks else self.buffers if away else 0
+        visiting = sum(sorted(chunks)[-slots:]) if chunks else self.buffers if away else 0
         return self.stepping + self.total - away + visiting
 
     def at_least(self, wanted: int) -> int:
@@ -184,8 +186,9 @@ def trade_states(profile: Profile, states: StateMemory, plan: Callable[[Profile]
         consider(states.at_least(best.away + best.over))
         if best is before:
             break
+    coming = states.while_stepping(states.away) - states.while_stepping(states.away, 0) if states.chunk else 0
     for away in _fewer(states, now):
-        if states.while_stepping(away) <= limit:
+        if states.while_stepping(away) + coming <= limit:  # the buffers out of which they come back are there, too
             consider(away)
     for away in _more(profile, states, now, plan):
         consider(away)
