@@ -15,14 +15,14 @@ from lightning_deepcompile.agreement import attempt, exchange
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.pass_schedule import pass_schedule
+from lightning_deepcompile.plan.admit import admitted
 from lightning_deepcompile.plan.budget import MemoryBudgetError, check_budget
 from lightning_deepcompile.plan.context import PlanContext
-from lightning_deepcompile.plan.copy_placement import offload_all, without_copies
+from lightning_deepcompile.plan.copy_placement import offload_all
 from lightning_deepcompile.plan.costs import Profile, ProfileError
 from lightning_deepcompile.plan.leaner import fall_back
 from lightning_deepcompile.plan.least import least_budget
 from lightning_deepcompile.plan.pass_manager import Pass, optimize
-from lightning_deepcompile.plan.passes.reduce_late import place_reductions
 from lightning_deepcompile.plan.plan_file import Setting
 from lightning_deepcompile.plan.report import PassReport, Round, shortage_note
 from lightning_deepcompile.plan_store import PlanStore
@@ -387,13 +387,7 @@ class Tuner:
         plan = self._store.load()
         if plan is None:
             return False
-        schedules: Iterable[Schedule] = plan.values()
-        reduction = self._config.reduction(self._capture.stage)
-        if reduction != "auto":  # the file may be of a run that chose otherwise
-            schedules = place_reductions(schedules, "reduce" if reduction == "every" else "reduce_at_boundary")
-        if self._config.offload_activations == "none":
-            schedules = [without_copies(schedule) for schedule in schedules]
-        self._run_plan(schedules)
+        self._run_plan(admitted(plan.values(), self._capture.settings, self._world, self._device.type))
         self._known = set(plan)
         self._entries.clear()  # for programs that the file does not have, a round follows the look at them
         self._recheck = 2

@@ -194,7 +194,9 @@ def test_a_plan_for_other_saved_tensors_is_fitted() -> None:
 
 
 def test_the_pass_is_among_the_defaults() -> None:
-    names = [p.name for p in resolve_passes([*ALL[:3], "offload_activation", "offload_optimizer", *ALL[3:]], profiled=True)]
+    names = [
+        p.name for p in resolve_passes([*ALL[:3], "offload_activation", "offload_optimizer", *ALL[3:]], profiled=True)
+    ]
     assert names.index("offload_activation") < names.index("unshard"), "what must leave comes first"
     assert list(itertools.chain(*(entry["passes"] for entry in _default_schedule())))[2:] == names
 

@@ -8,7 +8,21 @@ from dataclasses import replace
 
 from lightning_deepcompile.program.schedule import REDUCTIONS, RELEASES, Instruction, Schedule
 
-__all__ = ["merge_reductions", "split_reductions", "waiting_bytes"]
+__all__ = ["merge_reductions", "may_merge", "split_reductions", "waiting_bytes"]
+
+
+def may_merge(ranks: int, device_type: str, reduce: str) -> bool:
+    """Whether reductions may be merged: where that changes no bit, or bits may change.
+
+    In which order more than two ranks are added up is the communicator's, and NCCL chooses algorithm and channels by a
+    group's size.
+
+    Args:
+        ranks: That add up gradients.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        reduce: ``CompileConfig.reduce``.
+    """
+    return ranks <= 2 or device_type == "cpu" or reduce == "auto"
 
 
 def merge_reductions(schedule: Schedule, first: int, second: int) -> Schedule:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Link
-from lightning_deepcompile.plan.reductions import merge_reductions
+from lightning_deepcompile.plan.reductions import may_merge, merge_reductions
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Schedule, ScheduleError, check_schedule
 
@@ -32,9 +32,8 @@ def fuse(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
     Needs from the profile: the models of gathers and reductions; times and memory of regions.
 
     Promises: same values, as every gradient is still reduced by itself, and in the same order; predicted memory within
-    the budget, or not above what it was. In which order more than two ranks are added up is the communicator's, and
-    NCCL chooses algorithm and channels by a group's size. So on more than two GPUs reductions are merged only with
-    ``reduce="auto"``, which allows for other last bits.
+    the budget, or not above what it was. Reductions of more than two GPUs are merged only with ``reduce="auto"``, which
+    allows for other last bits (`may_merge`).
 
     Args:
         schedules: The programs of a micro-batch.
@@ -45,7 +44,7 @@ def fuse(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
     """
     profile = context.require_profile("fuse")
     gathered = _fuse(schedules, context, profile.gather, _gathers, _merge_gathers)
-    if profile.world_size > 2 and not profile.host_computes and context.settings.reduce != "auto":
+    if not may_merge(profile.world_size, profile.device_type, context.settings.reduce):
         return gathered
     return _fuse(gathered, context, profile.reduce, reduction_pairs, merge_reductions)
 
