@@ -19,6 +19,7 @@ from tracing import capture
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy, tuner
 from lightning_deepcompile.capture.backend import Capture
+from lightning_deepcompile.plan.admit import admitted
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Link, Profile
 from lightning_deepcompile.plan.pass_manager import apply_passes, difference
@@ -72,6 +73,22 @@ def test_groups_that_latency_dominates_are_reduced_together() -> None:
     # At less than a third of a group's time, latency is no reason; and without any nothing gets shorter.
     for link in (Link(1.0, SIZE / 4), Link(0.0, 1e3)):
         assert fuse(step, PlanContext(profile=_profile(step, link))) == step
+
+
+def test_more_than_two_gpus_merge_with_consent() -> None:
+    step = _step(*(reduce(k) for k in range(4)))
+    for ranks, device_type, mode, merges in (
+        (2, "cuda", "every", True),
+        (3, "cuda", "every", False),
+        (3, "cuda", "auto", True),
+        (3, "cpu", "every", True),
+    ):
+        settings = PlanSettings(reduce=mode)
+        latency = replace(_profile(step, Link(1.0, 1e12)), world_size=ranks, device_type=device_type)
+        assert (len(_groups(fuse(step, PlanContext(settings, latency)))) == 1) == merges, (ranks, device_type, mode)
+        # A plan file of a run that agreed is split for one that does not.
+        merged = fuse(step, PlanContext(PlanSettings(reduce="auto"), latency))
+        assert _groups(admitted(merged, settings, ranks, device_type)) == _groups(merged if merges else step)
 
 
 def test_groups_are_reduced_together_as_far_as_memory_goes() -> None:

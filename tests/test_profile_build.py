@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
-from test_simulate import compute, gather, profile, release, schedule, wait
+import torch
+from test_simulate import SIZE, compute, gather, profile, release, schedule, wait
 
 from lightning_deepcompile.plan.costs import Link, ProfileError
-from lightning_deepcompile.profile.build import merge_profiles
+from lightning_deepcompile.profile.build import build_profile, merge_profiles
 from lightning_deepcompile.profile.fit import fit_link
+from lightning_deepcompile.profile.probe import Mark, Run, StepProbe
 
 
 def test_links_are_fitted() -> None:
@@ -35,3 +38,22 @@ def test_ranks_plan_with_the_slowest_times_and_the_least_budget() -> None:
     assert (merged.budget, merged.step_seconds) == (50, 2.0)
     with pytest.raises(ProfileError, match="Rank 0 ran .* and rank 1"):
         merge_profiles([fast, profile([replace(forward, structure="other")])])
+
+
+def test_a_hiccup_of_one_step_is_not_what_a_region_takes() -> None:
+    forward = schedule("forward", gather(0), wait(0), compute(0, 0), release(0), compute(1))
+
+    def step(*seconds: float) -> StepProbe:
+        moments = [0.0, *itertools.accumulate(seconds)]
+        run = Run("forward", 0, [Mark(moment, moment) for moment in moments])
+        return StepProbe(torch.device("cpu"), None, [run], Mark(0.0, 0.0), Mark(moments[-1], moments[-1]), 1)
+
+    # A gather and its wait, a region of 1 s, a release, and one of 2 s: memory was allocated in the first step.
+    observed, isolated = step(0.0, 0.5, 1.2, 0.0, 9.0), step(0.5, 0.5, 8.0, 0.0, 2.0)
+    schedules = {"forward": forward}
+    built = build_profile(
+        observed, isolated, schedules, schedules, world_size=2, hold_ratio=1.0, reduce_window=2, budget=None,
+        step_seconds=0.0, live={"forward": {"region_0": (0, 0, 0), "region_1": (0, 0, 0)}},
+    )  # fmt: skip
+    assert [built.regions[f"forward/region_{k}"].seconds for k in range(2)] == pytest.approx([1.2, 2.0])
+    assert built.gather.seconds(SIZE, 2) == pytest.approx(1.0)

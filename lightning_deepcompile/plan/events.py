@@ -11,8 +11,12 @@ from lightning_deepcompile.plan.costs import Contention
 
 __all__ = ["StreamName", "Task", "Timing", "run_tasks"]
 
-StreamName = Literal["trainer", "host", "compute", "gather", "reduce", "out", "in"]
+StreamName = Literal["trainer", "host", "compute", "gather", "reduce", "out", "in", "states out", "states in"]
 """The device's streams, the host that launches, and the trainer, which is busy between steps."""
+
+
+_SHARED: tuple[set[StreamName], ...] = ({"out", "states out"}, {"in", "states in"})
+"""Copies in one direction share a link."""
 
 
 @dataclass
@@ -103,4 +107,6 @@ def _slowdown(active: set[StreamName], contention: Contention) -> dict[StreamNam
     for wire in wires:
         beside_compute = contention.communication if "compute" in active else 1.0
         factors[wire] = beside_compute * (contention.shared_link if len(wires) == 2 else 1.0)
+    for pair in _SHARED:
+        factors |= dict.fromkeys(pair, 2.0) if pair <= active else {}
     return factors

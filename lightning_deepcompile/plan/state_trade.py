@@ -12,12 +12,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_deepcompile.plan.arena import group_bytes
 from lightning_deepcompile.plan.context import NO_LIMIT
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.pass_manager import PassEffect
 from lightning_deepcompile.plan.simulate import arena_bytes
 from lightning_deepcompile.plan.visits import LEAST_SLOTS
-from lightning_deepcompile.program.schedule import Schedule
+from lightning_deepcompile.program.schedule import Schedule, opening_positions
 
 __all__ = ["Planned", "StateMemory", "Trade", "trade_states", "with_away"]
 
@@ -159,11 +160,11 @@ def trade_states(profile: Profile, states: StateMemory, plan: Callable[[Profile]
     """
     limit = (profile.budget or NO_LIMIT) + profile.room
     # Gathers that open the next step find memory beside states that have not left yet.
-    group = max((s.instructions[k].bytes for s in profile.schedules for k in s.at("gather")), default=0)
+    opening = _opening(profile.schedules)
 
     @functools.cache
     def tried(away: int) -> Trade:
-        slots = states.slots(away, limit - 2 * group - states.stepping - states.total + away)
+        slots = states.slots(away, limit - opening - states.stepping - states.total + away)
         adapted = with_away(profile, states, away, slots)
         schedules, effects = plan(adapted)
         grown = _arena(schedules, profile) - _arena(profile.schedules, profile)
@@ -195,6 +196,13 @@ def trade_states(profile: Profile, states: StateMemory, plan: Callable[[Profile]
     if best.away and best.over < 0:  # what just fills the rest
         consider(states.at_least(max(best.away + best.over, 0)))
     return now, best
+
+
+def _opening(schedules: Sequence[Schedule]) -> int:
+    """Bytes of the gathers that open a step, or of the two largest groups, if those are more."""
+    sizes = sorted(s.instructions[k].bytes for s in schedules for k in s.at("gather"))
+    first = schedules[0].instructions if schedules else ()
+    return max(sum(sizes[-2:]), sum(group_bytes(first[k].sizes) for k in opening_positions(first)))
 
 
 def _fewer(states: StateMemory, now: Trade) -> list[int]:

@@ -40,7 +40,7 @@ class StateVisits:
         self._sizes = profile.state_chunks
         self._leaving: dict[int, int] = {}  # copies out of the step before, of chunks that take memory
         self._coming: dict[int, int] = {}  # copies in
-        self._left: list[int] = []  # the last of the copies out of the step before: homes hold what it left
+        self._left: dict[int, int] = {}  # all of them: a home holds what left before it is read
         self._out: list[int] = []  # copies out of this step, of chunks that go round
         self._ring = self._turn = 0
         self._pending: int | None = None  # the chunk that is stepped, if its slot is needed again
@@ -60,8 +60,8 @@ class StateVisits:
         self._last_round = set(rest[-self._ring :])
         for k in sorted(ahead | self._last_round):
             if k < len(self._sizes):
-                self._leaving[k] = add("out", self._profile.copy_out.copy_seconds(self._sizes[k]), [], "states")
-        self._left = list(self._leaving.values())[-1:]
+                self._leaving[k] = add("states out", self._profile.copy_out.copy_seconds(self._sizes[k]), [], "states")
+        self._left = dict(self._leaving)
         # Where nothing waits for them, torch's allocator takes their memory back by and by.
         if any(s.at("wait_states") for s in schedules if s.kind == "forward"):
             self.bytes = sum(self._sizes[k] for k in self._leaving)
@@ -109,7 +109,9 @@ class StateVisits:
         if k is not None and task is not None:
             leaves = k in self._last_round  # with the next step
             seconds = self._profile.copy_out.copy_seconds(self._sizes[k])
-            self._out.append(task if leaves else self._add("out", seconds, [task], "states"))
+            self._out.append(task if leaves else self._add("states out", seconds, [task], "states"))
 
     def _copy_in(self, chunk: int, after: list[int]) -> int:
-        return self._add("in", self._profile.copy_in.copy_seconds(self._sizes[chunk]), [*after, *self._left], "states")
+        if chunk in self._left:
+            after = [*after, self._left[chunk]]
+        return self._add("states in", self._profile.copy_in.copy_seconds(self._sizes[chunk]), after, "states")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -67,6 +68,7 @@ def build_profile(
     cast_ratio = 1 / world_size if hold_ratio != 1 else 0.0
     arenas = arena_bytes(ran, cast_ratio)
     gradients = gradient_bytes(ran, hold_ratio, isolated.micro_batches if accumulates else 1)
+    ordinary = _region_times(observed, schedules)
     for name, runs in by_name.items():
         schedule = isolated_schedules[name]
         rows = [run.seconds() for run in runs]
@@ -79,8 +81,11 @@ def build_profile(
                     place = order.index(name) if name in order else None
                     whole = [0 if place is None else part[place][position] for part in gradients]
                     memory = _allocated(runs, position, 0 if place is None else arenas[place][position], whole)
-                launched = host[position] if on_device else 0.0
-                regions[f"{name}/{instruction.region}"] = RegionCost(seconds[position], launched, *memory)
+                key = f"{name}/{instruction.region}"
+                # Either step may have met with a hiccup; communication beside a region makes it no faster.
+                times = zip((seconds[position], host[position]), ordinary.get(key, (math.inf, math.inf)), strict=True)
+                device, launched = map(min, times)
+                regions[key] = RegionCost(device, launched if on_device else 0.0, *memory)
             elif instruction.op == "gather":
                 # The wait comes right behind it.
                 gathers.append((instruction.bytes, seconds[position] + seconds[position + 1]))
@@ -113,6 +118,21 @@ def build_profile(
         exposed_seconds=_exposed(observed, schedules),
     )
     return replace(profile, contention=_contention(observed, schedules, profile))
+
+
+def _region_times(probe: StepProbe, schedules: Mapping[str, Schedule]) -> dict[str, tuple[float, float]]:
+    """The medians over a step's runs: how long each region took, and the host to launch it."""
+    times: dict[str, tuple[list[float], list[float]]] = {}
+    for run in probe.runs:
+        schedule = schedules.get(run.program)
+        if schedule is None:
+            continue
+        for instruction, seconds, host in zip(schedule.instructions, run.seconds(), run.host_seconds(), strict=False):
+            if instruction.op == "compute":
+                known = times.setdefault(f"{schedule.name}/{instruction.region}", ([], []))
+                known[0].append(seconds)
+                known[1].append(host)
+    return {key: (statistics.median(a), statistics.median(b)) for key, (a, b) in times.items()}
 
 
 def _rate(samples: Sequence[tuple[int, float]]) -> float:

@@ -8,7 +8,14 @@ from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.simulate import memory_bytes, simulate
 from lightning_deepcompile.plan.visits import LEAST_SLOTS
-from lightning_deepcompile.program.schedule import STATE_COPIES, Instruction, Operation, Schedule
+from lightning_deepcompile.program.schedule import (
+    REDUCTIONS,
+    RELEASES,
+    STATE_COPIES,
+    Instruction,
+    Operation,
+    Schedule,
+)
 
 __all__ = ["offload_optimizer"]
 
@@ -67,12 +74,13 @@ def _fetches(schedule: Schedule, memory: Sequence[int], profile: Profile, limit:
     most = [*memory, *memory[-1:]]  # bytes from each place to the end
     for place in reversed(range(len(memory))):
         most[place] = max(memory[place], most[place + 1])
+    frees = {place for place, one in enumerate(schedule.instructions) if one.op in RELEASES | REDUCTIONS}
     places: dict[int, int] = {}
     place, there = 0, 0
     for k in range(fitting):
         there += sizes[k]
-        seconds = sum(profile.copy_in.copy_seconds(size) for size in sizes[k:fitting])
-        while place < len(memory) and (clock[place] < clock[-1] - margin * seconds or most[place] + there > limit):
+        late = clock[-1] - margin * sum(profile.copy_in.copy_seconds(size) for size in sizes[k:fitting])
+        while place < len(memory) and (clock[place] < late or most[place] + there > limit or place in frees):
             place += 1
         if most[place] + there > limit:
             break
