@@ -72,8 +72,8 @@ void bind_lifecycle(Class& runtime) {
                   "The memory of what host_shard() returned, or of a view of it, as a host tensor; None for others.")
       .def("state_home", &Runtime::state_home, "like"_a, NoGil(),
            "A place in host memory (pinned where the device has streams) for an optimizer state; uninitialised.")
-      .def("expect_states", &Runtime::expect_states, "chunks"_a, NoGil(),
-           "Say what dc.reload_states fetches, chunk by chunk: homes that only stow_states writes to.")
+      .def("expect_states", &Runtime::expect_states, "chunks"_a, "slots"_a, NoGil(),
+           "Say what dc.reload_states fetches, chunk by chunk: homes that only stow_states writes to, and out of which slots.")
       .def("take_states", &Runtime::take_states, NoGil(),
            "What dc.reload_states fetched: chunk k's tensors are in slot -1 - k, to be used after await_states.")
       .def("drop_states", &Runtime::drop_states, NoGil(), "Forget what dc.reload_states fetched and nobody took.")

@@ -87,7 +87,7 @@ class Runtime {
   // Optimizer states in host memory; see StateCopies.
   void reserve_states(const std::vector<int64_t>& sizes);
   Tensor state_home(const Tensor& like);
-  void expect_states(std::vector<std::vector<Tensor>> chunks);
+  void expect_states(std::vector<std::vector<Tensor>> chunks, std::vector<Ids> slots);
   std::vector<std::vector<Tensor>> take_states();
   void drop_states();
   void begin_states(int64_t slot_bytes);

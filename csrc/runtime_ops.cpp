@@ -138,9 +138,9 @@ Tensor Runtime::state_home(const Tensor& like) {
   return states_.home(like);
 }
 
-void Runtime::expect_states(std::vector<std::vector<Tensor>> chunks) {
+void Runtime::expect_states(std::vector<std::vector<Tensor>> chunks, std::vector<Ids> slots) {
   const std::lock_guard lock(mutex_);  // as settle_states
-  states_.expect(std::move(chunks));
+  states_.expect(std::move(chunks), std::move(slots));
 }
 
 void Runtime::reload_states(int64_t graph_id, int64_t count) {

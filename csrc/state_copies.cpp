@@ -29,9 +29,12 @@ int64_t buffer_bytes(const std::vector<Tensor>& homes) {
 
 }  // namespace
 
-void StateCopies::expect(std::vector<std::vector<Tensor>> chunks) {
+void StateCopies::expect(std::vector<std::vector<Tensor>> chunks, std::vector<std::vector<int64_t>> slots) {
+  LDC_CHECK_ARG(chunks.size() == slots.size(), "expect_states: ", chunks.size(), " chunks but slots of ", slots.size(),
+                ".");
   drop();
   expected_ = std::move(chunks);
+  expected_from_ = std::move(slots);
 }
 
 void StateCopies::advance(int64_t count) {
@@ -39,7 +42,7 @@ void StateCopies::advance(int64_t count) {
     const std::vector<Tensor>& homes = expected_[advanced_.size()];
     Slot& target = slots_[ahead(advanced_.size())];
     release(target);
-    order(scratch_, out_, in_);
+    for (const int64_t slot : expected_from_[advanced_.size()]) slots_[slot].left.block(in_);
     advanced_.push_back(copy_in(target, homes, buffer_bytes(homes)));
   }
 }

@@ -6,7 +6,7 @@
 // its own.
 //
 // Order on the device, and what would break without it:
-//   copy out (last step) → copy in   begin(): the home must hold what the last step left
+//   copy out (last step) → copy in   begin(), and the slot's `left` event in advance(): the home must hold what was left
 //   home written → copy in           begin(): kernels write to shards that live in host memory (HostShards)
 //   buffer allocated → copy in       its memory comes from the compute stream's pool, which may still be using it
 //   copy in → stepped                arrive()
@@ -33,8 +33,9 @@ class StateCopies {
   Tensor home(const Tensor& like) { return slabs_.place(like); }
   void reserve(const std::vector<int64_t>& sizes) { slabs_.reserve(sizes); }
 
-  /// What advance() fetches, chunk by chunk: homes that nobody but stow() writes to. Drops what was fetched.
-  void expect(std::vector<std::vector<Tensor>> chunks);
+  /// What advance() fetches, chunk by chunk: homes that nobody but stow() writes to, and the slots out of which it did.
+  /// Drops what was fetched.
+  void expect(std::vector<std::vector<Tensor>> chunks, std::vector<std::vector<int64_t>> slots);
   /// Starts fetching the next `count` of the chunks that are expected.
   void advance(int64_t count);
   /// What advance() has fetched: chunk k is in the slot -1 - k. The next advance() begins with the first chunk again.
@@ -88,6 +89,7 @@ class StateCopies {
   int64_t slot_bytes_ = 0;
   int64_t stows_ = 0;
   std::vector<std::vector<Tensor>> expected_;
+  std::vector<std::vector<int64_t>> expected_from_;  // slots, by chunk
   std::vector<std::vector<Tensor>> advanced_;  // and not taken
   Event scratch_;
 };

@@ -80,6 +80,7 @@ class StateOffload:
         self._homes: dict[Tensor, dict[str, Tensor]] = {}  # by shard and name
         self._chunks: list[Chunk] = []  # of the step under way
         self._expected: list[list[Tensor]] = []  # homes of the chunks that programs may fetch
+        self._slots_of: list[list[int]] = []  # out of which they left
         self._versions: list[list[int]] = []  # of what they hold
         self._early: dict[Tensor, tuple[int, Tensor]] = {}  # of homes that they have: slot, and tensor on the device
         self._current = 0
@@ -145,9 +146,9 @@ class StateOffload:
             return
         self._leave()
         self._changes.apply()
-        chunks = [[p for params in chunk.params for p in params] for chunk in self._chunks if chunk.visits]
+        chunks = [chunk for chunk in self._chunks if chunk.visits]
         self.restore()
-        self._expect([[home for p in chunk for home in self._homes.get(p, {}).values()] for chunk in chunks])
+        self._expect([(self._homes_of(chunk), sorted(chunk.slots)) for chunk in chunks])
 
     def restore(self) -> None:
         """Gives the optimizer its own groups back; after an error, states that came to the device stay there."""
@@ -165,22 +166,26 @@ class StateOffload:
         self._chunks = []
         self._early = {}
 
-    def _expect(self, chunks: list[list[Tensor]]) -> None:
-        """Tells the runtime what the next step begins with, so that programs can fetch it."""
-        chunks = [homes for homes in chunks if homes] if self.alone else []
+    def _expect(self, left: list[tuple[list[Tensor], list[int]]]) -> None:
+        """Tells the runtime what the next step begins with, and out of which slots it left: programs can fetch it."""
+        left = [(homes, slots) for homes, slots in left if homes] if self.alone else []
+        chunks, slots_of = [homes for homes, _ in left], [slots for _, slots in left]
         self._versions = [[home._version for home in homes] for homes in chunks]
         known = [home for homes in self._expected for home in homes]
         new = [home for homes in chunks for home in homes]
-        if [len(c) for c in chunks] == [len(c) for c in self._expected] and all(map(operator.is_, known, new)):
-            return
-        self._expected = chunks
-        self._runtime.expect_states(chunks)
+        same = [len(c) for c in chunks] == [len(c) for c in self._expected] and all(map(operator.is_, known, new))
+        if not same or slots_of != self._slots_of:
+            self._expected, self._slots_of = chunks, slots_of
+            self._runtime.expect_states(chunks, slots_of)
+
+    def _homes_of(self, chunk: Chunk) -> list[Tensor]:
+        return [home for params in chunk.params for p in params for home in self._homes.get(p, {}).values()]
 
     def _place_chunks(self, slots: int) -> None:
         """Gives a slot to each chunk that has to be fetched, or whose states are new; slots go round."""
         turn = 0
         for chunk in self._chunks:
-            homes = [home for params in chunk.params for p in params for home in self._homes.get(p, {}).values()]
+            homes = self._homes_of(chunk)
             if not chunk.visits or not homes or any(home not in self._early for home in homes):
                 chunk.slot = turn % slots
                 turn += 1

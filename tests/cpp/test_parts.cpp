@@ -324,7 +324,8 @@ void test_state_copies() {
   EXPECT(stats.state_peak_bytes == 3 * kAlignment && stats.reloaded_bytes == 3 * 4 * (40 + 41 + 42 + 43 + 44));
   // The first two of five come ahead, are stepped, and are the first to depart; a chunk that nobody takes is dropped.
   const auto chunk = [&](int i) { return std::vector<Tensor>{homes[static_cast<size_t>(i)]}; };
-  states.expect({chunk(0), chunk(1), chunk(2)});
+  states.expect({chunk(0), chunk(1), chunk(2)}, {{0}, {1}, {-1, 2}});
+  EXPECT(refuses("1 chunks but slots of 0", [&] { states.expect({chunk(0)}, {}); }));
   for (int step = 3; step < 5; ++step) {
     states.advance(1);
     states.advance(1);
@@ -362,7 +363,7 @@ void test_state_copies() {
   EXPECT(refuses("no slot -1", [&] { states.fetch(-1, {homes[0]}); }));
   EXPECT(refuses("1 tensors but 0 homes", [&] { states.stow(0, {ones({2})}, {}); }));
   homes.clear();
-  states.expect({});
+  states.expect({}, {});
   states.synchronize();
   EXPECT(states.host_bytes() == 0);
 }
