@@ -94,8 +94,9 @@ class CompileConfig:
             ``"all"``: all leave. Gradients stay on the device.
         host_memory_budget: What may be used of each node's memory for all of them, by all of its ranks together: bytes,
             a text like ``"400GiB"``, or a fraction of what is available when training is set up. None is 0.8.
-        offload_chunk: Most bytes of states (and shards) that step together; three such buffers are on the device while
-            the optimizer steps. A parameter whose states are larger is a chunk of its own.
+        offload_chunk: Most bytes of states (and shards) that step together. Three such buffers are on the device while
+            the optimizer steps, or more if a plan finds memory for them. A parameter whose states are larger is a chunk
+            of its own, and the last to leave.
         plan: File of a plan. If it exists and fits, training starts with it and does not profile; the plan of a run
             that did profile is written to it. ``"auto"``: ``deepcompile_plan.json`` in the Trainer's root directory.
 

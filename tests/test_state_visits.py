@@ -6,14 +6,22 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from test_passes import Net
 from test_simulate import compute, profile, schedule
+from tracing import capture
 
 from lightning_deepcompile.plan.context import PlanContext
-from lightning_deepcompile.plan.costs import Link, Profile
+from lightning_deepcompile.plan.costs import Link, Profile, ProfileError
 from lightning_deepcompile.plan.least import just_in_time
+from lightning_deepcompile.plan.pass_manager import apply_passes
 from lightning_deepcompile.plan.passes.offload_optimizer import offload_optimizer
+from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.plan.state_trade import StateMemory, with_away
+from lightning_deepcompile.program.printer import format_program
+from lightning_deepcompile.program.program import collective_sequence
+from lightning_deepcompile.program.rewrite import read_schedule, reschedule, waits_for_states
 from lightning_deepcompile.program.schedule import Instruction, Schedule, ScheduleError, check_schedule
 
 CHUNKS = (10, 10, 10, 10)
@@ -90,6 +98,20 @@ def test_copies_of_states_stand_where_they_can() -> None:
     assert [just_in_time(s) for s in step({0: left(0)}, {2: reload(0)})] == step({}, {})
 
 
+def test_programs_say_when_states_travel() -> None:
+    captured = capture(Net(), torch.arange(6).view(2, 3))
+    for kind, copies in (("forward", left(0, 1)), ("backward", reload(2))):
+        program = apply_passes(captured.lower(kind), PlanSettings())
+        start = read_schedule(program)
+        wanted = start.with_instructions([*start.instructions[:3], copies, *start.instructions[3:]])
+        travels = reschedule(program, wanted, "test")
+        assert read_schedule(travels) == wanted and waits_for_states(travels) == (kind == "forward")
+        text = "wait     optimizer states 0, 1 (20 B)" if kind == "forward" else "reload   optimizer states 2 (10 B)"
+        assert [line.strip() for line in format_program(travels).splitlines() if "states" in line] == [text]
+        assert read_schedule(reschedule(travels, start, "back")) == start
+        assert collective_sequence(travels) == collective_sequence(program)  # other ranks are not concerned
+
+
 def places(schedule: Schedule, op: Any) -> dict[int, int]:
     """In front of which region a chunk is copied, by chunk."""
     found, region = {}, 0
@@ -140,6 +162,9 @@ def test_chunks_and_slots_of_states() -> None:
     after = with_away(before, states, 25, slots=4)
     assert (after.state_chunks, after.state_slots, after.optimizer_seconds) == ((10, 10, 10), 4, 2.0)
     assert after.state_share == pytest.approx(25 / 37)
+    assert after.for_ranks(4).state_chunks == (5, 5, 5) and Profile.from_json(after.to_json()) == after
+    with pytest.raises(ProfileError, match="a slot at least"):
+        replace(after, state_slots=0).check()
     # A host that computes copies in between.
     host = with_away(replace(before, device_type="cpu"), states, 25)
     assert host.state_chunks == () and host.optimizer_seconds == pytest.approx(2 + 25 / 10 + 25 / 20)

@@ -172,7 +172,9 @@ class Profile:
         """What the same program would cost on `world_size` ranks: smaller shards, other collectives."""
         optimizer = self.optimizer_seconds * self.world_size / world_size
         cast_ratio = self.cast_ratio * self.world_size / world_size
-        return replace(self, world_size=world_size, optimizer_seconds=optimizer, cast_ratio=cast_ratio)
+        chunks = tuple(size * self.world_size // world_size for size in self.state_chunks)
+        changes = {"optimizer_seconds": optimizer, "cast_ratio": cast_ratio, "state_chunks": chunks}
+        return replace(self, world_size=world_size, **changes)
 
     def to_json(self) -> str:
         """The profile as text that `from_json` reads."""
@@ -220,6 +222,11 @@ class Profile:
                 raise ProfileError(f"The profile's model of {name} is {link}: bandwidth must be positive.")
         if min(asdict(self.contention).values()) < 1:
             raise ProfileError(f"The profile's {self.contention} has a factor below 1.")
+        if min(self.state_chunks, default=0) < 0 or self.state_slots < 1 or not 0 <= self.state_share <= 1:
+            raise ProfileError(
+                f"The profile's states are {self.state_chunks}, in {self.state_slots} slots, for {self.state_share} of "
+                "the optimizer's time: none can be negative, and there is a slot at least."
+            )
         for key, cost in self.regions.items():
             if min(asdict(cost).values()) < 0 or not math.isfinite(cost.seconds + cost.host):
                 raise ProfileError(f"The profile's {key} has {cost}: times and sizes cannot be negative.")
