@@ -243,8 +243,9 @@ class Engine:
         """
         if optimizer not in self._local_shards:
             check_optimizer(optimizer, self.model)
-            offloads = self.residency is not None
-            parts = self.residency.attach(optimizer) if offloads else HeadStart.of(optimizer, self._opening)
+            parts: Any = HeadStart.of(optimizer, self._opening)
+            if self.residency is not None:
+                parts = self.residency.attach(optimizer, parts)
             after_step = self.parameters_changed
             self._local_shards[optimizer] = LocalShards(optimizer, self.model, self.gradients, after_step, parts)
 

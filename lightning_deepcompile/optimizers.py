@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.gradients import GradientSession
 from lightning_deepcompile.capture.sharding import ShardedModel
+from lightning_deepcompile.offload.chunks import Parts
 from lightning_deepcompile.offload.states import StateOffload
 
-__all__ = ["LocalShards", "Parts", "check_optimizer"]
+__all__ = ["LocalShards", "check_optimizer"]
 
 # Optimizers whose update of one element depends on the whole tensor (or on all of them): on shards they would compute
 # something else without saying so.
@@ -52,29 +53,6 @@ def check_optimizer(optimizer: Optimizer, model: ShardedModel) -> None:
                     "module's, or was taken before the module was sharded. Build optimizers in "
                     "`configure_optimizers` from `self.parameters()`."
                 )
-
-
-class Parts(Protocol):
-    """Divides an optimizer's steps.
-
-    Attributes:
-        needs_closure: Whether steps without a closure are divided, too, and so are given one.
-    """
-
-    needs_closure: bool
-
-    @property
-    def stepping(self) -> bool:
-        """Whether a step is under way, so that calls of `step` are parts of it."""
-
-    def begin(self, *args: Any, **kwargs: Any) -> None:
-        """Does all parts but the last, with the arguments of `step`, and leaves the optimizer with the last one's."""
-
-    def finish(self) -> None:
-        """The last part has been stepped."""
-
-    def restore(self) -> None:
-        """Gives the optimizer its own groups back."""
 
 
 class LocalShards:

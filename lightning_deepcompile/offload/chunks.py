@@ -1,17 +1,40 @@
-"""Which parameters an optimizer steps together."""
+"""Which parameters an optimizer steps together, where it does not step on all at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_deepcompile.offload.probe import changed_settings, settings_of
 
-__all__ = ["Chunk", "GroupChanges", "make_chunks"]
+__all__ = ["Chunk", "GroupChanges", "Parts", "make_chunks"]
+
+
+class Parts(Protocol):
+    """Divides an optimizer's steps.
+
+    Attributes:
+        needs_closure: Whether steps without a closure are divided, too, and so are given one.
+    """
+
+    needs_closure: bool
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a step is under way, so that calls of `step` are parts of it."""
+
+    def begin(self, *args: Any, **kwargs: Any) -> None:
+        """Does all parts but the last, with the arguments of `step`, and leaves the optimizer with the last one's."""
+
+    def finish(self) -> None:
+        """The last part has been stepped."""
+
+    def restore(self) -> None:
+        """Gives the optimizer its own groups back."""
 
 
 @dataclass

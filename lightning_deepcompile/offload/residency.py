@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_deepcompile.agreement import exchange
 from lightning_deepcompile.capture.sharding import ShardedModel
 from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.offload.chunks import Parts
 from lightning_deepcompile.offload.probe import probe_states
 from lightning_deepcompile.offload.reserve import reserve
 from lightning_deepcompile.offload.states import StateOffload
@@ -71,11 +72,12 @@ class Residency:
         self._last = 0, 0  # bytes in host memory and bytes moved, of optimizers that are retired
         self.decision: OffloadDecision | None = None
 
-    def attach(self, optimizer: Optimizer) -> StateOffload:
+    def attach(self, optimizer: Optimizer, otherwise: Parts | None = None) -> StateOffload:
         """Takes charge of an optimizer's states.
 
         Args:
             optimizer: Before its first step, and before states are loaded into it.
+            otherwise: Divides its steps while nothing is in host memory.
 
         Raises:
             ValueError: If it cannot step chunk by chunk.
@@ -95,6 +97,7 @@ class Residency:
             before_step=self._decide,
             local_of=self._local_of,
             host_of=self._host_of,
+            otherwise=otherwise,
         )
         offload.leaving = lambda local: True  # until it is decided: loaded states do not come to the device first
         offload.optional = self._config.offload == "auto"

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.offload.chunks import Chunk, GroupChanges, make_chunks
+from lightning_deepcompile.offload.chunks import Chunk, GroupChanges, Parts, make_chunks
 from lightning_deepcompile.offload.probe import StateSizes, can_leave
 
 __all__ = ["StateOffload"]
@@ -42,6 +42,7 @@ class StateOffload:
         before_step: Called before each step; may set `leaving`.
         local_of: This rank's shard of a parameter that the optimizer holds between steps.
         host_of: The host memory in which a shard lives, as a CPU tensor; None for those on the device.
+        otherwise: Divides steps of which nothing comes or goes; None leaves them whole.
 
     Attributes:
         sizes: As above.
@@ -64,6 +65,7 @@ class StateOffload:
         before_step: Callable[[], None],
         local_of: Callable[[Tensor], Tensor],
         host_of: Callable[[Tensor], Tensor | None] = lambda local: None,
+        otherwise: Parts | None = None,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._runtime = runtime
@@ -72,6 +74,7 @@ class StateOffload:
         self._before_step = before_step
         self._local_of = local_of
         self._host_of = host_of
+        self._otherwise = otherwise
         self.leaving: Callable[[Tensor], bool] = lambda local: False
         self.alone = False
         self.slots = _SLOTS
@@ -92,7 +95,7 @@ class StateOffload:
     @property
     def stepping(self) -> bool:
         """Whether a step is under way, so that calls of `step` are parts of it."""
-        return self._changes is not None
+        return self._changes is not None or (self._otherwise is not None and self._otherwise.stepping)
 
     @property
     def host_bytes(self) -> int:
@@ -117,6 +120,8 @@ class StateOffload:
         optimizer = self._held()
         self.moved = 0
         if not any(self._visits(p) for group in optimizer.param_groups for p in group["params"]):
+            if self._otherwise is not None:
+                self._otherwise.begin(*args, **kwargs)
             return
         self._chunks = make_chunks(optimizer.param_groups, self._visits, self._size_of, self._chunk_bytes)
         self._current = 0
@@ -143,6 +148,8 @@ class StateOffload:
     def finish(self) -> None:
         """Ends a step whose last chunk has been stepped."""
         if self._changes is None:
+            if self._otherwise is not None:
+                self._otherwise.finish()
             return
         self._leave()
         self._changes.apply()
@@ -152,6 +159,8 @@ class StateOffload:
 
     def restore(self) -> None:
         """Gives the optimizer its own groups back; after an error, states that came to the device stay there."""
+        if self._otherwise is not None:
+            self._otherwise.restore()
         if self._changes is None:
             return
         for chunk in self._chunks:

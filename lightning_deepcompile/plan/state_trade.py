@@ -138,6 +138,7 @@ def with_away(profile: Profile, states: StateMemory, away: int, slots: int = LEA
         optimizer_seconds=max(seconds, 0.0),
         state_chunks=chunks,
         state_share=away / max(states.total, 1),
+        head_start=profile.head_start and away == 0,
         state_slots=slots,
         host_budget=None if host is None else max(host - moved, 0),
     )
