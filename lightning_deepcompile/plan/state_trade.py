@@ -165,7 +165,14 @@ def trade_states(profile: Profile, states: StateMemory, plan: Callable[[Profile]
 
     @functools.cache
     def tried(away: int) -> Trade:
-        slots = states.slots(away, limit - opening - states.stepping - states.total + away)
+        most = states.slots(away, limit - opening - states.stepping - states.total + away)
+        trade = with_slots(away, most)
+        if most > LEAST_SLOTS and trade.planned[1][-1].prediction.exposed_seconds > _GAIN * trade.seconds:
+            # What is on the device when the optimizer has stepped takes memory from forward, which may wait for it.
+            trade = min(trade, with_slots(away, LEAST_SLOTS), key=lambda one: (max(one.over, 0), one.seconds))
+        return trade
+
+    def with_slots(away: int, slots: int) -> Trade:
         adapted = with_away(profile, states, away, slots)
         schedules, effects = plan(adapted)
         grown = _arena(schedules, profile) - _arena(profile.schedules, profile)
