@@ -18,7 +18,7 @@ from lightning_deepcompile.plan.reductions import merge_reductions
 from lightning_deepcompile.program.rewrite import read_schedule
 from lightning_deepcompile.program.schedule import STATE_COPIES, Instruction, Schedule
 
-__all__ = ["Shuffle", "TravelStates", "merge_some"]
+__all__ = ["Meddle", "Shuffle", "TravelStates", "merge_some"]
 
 
 def merge_some(schedule: Schedule, choose: Callable[[], bool]) -> Schedule:
@@ -105,3 +105,11 @@ class TravelStates(pl.Callback):
         for chunk, place in reversed(list(zip(chunks, places, strict=True))):
             instructions.insert(place, Instruction(op, (chunk,), (1,)))
         return schedule.with_instructions(instructions)
+
+
+class Meddle(TravelStates):
+    """Changes a state on the host when programs have fetched it."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
+        for entries in optimizer.state.values():
+            entries["exp_avg"].mul_(0.5)
