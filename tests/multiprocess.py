@@ -7,11 +7,13 @@ others start interpreters of their own.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import multiprocessing as mp
 import os
 import pickle
+import random
 import signal
 import socket
 import tempfile
@@ -133,9 +135,14 @@ def _text(path: Path) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port for this test alone: not of those that the system gives to clients, nor of another of xdist's workers."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = 20_000 + 500 * (worker % 20)
+    for port in random.sample(range(first, first + 500), 500):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"All ports from {first} to {first + 499} are in use.")
 
 
 def _environment(world_size: int) -> dict[str, str]:
