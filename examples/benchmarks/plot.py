@@ -113,13 +113,15 @@ def _budgets(panel: Any, results: Sequence[dict[str, Any]]) -> None:
     panel.plot(budgets, [result["ms"] for result in ran], "o-", color=COLORS[0], label="measured")
     predicted = [(result.get("predicted") or {}).get("ms", math.nan) for result in ran]
     panel.plot(budgets, predicted, "x--", color=COLORS[1], label="predicted")
-    for result in ran:
+    for number, result in enumerate(ran):  # budgets may lie close together: in turn above and below the curve
         peak, share = result.get("peak_gib"), states_away(result)
         lines = [] if peak is None else [f"peak {peak:.1f} GiB"]
         lines += [] if share is None else [f"{share:.0%} of states away"]
         place = result["budget_gib"], result["ms"]
-        style = {"textcoords": "offset points", "xytext": (0, -9), "ha": "center", "va": "top", "fontsize": "x-small"}
-        panel.annotate("\n".join(lines), place, **style)
+        side: dict[str, Any] = {"xytext": (6, 8), "ha": "left", "va": "bottom"}
+        if number % 2 == 0:
+            side = {"xytext": (-6, -9), "ha": "right", "va": "top"}
+        panel.annotate("\n".join(lines), place, textcoords="offset points", fontsize="x-small", **side)
     for number, result in enumerate(result for result in curve if result["status"] != "ok"):
         label = "does not fit" if number == 0 else None
         panel.axvline(result["budget_gib"], color=COLORS[5], linestyle="dotted", label=label)
