@@ -66,6 +66,16 @@ def test_a_function_that_is_never_a_frame_is_traced_through() -> None:
         torch.testing.assert_close(compiled(torch.ones(size)), (torch.ones(size).sin() + 1).sin())
     assert counter.frame_count == 2, "one for each call of `traced`, none for `shared`"
 
+    @compat.never_frames
+    class Shared:
+        @torch.no_grad()
+        def method(self, x: Tensor) -> Tensor:
+            return traced(x) + x.numpy().item()
+
+    counter = CompileCounter()
+    torch.compile(lambda x: traced(Shared().method(x)), backend=counter)(torch.ones(1))
+    assert counter.frame_count == 2
+
     @compat.never_a_frame
     def inlined(x: Tensor) -> Tensor:
         return x.sin()

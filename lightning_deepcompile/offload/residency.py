@@ -25,6 +25,7 @@ from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.plan.budget import parse_budget
 from lightning_deepcompile.plan.offload import OffloadDecision, OffloadNeed, check_host, decide_offload
 from lightning_deepcompile.plan.state_trade import StateMemory
+from lightning_deepcompile.plan.visits import LEAST_SLOTS
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.program.printer import format_bytes
 
@@ -173,7 +174,7 @@ class Residency:
             host=self._limit,
         )
         config = self._config
-        lean = replace(need, buffers=min(need.buffers, 3 * self._chunk_bytes))
+        lean = replace(need, buffers=min(need.buffers, LEAST_SLOTS * self._chunk_bytes))
         decision = decide_offload(config.offload, lean, config.memory_budget, config.host_memory_budget)
         if decision.bytes > small:  # then buffers must hold what is larger than a chunk
             decision = decide_offload(config.offload, need, config.memory_budget, config.host_memory_budget)
@@ -252,7 +253,7 @@ class Residency:
         else:
             grads = sum(buffer.flat.numel() * buffer.flat.itemsize for buffer in self._model.grad_buffers)
             peak = stepping = self._model.device_bytes + grads
-        buffers = min(3 * max(self._chunk_bytes, largest), states + sum(hosted))
+        buffers = min(LEAST_SLOTS * max(self._chunk_bytes, largest), states + sum(hosted))
         if any(hosted):  # which need the buffers in any case
             stepping, buffers = stepping + buffers, 0
         budget = memory_limit(self._device, self._config.memory_budget)

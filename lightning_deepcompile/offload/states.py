@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 from lightning_deepcompile import compat
 from lightning_deepcompile.offload.chunks import Chunk, GroupChanges, Parts, make_chunks
 from lightning_deepcompile.offload.probe import StateSizes, can_leave
+from lightning_deepcompile.plan.visits import LEAST_SLOTS, round_slots
 
 __all__ = ["StateOffload"]
 
-_SLOTS = 3  # one chunk arrives, one is stepped, one leaves
 _ALIGNMENT = 512
 
 
@@ -77,7 +77,7 @@ class StateOffload:
         self._otherwise = otherwise
         self.leaving: Callable[[Tensor], bool] = lambda local: False
         self.alone = False
-        self.slots = _SLOTS
+        self.slots = LEAST_SLOTS
         self.optional = False
         self.moved = 0
         self._homes: dict[Tensor, dict[str, Tensor]] = {}  # by shard and name
@@ -133,7 +133,7 @@ class StateOffload:
             for home, version, tensor in zip(self._expected[k], self._versions[k], tensors, strict=True)
             if home._version == version  # else somebody has written to it since
         }
-        self._place_chunks(max(_SLOTS, self.slots - len(fetched)))
+        self._place_chunks(round_slots(self.slots, len(fetched)))
         sizes = [self._home_bytes(chunk) for chunk in self._chunks]
         self._runtime.begin_states(max((size for size in sizes if size <= self._chunk_bytes), default=0))
         self._fetch(0)
@@ -217,9 +217,8 @@ class StateOffload:
         return 0 if home is None else _buffer_bytes([home])
 
     def _home_bytes(self, chunk: Chunk) -> int:
-        parameters = [p for params in chunk.params for p in params]
-        homes = [home for p in parameters for home in self._homes.get(p, {}).values() if home not in self._early]
-        return _buffer_bytes(homes) + sum(self._shard_bytes(p) for p in parameters)
+        homes = [home for home in self._homes_of(chunk) if home not in self._early]
+        return _buffer_bytes(homes) + sum(self._shard_bytes(p) for params in chunk.params for p in params)
 
     def _fetch(self, index: int) -> None:
         chunk = self._chunks[index]

@@ -7,17 +7,35 @@ in a slot when the optimizer has stepped leaves while the next step runs, and ta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.events import StreamName
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["LEAST_SLOTS", "StateVisits"]
+__all__ = ["LEAST_SLOTS", "StateVisits", "round_slots", "still_there"]
 
 LEAST_SLOTS = 3
 """One chunk arrives, one is stepped, one leaves."""
+
+
+def round_slots(slots: int, fetched: int) -> int:
+    """How many of the slots go round, if so many chunks are fetched by programs into slots of their own."""
+    return max(LEAST_SLOTS, slots - fetched)
+
+
+def still_there(chunks: int, fetched: Collection[int], slots: int) -> list[int]:
+    """Which chunks are on the device when the optimizer has stepped, in the order in which they leave.
+
+    Args:
+        chunks: How many there are.
+        fetched: Those that programs fetch.
+        slots: Chunks that may be on the device at a time.
+    """
+    rest = [k for k in range(chunks) if k not in fetched]
+    last = set(rest[-round_slots(slots, len(fetched)) :])
+    return [k for k in range(chunks) if k in fetched or k in last]
 
 
 class _Add(Protocol):
@@ -55,12 +73,9 @@ class StateVisits:
         """
         self._add = add
         ahead = {k for s in schedules for position in s.at("reload_states") for k in s.instructions[position].ids}
-        rest = [k for k in range(len(self._sizes)) if k not in ahead]
-        self._ring = max(LEAST_SLOTS, self._profile.state_slots - len(ahead))
-        self._last_round = set(rest[-self._ring :])
-        for k in sorted(ahead | self._last_round):
-            if k < len(self._sizes):
-                self._leaving[k] = add("states out", self._profile.copy_out.copy_seconds(self._sizes[k]), [], "states")
+        self._ring = round_slots(self._profile.state_slots, len(ahead))
+        for k in still_there(len(self._sizes), ahead, self._profile.state_slots):
+            self._leaving[k] = add("states out", self._profile.copy_out.copy_seconds(self._sizes[k]), [], "states")
         self._left = dict(self._leaving)
         # Where nothing waits for them, torch's allocator takes their memory back by and by.
         if any(s.at("wait_states") for s in schedules if s.kind == "forward"):
@@ -107,7 +122,7 @@ class StateVisits:
         """A part has been stepped, by `task`."""
         k, self._pending = self._pending, None
         if k is not None and task is not None:
-            leaves = k in self._last_round  # with the next step
+            leaves = k in self._left  # with the next step, as it did in this one
             seconds = self._profile.copy_out.copy_seconds(self._sizes[k])
             self._out.append(task if leaves else self._add("states out", seconds, [task], "states"))
 

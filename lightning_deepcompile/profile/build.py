@@ -120,13 +120,14 @@ def build_profile(
     return replace(profile, contention=_contention(observed, schedules, profile))
 
 
+def _known_runs(probe: StepProbe, schedules: Mapping[str, Schedule]) -> list[tuple[Run, Schedule]]:
+    return [(run, schedules[run.program]) for run in probe.runs if run.program in schedules]
+
+
 def _region_times(probe: StepProbe, schedules: Mapping[str, Schedule]) -> dict[str, tuple[float, float]]:
     """The medians over a step's runs: how long each region took, and the host to launch it."""
     times: dict[str, tuple[list[float], list[float]]] = {}
-    for run in probe.runs:
-        schedule = schedules.get(run.program)
-        if schedule is None:
-            continue
+    for run, schedule in _known_runs(probe, schedules):
         for instruction, seconds, host in zip(schedule.instructions, run.seconds(), run.host_seconds(), strict=False):
             if instruction.op == "compute":
                 known = times.setdefault(f"{schedule.name}/{instruction.region}", ([], []))
@@ -172,10 +173,7 @@ def _allocated(runs: Sequence[Run], position: int, arena: int, gradients: Sequen
 def _exposed(probe: StepProbe, schedules: Mapping[str, Schedule]) -> float:
     """How long compute stood still in waits, as scheduled."""
     total = 0.0
-    for run in probe.runs:
-        schedule = schedules.get(run.program)
-        if schedule is None:
-            continue
+    for run, schedule in _known_runs(probe, schedules):
         for instruction, seconds in zip(schedule.instructions, run.seconds(), strict=False):
             total += seconds if instruction.op in ("wait", "gather_now", "reduce_now") else 0.0
     return total
@@ -184,10 +182,7 @@ def _exposed(probe: StepProbe, schedules: Mapping[str, Schedule]) -> float:
 def _contention(probe: StepProbe, schedules: Mapping[str, Schedule], profile: Profile) -> Contention:
     """How much slower regions were with communication beside them, if there was enough of it to tell."""
     beside = alone = wires = 0.0
-    for run in probe.runs:
-        schedule = schedules.get(run.program)
-        if schedule is None:
-            continue
+    for run, schedule in _known_runs(probe, schedules):
         for instruction, seconds in zip(schedule.instructions, run.seconds(), strict=False):
             if instruction.op == "compute":
                 beside += seconds

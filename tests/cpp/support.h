@@ -86,9 +86,10 @@ class Mirror final : public Communicator {
   int64_t skew_;
 };
 
-void test_failures();     // test_failures.cpp
-void test_symmetric();    // test_symmetric.cpp
-void test_host_memory();  // test_host_memory.cpp
+void test_failures();      // test_failures.cpp
+void test_state_copies();  // test_state_copies.cpp
+void test_symmetric();     // test_symmetric.cpp
+void test_host_memory();   // test_host_memory.cpp
 
 /// Everything below a runtime, for a world of two.
 struct Bench {

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.simulate import memory_bytes, simulate
-from lightning_deepcompile.plan.visits import LEAST_SLOTS
+from lightning_deepcompile.plan.visits import LEAST_SLOTS, still_there
 from lightning_deepcompile.program.schedule import (
     REDUCTIONS,
     RELEASES,
@@ -93,8 +93,7 @@ def _waits(
 ) -> dict[int, int]:
     """The places before which forward waits for what leaves, by chunk, if the first `fetched` chunks come early."""
     sizes, clock = profile.state_chunks, profile.clock(schedule)
-    round_ = max(LEAST_SLOTS, profile.state_slots - fetched)
-    leaving = [k for k in range(len(sizes)) if k < fetched or k >= len(sizes) - round_]
+    leaving = still_there(len(sizes), range(fetched), profile.state_slots)
     present = sum(sizes[k] for k in leaving)
     places: dict[int, int] = {}
     done = 0.0

@@ -1,0 +1,78 @@
+// Optimizer states that visit the device chunk by chunk: while the optimizer steps, and ahead of it.
+#include "state_copies.h"
+
+#include "support.h"
+
+namespace ldc::testing {
+
+void test_state_copies() {
+  Stats stats;
+  StateCopies states(kCpu, stats, host_memory());
+  std::vector<Tensor> homes;
+  for (int i = 0; i < 5; ++i) {
+    homes.push_back(states.home(ones({40 + i})));
+    states.stow(i % 3, {ones({40 + i}).mul_(i)}, {homes.back()});
+  }
+  for (int step = 0; step < 3; ++step) {
+    states.begin(kAlignment);
+    std::vector<Tensor> next = states.fetch(0, {homes[0]});
+    for (int i = 0; i < 5; ++i) {
+      const std::vector<Tensor> present = next;
+      if (i < 4) next = states.fetch((i + 1) % 3, {homes[static_cast<size_t>(i) + 1]});
+      states.arrive(i % 3);
+      EXPECT(present[0].eq(i + step).all().item<bool>());
+      present[0].add_(1);
+      states.stow(i % 3, present, {homes[static_cast<size_t>(i)]});
+    }
+    EXPECT(states.device_bytes() == 3 * kAlignment);
+    step % 2 == 0 ? states.settle() : states.release();
+    EXPECT(states.device_bytes() == 0);
+  }
+  EXPECT(stats.state_peak_bytes == 3 * kAlignment && stats.reloaded_bytes == 3 * 4 * (40 + 41 + 42 + 43 + 44));
+  // The first two of five come ahead, are stepped, and are the first to depart; a chunk that nobody takes is dropped.
+  const auto chunk = [&](int i) { return std::vector<Tensor>{homes[static_cast<size_t>(i)]}; };
+  states.expect({chunk(0), chunk(1), chunk(2)}, {{0}, {1}, {-1, 2}});
+  EXPECT(refuses("1 chunks but slots of 0", [&] { states.expect({chunk(0)}, {}); }));
+  for (int step = 3; step < 5; ++step) {
+    states.advance(1);
+    states.advance(1);
+    EXPECT(states.device_bytes() == 2 * kAlignment);
+    states.begin(kAlignment);
+    states.release();
+    EXPECT(states.device_bytes() == 2 * kAlignment);  // it is for what has been stepped
+    std::vector<std::vector<Tensor>> present = states.take();
+    EXPECT(present.size() == 2 && states.take().empty());
+    for (int i = 2; i < 5; ++i) present.push_back(states.fetch(i - 2, chunk(i)));
+    for (int i = 0; i < 5; ++i) {
+      const int slot = i < 2 ? -1 - i : i - 2;
+      states.arrive(slot);
+      EXPECT(present[static_cast<size_t>(i)][0].eq(i + step).all().item<bool>());
+      present[static_cast<size_t>(i)][0].add_(1);
+      states.stow(slot, present[static_cast<size_t>(i)], chunk(i));
+    }
+    for (int64_t left = 4; left >= 2; --left) {
+      states.depart(1);
+      EXPECT(states.device_bytes() == left * kAlignment);
+    }
+    states.depart(7);
+    EXPECT(states.device_bytes() == 0);
+  }
+  states.advance(9);
+  EXPECT(states.device_bytes() == 3 * kAlignment);
+  states.drop();
+  EXPECT(states.device_bytes() == 0 && states.take().empty());
+  states.begin(kAlignment);
+  states.fetch(0, {homes[0]});
+  EXPECT(states.fetch(0, {homes[0], homes[1]})[1].eq(6).all().item<bool>());  // a slot grows
+  EXPECT(states.device_bytes() == 2 * kAlignment);
+  states.settle();
+  EXPECT(refuses("slot 3", [&] { states.arrive(3); }));
+  EXPECT(refuses("no slot -1", [&] { states.fetch(-1, {homes[0]}); }));
+  EXPECT(refuses("1 tensors but 0 homes", [&] { states.stow(0, {ones({2})}, {}); }));
+  homes.clear();
+  states.expect({}, {});
+  states.synchronize();
+  EXPECT(states.host_bytes() == 0);
+}
+
+}  // namespace ldc::testing
