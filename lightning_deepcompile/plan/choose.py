@@ -66,8 +66,10 @@ class _Search:
         while queue:
             _, order, (forward, backward), group = heapq.heappop(queue)
             trial = self.keep(result, forward, backward, group)
+            if memory_excess(trial, self.profile, max(best.peak_bytes, self.budget)):
+                continue
             prediction = simulate(trial, self.profile)
-            if not _counts(best, prediction) or prediction.peak_bytes > max(best.peak_bytes, self.budget):
+            if not _counts(best, prediction):
                 continue
             gain = (best.seconds - prediction.seconds) / max(group.bytes, 1)
             if queue and (-gain, order) > queue[0][:2]:

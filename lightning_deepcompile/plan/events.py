@@ -19,7 +19,7 @@ _SHARED: tuple[set[StreamName], ...] = ({"out", "states out"}, {"in", "states in
 """Copies in one direction share a link."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Task:
     """Work on a stream.
 
@@ -65,43 +65,53 @@ def run_tasks(tasks: Sequence[Task], contention: Contention) -> Timing:
     """
     queues: dict[StreamName, deque[int]] = {stream: deque() for stream in get_args(StreamName)}
     for number, task in enumerate(tasks):
-        if any(other >= number for other in task.after):
+        if task.after and max(task.after) >= number:
             raise ValueError(f"Task {number} ({task.label}) waits for one that comes later: {task.after}.")
         queues[task.stream].append(number)
     left = [task.seconds for task in tasks]
     start, end = [-1.0] * len(tasks), [-1.0] * len(tasks)
     busy: dict[StreamName, float] = dict.fromkeys(queues, 0.0)
+    slowdowns: dict[frozenset[StreamName], dict[StreamName, float]] = {}
     now = exposed = 0.0
-    while any(queues.values()):
+    active: dict[StreamName, int] = {}
+    waiting = {stream: queue[0] for stream, queue in queues.items() if queue}  # the first task, or what that waits for
+    while active or waiting:
         # The first unfinished task depends on nothing unfinished and is first in its queue: something always runs.
-        active = {
-            stream: queue[0]
-            for stream, queue in queues.items()
-            if queue and all(end[other] >= 0 for other in tasks[queue[0]].after)
-        }
-        working = active.keys() - {"host", "trainer"}
-        slowdown = _slowdown(working, contention)
-        step = min(left[number] * slowdown.get(stream, 1.0) for stream, number in active.items())
-        for stream, number in active.items():
-            if start[number] < 0:
-                start[number] = now
-            busy[stream] += step
-            remaining = left[number] - step / slowdown.get(stream, 1.0)
-            # The one that set the step is over, whatever rounding says; so is whatever ends with it.
-            left[number] = remaining if remaining > 1e-12 * max(tasks[number].seconds, 1e-9) else 0.0
-        if working and not active.keys() & {"compute", "trainer"}:
+        for stream in [stream for stream, known in waiting.items() if end[known] >= 0 or known == queues[stream][0]]:
+            first = queues[stream][0]
+            unfinished = next((other for other in tasks[first].after if end[other] < 0), None)
+            if unfinished is None:
+                active[stream], start[first] = first, now
+                del waiting[stream]
+            else:
+                waiting[stream] = unfinished
+        streams = frozenset(active)
+        slowdown = slowdowns.get(streams)
+        if slowdown is None:
+            slowdown = slowdowns[streams] = _slowdown(streams, contention)
+        step = min([left[number] * slowdown[stream] for stream, number in active.items()])
+        if not active.keys() <= {"host", "trainer"} and "compute" not in active and "trainer" not in active:
             exposed += step
         now += step
-        for stream, number in active.items():
-            if left[number] == 0.0:
-                end[number] = now
-                queues[stream].popleft()
+        for stream, number in list(active.items()):
+            busy[stream] += step
+            remaining = left[number] - step / slowdown[stream]
+            # The one that set the step is over, whatever rounding says; so is whatever ends with it.
+            if remaining > 1e-12 * max(tasks[number].seconds, 1e-9):
+                left[number] = remaining
+                continue
+            end[number] = now
+            del active[stream]
+            queues[stream].popleft()
+            if queues[stream]:
+                waiting[stream] = queues[stream][0]
     return Timing(start, end, busy, exposed)
 
 
-def _slowdown(active: set[StreamName], contention: Contention) -> dict[StreamName, float]:
+def _slowdown(active: frozenset[StreamName], contention: Contention) -> dict[StreamName, float]:
+    """How many times as long each of `active` takes beside the others."""
     wires = active & {"gather", "reduce"}
-    factors: dict[StreamName, float] = {}  # copies to and from the host have links of their own
+    factors = dict.fromkeys(active, 1.0)  # copies to and from the host have links of their own
     if "compute" in active:
         factors["compute"] = contention.compute if wires else 1.0
     for wire in wires:

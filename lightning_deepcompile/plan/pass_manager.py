@@ -295,10 +295,12 @@ def optimize(
 def _run_step_passes(
     passes: Sequence[Pass], schedules: list[Schedule], context: PlanContext
 ) -> tuple[list[Schedule], list[PassEffect]]:
-    effects = []
+    effects: list[PassEffect] = []
     for one in passes:
         before, schedules = schedules, _run_step_pass(one, schedules, context)
-        effects.append(PassEffect(one.name, difference(before, schedules), simulate(schedules, context.profile)))
+        same = effects and schedules == before
+        prediction = effects[-1].prediction if same else simulate(schedules, context.profile)
+        effects.append(PassEffect(one.name, difference(before, schedules), prediction))
     return schedules, effects
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_deepcompile.plan.events import StreamName
 
 __all__ = ["MemoryPoint", "Prediction", "Span"]
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Something that a stream did, from `start` to `end` in seconds; before the step's begin they are negative."""
 
     stream: StreamName
@@ -19,8 +19,7 @@ class Span:
     end: float
 
 
-@dataclass(frozen=True)
-class MemoryPoint:
+class MemoryPoint(NamedTuple):
     """The most memory while an instruction was issued.
 
     Args:

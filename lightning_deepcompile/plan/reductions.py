@@ -1,14 +1,13 @@
-"""Groups of gradients: put together, taken apart, and what waits meanwhile."""
+"""Groups of gradients: put together, and taken apart."""
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from dataclasses import replace
 
 from lightning_deepcompile.program.schedule import REDUCTIONS, RELEASES, Instruction, Schedule
 
-__all__ = ["merge_reductions", "may_merge", "split_reductions", "waiting_bytes"]
+__all__ = ["merge_reductions", "may_merge", "split_reductions"]
 
 
 def may_merge(ranks: int, device_type: str, reduce: str) -> bool:
@@ -33,7 +32,7 @@ def merge_reductions(schedule: Schedule, first: int, second: int) -> Schedule:
         first: Position of a group.
         second: Position of the next one, of the same operation.
     """
-    groups = _groups(schedule)
+    groups = schedule.reductions
     a, b = groups[first], groups[second]
     instructions = list(schedule.instructions)
     instructions[second] = Instruction(b.op, a.ids + b.ids, a.sizes + b.sizes, made=a.made + b.made)
@@ -71,24 +70,3 @@ def split_reductions(schedule: Schedule) -> Schedule:
         if instruction.op not in REDUCTIONS:
             result.append(instruction)
     return schedule.with_instructions(result)
-
-
-def waiting_bytes(schedule: Schedule) -> list[int]:
-    """Bytes of gradients that wait for those of later regions, while each instruction of `schedule` runs."""
-    changes = [0] * (len(schedule.instructions) + 1)
-    made = {schedule.instructions[position].region: position for position in schedule.at("compute")}
-    for position, group in _groups(schedule).items():
-        for maker, size in zip(group.made, group.sizes, strict=True):
-            changes[made.get(maker, -1) + 1] += size
-            changes[position] -= size
-    return list(itertools.accumulate(changes[:-1]))
-
-
-def _groups(schedule: Schedule) -> dict[int, Instruction]:
-    """Groups of gradients by position; all of them say which regions make them."""
-    groups, last = {}, ""
-    for position, instruction in enumerate(schedule.instructions):
-        last = instruction.region or last
-        if instruction.op in REDUCTIONS:
-            groups[position] = replace(instruction, made=instruction.made or (last,) * len(instruction.ids))
-    return groups

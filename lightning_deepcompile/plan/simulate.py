@@ -20,12 +20,12 @@ from lightning_deepcompile.plan.events import StreamName, Task, run_tasks
 from lightning_deepcompile.plan.gradients import GradientModel
 from lightning_deepcompile.plan.placement import opened_part
 from lightning_deepcompile.plan.prediction import MemoryPoint, Prediction, Span
-from lightning_deepcompile.plan.reductions import waiting_bytes
 from lightning_deepcompile.plan.visits import StateVisits
 from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Schedule, opening_positions
 
 __all__ = [
     "arena_bytes",
+    "first_excess",
     "gradient_bytes",
     "memory_bytes",
     "memory_excess",
@@ -55,9 +55,18 @@ def memory_excess(schedules: Sequence[Schedule], profile: Profile, limit: int) -
     return [(k, position) for k, row in enumerate(memory) for position, size in enumerate(row) if size > limit]
 
 
+def first_excess(schedules: Sequence[Schedule], profile: Profile, limit: int, index: int) -> int | None:
+    """The first instruction of schedule `index`, in the host's order, at which more than `limit` bytes are there."""
+    try:
+        _FirstExcess(profile, limit, index).most(schedules)
+    except _Found as found:
+        return found.position
+    return None
+
+
 def memory_bytes(schedules: Sequence[Schedule], profile: Profile) -> list[list[int]]:
     """The most bytes allocated while each instruction is issued, by schedule; needs no events."""
-    return _Simulation(profile).memory(schedules)
+    return _MemoryOnly(profile).most(schedules)
 
 
 def arena_bytes(schedules: Sequence[Schedule], cast_ratio: float = 0.0) -> list[list[int]]:
@@ -147,13 +156,6 @@ class _Simulation:
             spans=tuple(spans),
         )
 
-    def memory(self, schedules: Sequence[Schedule]) -> list[list[int]]:
-        self._issue_step(schedules)
-        most = [[0] * len(schedule.instructions) for schedule in schedules]
-        for _, (_, index, position), (_, size, _, _) in self._memory:
-            most[index][position] = max(most[index][position], size)
-        return most
-
     def _issue_step(self, schedules: Sequence[Schedule]) -> None:
         last_backward = max((k for k, s in enumerate(schedules) if s.kind == "backward"), default=len(schedules) - 1)
         if self._accumulates:
@@ -179,7 +181,7 @@ class _Simulation:
         left = _left(schedules[-1], self._profile)
         for position in opening_positions(schedules[0].instructions):
             task, instruction = len(self._tasks), schedules[0].instructions[position]
-            self._gather(instruction, [], f"{schedules[0].name}/{instruction.op} {instruction.ids}")
+            self._gather(instruction, [], f"{schedules[0].name}/{instruction.text}")
             self._remember(task, (0, 0, position), left, self._gradients.bytes)
         seconds = self._profile.between_seconds
         if self._profile.head_start:
@@ -197,7 +199,7 @@ class _Simulation:
             self._profile.cost(schedule, instruction.region) if instruction.op == "compute" else None
             for instruction in schedule.instructions
         ]
-        waiting = waiting_bytes(schedule)
+        waiting = schedule.waiting
         other = next((cost.before for cost in costs if cost is not None), 0)
         if schedule.kind == "backward":
             self._visits.left()
@@ -218,7 +220,7 @@ class _Simulation:
 
     def _communicate(self, schedule: Schedule, instruction: Instruction) -> None:
         host = self._issue(self._profile.launch_seconds)
-        label = f"{schedule.name}/{instruction.op} {instruction.ids}"
+        label = f"{schedule.name}/{instruction.text}"
         if instruction.op in ("gather", "gather_now"):
             self._gather(instruction, host, label)
         elif instruction.op == "wait":
@@ -328,10 +330,52 @@ class _Simulation:
         return instruction.op == "reduce_at_boundary" and not self._boundary
 
 
+class _MemoryOnly(_Simulation):
+    """Without tasks: what is allocated does not depend on when they run."""
+
+    def most(self, schedules: Sequence[Schedule]) -> list[list[int]]:
+        self._issue_step(schedules)
+        found = [[0] * len(schedule.instructions) for schedule in schedules]
+        for _, (_, index, position), (_, size, _, _) in self._memory:
+            found[index][position] = max(found[index][position], size)
+        return found
+
+    def _add(self, stream: StreamName, seconds: float, after: list[int], label: str) -> int:
+        return 0
+
+    def _issue(self, seconds: float) -> list[int]:
+        return []
+
+    def _compute(self, seconds: float, host: float, label: str) -> None:
+        self._computed, self._barrier = 0, []
+
+    def _compute_point(self) -> list[int]:
+        return []
+
+
+class _Found(Exception):
+    def __init__(self, position: int) -> None:
+        super().__init__(position)
+        self.position = position
+
+
+class _FirstExcess(_MemoryOnly):
+    """Raises `_Found` there."""
+
+    def __init__(self, profile: Profile, limit: int, index: int) -> None:
+        super().__init__(profile)
+        self._limit, self._index = limit, index
+
+    def _remember(self, task: int, where: tuple[int, int, int], other: int, gradients: int) -> None:
+        super()._remember(task, where, other, gradients)
+        if where[1] == self._index and self._memory[-1][2][1] > self._limit:
+            raise _Found(where[2])
+
+
 def _left(schedule: Schedule, profile: Profile) -> int:
     """Bytes that are there when `schedule` is over, without gathered parameters and whole gradients."""
     after = 0
-    for instruction, waiting in zip(schedule.instructions, waiting_bytes(schedule), strict=True):
+    for instruction, waiting in zip(schedule.instructions, schedule.waiting, strict=True):
         if instruction.op == "compute":
             after = profile.cost(schedule, instruction.region).after + waiting
         elif instruction.op in REDUCTIONS:

@@ -6,6 +6,7 @@ Schedules are what planning works on. They are read from a program, changed free
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -89,10 +90,15 @@ class Instruction:
     region: str = ""
     made: tuple[str, ...] = ()
 
-    @property
+    @functools.cached_property
     def bytes(self) -> int:
         """Bytes of all its parameters."""
         return sum(self.sizes)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """What happens, and with which parameters."""
+        return f"{self.op} {self.ids}"
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,27 @@ class Schedule:
         """Numbers of the saved tensors that a forward schedule leaves, or a backward schedule finds, on the host."""
         op = "offload" if self.kind == "forward" else "reload"
         return tuple(sorted(i for position in self.at(op) for i in self.instructions[position].ids))
+
+    @functools.cached_property
+    def reductions(self) -> dict[int, Instruction]:
+        """Groups of gradients by position; all of them say which regions make them."""
+        groups, last = {}, ""
+        for position, instruction in enumerate(self.instructions):
+            last = instruction.region or last
+            if instruction.op in REDUCTIONS:
+                groups[position] = replace(instruction, made=instruction.made or (last,) * len(instruction.ids))
+        return groups
+
+    @functools.cached_property
+    def waiting(self) -> list[int]:
+        """Bytes of gradients that wait for those of later regions, while each instruction runs."""
+        changes = [0] * (len(self.instructions) + 1)
+        made = {self.instructions[position].region: position for position in self.at("compute")}
+        for position, group in self.reductions.items():
+            for maker, size in zip(group.made, group.sizes, strict=True):
+                changes[made.get(maker, -1) + 1] += size
+                changes[position] -= size
+        return list(itertools.accumulate(changes[:-1]))
 
     def at(self, op: Operation) -> list[int]:
         """Positions of the instructions `op`."""

@@ -8,7 +8,7 @@ from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.plan.prediction import Prediction
-from lightning_deepcompile.plan.simulate import memory_excess, simulate
+from lightning_deepcompile.plan.simulate import first_excess, simulate
 from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["proactive_prefetch"]
@@ -47,8 +47,12 @@ def proactive_prefetch(schedules: list[Schedule], context: PlanContext) -> list[
     best = simulate(result, profile)
     limit = max(context.budget, 0)
     for index in range(len(result)):
+        tried = {result[index].instructions}
         for candidate in _placements(result[index], profile):
             trial = _fitted([*result[:index], candidate, *result[index + 1 :]], index, profile, limit)
+            if trial[index].instructions in tried:
+                continue
+            tried.add(trial[index].instructions)
             prediction = simulate(trial, profile)
             if prediction.peak_bytes <= max(best.peak_bytes, limit) and _better(prediction, best, limit):
                 result, best = trial, prediction
@@ -96,10 +100,10 @@ def _latest(placement: Placement, profile: Profile, margin: float) -> list[int]:
 def _fitted(schedules: list[Schedule], index: int, profile: Profile, limit: int) -> list[Schedule]:
     """Moves launches of schedule `index` later until the step is predicted to fit into `limit`, if that is possible."""
     while True:
-        over = [position for where, position in memory_excess(schedules, profile, limit) if where == index]
-        if not over:
+        over = first_excess(schedules, profile, limit, index)
+        if over is None:
             return schedules
-        moved = _later(schedules[index], over[0])
+        moved = _later(schedules[index], over)
         if moved is None:
             return schedules
         schedules = [*schedules[:index], moved, *schedules[index + 1 :]]
