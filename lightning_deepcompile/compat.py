@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.optim import Optimizer
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "compile_region",
     "current_fake_mode",
     "fake_tensor",
+    "graph_module",
     "held_weakly",
     "inference_joint_passes",
     "is_checkpoint",
@@ -156,6 +158,11 @@ def inference_joint_passes(gm: fx.GraphModule) -> None:
     from torch._inductor.compile_fx import _recursive_joint_graph_passes
 
     _recursive_joint_graph_passes(gm)
+
+
+def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A graph module whose Python code is written when it is run, or asked for it: most are neither."""
+    return _LazyGraphModule(root, graph)
 
 
 def current_fake_mode() -> FakeTensorMode:

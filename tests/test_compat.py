@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -334,3 +335,25 @@ def test_a_dtensor_of_memory_elsewhere(mesh: Any) -> None:
     local = torch.ones(3, 2)
     made = compat.with_local(like, local)
     assert made.to_local().data_ptr() == local.data_ptr() and made.shape == (3, 2) and made.placements == (Shard(0),)
+
+
+def test_graph_modules_write_no_code_until_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    python_code = fx.Graph.python_code
+
+    def count(graph: fx.Graph, *args: Any, **kwargs: Any) -> Any:
+        written.append(len(graph.nodes))
+        return python_code(graph, *args, **kwargs)
+
+    monkeypatch.setattr(fx.Graph, "python_code", count)
+    root, graph = nn.Module(), fx.Graph()
+    root.register_buffer("two", torch.tensor(2.0))
+    product = graph.call_function(aten.mul.Tensor, (graph.placeholder("x"), graph.get_attr("two")))
+    graph.output(product)
+    gm = compat.graph_module(root, graph)
+    product.target = aten.add.Tensor
+    gm.recompile()
+    twin = copy.deepcopy(gm)
+    assert not written
+    assert gm(torch.ones(())) == twin(torch.ones(())) == 3
+    assert written == [4, 4]

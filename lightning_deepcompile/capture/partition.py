@@ -98,7 +98,9 @@ def _must_run_once(node: fx.Node) -> bool:
 
 def partition(gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Partitions the joint graph for AOTAutograd; see `compat.partition` for the arguments."""
-    forward, backward = compat.partition(gm, joint_inputs, _prepare, **kwargs)
+    parts = compat.partition(gm, joint_inputs, _prepare, **kwargs)
+    # PyTorch's backward graph would write its code at every change, and once more when AOTAutograd copies it.
+    forward, backward = (compat.graph_module(part, part.graph) for part in parts)
     for part in (forward, backward):
         _show_randomness(part)
     return forward, backward

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
+from lightning_deepcompile import compat
 from lightning_deepcompile.capture.dynamo_graph import calls_gather, gathered_id
 
 __all__ = ["Block", "body_of", "call_blocks", "find_repeats"]
@@ -93,7 +94,7 @@ def call_blocks(
                 copies[output].meta = dict(output.meta)
         elif node not in inside:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    called = fx.GraphModule(gm, graph)
+    called = compat.graph_module(gm, graph)
     called.meta = dict(gm.meta)
     return called
 
@@ -117,7 +118,7 @@ def body_of(gm: fx.GraphModule, block: Block) -> fx.GraphModule:
         if calls_gather(node):
             copies[node].update_arg(1, gathered_id(node))
     graph.output(tuple(copies[node] for node in block.outputs))
-    return fx.GraphModule(gm, graph)
+    return compat.graph_module(gm, graph)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,11 @@ find their programs in one plan. The number of a rank's GPU is therefore no part
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,23 +24,35 @@ from lightning_deepcompile.program.regions import Region
 __all__ = ["ExtractedRegion", "add_symbol_inputs", "extract_region", "symbol_sources"]
 
 
-@dataclass
+@dataclass(eq=False)
 class ExtractedRegion:
     """A region ready to be compiled.
 
     Args:
-        gm: Its graph; its placeholders are `Region.inputs` in order.
-        fake_inputs: Their metadata (fake tensors and symbolic integers).
+        parent: The graph module it was cut from.
+        region: The region.
+        names: What its nodes, and those that it reads, are called in a graph of its own.
         key: Content key, in which devices are numbered by first mention.
         shape_env: Torch's shape environment whose symbols it is written in; None where all sizes are numbers.
         devices: The devices that `key` numbers: equal keys stand for the same code only on equal devices.
     """
 
-    gm: fx.GraphModule
-    fake_inputs: list[Any]
+    parent: fx.GraphModule
+    region: Region
+    names: Mapping[fx.Node, str]
     key: str
     shape_env: object | None
     devices: tuple[str, ...]
+
+    @property
+    def fake_inputs(self) -> list[Any]:
+        """Metadata of what it reads: fake tensors and symbolic integers."""
+        return [source.meta["val"] for source in self.region.inputs]
+
+    @functools.cached_property
+    def gm(self) -> fx.GraphModule:
+        """A graph that computes `Region.outputs` from `Region.inputs`; of equal regions only one is asked for it."""
+        return _graph_of(self.parent, self.region, self.names)
 
 
 class _Name(str):
@@ -106,67 +121,62 @@ _DEVICE = re.compile(r"device\(type='(\w+)', index=(\d+)\)")
 
 
 def extract_region(parent: fx.GraphModule, region: Region) -> ExtractedRegion:
-    """Copies `region` out of `parent`.
+    """Describes `region`, so that it can be compiled apart from `parent`.
 
     Args:
         parent: The graph module it was cut from.
         region: The region.
 
     Returns:
-        A standalone graph module that computes `region.outputs` from `region.inputs`.
+        The region, whose graph can be had as long as `parent` stays as it is.
     """
-    graph, root = fx.Graph(), nn.Module()
-    copies: dict[fx.Node, fx.Node] = {}
     text = _Text()
     lines: list[str] = []
-    fake_inputs: list[Any] = []
     for index, source in enumerate(region.inputs):
-        placeholder = graph.placeholder(f"a{index}")
-        placeholder.meta["val"] = source.meta["val"]
-        copies[source], text.nodes[source] = placeholder, f"a{index}"
-        fake_inputs.append(source.meta["val"])
+        text.nodes[source] = f"a{index}"
         lines.append(f"a{index}: {text.value(source.meta['val'])}")
+    attributes = itertools.count()
     for index, node in enumerate(region.nodes):
         for source in node.all_input_nodes:
-            if source.op == "get_attr" and source not in copies:
-                copies[source] = _copy_attribute(parent, source, graph, root, text, lines)
-        copy = graph.create_node(
-            node.op,
-            node.target,
-            fx.map_arg(node.args, lambda n: copies[n]),
-            fx.map_arg(node.kwargs, lambda n: copies[n]),
-            name=f"n{index}",
-        )
-        copy.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
-        copies[node], text.nodes[node] = copy, f"n{index}"
+            if source.op == "get_attr" and source not in text.nodes:
+                text.nodes[source] = f"c{next(attributes)}"
+                lines.append(f"{text.nodes[source]} = {text.attribute(_attribute(parent, source))}")
+        text.nodes[node] = f"n{index}"
         lines.append(f"n{index} = {node.target}{text.arguments(node)}: {text.value(node.meta.get('val'))}")
-    output = graph.output(tuple(copies[node] for node in region.outputs))
-    # Inductor may otherwise choose other strides for outputs than the next region was traced with.
-    output.meta["user_visible_output_idxs"] = list(range(len(region.outputs)))
     lines.append("return " + ", ".join(text.nodes[node] for node in region.outputs))
     key = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
     sizes = _symbolic_sizes([*region.inputs, *region.nodes])
     shape_env = sizes[0].node.shape_env if sizes else None
-    return ExtractedRegion(fx.GraphModule(root, graph), fake_inputs, key, shape_env, tuple(text.devices))
+    return ExtractedRegion(parent, region, text.nodes, key, shape_env, tuple(text.devices))
 
 
-def _copy_attribute(
-    parent: fx.GraphModule, source: fx.Node, graph: fx.Graph, root: nn.Module, text: _Text, lines: list[str]
-) -> fx.Node:
-    """Copies a subgraph (of a higher-order operator) or a constant that the region refers to."""
-    value: Any = parent
-    for part in str(source.target).split("."):
-        value = getattr(value, part)
-    name = f"c{len(root._modules) + len(root._buffers)}"
-    if isinstance(value, nn.Module):
-        root.add_module(name, value)
-    else:
-        root.register_buffer(name, value)
-    copy = graph.get_attr(name)
-    copy.meta = dict(source.meta)
-    text.nodes[source] = name
-    lines.append(f"{name} = {text.attribute(value)}")
-    return copy
+def _graph_of(parent: fx.GraphModule, region: Region, names: Mapping[fx.Node, str]) -> fx.GraphModule:
+    """Copies `region` out of `parent`."""
+    graph, root = fx.Graph(), nn.Module()
+    copies: dict[fx.Node, fx.Node] = {}
+    for source in region.inputs:
+        copies[source] = graph.placeholder(names[source])
+        copies[source].meta["val"] = source.meta["val"]
+    for node in region.nodes:
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and source not in copies:
+                value = _attribute(parent, source)
+                add = root.add_module if isinstance(value, nn.Module) else root.register_buffer
+                add(names[source], value)
+                copies[source] = graph.get_attr(names[source])
+                copies[source].meta = dict(source.meta)
+        args, kwargs = (fx.map_arg(part, lambda n: copies[n]) for part in (node.args, node.kwargs))
+        copy = copies[node] = graph.create_node(node.op, node.target, args, kwargs, name=names[node])
+        copy.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
+    output = graph.output(tuple(copies[node] for node in region.outputs))
+    # Inductor may otherwise choose other strides for outputs than the next region was traced with.
+    output.meta["user_visible_output_idxs"] = list(range(len(region.outputs)))
+    return compat.graph_module(root, graph)
+
+
+def _attribute(parent: fx.GraphModule, source: fx.Node) -> Any:
+    """The subgraph (of a higher-order operator) or the constant that `source` refers to."""
+    return functools.reduce(getattr, str(source.target).split("."), parent)
 
 
 def symbol_sources(graph: fx.Graph) -> dict[str, fx.Node]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.program.extract import ExtractedRegion, add_symbol_inputs, extract_region, symbol_sources
@@ -133,7 +133,7 @@ class _Builder:
     ) -> None:
         self._parent, self._name, self._kind, self._graph_id, self._params = parent, name, kind, graph_id, params
         self._graph = fx.Graph()
-        self._root = fx.GraphModule(parent, fx.Graph())
+        self._root = nn.Module()
         self._done: dict[fx.Node, fx.Node] = {}
 
     def build(self, regions: list[Region], compiled: list[RegionModule]) -> Program:
@@ -148,7 +148,7 @@ class _Builder:
         output = output_node(self._parent.graph)
         values = fx.map_arg(output.args[0], self._value)
         self._graph.output(values).meta = dict(output.meta)
-        gm = fx.GraphModule(self._root, self._graph)
+        gm = compat.graph_module(self._root, self._graph)
         return Program(self._name, self._kind, self._graph_id, gm, self._params).finish("lower")
 
     def _call(self, name: str, region: Region) -> None:

@@ -19,6 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
+from lightning_deepcompile import compat
+
 __all__ = ["ParamInfo", "Program", "ProgramKind", "RegionInfo", "RegionModule", "collective_sequence"]
 
 ProgramKind = Literal["forward", "backward", "inference"]
@@ -123,7 +125,7 @@ class Program:
         source_output = next(n for n in reversed(self.gm.graph.nodes) if n.op == "output")
         node = graph.output(output)
         node.meta = dict(source_output.meta)
-        return replace(self, gm=fx.GraphModule(self.gm, graph), **changes)
+        return replace(self, gm=compat.graph_module(self.gm, graph), **changes)
 
     def regions(self) -> list[fx.Node]:
         """The nodes that call regions, in order."""
