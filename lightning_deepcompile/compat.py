@@ -24,6 +24,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.optim import Optimizer
 
 __all__ = [
+    "INNER_CALL",
     "BoxedCallable",
     "all_gather_into",
     "all_to_all_into",
@@ -54,6 +55,9 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+INNER_CALL = "_compiled_call_impl"
+"""A module's attribute: what a call of the module runs if it is not None, and what Dynamo does not look at."""
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """A compiled function that takes its arguments as one list and empties it, so that they can be freed while it runs."""
@@ -208,13 +212,8 @@ def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
     function = getattr(method, "__func__", method)
     if not isinstance(function, types.FunctionType):
         return method
-    copy = types.FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    code, name = function.__code__.replace(), function.__name__
+    copy = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__dict__.update(function.__dict__)
     copy.__doc__, copy.__qualname__, copy.__module__ = function.__doc__, function.__qualname__, function.__module__

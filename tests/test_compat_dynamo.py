@@ -123,3 +123,22 @@ def test_compile_workers_come_up_without_a_compilation() -> None:
         [sys.executable, "-c", _WORKERS], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_dynamo_does_not_look_at_what_a_call_runs() -> None:
+    """It goes from a module's call straight to `forward`, which is most of what tracing a small module costs."""
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    looked: list[bool] = []
+
+    def inner_call(module: nn.Module) -> Callable[..., Tensor]:
+        looked.append(torch.compiler.is_compiling())
+        return lambda x: module.forward(2 * x)
+
+    layer = type("Doubling", (Layer,), {compat.INNER_CALL: property(inner_call)})()
+    assert float(layer(torch.ones(()))) == 3
+    assert float(torch.compile(lambda x: layer(x), backend="eager", fullgraph=True)(torch.ones(()))) == 2
+    assert looked and True not in looked

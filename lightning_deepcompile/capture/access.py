@@ -9,10 +9,11 @@ SimpleFSDP's.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -95,15 +96,30 @@ def _parameter_property(name: str) -> property:
     return property(read, doc=f"The parameter `{name}`: gathered while it is computed with, else this rank's shard.")
 
 
+def _call_property() -> property:
+    is_compiling = torch.compiler.is_compiling
+
+    # Users call parts of their model in hooks, to generate a sample, say; all ranks must, as with FSDP. PyTorch asks
+    # for this attribute in every call of a module. A `__call__` of our own would do, but Dynamo goes straight to
+    # `forward` only where the call is PyTorch's own.
+    @compat.never_a_frame
+    def inner_call(self: nn.Module) -> Callable[..., Any] | None:
+        own = self.__dict__.get(compat.INNER_CALL)  # of a module that the user compiled by itself
+        if is_compiling():
+            return own
+        state = self.__dict__[_STATE]
+        return own if state.inside or state.calling else functools.partial(_call_gathering, self)
+
+    def set_own(self: nn.Module, value: Callable[..., Any] | None) -> None:
+        self.__dict__[compat.INNER_CALL] = value
+
+    return property(inner_call, set_own, doc="What a call runs, if not the module's hooks and `forward` as they are.")
+
+
 @compat.never_a_frame
-def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # Users call parts of their model in hooks, to generate a sample, say; all ranks must, as with FSDP. Where a tracer
-    # comes by (most take modules apart themselves), it finds nothing to guard on.
-    state = self.__dict__[_STATE]
-    if torch.compiler.is_compiling() or state.inside or state.calling:
-        return nn.Module.__call__(self, *args, **kwargs)
-    with state.set("calling"):
-        return nn.Module.__call__(self, *args, **kwargs)
+def _call_gathering(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with module.__dict__[_STATE].set("calling"):
+        return module(*args, **kwargs)
 
 
 def _rnn_weights(self: nn.Module) -> list[Tensor]:
@@ -130,7 +146,7 @@ def sharded_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.
     if key not in _classes:
         body: dict[str, Any] = {name: _parameter_property(name) for name in names}
         if original.__call__ is nn.Module.__call__:
-            body["__call__"] = _call
+            body[compat.INNER_CALL] = _call_property()
         if issubclass(original, nn.RNNBase):
             body[_RNN_WEIGHTS] = property(_rnn_weights, lambda self, value: None)
         label = f"Sharded{original.__name__}"
