@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from lightning_deepcompile import compat
+from lightning_deepcompile.capture.access import uninstall_access
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.engine import Engine
 
@@ -37,10 +38,11 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.first = nn.Linear(8, 8)
         self.second = nn.Linear(8, 8, bias=False)
+        self.third = nn.Linear(8, 8)
         self.scale = Scale()
 
     def training_step(self, x: Tensor) -> Tensor:
-        return self.second(F.gelu(self.scale(self.first(x)))).square().mean()
+        return self.second(F.gelu(self.scale(self.third(self.first(x))))).square().mean()
 
 
 @pytest.fixture
@@ -94,5 +96,20 @@ def test_a_module_that_the_user_compiled_gathers_too(engine: Engine) -> None:
 
 def test_a_copy_calls_like_its_original(engine: Engine) -> None:
     twin = copy.copy(engine.module.first)
-    assert type(twin) is type(engine.module.first) is pickle.loads(pickle.dumps(type(twin)))
+    assert type(twin) is type(engine.module.first)
     torch.testing.assert_close(twin(X), Net().first(X))
+
+
+def test_modules_of_one_class_and_size_share_a_class(engine: Engine) -> None:
+    net = engine.module
+    assert type(net.first) is type(net.third) is not type(net.second)
+    for linear in (net.first, net.second):
+        assert type(linear).__name__ == "ShardedLinear" and isinstance(linear, nn.Linear)
+        assert pickle.loads(pickle.dumps(type(linear))) is type(linear)
+
+
+def test_a_module_holds_its_parameters_plainly_when_access_is_taken_away(engine: Engine) -> None:
+    twin = copy.copy(engine.module.first)
+    uninstall_access(twin)
+    assert type(twin) is nn.Linear
+    assert vars(twin).keys() == vars(nn.Linear(8, 8)).keys()

@@ -25,7 +25,9 @@ __all__ = ["StepState", "install_access", "sharded_class", "uninstall_access"]
 
 _log = logging.getLogger(__name__)
 _LIBRARIES = re.compile(r"[/\\](torch|lightning|pytorch_lightning|lightning_deepcompile)[/\\]|<")
-_META = "_dc_gather"
+# A parameter's leaf and its number are attributes of the module, side by side: Dynamo takes up, and guards on, every
+# container on the way to a value, and every value of one.
+_LEAF, _ID = "_dc_leaf_{}", "_dc_id_{}"
 _STATE = "_dc_step_state"
 _RNN_WEIGHTS = "_flat_weights"
 
@@ -75,20 +77,21 @@ class StepState:
             setattr(self, attribute, before)
 
 
-def _parameter_property(name: str) -> property:
+def _parameter_property(name: str, size: tuple[int, ...], dtype: torch.dtype) -> property:
+    leaf_name, id_name = _LEAF.format(name), _ID.format(name)
     is_compiling, gather = torch.compiler.is_compiling, torch.ops.dc.gather  # the tracer looks each name up anew
 
     @compat.never_a_frame
     def read(self: nn.Module) -> Tensor:
         # Compiled code always gathers: the tracer takes this branch as a constant, without a guard.
         if is_compiling():
-            return gather(*self.__dict__[_META][name])
+            return gather(getattr(self, leaf_name), getattr(self, id_name), size, dtype)
         # Eager code outside of a step and of the module's own call gets the shard: reading an attribute must never
         # start a collective that other ranks know nothing of.
         state = self.__dict__[_STATE]
         if state.whole or not (state.inside or state.calling):
             return self._parameters[name]
-        leaf, ds_id, size, dtype = self.__dict__[_META][name]
+        leaf, ds_id = getattr(self, leaf_name), getattr(self, id_name)
         if state.inside:
             state.warn_uncompiled(ds_id, name)
         return gather(leaf, ds_id, size, dtype if state.inside else leaf.dtype)
@@ -127,33 +130,36 @@ def _rnn_weights(self: nn.Module) -> list[Tensor]:
     return [getattr(self, name) for name in self.__dict__["_flat_weights_names"]]
 
 
-# One subclass per original class and set of names, shared by all layers: a class of its own for every layer would make
-# Dynamo guard on, and compile for, every layer separately.
-_classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+_Parameters = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+
+# One subclass per original class and parameters, shared by all layers: a class of its own for every layer would make
+# Dynamo guard on, and compile for, every layer separately. Sizes belong to the class, as Dynamo compiles for each
+# anyway, and does not guard on what follows from the class.
+_classes: dict[tuple[type[nn.Module], _Parameters], type[nn.Module]] = {}
 
 
-def sharded_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """Returns the subclass of `original` whose attributes `names` are read through gathers; cached.
+def sharded_class(original: type[nn.Module], parameters: _Parameters) -> type[nn.Module]:
+    """Returns the subclass of `original` whose `parameters` are read through gathers; cached.
 
     Args:
         original: Class of the owning module.
-        names: Local names of its sharded parameters, in registration order.
+        parameters: Local name, full size and compute dtype of its sharded parameters, in registration order.
 
     Returns:
-        A subclass named ``Sharded<Original>``, importable from this module.
+        A subclass named ``Sharded<Original>``, importable from this module by its qualified name.
     """
-    key = (original, names)
+    key = (original, parameters)
     if key not in _classes:
-        body: dict[str, Any] = {name: _parameter_property(name) for name in names}
+        body: dict[str, Any] = {parameter[0]: _parameter_property(*parameter) for parameter in parameters}
         if original.__call__ is nn.Module.__call__:
             body[compat.INNER_CALL] = _call_property()
         if issubclass(original, nn.RNNBase):
             body[_RNN_WEIGHTS] = property(_rnn_weights, lambda self, value: None)
-        label = f"Sharded{original.__name__}"
+        name = label = f"Sharded{original.__name__}"
         if label in globals():
             label = f"{label}_{len(_classes)}"
-        body["__module__"] = __name__
-        _classes[key] = globals()[label] = type(label, (original,), body)
+        body |= {"__module__": __name__, "__qualname__": label}
+        _classes[key] = globals()[label] = type(name, (original,), body)
     return _classes[key]
 
 
@@ -167,11 +173,13 @@ def install_access(
         entries: Local parameter name to (leaf, parameter id, full size, compute dtype).
         state: Shared by all modules of one strategy.
     """
-    module.__dict__[_META] = dict(entries)
+    for name, (leaf, ds_id, _, _) in entries.items():
+        module.__dict__ |= {_LEAF.format(name): leaf, _ID.format(name): ds_id}
     module.__dict__[_STATE] = state
     if isinstance(module, nn.RNNBase):
         module.__dict__.pop(_RNN_WEIGHTS, None)
-    module.__class__ = sharded_class(type(module), tuple(entries))
+    parameters = tuple((name, tuple(size), dtype) for name, (_, _, size, dtype) in entries.items())
+    module.__class__ = sharded_class(type(module), parameters)
 
 
 def uninstall_access(module: nn.Module) -> None:
@@ -180,6 +188,8 @@ def uninstall_access(module: nn.Module) -> None:
     Args:
         module: Any module; others are left as they are.
     """
-    if module.__dict__.pop(_META, None) is not None:
-        del module.__dict__[_STATE]
+    if module.__dict__.pop(_STATE, None) is not None:
+        for name in module._parameters:
+            module.__dict__.pop(_LEAF.format(name), None)
+            module.__dict__.pop(_ID.format(name), None)
         module.__class__ = type(module).__mro__[1]
