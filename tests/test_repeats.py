@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_deepcompile import CompileConfig
+from lightning_deepcompile.capture.inlining import computed_with
 from lightning_deepcompile.engine import Engine
 
 WIDTH, LAYERS = 8, 4
@@ -209,6 +210,26 @@ def test_blocks_do_not_share_memory_in_what_inductor_sees(mesh: DeviceMesh, monk
         for product in products:
             sharing = [n for n, value in values.items() if torch._C._is_alias_of(value, values[product])]
             assert product in sharing and all(product in _ancestors(node) for node in sharing if node is not product)
+
+
+def test_what_backward_computes_with_is_known_before_blocks_are_inlined(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By then AOTAutograd has the graphs in hand, and forward is compiled before backward."""
+    from lightning_deepcompile.capture import backend
+
+    found: list[set[str]] = []
+    inline = backend.inline_blocks
+
+    def compare(gm: fx.GraphModule, instances: Any) -> None:
+        before = computed_with(gm, instances)
+        inline(gm, instances)
+        found.append(before)
+        assert before == computed_with(gm, ())
+
+    monkeypatch.setattr(backend, "inline_blocks", compare)
+    _steps(_engine(Net(), mesh, True), _batches(4))
+    assert len(found) == 2 and all(found)
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:

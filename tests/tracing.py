@@ -17,12 +17,13 @@ from torch import Tensor, fx, nn
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.access import StepState, install_access
+from lightning_deepcompile.capture.inlining import computed_with
 from lightning_deepcompile.capture.layout import assign_blocks
 from lightning_deepcompile.capture.partition import partition
 from lightning_deepcompile.capture.sharding import collect_parameters
 from lightning_deepcompile.program.lower import RegionCompiler, lower
 from lightning_deepcompile.program.program import ParamInfo, Program, ProgramKind
-from lightning_deepcompile.program.saved import mark_saved
+from lightning_deepcompile.program.saved import mark_saved, number_saved
 from lightning_deepcompile.runtime import load_extension
 
 __all__ = ["Captured", "Simulator", "capture"]
@@ -121,7 +122,8 @@ def capture(
         result.num_outputs = kwargs["num_fwd_outputs"]
         split = partition if tag else (lambda *a, **k: compat.partition(*a, lambda gm: None, **k))
         result.forward, result.backward = split(gm, joint_inputs, **kwargs)
-        mark_saved(result.forward, result.backward, result.num_outputs)
+        computed = computed_with(result.backward, ())
+        mark_saved(result.backward, number_saved(result.forward, result.num_outputs, computed))
         return result.forward, result.backward
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from lightning_deepcompile.agreement import Agreement
 from lightning_deepcompile.capture.causal_mask import recognize_causal_masks
 from lightning_deepcompile.capture.gradients import GradientSession
 from lightning_deepcompile.capture.graph_checks import check_graph
-from lightning_deepcompile.capture.inlining import inline_blocks
+from lightning_deepcompile.capture.inlining import computed_with, inline_blocks
 from lightning_deepcompile.capture.lookups import LookupExchange
 from lightning_deepcompile.capture.partition import count_saved_parameters, partition
 from lightning_deepcompile.capture.sharding import ShardedModel
@@ -37,7 +37,7 @@ from lightning_deepcompile.program.graph import is_gather, is_reduce, nbytes, ou
 from lightning_deepcompile.program.lower import RegionCompiler, lower
 from lightning_deepcompile.program.program import ParamInfo, Program, ProgramKind
 from lightning_deepcompile.program.rewrite import Gathers, read_schedule, reschedule
-from lightning_deepcompile.program.saved import mark_saved
+from lightning_deepcompile.program.saved import mark_saved, number_saved
 from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["Capture"]
@@ -56,6 +56,10 @@ class _Frame:
         offloaded: Saved tensors that forward leaves in host memory.
         chosen: Those that do so where no plan says otherwise; None until its forward program is compiled.
         executables: Its programs.
+        blocks: Those that its graphs call until they are compiled.
+        outputs: Number of the forward graph's outputs that are not saved for backward.
+        computed: Names of the saved tensors that backward only computes with.
+        saved: Numbers of the saved tensors that may leave, by name.
     """
 
     index: int
@@ -64,6 +68,10 @@ class _Frame:
     offloaded: frozenset[int] = frozenset()
     chosen: frozenset[int] | None = None
     executables: list[Executable] = field(default_factory=list)
+    blocks: list[Instance] = field(default_factory=list)
+    outputs: int = 0
+    computed: set[str] = field(default_factory=set)
+    saved: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(eq=False, repr=False)
@@ -149,19 +157,18 @@ class Capture:
             if self.lookups is not None:
                 self.exchanged += self.lookups.rewrite(gm)
             eager_random = self.config.region_backend == "eager"
-            instances: list[Instance] = []
             if self.config.trace_blocks_once:
-                gm, instances = call_repeats(gm, lambda ds_id: self.params[ds_id].block, eager_random=eager_random)
-                self.blocks += len(instances)
-            compile_program = compat.held_weakly(self._compile)
-            with tracing_blocks(instances):
+                gm, frame.blocks = call_repeats(gm, lambda id_: self.params[id_].block, eager_random=eager_random)
+                self.blocks += len(frame.blocks)
+            compile_graph = compat.held_weakly(self._compile)
+            with tracing_blocks(frame.blocks):
                 return compat.capture(
                     gm,
                     example_inputs,
-                    forward=functools.partial(compile_program, frame, "forward"),
-                    backward=functools.partial(compile_program, frame, "backward"),
-                    inference=functools.partial(compat.held_weakly(self._compile_inference), frame, instances),
-                    partitioner=functools.partial(compat.held_weakly(self._partition), instances),
+                    forward=functools.partial(compile_graph, frame, "forward"),
+                    backward=functools.partial(compile_graph, frame, "backward"),
+                    inference=functools.partial(compile_graph, frame, "inference"),
+                    partitioner=functools.partial(_partition, frame),
                     eager_random=eager_random,
                 )
 
@@ -212,28 +219,23 @@ class Capture:
             for executable in frame.executables:
                 executable.swap(self._plan(frame, executable.base))
 
-    def _partition(
-        self, instances: Sequence[Instance], gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward = partition(gm, joint_inputs, **kwargs)
-        inline_blocks(forward, instances)
-        inline_blocks(backward, instances)
-        self.saved_parameters += count_saved_parameters(forward, kwargs["num_fwd_outputs"])
-        mark_saved(forward, backward, kwargs["num_fwd_outputs"])
-        return forward, backward
-
-    def _compile_inference(
-        self, frame: _Frame, instances: Sequence[Instance], gm: fx.GraphModule, inputs: Sequence[Any]
-    ) -> compat.BoxedCallable:
-        inline_blocks(gm, instances)
-        compat.inference_joint_passes(gm)
-        return self._compile(frame, "inference", gm, inputs)
+    def _inline(self, frame: _Frame, kind: ProgramKind, gm: fx.GraphModule) -> None:
+        # Not earlier: AOTAutograd copies and prints its graphs, which a step of many blocks would wait for.
+        inline_blocks(gm, frame.blocks)
+        if kind == "inference":
+            compat.inference_joint_passes(gm)
+        elif kind == "forward":
+            self.saved_parameters += count_saved_parameters(gm, frame.outputs)
+            frame.saved = number_saved(gm, frame.outputs, frame.computed)
+        else:
+            mark_saved(gm, frame.saved)
 
     def _compile(
         self, frame: _Frame, kind: ProgramKind, gm: fx.GraphModule, inputs: Sequence[Any]
     ) -> compat.BoxedCallable:
         graph_id = (self.runtime.serial << 32) | len(self.executables)
         with self._timed():
+            self._inline(frame, kind, gm)
             # A backward program also releases what the forward program left, whether it reads it or not.
             frame.ids |= {n.args[1] for n in gm.graph.nodes if is_gather(n) or is_reduce(n)}
             name = f"frame{frame.index}.{kind}"
@@ -330,6 +332,15 @@ class Capture:
             return program
         (schedule,) = offload_saved([read_schedule(program)], {frame.index: frame.chosen})
         return reschedule(program, schedule, "offload")
+
+
+def _partition(
+    frame: _Frame, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    forward, backward = partition(gm, joint_inputs, **kwargs)
+    frame.outputs = kwargs["num_fwd_outputs"]
+    frame.computed = computed_with(backward, frame.blocks)
+    return forward, backward
 
 
 def _saved_bytes(forward: Program) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.templates import Instance, called_body
-from lightning_deepcompile.program.graph import is_gather, is_reduce, output_node
+from lightning_deepcompile.program.graph import is_compute, is_gather, is_reduce, output_node
 
-__all__ = ["inline_blocks"]
+__all__ = ["computed_with", "inline_blocks"]
 
 
 def inline_blocks(gm: fx.GraphModule, instances: Sequence[Instance]) -> None:
@@ -35,6 +36,44 @@ def inline_blocks(gm: fx.GraphModule, instances: Sequence[Instance]) -> None:
         gm.recompile()
 
 
+def computed_with(backward: fx.GraphModule, instances: Sequence[Instance]) -> set[str]:
+    """The placeholders that will only be computed with, and so neither returned nor reduced, when blocks are inlined.
+
+    Args:
+        backward: A backward graph.
+        instances: The blocks that it calls.
+    """
+    names = set()
+    for node in backward.graph.nodes:
+        if node.op == "placeholder":
+            readers = list(_readers(node, instances))
+            if readers and all(is_compute(reader) for reader in readers):
+                names.add(node.name)
+    return names
+
+
+def _readers(node: fx.Node, instances: Sequence[Instance]) -> Iterator[fx.Node]:
+    """What reads `node` when blocks are inlined."""
+    for user in node.users:
+        called = called_body(user, instances)
+        if called is None:
+            yield user
+            continue
+        body, _ = called
+        placeholders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
+        results = _results(body)
+        for inner in itertools.compress(placeholders, (source is node for source in user.args[0])):
+            yield from (reader for reader in inner.users if reader.op != "output")
+            for element in user.users:
+                if results[element.args[1]] is inner:
+                    yield from _readers(element, instances)
+
+
+def _results(body: fx.GraphModule) -> list[fx.Node]:
+    """What a call of `body` returns."""
+    return [node for node in output_node(body.graph).args[0] if node is not None]
+
+
 def _write_out(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, ids: dict[int, int]) -> None:
     inputs = iter(call.args[0])
     copies: dict[fx.Node, fx.Node] = {}
@@ -51,7 +90,7 @@ def _write_out(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, ids: dic
                 copy.meta = {**node.meta, "val": values.of(node.meta.get("val"))}
                 if is_gather(copy) or is_reduce(copy):
                     copy.update_arg(1, ids[copy.args[1]])
-    results = [node for node in output_node(body.graph).args[0] if node is not None]
+    results = _results(body)
     for element in list(call.users):
         result = copies[results[element.args[1]]]
         element.replace_all_uses_with(result)

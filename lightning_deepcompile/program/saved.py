@@ -7,7 +7,7 @@ value in a forward program, and on the placeholder in the backward program that 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import fx
 from lightning_deepcompile.program.copies import RELOAD
 from lightning_deepcompile.program.graph import is_compute, is_view, nbytes, output_node
 
-__all__ = ["Saved", "mark_saved", "read_saved"]
+__all__ = ["Saved", "mark_saved", "number_saved", "read_saved"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Saved:
     last: str
 
 
-def mark_saved(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
-    """Numbers the saved tensors that may wait in host memory, in both graphs.
+def number_saved(forward: fx.GraphModule, num_outputs: int, computed: Collection[str]) -> dict[str, int]:
+    """Numbers the saved tensors that may wait in host memory.
 
     Left out is what would not free its memory by leaving (inputs, views of them, what the caller gets or what shares
     memory with another output), what is no dense tensor, scalars (those of attention's random state are on the host
@@ -45,20 +45,30 @@ def mark_saved(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: i
 
     Args:
         forward: The partitioned forward graph.
-        backward: Its backward graph.
-        num_outputs: How many of the forward graph's outputs are not saved tensors.
+        num_outputs: How many of its outputs are not saved tensors.
+        computed: Names of those that backward computes with, and does nothing else with.
+
+    Returns:
+        The numbers by name; the backward graph learns of them by `mark_saved`.
     """
     outputs = output_node(forward.graph).args[0]
     bases = Counter(_base(value) for value in outputs if isinstance(value, fx.Node))
-    readers = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
+    numbers = {}
     for number, value in enumerate(outputs[num_outputs:], num_outputs):
-        if not isinstance(value, fx.Node) or value.name not in readers or not is_compute(value):
+        if not isinstance(value, fx.Node) or value.name not in computed or not is_compute(value):
             continue
-        base, reader, tensor = _base(value), readers[value.name], value.meta.get("val")
+        base, tensor = _base(value), value.meta.get("val")
         if base.op == "placeholder" or bases[base] > 1 or not _is_dense(tensor) or tensor.dim() == 0:
             continue
-        if reader.users and all(is_compute(user) for user in reader.users):
-            value.meta["saved"] = reader.meta["saved"] = number
+        value.meta["saved"] = numbers[value.name] = number
+    return numbers
+
+
+def mark_saved(backward: fx.GraphModule, numbers: Mapping[str, int]) -> None:
+    """Notes the numbers that `number_saved` gave in the backward graph."""
+    for node in backward.graph.nodes:
+        if node.op == "placeholder" and node.name in numbers:
+            node.meta["saved"] = numbers[node.name]
 
 
 def _base(node: fx.Node) -> fx.Node:
