@@ -99,6 +99,9 @@ class CompileConfig:
             of its own, and the last to leave.
         plan: File of a plan. If it exists and fits, training starts with it and does not profile; the plan of a run
             that did profile is written to it. ``"auto"``: ``deepcompile_plan.json`` in the Trainer's root directory.
+        traces: Folder of traced steps: a run that traces a step keeps the trace there, and the next one that has the
+            same code, model, shapes and surroundings begins without tracing. ``"auto"``: ``deepcompile_traces`` in the
+            Trainer's root directory. As with any cache of compiled code, whoever can write to it can run code.
 
     Raises:
         ValueError: If a value is out of range; the message names the argument and the value seen.
@@ -121,6 +124,7 @@ class CompileConfig:
     schedule: list[dict[str, Any]] | Literal["auto"] | None = "auto"
     memory_budget: int | float | str | None = None
     plan: str | None = None
+    traces: str | None = None
     offload: OffloadMode = "none"
     offload_activations: OffloadMode = "none"
     offload_parameters: OffloadMode = "none"
@@ -179,10 +183,10 @@ class CompileConfig:
         return parse_budget(self.symmetric_memory, total=1, name="symmetric_memory")
 
     def in_folder(self, root: str) -> CompileConfig:
-        """The settings of a run whose root directory is `root`, in which ``plan="auto"`` is a file."""
-        if self.plan != "auto":
-            return self
-        return replace(self, plan=os.path.join(root, "deepcompile_plan.json"))
+        """The settings of a run whose root directory is `root`, in which what is ``"auto"`` has its place."""
+        plan = os.path.join(root, "deepcompile_plan.json") if self.plan == "auto" else self.plan
+        traces = os.path.join(root, "deepcompile_traces") if self.traces == "auto" else self.traces
+        return replace(self, plan=plan, traces=traces)
 
 
 def _check_schedule(schedule: list[dict[str, Any]]) -> None:

@@ -46,6 +46,7 @@ from lightning_deepcompile.runtime import load_extension
 from lightning_deepcompile.runtime.multiprocessors import PAIR, Multiprocessors
 from lightning_deepcompile.shortage_watch import ShortageWatch
 from lightning_deepcompile.summary import Summary
+from lightning_deepcompile.traces.step import compile_step
 from lightning_deepcompile.tuner import Tuner
 
 __all__ = ["Engine"]
@@ -181,8 +182,7 @@ class Engine:
             UnsupportedStepError: If the step does with parameters what cannot be done with shards.
         """
         if name not in self._compiled:
-            step = compat.with_own_code(getattr(self.module, name))
-            self._compiled[name] = torch.compile(step, backend=self._backend)
+            self._compiled[name] = compile_step(getattr(self.module, name), self._backend, self.config, self.device)
             self._settings[name] = compat.step_settings(self.config.recompile_limit)
         if name == "training_step":
             self._begin_training_step()

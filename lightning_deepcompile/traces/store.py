@@ -1,0 +1,104 @@
+"""Files of traces: one for every step, kind of run and rank."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pickle
+import platform
+import sys
+import zlib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_deepcompile import compat_frames
+from lightning_deepcompile.compat_frames import UntraceableError
+
+__all__ = ["TraceFile", "environment"]
+
+_log = logging.getLogger(__name__)
+_FORMAT = b"lightning_deepcompile trace 1\n"
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def environment(device: torch.device, rank: int, world_size: int) -> str:
+    """What a trace depends on besides code and objects: two runs with the same word may share traces.
+
+    Args:
+        device: Where the step runs.
+        rank: This rank, which graphs do not depend on, but what users do may.
+        world_size: Number of ranks.
+    """
+    installed = {(each.metadata["Name"] or "", each.version) for each in metadata.distributions()}
+    words = [
+        *sorted(f"{name}=={version}" for name, version in installed),
+        sys.version,
+        platform.platform(),
+        str(torch.__version__),
+        str(torch.version.git_version),
+        compat_frames.dynamo_settings(),
+        str(device.type),
+        str(torch.cuda.get_device_properties(device)) if device.type == "cuda" else "",
+        f"rank {rank} of {world_size}",
+        *(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("TORCH", "PYTORCH"))),
+        *(hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(_PACKAGE.rglob("*.py"))),
+    ]
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:20]
+
+
+class TraceFile:
+    """The file of one step.
+
+    Args:
+        folder: Where files of traces are.
+        name: The step's name.
+        key: What else tells it from others; see `environment`.
+    """
+
+    def __init__(self, folder: str, name: str, key: str) -> None:
+        self.path = Path(folder) / f"{name}-{key}.trace"
+
+    def read(self) -> Any:
+        """What was written last; None without a file.
+
+        Raises:
+            UntraceableError: If the file is not a whole one of this version.
+        """
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise UntraceableError(f"it cannot be read ({error})") from error
+        head = len(_FORMAT)
+        if not data.startswith(_FORMAT) or hashlib.sha256(data[head + 32 :]).digest() != data[head : head + 32]:
+            raise UntraceableError("it is damaged, or of another version")
+        try:
+            return pickle.loads(zlib.decompress(data[head + 32 :]))
+        except Exception as error:  # whatever classes that are no more do when they are looked up
+            raise UntraceableError(f"it cannot be understood ({type(error).__name__}: {error})") from error
+
+    def write(self, content: Any) -> None:
+        """Replaces the file in one step; a failure is one line of log.
+
+        Args:
+            content: Anything that can be pickled.
+
+        Raises:
+            UntraceableError: If it cannot be pickled.
+        """
+        try:
+            data = zlib.compress(pickle.dumps(content), 1)
+        except Exception as error:  # whatever objects do that were not made for it
+            raise UntraceableError(f"it cannot be written down ({type(error).__name__}: {error})") from error
+        partial = self.path.with_suffix(f".{os.getpid()}.partial")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(_FORMAT + hashlib.sha256(data).digest() + data)
+            partial.replace(self.path)
+        except OSError as error:
+            _log.info("The trace could not be written to %r: %s", str(self.path), error)
