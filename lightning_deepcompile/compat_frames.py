@@ -175,6 +175,9 @@ def global_modes() -> list[str]:
         found.append("hooks for saved tensors")
     if torch._C._functorch.peek_interpreter_stack() is not None:
         found.append("a function transform")
+    hooks = vars(torch.nn.modules.module)
+    if any(hooks[name] for name in hooks if name.startswith("_global_") and name.endswith("_hooks")):
+        found.append("a hook of all modules")  # Dynamo does what hooks say, without a guard on there being any
     return found
 
 

@@ -224,6 +224,10 @@ def test_modes_that_guards_do_not_know_are_told() -> None:
     found = []
     torch.func.grad(lambda x: (found.extend(compat_frames.global_modes()), x.sum())[1])(torch.ones(2))
     assert found == ["a function transform"]
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    assert compat_frames.global_modes() == ["a hook of all modules"]
+    handle.remove()
+    assert compat_frames.global_modes() == []
 
 
 def test_fake_values_are_like_those_that_dynamo_makes() -> None:

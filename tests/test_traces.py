@@ -34,7 +34,7 @@ class Net(cases.Base):
         self.weights = {"residual": 1.0}
 
     def logits(self, tokens: Tensor, gain: float = 1.0) -> Tensor:
-        x = self.embed(tokens) * self.scale * FACTOR * gain
+        x = self.embed(tokens) * self.scale * FACTOR * gain * float(os.environ.get("TEST_GAIN", "1"))
         for layer in self.layers:
             x = self.weights["residual"] * x + layer(x)
         return self.head(x)
@@ -83,6 +83,16 @@ def hook(net: Net) -> None:
     net.layers[0].register_forward_hook(lambda module, inputs, output: output * 2)
 
 
+def global_hook(net: Net) -> None:
+    nn.modules.module.register_module_forward_hook(
+        lambda module, inputs, output: 2 * output if type(module) is nn.Tanh else None
+    )
+
+
+def environment(net: Net) -> None:
+    os.environ["TEST_GAIN"] = "2"
+
+
 def evaluation(net: Net) -> None:
     net.layers[0].eval()
 
@@ -104,6 +114,8 @@ CHANGES: dict[str, Callable[[Net], None]] = {
         entry,
         layer,
         hook,
+        global_hook,
+        environment,
         evaluation,
         frozen,
     )
@@ -246,8 +258,9 @@ def test_a_damaged_file_is_traced_anew(kept: Path, damage: str, tmp_path: Path) 
     elif damage == "other":
         data = bytearray(b"something else")
     if damage == "pickle":
-        TraceFile(str(folder), "x", "y").write({"a": 1})
-        data = bytearray((folder / "x-y.trace").read_bytes())
+        other = TraceFile(str(folder), "other", 0, 1)
+        other.write({"a": 1})
+        data = bytearray(other.path.read_bytes())
     file.write_bytes(data)
     (run,) = train(folder)
     assert run.graphs == 1

@@ -31,6 +31,9 @@ _PLAIN = (
 )
 
 
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
 @dataclass(frozen=True)
 class _Operator:
     """An operator: its packet's name, and its overload's if the graph calls one; or a higher-order operator."""
@@ -171,6 +174,12 @@ def read_graph(record: GraphRecord, mode: FakeTensorMode, inputs: Sequence[Tenso
 
 
 def _record_function(target: Any) -> Any:
+    # These may take numbers of objects in tables of this process: kernels, streams, generators.
+    module = str(getattr(target, "__module__", ""))
+    if isinstance(target, torch._ops.HigherOrderOperator) and target is not _CHECKPOINT:
+        raise UntraceableError(f"its graph calls the higher-order operator {target}")
+    if module.startswith(("torch._dynamo", "torch._higher_order_ops")) or str(target).startswith("streams"):
+        raise UntraceableError(f"its graph calls {target}")
     found: Any = target
     if isinstance(target, torch._ops.OpOverload):
         space, _, name = target._schema.name.partition("::")

@@ -96,6 +96,7 @@ class _Trace:
         state: A `FrameState`.
         seen: What the guards looked at, each in words.
         modules: The modules whose code was traced, by name, and what they define.
+        surroundings: What else it depends on (`environment`).
     """
 
     graph: GraphRecord
@@ -104,6 +105,7 @@ class _Trace:
     state: bytes
     seen: list[str]
     modules: dict[str, str]
+    surroundings: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,11 @@ class StoredStep:
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name, own = self._step.__name__, _own_code()
-        file = TraceFile(self._folder, name, environment(self._device, dist.get_rank(), dist.get_world_size()))
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        file, surroundings = (
+            TraceFile(self._folder, name, rank, world_size),
+            environment(self._device, rank, world_size),
+        )
         path = str(file.path)
         try:
             stored = file.read()
@@ -179,6 +185,7 @@ class StoredStep:
                 _log.info("`%s` is traced anew: %s.", name, stored.reason)
                 return
             if isinstance(stored, _Trace):
+                _check_surroundings(stored.surroundings, surroundings)
                 start = time.perf_counter()
                 self._load(stored, args, kwargs)
                 _log.info("The trace of `%s` was read from %r (%.1f s).", name, path, time.perf_counter() - start)
@@ -186,7 +193,7 @@ class StoredStep:
         except UntraceableError as error:
             _log.info("`%s` is traced anew, not read from %r: %s.", name, path, error)
         try:
-            self._trace(file, args, kwargs)
+            self._trace(file, surroundings, args, kwargs)
         except UntraceableError as error:
             _log.info("No trace of `%s` is kept: %s.", name, error)
             file.write(_Refusal(str(error), own))
@@ -210,7 +217,9 @@ class StoredStep:
         self._install(state, state.renamed(marshal.loads(stored.code)), compiled, fits)
         self._kept = fingerprints
 
-    def _trace(self, file: TraceFile, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _trace(
+        self, file: TraceFile, surroundings: dict[str, str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         frame = compat_frames.trace_frame(self._step, args, kwargs)
         fingerprints = Fingerprints()
         modules = _modules_of([self._function.__code__, *frame.traced])
@@ -221,7 +230,7 @@ class StoredStep:
         graph = record_graph(frame.graph)  # before it is compiled, which may change it
         inputs, code, state = record_inputs(graph, frame.inputs), _dump(frame.code), frame.state.dump()
         compiled = self._compile(frame.graph, frame.inputs, frame.context)
-        file.write(_Trace(graph, inputs, code, state, seen, defined))
+        file.write(_Trace(graph, inputs, code, state, seen, defined, surroundings))
         self._install(frame.state, frame.code, compiled, fits)
         self._kept = fingerprints
 
@@ -312,6 +321,12 @@ def _own_code() -> str:
         if file is not None and not file.startswith(installed):
             words.append(f"{name} {fingerprints.module(module)}")
     return hashlib.sha256("\0".join(words).encode()).hexdigest()
+
+
+def _check_surroundings(before: dict[str, str], now: dict[str, str]) -> None:
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            raise UntraceableError(f"the {name} has changed")
 
 
 def _difference(before: Sequence[str], now: Sequence[str]) -> str:

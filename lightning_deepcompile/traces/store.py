@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import platform
+import re
 import sys
 import zlib
 from importlib import metadata
@@ -25,29 +26,36 @@ _FORMAT = b"lightning_deepcompile trace 1\n"
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def environment(device: torch.device, rank: int, world_size: int) -> str:
-    """What a trace depends on besides code and objects: two runs with the same word may share traces.
+# What shells, schedulers and launchers set anew for every run.
+_EVERY_RUN = re.compile(
+    "(SLURM|PMI|PMIX|OMPI|PBS|LSB|KUBERNETES|TORCHELASTIC|MASTER|SSH|XDG|TERM|LC|PYTEST|PIP|GITHUB|WANDB)_.*|"
+    "((LOCAL|GROUP|ROLE|NODE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|"
+    "HOSTNAME|OLDPWD|PWD|SHLVL|TERM|TMPDIR|COLUMNS|LINES|LANG|LS_COLORS|MAIL|_"
+)
+
+
+def environment(device: torch.device, rank: int, world_size: int) -> dict[str, str]:
+    """What a trace depends on besides code and objects, by names; values of variables may be secret, and are hashed.
 
     Args:
         device: Where the step runs.
         rank: This rank, which graphs do not depend on, but what users do may.
         world_size: Number of ranks.
     """
-    installed = {(each.metadata["Name"] or "", each.version) for each in metadata.distributions()}
-    words = [
-        *sorted(f"{name}=={version}" for name, version in installed),
-        sys.version,
-        platform.platform(),
-        str(torch.__version__),
-        str(torch.version.git_version),
-        compat_frames.dynamo_settings(),
-        str(device.type),
-        str(torch.cuda.get_device_properties(device)) if device.type == "cuda" else "",
-        f"rank {rank} of {world_size}",
-        *(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("TORCH", "PYTORCH"))),
-        *(hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(_PACKAGE.rglob("*.py"))),
-    ]
-    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:20]
+    words = {f"package {each.metadata['Name']}": each.version for each in metadata.distributions()}
+    for name, value in os.environ.items():
+        if not _EVERY_RUN.fullmatch(name):  # Dynamo takes variables that a step reads as constants, without guards
+            words[f"environment variable {name}"] = hashlib.sha256(value.encode("utf-8", "surrogateescape")).hexdigest()
+    sources = b"".join(path.read_bytes() for path in sorted(_PACKAGE.rglob("*.py")))
+    return words | {
+        "Python": sys.version,
+        "platform": platform.platform(),
+        "PyTorch": f"{torch.__version__} {torch.version.git_version}",
+        "setting of Dynamo": compat_frames.dynamo_settings(),
+        "device": f"{torch.cuda.get_device_properties(device)}" if device.type == "cuda" else device.type,
+        "rank": f"{rank} of {world_size}",
+        "version of this package": hashlib.sha256(sources).hexdigest(),
+    }
 
 
 class TraceFile:
@@ -56,11 +64,12 @@ class TraceFile:
     Args:
         folder: Where files of traces are.
         name: The step's name.
-        key: What else tells it from others; see `environment`.
+        rank: This rank.
+        world_size: Number of ranks.
     """
 
-    def __init__(self, folder: str, name: str, key: str) -> None:
-        self.path = Path(folder) / f"{name}-{key}.trace"
+    def __init__(self, folder: str, name: str, rank: int, world_size: int) -> None:
+        self.path = Path(folder) / f"{name}-{rank}-of-{world_size}.trace"
 
     def read(self) -> Any:
         """What was written last; None without a file.
