@@ -218,6 +218,16 @@ def test_what_changed_is_traced_anew(kept: Path, change: str, tmp_path: Path) ->
     assert_same(again, plain)
 
 
+@pytest.mark.parametrize("options", [{"data_world": 2}, {"precision": "bf16-mixed"}, {"precision": "bf16-true"}])
+def test_another_shape_or_precision_is_traced_anew(kept: Path, options: dict[str, Any], tmp_path: Path) -> None:
+    folder = shutil.copytree(kept, tmp_path / "traces")
+    (run,), (again,), (plain,) = (train(place, **options) for place in (folder, folder, None))
+    assert "`training_step` is traced anew" in run.log
+    assert (run.graphs, again.graphs, plain.graphs) == (1, 0, 1)
+    assert_same(run, plain)
+    assert_same(again, plain)
+
+
 @pytest.mark.parametrize("case", ["mlp", "gpt", "llama", "llama_checkpointing", "normed"])
 def test_models(case: str, tmp_path: Path) -> None:
     (cold,) = train(tmp_path, case=case)

@@ -51,7 +51,8 @@ class Batches:
     def __init__(self, shape: Shape, case: Case, length: int, rank: int, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(1000 * rank + case.seq)
         size = (self.POOL, case.batch, case.seq)
-        self._pool = list(torch.randint(shape.vocab, size, generator=generator).to(device))
+        tokens = torch.randint(shape.vocab, size, generator=generator).to(device)
+        self._pool = [batch.clone() for batch in tokens]  # as a loader's: no batch is a view of all
         self._length = length
 
     def __len__(self) -> int:
