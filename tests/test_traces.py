@@ -18,6 +18,7 @@ from multiprocess import run_ranks
 from torch import Tensor, nn
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+from lightning_deepcompile.traces import store
 from lightning_deepcompile.traces.store import TraceFile
 
 
@@ -226,6 +227,15 @@ def test_another_shape_or_precision_is_traced_anew(kept: Path, options: dict[str
     assert (run.graphs, again.graphs, plain.graphs) == (1, 0, 1)
     assert_same(run, plain)
     assert_same(again, plain)
+
+
+def test_variables_that_processes_set_themselves_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = store.environment(torch.device("cpu"), 0, 1)
+    for name in ("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "TRITON_CACHE_DIR", "PL_GLOBAL_SEED", "SLURM_JOB_ID"):
+        monkeypatch.setenv(name, "140303")
+    assert store.environment(torch.device("cpu"), 0, 1) == before
+    monkeypatch.setenv("TEST_GAIN", "2")
+    assert store.environment(torch.device("cpu"), 0, 1) != before
 
 
 @pytest.mark.parametrize("case", ["mlp", "gpt", "llama", "llama_checkpointing", "normed"])

@@ -25,10 +25,11 @@ _log = logging.getLogger(__name__)
 _FORMAT = b"lightning_deepcompile trace 1\n"
 _PACKAGE = Path(__file__).resolve().parents[1]
 
-
-# What shells, schedulers and launchers set anew for every run.
+# What shells, schedulers and launchers set anew for every run, and what PyTorch, Triton and Lightning set themselves,
+# such as the address of a function once a program has been compiled.
 _EVERY_RUN = re.compile(
     "(SLURM|PMI|PMIX|OMPI|PBS|LSB|KUBERNETES|TORCHELASTIC|MASTER|SSH|XDG|TERM|LC|PYTEST|PIP|GITHUB|WANDB)_.*|"
+    "(_?TORCHINDUCTOR|TRITON|NCCL|TORCH_NCCL|PL)_.*|CUDA_MODULE_LOADING|"
     "((LOCAL|GROUP|ROLE|NODE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|"
     "HOSTNAME|OLDPWD|PWD|SHLVL|TERM|TMPDIR|COLUMNS|LINES|LANG|LS_COLORS|MAIL|_"
 )
