@@ -163,7 +163,8 @@ def _train(folder: str | None, case: str | None, change: str | None, options: di
         **{"steps": 3, **options},
     )
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return Run(record.losses, record.params, record.extra, graphs, "\n".join(messages))
+    params = {name: value.cpu() for name, value in record.params.items()}
+    return Run(record.losses, params, record.extra, graphs, "\n".join(messages))
 
 
 def train(
@@ -255,6 +256,16 @@ def test_mixed_precision_and_accumulation(tmp_path: Path) -> None:
     assert (cold.graphs, warm.graphs) == (plain.graphs, 0)
     assert_same(cold, plain)
     assert_same(warm, plain)
+
+
+@pytest.mark.gpu
+def test_on_gpus(tmp_path: Path) -> None:
+    options = {"world_size": 2, "accelerator": "gpu", "precision": "bf16-mixed"}
+    cold, warm, plain = (train(folder, **options) for folder in (tmp_path, tmp_path, None))
+    for first, second, without in zip(cold, warm, plain, strict=True):
+        assert "was read from" in second.log and second.graphs == 0, (first.log, second.log)
+        assert_same(first, without)
+        assert_same(second, without)
 
 
 def test_a_step_in_pieces_is_left_to_dynamo(tmp_path: Path) -> None:

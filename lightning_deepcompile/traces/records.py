@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_deepcompile import compat_frames
 from lightning_deepcompile.compat_frames import UntraceableError
@@ -278,13 +279,13 @@ def record_inputs(record: GraphRecord, inputs: Sequence[Any]) -> list[Memory]:
     Raises:
         UntraceableError: If they are not what the graph's placeholders say, or belong together in another way.
     """
-    numbers: dict[int, int] = {}
+    numbers: dict[StorageWeakRef, int] = {}
     memories = []
     for value in inputs:
         if not isinstance(value, Tensor) or value._is_view():
             raise UntraceableError("inputs of its graph are views, or no tensors")
         storage = value.untyped_storage()
-        memories.append(Memory(numbers.setdefault(storage._cdata, len(numbers)), storage.nbytes()))
+        memories.append(Memory(numbers.setdefault(StorageWeakRef(storage), len(numbers)), storage.nbytes()))
     expected = [node.value for node in record.nodes if node.op == "placeholder"]
     if expected != [_record_tensor(value) for value in inputs]:
         raise UntraceableError("its graph's inputs are not what they seem")

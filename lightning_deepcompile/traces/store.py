@@ -53,10 +53,17 @@ def environment(device: torch.device, rank: int, world_size: int) -> dict[str, s
         "platform": platform.platform(),
         "PyTorch": f"{torch.__version__} {torch.version.git_version}",
         "setting of Dynamo": compat_frames.dynamo_settings(),
-        "device": f"{torch.cuda.get_device_properties(device)}" if device.type == "cuda" else device.type,
+        "device": _kind_of(device),
         "rank": f"{rank} of {world_size}",
         "version of this package": hashlib.sha256(sources).hexdigest(),
     }
+
+
+def _kind_of(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    one = torch.cuda.get_device_properties(device)  # printed whole, it names the one at hand
+    return f"{one.name}, {one.major}.{one.minor}, {one.multi_processor_count} multiprocessors"
 
 
 class TraceFile:
