@@ -44,6 +44,16 @@ class Net(cases.Base):
 FACTOR = 2.0
 
 
+class Viewed(Net):
+    """Batches are parts of larger tensors."""
+
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        return torch.cat([batch, batch])[1 : 1 + len(batch)]
+
+
+CASES = cases.CASES | {"viewed": Viewed}
+
+
 def method(net: Net) -> None:
     nn.Tanh.forward = lambda self, x: x.sin()  # type: ignore[method-assign]
 
@@ -154,7 +164,7 @@ def _train(folder: str | None, case: str | None, change: str | None, options: di
     logger.setLevel("INFO")
     config = CompileConfig(region_backend="eager", traces=folder, schedule=None)
     record = cases.train(
-        Net if case is None else cases.CASES[case],
+        Net if case is None else CASES[case],
         DeepCompileStrategy(compile=config),
         world_size=int(os.environ["WORLD_SIZE"]),
         rank=int(os.environ["RANK"]),
@@ -239,7 +249,7 @@ def test_variables_that_processes_set_themselves_do_not_count(monkeypatch: pytes
     assert store.environment(torch.device("cpu"), 0, 1) != before
 
 
-@pytest.mark.parametrize("case", ["mlp", "gpt", "llama", "llama_checkpointing", "normed"])
+@pytest.mark.parametrize("case", ["mlp", "gpt", "llama", "llama_checkpointing", "normed", "viewed"])
 def test_models(case: str, tmp_path: Path) -> None:
     (cold,) = train(tmp_path, case=case)
     (warm,) = train(tmp_path, case=case)

@@ -282,8 +282,8 @@ def record_inputs(record: GraphRecord, inputs: Sequence[Any]) -> list[Memory]:
     numbers: dict[StorageWeakRef, int] = {}
     memories = []
     for value in inputs:
-        if not isinstance(value, Tensor) or value._is_view():
-            raise UntraceableError("inputs of its graph are views, or no tensors")
+        if not isinstance(value, Tensor) or (value._is_view() and (value.requires_grad or value._base.requires_grad)):
+            raise UntraceableError("inputs of its graph are views that need gradients, or no tensors")
         storage = value.untyped_storage()
         memories.append(Memory(numbers.setdefault(StorageWeakRef(storage), len(numbers)), storage.nbytes()))
     expected = [node.value for node in record.nodes if node.op == "placeholder"]
