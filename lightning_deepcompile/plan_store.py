@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightning_deepcompile.agreement import attempt, exchange
+from lightning_deepcompile.files import write_whole
 from lightning_deepcompile.plan.plan_file import PlanFileError, Setting, read_plan, write_plan
 from lightning_deepcompile.program.schedule import Schedule
 
@@ -52,15 +53,8 @@ class PlanStore:
         path = self._path
         if path is None or self._group.rank() != 0:
             return
-        text = write_plan(schedules, self._setting)
-
-        def write() -> None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(path.name + ".partial")
-            partial.write_text(text)
-            partial.replace(path)
-
-        _, error = attempt(write)
+        data = write_plan(schedules, self._setting).encode()
+        _, error = attempt(lambda: write_whole(path, data))
         if error:
             self._warn(f"The plan could not be written to {str(path)!r}: {error}")
 

@@ -9,7 +9,20 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-__all__ = ["VIEWS", "calls_gather", "checkpoint_body", "checkpoint_operands", "gathered_id", "leaves", "name_of"]
+__all__ = [
+    "CONSTANTS",
+    "VIEWS",
+    "calls_gather",
+    "checkpoint_body",
+    "checkpoint_operands",
+    "gathered_id",
+    "leaves",
+    "name_of",
+]
+
+CONSTANTS = (int, float, bool, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout)
+CONSTANTS += (torch.memory_format,)
+"""Types of what may stand among a node's arguments, and means the same everywhere."""
 
 #: Functions and methods that may return their argument's memory.
 VIEWS = frozenset(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.templates import Instance, called_body
-from lightning_deepcompile.program.graph import is_compute, is_gather, is_reduce, output_node
+from lightning_deepcompile.program.graph import attribute, is_compute, is_gather, is_reduce, output_node
 
 __all__ = ["computed_with", "inline_blocks"]
 
@@ -102,7 +101,7 @@ def _write_out(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, ids: dic
 
 def _copy_attribute(gm: fx.GraphModule, body: fx.GraphModule, node: fx.Node) -> fx.Node:
     """Copies a reference to a constant, under a name that all blocks of one kind share."""
-    value = functools.reduce(getattr, str(node.target).split("."), body)
+    value = attribute(body, node)
     name = f"block_{str(node.target).replace('.', '_')}"
     while getattr(gm, name, value) is not value:
         name += "_"

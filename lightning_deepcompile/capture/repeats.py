@@ -21,7 +21,8 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.capture.dynamo_graph import calls_gather, gathered_id
+from lightning_deepcompile.capture.dynamo_graph import CONSTANTS, calls_gather, gathered_id
+from lightning_deepcompile.program.graph import attribute
 
 __all__ = ["Block", "body_of", "call_blocks", "find_repeats"]
 
@@ -214,9 +215,7 @@ def _body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     """The subgraph (of a checkpointed layer) that `node` is a reference to."""
     if node.op != "get_attr":
         return None
-    value: Any = gm
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
+    value = attribute(gm, node)
     return value if isinstance(value, fx.GraphModule) else None
 
 
@@ -273,11 +272,6 @@ def _line(gm: fx.GraphModule, node: fx.Node, names: dict[fx.Node, Any], ids: dic
     return node.op, target, _plain(gm, args, names, ids), _plain(gm, node.kwargs, names, ids)
 
 
-# Compared by type and text: 1 == 1.0 == True, and 0.0 == -0.0.
-_ATOMS = (int, float, bool, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout)
-_ATOMS += (torch.memory_format,)
-
-
 def _plain(gm: fx.GraphModule, value: Any, names: dict[fx.Node, Any], ids: dict[int, int]) -> object:
     """`value` as something that can be compared and hashed."""
     if isinstance(value, fx.Node):
@@ -292,7 +286,7 @@ def _plain(gm: fx.GraphModule, value: Any, names: dict[fx.Node, Any], ids: dict[
         return ("dict", *((key, _plain(gm, item, names, ids)) for key, item in value.items()))
     if isinstance(value, slice):
         return ("slice", *(_plain(gm, item, names, ids) for item in (value.start, value.stop, value.step)))
-    if type(value) in _ATOMS:
+    if type(value) in CONSTANTS:  # compared by type and text: 1 == 1.0 == True, and 0.0 == -0.0
         return type(value).__name__, repr(value)
     raise _Unequal
 

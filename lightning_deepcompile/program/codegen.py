@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
+from lightning_deepcompile.program.graph import attribute
 from lightning_deepcompile.program.program import Program, RegionModule
 from lightning_deepcompile.program.rewrite import instruction_nodes
 from lightning_deepcompile.program.schedule import REDUCTIONS
@@ -97,9 +98,7 @@ class _Writer:
             elif node.op == "call_module":
                 self._region(node)
             elif node.op == "get_attr":
-                value: Any = self._program.gm
-                for part in str(node.target).split("."):
-                    value = getattr(value, part)
+                value = attribute(self._program.gm, node)
                 self._lines.append(f"{node.name} = {self._bind(node.name + '_', value)}")
             elif node.op == "call_function":
                 if not self._is_element(node):

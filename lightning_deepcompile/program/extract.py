@@ -19,6 +19,7 @@ import torch
 from torch import fx, nn
 
 from lightning_deepcompile import compat
+from lightning_deepcompile.program.graph import attribute
 from lightning_deepcompile.program.regions import Region
 
 __all__ = ["ExtractedRegion", "add_symbol_inputs", "extract_region", "symbol_sources"]
@@ -140,7 +141,7 @@ def extract_region(parent: fx.GraphModule, region: Region) -> ExtractedRegion:
         for source in node.all_input_nodes:
             if source.op == "get_attr" and source not in text.nodes:
                 text.nodes[source] = f"c{next(attributes)}"
-                lines.append(f"{text.nodes[source]} = {text.attribute(_attribute(parent, source))}")
+                lines.append(f"{text.nodes[source]} = {text.attribute(attribute(parent, source))}")
         text.nodes[node] = f"n{index}"
         lines.append(f"n{index} = {node.target}{text.arguments(node)}: {text.value(node.meta.get('val'))}")
     lines.append("return " + ", ".join(text.nodes[node] for node in region.outputs))
@@ -160,7 +161,7 @@ def _graph_of(parent: fx.GraphModule, region: Region, names: Mapping[fx.Node, st
     for node in region.nodes:
         for source in node.all_input_nodes:
             if source.op == "get_attr" and source not in copies:
-                value = _attribute(parent, source)
+                value = attribute(parent, source)
                 add = root.add_module if isinstance(value, nn.Module) else root.register_buffer
                 add(names[source], value)
                 copies[source] = graph.get_attr(names[source])
@@ -172,11 +173,6 @@ def _graph_of(parent: fx.GraphModule, region: Region, names: Mapping[fx.Node, st
     # Inductor may otherwise choose other strides for outputs than the next region was traced with.
     output.meta["user_visible_output_idxs"] = list(range(len(region.outputs)))
     return compat.graph_module(root, graph)
-
-
-def _attribute(parent: fx.GraphModule, source: fx.Node) -> Any:
-    """The subgraph (of a higher-order operator) or the constant that `source` refers to."""
-    return functools.reduce(getattr, str(source.target).split("."), parent)
 
 
 def symbol_sources(graph: fx.Graph) -> dict[str, fx.Node]:

@@ -13,6 +13,7 @@ from lightning_deepcompile.runtime.lookups import looked_up, lookup_ops
 from lightning_deepcompile.runtime.ops import gather_op, reduce_op
 
 __all__ = [
+    "attribute",
     "is_compute",
     "is_element",
     "is_gather",
@@ -28,6 +29,11 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
+
+
+def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
+    """The subgraph (of a higher-order operator) or the constant that the ``get_attr`` node refers to."""
+    return functools.reduce(getattr, str(node.target).split("."), gm)
 
 
 def is_gather(node: fx.Node) -> bool:

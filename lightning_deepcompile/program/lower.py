@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from torch import fx, nn
 from lightning_deepcompile import compat
 from lightning_deepcompile.program.extract import ExtractedRegion, add_symbol_inputs, extract_region, symbol_sources
 from lightning_deepcompile.program.graph import (
+    attribute,
     is_compute,
     is_gather,
     is_lookup,
@@ -177,7 +177,7 @@ class _Builder:
         for source in node.all_input_nodes:
             self._value(source)
         if node.op == "get_attr":
-            value = functools.reduce(getattr, str(node.target).split("."), self._parent)
+            value = attribute(self._parent, node)
             name = f"constant_{str(node.target).replace('.', '_')}"
             setattr(self._root, name, value)
             copy = self._graph.get_attr(name)

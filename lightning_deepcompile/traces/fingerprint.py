@@ -19,26 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_deepcompile.capture.dynamo_graph import CONSTANTS
 from lightning_deepcompile.compat_frames import UntraceableError
 
 __all__ = ["Fingerprints", "UnknownError"]
 
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(...),
-    range,
-    slice,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
+_PLAIN = (*CONSTANTS, bytes, range, slice)
 _BUILTIN = (
     types.BuiltinFunctionType,
     types.WrapperDescriptorType,

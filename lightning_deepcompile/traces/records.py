@@ -13,24 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_deepcompile import compat_frames
+from lightning_deepcompile.capture.dynamo_graph import CONSTANTS
 from lightning_deepcompile.compat_frames import UntraceableError
 
 __all__ = ["GraphRecord", "Memory", "read_graph", "read_inputs", "record_graph", "record_inputs"]
-
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    type(...),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
-
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
@@ -209,16 +195,12 @@ def _record_argument(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return (tuple if isinstance(value, tuple) else list)(_record_argument(item) for item in value)
     if isinstance(value, dict):
-        return {key: _record_argument(item) for key, item in value.items() if _is_text(key)}
-    if type(value) in _PLAIN:
+        if any(type(key) is not str for key in value):
+            raise UntraceableError("its graph has a key that is no text")
+        return {key: _record_argument(item) for key, item in value.items()}
+    if type(value) in CONSTANTS:
         return value
     raise UntraceableError(f"its graph has a constant of type {type(value).__name__}")
-
-
-def _is_text(key: Any) -> bool:
-    if type(key) is not str:
-        raise UntraceableError(f"its graph has a key of type {type(key).__name__}")
-    return True
 
 
 def _read(value: Any, node_of: Callable[[str], fx.Node]) -> Any:
@@ -238,7 +220,7 @@ def _record_value(value: Any) -> Any:
         return _record_tensor(value)
     if type(value) in (tuple, list):
         return type(value)(_record_value(item) for item in value)
-    if type(value) in _PLAIN or type(value) is torch.Size:
+    if type(value) in CONSTANTS or type(value) is torch.Size:
         return value
     raise UntraceableError(f"its graph has a value of type {type(value).__name__}")
 

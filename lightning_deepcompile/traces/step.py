@@ -172,7 +172,7 @@ class StoredStep:
         return {**bound.arguments, **{name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}}
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        name, own = self._step.__name__, _own_code()
+        name = self._step.__name__
         rank, world_size = dist.get_rank(), dist.get_world_size()
         file, surroundings = (
             TraceFile(self._folder, name, rank, world_size),
@@ -181,7 +181,7 @@ class StoredStep:
         path = str(file.path)
         try:
             stored = file.read()
-            if isinstance(stored, _Refusal) and stored.of == own:
+            if isinstance(stored, _Refusal) and stored.of == _own_code():
                 _log.info("`%s` is traced anew: %s.", name, stored.reason)
                 return
             if isinstance(stored, _Trace):
@@ -192,6 +192,7 @@ class StoredStep:
                 return
         except UntraceableError as error:
             _log.info("`%s` is traced anew, not read from %r: %s.", name, path, error)
+        own = _own_code()  # tracing may import more
         try:
             self._trace(file, surroundings, args, kwargs)
         except UntraceableError as error:

@@ -18,6 +18,7 @@ import torch
 
 from lightning_deepcompile import compat_frames
 from lightning_deepcompile.compat_frames import UntraceableError
+from lightning_deepcompile.files import write_whole
 
 __all__ = ["TraceFile", "environment"]
 
@@ -112,10 +113,7 @@ class TraceFile:
             data = zlib.compress(pickle.dumps(content), 1)
         except Exception as error:  # whatever objects do that were not made for it
             raise UntraceableError(f"it cannot be written down ({type(error).__name__}: {error})") from error
-        partial = self.path.with_suffix(f".{os.getpid()}.partial")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(_FORMAT + hashlib.sha256(data).digest() + data)
-            partial.replace(self.path)
+            write_whole(self.path, _FORMAT + hashlib.sha256(data).digest() + data)
         except OSError as error:
             _log.info("The trace could not be written to %r: %s", str(self.path), error)
