@@ -274,6 +274,7 @@ void GatherEngine::invalidate() {
   if (gathered_.empty()) return;  // a second call in a row must not forget what the first one remembered
   refetch_ = kept_groups();
   while (!gathered_.empty()) drop(gathered_.begin());
+  arena_.clear();  // what is gathered next may need slots of other sizes
 }
 
 void GatherEngine::order_behind_current_stream() { refresh_ = true; }

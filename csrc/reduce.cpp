@@ -169,6 +169,8 @@ ReduceEngine::Plan ReduceEngine::make_plan(const std::vector<Gradient>& group) c
 void ReduceEngine::reduce_group(const std::vector<Gradient>& group) {
   const PlainTensors plain;
   if (sync_before_) synchronize_device(device_);
+  // Before anything is allocated for this group: compute waits for the oldest here in any case, and its memory is free.
+  while (!pending_.empty() && pending_.size() >= window_) pop();
   for (const Gradient& gradient : group) {
     allocate_with_relief(give_back_, [&] { registry_.allocate_grad(*gradient.param); });
   }
@@ -222,7 +224,7 @@ void ReduceEngine::reduce_group(const std::vector<Gradient>& group) {
   // Buffers are touched on the reduce stream alone; a CPU backend uses them from its own threads until pop().
   if (pending.buffers && has_streams(device_)) arena_.release(std::move(pending.buffers), stream_);
   pending_.push_back(std::move(pending));
-  while (pending_.size() > (sync_after_ ? 0 : window_)) pop();
+  while (!pending_.empty() && (sync_after_ || window_ == 0)) pop();
   if (sync_after_) synchronize_device(device_);
 
   stats_.reductions += static_cast<int64_t>(group.size());

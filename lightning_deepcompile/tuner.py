@@ -117,6 +117,7 @@ class Tuner:
         self._planned: tuple[Schedule, ...] = ()  # those of the plan in use, in the order in which they run
         self._limit: int | None = None  # bytes that were there when a rank ran out of memory
         self._excess = 0  # bytes that steps took beyond the budget, which their plan had kept
+        self._swapped = False  # before the step under way
         self._leanest = False  # the plan in use needs the least memory of all
         if not self._load():
             self._next_entry()
@@ -125,6 +126,7 @@ class Tuner:
 
     def begin_micro_batch(self) -> None:
         """Call before a training step's forward pass, on all ranks."""
+        self._swapped = False
         if self._first is None and self._recheck is None and not self._watches:
             return
         if self._boundary:
@@ -153,8 +155,8 @@ class Tuner:
 
     @property
     def isolates(self) -> bool:
-        """Whether the step under way must gather everything by itself."""
-        return self._probe is not None and self._probe.drain is not None
+        """Whether the step under way must gather everything by itself: what was gathered early is of another program."""
+        return self._swapped or (self._probe is not None and self._probe.drain is not None)
 
     # A round ----------------------------------------------------------------------------------------------------------
 
@@ -244,7 +246,7 @@ class Tuner:
             self._finish_round(outcome="unchanged")
 
     def _run_plan(self, schedules: Iterable[Schedule], passes: Sequence[Pass] | None = None) -> None:
-        self._planned = tuple(schedules)
+        self._planned, self._swapped = tuple(schedules), True
         self._capture.replan(passes=passes, plan=self._planned)
         self._relief.take()  # what was short under the old one
         self._watch.forget()

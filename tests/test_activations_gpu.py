@@ -16,6 +16,7 @@ from torch import Tensor
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 STEPS = 12
+PLANNED = 5  # the first step that follows the plan
 
 
 class Peaks(pl.Callback):
@@ -79,4 +80,4 @@ def test_activations_leave_the_device_and_no_loss_changes() -> None:
         assert auto["losses"] == plain["none"]["losses"]
         (done,) = auto["rounds"]
         assert done.outcome == "kept" and 0 < auto["moved"] < plain["all"]["moved"], str(done)
-        assert max(auto["peaks"][-3:]) <= budget, str(done)
+        assert max(auto["peaks"][PLANNED:]) <= budget, str(done)

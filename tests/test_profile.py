@@ -68,12 +68,14 @@ def test_a_round_profiles_plans_swaps_and_measures(mesh: Any, caplog: pytest.Log
 
 def test_unprofiled_steps_run_the_code_that_they_always_ran(mesh: Any) -> None:  # noqa: F811
     engine, optimizer = make_planner(mesh)
-    marked = []
+    marked, isolated = [], []
     for _ in range(ROUND + 1):
         one_step(engine, TOKENS, optimizer)
+        isolated.append(engine.tuner.isolates)
         code = [e._run.__code__.co_names for e in engine.capture.executables]
         marked.append(any("mark" in names for names in code))
     assert marked == [step in (3, 4) for step in range(ROUND + 1)]
+    assert isolated == [step in (4, 5) for step in range(ROUND + 1)]  # what the old plan gathered is not the new one's
     engine.close()
 
 
