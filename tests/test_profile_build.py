@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from test_simulate import SIZE, compute, gather, profile, release, schedule, wait
+from test_simulate import SIZE, compute, gather, profile, reduce, release, schedule, wait
 
-from lightning_deepcompile.plan.costs import Link, ProfileError
-from lightning_deepcompile.profile.build import build_profile, merge_profiles
+from lightning_deepcompile.plan.costs import Contention, Link, Profile, ProfileError
+from lightning_deepcompile.plan.simulate import simulate
+from lightning_deepcompile.profile.build import build_profile, explain, merge_profiles
 from lightning_deepcompile.profile.fit import fit_link
 from lightning_deepcompile.profile.probe import Mark, Run, StepProbe
 
@@ -57,3 +59,28 @@ def test_a_hiccup_of_one_step_is_not_what_a_region_takes() -> None:
     )  # fmt: skip
     assert [built.regions[f"forward/region_{k}"].seconds for k in range(2)] == pytest.approx([1.2, 2.0])
     assert built.gather.seconds(SIZE, 2) == pytest.approx(1.0)
+
+
+def _with_link(**fields: Any) -> Profile:
+    """A backward pass that reduces beside gathers."""
+    backward = schedule(
+        "backward",
+        *(gather(0), gather(1), gather(2), wait(0), compute(0, 0), reduce(0)),
+        *(wait(1), compute(1, 1), reduce(1), wait(2), compute(2, 2), reduce(2)),
+    )
+    return profile([backward], **fields)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.4, 2.0])
+def test_a_step_says_how_much_of_a_link_gathers_and_reductions_share(factor: float) -> None:
+    true = _with_link(seconds=0.5, gathers=2.0, contention=Contention(shared_link=factor))
+    seen = replace(true, contention=Contention(), step_seconds=simulate(true.schedules, true).seconds)
+    found = explain(seen)
+    assert found.contention.shared_link == pytest.approx(factor, abs=0.02)
+    assert found.unexplained_seconds == pytest.approx(0.0, abs=0.02 * found.step_seconds)
+
+
+def test_a_step_that_hides_its_gathers_says_nothing_of_the_link() -> None:
+    hidden = _with_link(seconds=4.0, gathers=0.01, contention=Contention(), step_seconds=9.0)
+    found = explain(hidden)
+    assert found.contention == Contention() and found.unexplained_seconds < 0

@@ -59,6 +59,7 @@ class Shape:
 
 
 SHAPES = {
+    "llama3-1b": Shape(hidden=2048, intermediate=8192, heads=32, kv_heads=8, vocab=128256, layers=16),
     "llama3-8b": Shape(hidden=4096, intermediate=14336, heads=32, kv_heads=8, vocab=128256, layers=32),
     "llama3-70b": Shape(hidden=8192, intermediate=28672, heads=64, kv_heads=8, vocab=128256, layers=80),
     "tiny": Shape(hidden=64, intermediate=160, heads=4, kv_heads=2, vocab=259, layers=2),

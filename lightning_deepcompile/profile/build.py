@@ -15,6 +15,9 @@ from lightning_deepcompile.program.schedule import REDUCTIONS, Schedule
 
 __all__ = ["build_profile", "describe_spread", "explain", "leave_room", "merge_profiles"]
 
+_TELLS = 0.02  # of a step: what a shared link must make it longer by before its length says anything about the link
+_HALVINGS = 6
+
 
 def build_profile(
     observed: StepProbe,
@@ -260,8 +263,36 @@ def explain(profile: Profile) -> Profile:
     """
     if profile.step_seconds <= 0:
         return profile
-    explained = simulate(profile.schedules, profile).seconds - profile.unexplained_seconds
-    return replace(profile, unexplained_seconds=profile.step_seconds - explained)
+    profile = _with_shared_link(profile)
+    return replace(profile, unexplained_seconds=profile.step_seconds - _explained(profile))
+
+
+def _explained(profile: Profile) -> float:
+    return simulate(profile.schedules, profile).seconds - profile.unexplained_seconds
+
+
+def _with_shared_link(profile: Profile) -> Profile:
+    """How much of a link gathers and reductions share: all of it, unless the step was too short for that.
+
+    They have channels of their own, which need not fill the link together.
+    """
+
+    def sharing(factor: float) -> Profile:
+        return replace(profile, contention=replace(profile.contention, shared_link=factor))
+
+    most, least = profile.contention.shared_link, 1.0
+    taken, alone = _explained(profile), _explained(sharing(least))
+    if taken <= profile.step_seconds or taken - alone < _TELLS * profile.step_seconds:
+        return profile
+    if alone >= profile.step_seconds:
+        return sharing(least)
+    for _ in range(_HALVINGS):
+        middle = (least + most) / 2
+        if _explained(sharing(middle)) <= profile.step_seconds:
+            least = middle
+        else:
+            most = middle
+    return sharing(least)
 
 
 def leave_room(profile: Profile) -> Profile:
