@@ -155,7 +155,7 @@ class Tuner:
 
     @property
     def isolates(self) -> bool:
-        """Whether the step under way must gather everything by itself: what was gathered early is of another program."""
+        """Whether the step under way gathers everything by itself: what was gathered early is another program's."""
         return self._swapped or (self._probe is not None and self._probe.drain is not None)
 
     # A round ----------------------------------------------------------------------------------------------------------

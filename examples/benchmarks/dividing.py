@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from symmetric import AHEAD
+from beside import AHEAD
 from torch import Tensor
 
 from lightning_deepcompile.runtime.multiprocessors import Multiprocessors

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from symmetric import WIDTH, beside
+from beside import WIDTH, beside
 
 from lightning_deepcompile.runtime import load_extension
 
@@ -36,5 +36,5 @@ def table(elements: int, device: torch.device, milliseconds: Callable[[Callable[
         alone = milliseconds(run)
         loaded = beside(run, alone, device, repeat=5)
         name = "torch's copy" if blocks is None else f"{blocks} thread blocks"
-        lines.append(f"{name:40} {alone:10.3f} {loaded.gather:22.3f} {loaded.slower:18.1%}")
+        lines.append(f"{name:40} {alone:10.3f} {loaded.ms:22.3f} {loaded.slower:18.1%}")
     return lines

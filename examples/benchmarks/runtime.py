@@ -5,8 +5,9 @@
 
 Each number is the median over the repetitions on the slowest rank. ``of flat`` compares with one collective of torch's
 process group over the same bytes in one tensor; ``of plain`` with a plain copy from and to pinned memory. On GPUs,
-tables compare gathers by NCCL and through symmetric memory, alone and beside matmuls; ways to widen gradients; and
-matmuls beside reductions, with multiprocessors divided and not.
+tables compare gathers by NCCL and through symmetric memory, and copies to and from host memory, alone and beside
+matmuls; ways to widen gradients; and matmuls beside reductions, with multiprocessors divided and not. ``--only copies``
+prints one table alone.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import copying
 import dividing
 import merging
+import symmetric
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from symmetric import table
 from torch import Tensor
 
 from lightning_deepcompile.runtime import load_extension
@@ -163,35 +165,48 @@ def run(rank: int, world: int, port: int, args: argparse.Namespace) -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     runtime = load_extension().Runtime(dist.group.WORLD, dist.group.WORLD, device)
     layer, watch = Layer(runtime, device, world, args.divide), Stopwatch(device, 5, args.repeat)
-    wire = measure_wire(layer, watch, device, world)
-    host, offload = measure_host(layer, device, args.repeat), measure_offload(layer, watch, device)
+    lines = [] if args.only else summary(layer, watch, device, world, args.repeat)
+    if device.type == "cuda":
+        tables = gpu_tables(layer, watch, device, world, args.divide)
+        for name in [args.only] if args.only else tables:
+            lines += ["", *tables[name]()]
     if rank == 0:
-        mib = layer.numel * 2 / 2**20
-        print(
-            f"{world} ranks on {device.type}, {runtime.communicator}, {len(LAYER)} parameters, {mib:.1f} MiB bfloat16"
-        )
-        for name, ours, flat in wire:
-            print(f"{name:24} {ours:9.3f} ms  {flat / ours:5.2f} of flat ({flat:.3f} ms)")
-        for name, ours, flat in offload:
-            print(f"{name:24} {ours:9.3f} ms  {flat / ours:5.2f} of plain ({flat:.3f} ms)")
-        for name, microseconds in host.items():
-            print(f"{name:26} {microseconds:7.1f} us on the host")
-    if device.type == "cuda" and world > 1:
+        print("\n".join(lines))
+    runtime.close()
+    dist.destroy_process_group()
+
+
+def summary(layer: Layer, watch: Stopwatch, device: torch.device, world: int, repeat: int) -> list[str]:
+    """Lines on a layer's communication, host time and offloading."""
+    wire = measure_wire(layer, watch, device, world)
+    host, offload = measure_host(layer, device, repeat), measure_offload(layer, watch, device)
+    mib, name = layer.numel * 2 / 2**20, layer.runtime.communicator
+    return [
+        f"{world} ranks on {device.type}, {name}, {len(LAYER)} parameters, {mib:.1f} MiB bfloat16",
+        *(f"{name:24} {ours:9.3f} ms  {flat / ours:5.2f} of flat ({flat:.3f} ms)" for name, ours, flat in wire),
+        *(f"{name:24} {ours:9.3f} ms  {flat / ours:5.2f} of plain ({flat:.3f} ms)" for name, ours, flat in offload),
+        *(f"{name:26} {microseconds:7.1f} us on the host" for name, microseconds in host.items()),
+    ]
+
+
+def gpu_tables(
+    layer: Layer, watch: Stopwatch, device: torch.device, world: int, divide: int
+) -> dict[str, Callable[[], list[str]]]:
+    """What measures each table, by the name that ``--only`` takes."""
+
+    def divided() -> list[str]:
         own = {"max_ctas": dividing.COMMUNICATION, "cta_cluster": PAIR}
         paired = load_extension().Runtime(dist.group.WORLD, dist.group.WORLD, device, **own)
-        lines = dividing.table(layer.reduce, Layer(paired, device, world, args.divide).reduce, device)
+        lines = dividing.table(layer.reduce, Layer(paired, device, world, divide).reduce, device)
         paired.close()
-        if rank == 0:
-            print("\n".join(["", *lines]))
-        lines = table([tuple(size // args.divide for size in shape) for shape in LAYER], device, watch.milliseconds)
-        if rank == 0:
-            print("\n".join(["", *lines]))
-    runtime.close()
-    if device.type == "cuda":
-        lines = merging.table(layer.numel // world, device, watch.milliseconds)
-        if rank == 0:
-            print("\n".join(["", *lines]))
-    dist.destroy_process_group()
+        return lines
+
+    shapes = [tuple(size // divide for size in shape) for shape in LAYER]
+    between = {"products": divided, "gathers": lambda: symmetric.table(shapes, device, watch.milliseconds)}
+    return (between if world > 1 else {}) | {
+        "copies": lambda: copying.table(layer.graph, device, watch.milliseconds),
+        "merges": lambda: merging.table(layer.numel // world, device, watch.milliseconds),
+    }
 
 
 def main() -> None:
@@ -202,7 +217,10 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=torch.cuda.device_count() if cuda else 2, help="number of ranks")
     parser.add_argument("--divide", type=int, default=1, help="divide every size of the layer by this")
     parser.add_argument("--repeat", type=int, default=30, help="measured repetitions")
+    parser.add_argument("--only", choices=["products", "gathers", "copies", "merges"], help="print one table of GPUs'")
     args = parser.parse_args()
+    if args.only and (args.device != "cuda" or (args.world == 1 and args.only in ("products", "gathers"))):
+        parser.error(f"--only {args.only} needs {'GPUs' if args.device != 'cuda' else 'more than one rank'}")
     if args.world < 1 or args.divide < 1 or args.repeat < 1 or args.divide > 1024:
         parser.error("--world and --repeat must be positive, --divide between 1 and 1024")
     with socket.socket() as probe:

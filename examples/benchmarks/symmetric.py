@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from beside import WIDTH, beside
 
 from lightning_deepcompile.runtime import load_extension
 
 MIB = 2**20
 FLAT = [8 * MIB, 32 * MIB, 128 * MIB, 436 * MIB]
 """Bytes of gathered groups of one parameter; the last is about a block of Llama-3-8B."""
-MATMULS, WIDTH = 12, 8192
-AHEAD = 40_000_000  # cycles that the device sleeps while the host queues both streams: about 20 ms
-MOST_GATHERS = 48  # in one measurement, so that the queues of the device hold them
-
-
-@dataclass(frozen=True)
-class Beside:
-    """What a gather and a stream of matmuls do to each other.
-
-    Args:
-        gather: Milliseconds of one gather while matmuls run.
-        slower: By which part matmuls are slower while a gather runs.
-    """
-
-    gather: float
-    slower: float
 
 
 class Groups:
@@ -60,49 +43,6 @@ class Groups:
         torch.ops.dc.release_params_fused(self._graph, self._ids[group])
 
 
-def beside(gather: Callable[[], None], alone_ms: float, device: torch.device, repeat: int) -> Beside:
-    """Runs gathers on one stream and matmuls on another; both start together, and matmuls end last.
-
-    Args:
-        gather: Queues one.
-        alone_ms: How long it takes alone.
-        device: Of this rank.
-        repeat: Measurements, of which the median on the slowest rank counts.
-    """
-    left, right = (torch.randn(WIDTH, WIDTH, device=device, dtype=torch.bfloat16) for _ in range(2))
-    out = torch.empty_like(left)
-    side = torch.cuda.Stream()
-
-    def run(gathers: int) -> tuple[float, float]:
-        begin, gate, matmuls, done = (torch.cuda.Event(enable_timing=True) for _ in range(4))
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda._sleep(AHEAD)
-        gate.record()
-        side.wait_event(gate)
-        with torch.cuda.stream(side):
-            begin.record()
-            for _ in range(gathers):
-                gather()
-            done.record()
-        for _ in range(MATMULS):
-            torch.mm(left, right, out=out)
-        matmuls.record()
-        torch.cuda.synchronize()
-        return gate.elapsed_time(matmuls), begin.elapsed_time(done)
-
-    def slowest(gathers: int) -> tuple[float, float]:
-        run(gathers)
-        times = torch.tensor([run(gathers) for _ in range(repeat)], device=device)
-        dist.all_reduce(times, op=dist.ReduceOp.MAX)
-        return tuple(median(column) for column in times.T.tolist())
-
-    alone, _ = slowest(0)
-    gathers = max(1, min(MOST_GATHERS, int(0.6 * alone / alone_ms)))
-    together, gathering = slowest(gathers)
-    return Beside(gathering / gathers, (together - alone) / min(gathering, together))
-
-
 def table(
     layer: Sequence[tuple[int, ...]], device: torch.device, milliseconds: Callable[[Callable[[], Any]], float]
 ) -> list[str]:
@@ -130,7 +70,7 @@ def table(
             alone.append(milliseconds(gather))
             loaded.append(beside(gather, alone[-1], device, repeat=5))
         lines.append(
-            f"{name:12} {alone[0]:10.3f}{alone[1]:10.3f} {loaded[0].gather:14.3f}{loaded[1].gather:10.3f} "
+            f"{name:12} {alone[0]:10.3f}{alone[1]:10.3f} {loaded[0].ms:14.3f}{loaded[1].ms:10.3f} "
             f"{loaded[0].slower:12.1%}{loaded[1].slower:10.1%}"
         )
     stats = sides[1].runtime.stats()
