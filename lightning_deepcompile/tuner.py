@@ -303,9 +303,9 @@ class Tuner:
         if self._config.memory_budget is None:
             profile = leave_room(profile)
         if self.host_room is not None or self.states.travel:
-            out, back = measure_copies(self._device)
-            room = self.host_room and self.host_room()
-            profile = replace(profile, copy_out=out, copy_in=back, host_budget=room)
+            out, back, duplex = measure_copies(self._device)
+            room, contention = self.host_room and self.host_room(), replace(profile.contention, duplex=duplex)
+            profile = replace(profile, copy_out=out, copy_in=back, contention=contention, host_budget=room)
         return profile, tuple(start[s.name] for s in profile.schedules)
 
     def _fastest(self, first: int, last: int) -> float:

@@ -15,7 +15,7 @@ from lightning_deepcompile.offload.chunks import make_chunks
 from lightning_deepcompile.offload.host_memory import available_host_memory
 from lightning_deepcompile.offload.probe import probe_states
 from lightning_deepcompile.plan.budget import MemoryBudgetError
-from lightning_deepcompile.plan.offload import OffloadNeed, decide_offload
+from lightning_deepcompile.plan.offload import OffloadNeed, decide_offload, with_least_buffers
 
 NEED = OffloadNeed(peak=60, stepping=40, states=50, buffers=12, budget=100, host=1000)
 
@@ -74,7 +74,8 @@ def test_states_of_other_sizes_stay() -> None:
 
 
 def test_chunks_keep_the_groups_and_the_limit() -> None:
-    groups: list[dict[str, Any]] = [{"params": [torch.ones(n) for n in sizes]} for sizes in ((3, 4, 9), (1, 2, 1))]
+    sizes = ((3, 4, 9, 6), (1, 2, 1))
+    groups: list[dict[str, Any]] = [{"params": [torch.ones(n) for n in group]} for group in sizes]
     staying = {groups[0]["params"][1]}
     chunks = make_chunks(groups, lambda p: p not in staying, lambda group, p: p.numel(), limit=4)
 
@@ -85,8 +86,26 @@ def test_chunks_keep_the_groups_and_the_limit() -> None:
         (False, [[4], []]),
         (True, [[3], [1]]),
         (True, [[], [2, 1]]),
-        (True, [[9], []]),  # larger than a chunk may be, so alone, and last
+        (True, [[6], []]),  # larger than a chunk may be, so alone, and last
+        (True, [[9], []]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("peak", "buffers", "leaving"),
+    [
+        (60, 6, 15),  # what has to leave fits into chunks of 2
+        (50, 6, 5),
+        (75, 30, 30),  # some of the larger ones leave, too, but not the largest
+        (105, 90, 85),  # all, the largest one through buffers of its size
+    ],
+)
+def test_buffers_are_for_what_leaves(peak: int, buffers: int, leaving: int) -> None:
+    sizes = [30, 1, 2, 10, 2, 10, 10, 10, *[1] * 10]
+    need = OffloadNeed(peak=peak, stepping=40, states=sum(sizes), buffers=90, budget=130, host=1000)
+    lean = with_least_buffers(need, sizes, chunk=2)
+    assert lean == replace(need, buffers=buffers)
+    assert decide_offload("auto", lean, "130B", None).bytes == leaving
 
 
 def write(root: Path, files: dict[str, str]) -> None:

@@ -98,3 +98,11 @@ def _check(accelerator: str) -> None:
 
 def test_residency_changes_no_value() -> None:
     _check("gpu")
+
+
+def test_copies_are_timed_one_way_and_both_ways() -> None:
+    from lightning_deepcompile.profile.copies import measure_copies
+
+    out, back, duplex = measure_copies(torch.device("cuda", 0))
+    assert min(out.bandwidth, back.bandwidth) > 1e9 and max(out.latency, back.latency) < 1e-3
+    assert 1 <= duplex < 3  # 2 would be a single link for both

@@ -257,6 +257,11 @@ def test_tasks_on_one_link_share_it() -> None:
     tasks = [Task("gather", 1.0), Task("reduce", 2.0)]
     timing = run_tasks(tasks, Contention(shared_link=2.0))
     assert timing.end == [pytest.approx(2.0), pytest.approx(3.0)]
+    # Copies one way share a link, and both ways together the host's memory.
+    timing = run_tasks([Task("out", 1.0), Task("in", 2.0)], Contention(duplex=1.5))
+    assert timing.end == [pytest.approx(1.5), pytest.approx(2.5)]
+    timing = run_tasks([Task("out", 1.0), Task("states out", 1.0), Task("in", 2.0)], Contention(duplex=1.5))
+    assert timing.end == [pytest.approx(3.0), pytest.approx(3.0), pytest.approx(3.0)]
     with pytest.raises(ValueError, match="waits for one that comes later"):
         run_tasks([Task("gather", 1.0, after=[1]), Task("compute", 1.0)], Contention())
 

@@ -19,6 +19,7 @@ from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
 from lightning_deepcompile.plan.pass_manager import PassEffect
 from lightning_deepcompile.plan.prediction import Prediction
 from lightning_deepcompile.plan.state_trade import Planned, StateMemory, trade_states, with_away
+from lightning_deepcompile.program.schedule import Instruction, Schedule
 
 LINK = Link(0.0, 10.0)  # bytes a second, each way
 STATES = StateMemory(sizes=(10,) * 6, away=0, stepping=10, buffers=5, host=1000)
@@ -82,6 +83,24 @@ def test_states_go_where_a_step_fits_and_is_fastest(
     now, best = trade_states(replace(PROFILE, **profile), memory, lambda p: plan(p, **stub))
     assert now.away == memory.away
     assert (best.away, best.seconds, best.over) == (away, pytest.approx(seconds), over)
+
+
+def test_the_gathers_that_open_a_step_find_memory_beside_states_that_leave() -> None:
+    unit = 1 << 16
+    opening = Instruction("gather", (0,), (16 * unit,))
+    rest = [Instruction(op, (0,), (16 * unit,)) for op in ("wait", "release")]
+    forward = Schedule("f", "forward", 0, (opening, rest[0], Instruction("compute", (0,), region="r"), rest[1]), ())
+    states = replace(
+        STATES, sizes=(10 * unit,) * 6, away=60 * unit, stepping=10 * unit, host=1 << 30, chunk=10 * unit, movable=False
+    )
+
+    def planned(profile: Profile) -> Planned:
+        return [forward], plan(profile, room=0)[1]
+
+    _, best = trade_states(replace(PROFILE, budget=80 * unit), states, planned)
+    # All six chunks would fit beside what is there while the optimizer steps, and five beside a group of 16 units, too.
+    assert best.slots == 5
+    assert best.over == (10 + 5 * 10 + 16.25 - 80) * unit  # a slot has a 64th to spare
 
 
 class Watch(pl.Callback):

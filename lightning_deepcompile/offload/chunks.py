@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_deepcompile.offload.probe import changed_settings, settings_of
+from lightning_deepcompile.plan.offload import leaving_order
 
 __all__ = ["Chunk", "GroupChanges", "Parts", "make_chunks"]
 
@@ -72,7 +73,7 @@ def make_chunks(
 ) -> list[Chunk]:
     """Divides the parameters; those whose states stay on the device are the first chunk: the next arrives meanwhile.
 
-    Parameters that are larger than a chunk come last, so that all others go round in small buffers.
+    They come in the order in which they leave (`leaving_order`), so that most go round in small buffers.
 
     Args:
         groups: The optimizer's.
@@ -87,7 +88,7 @@ def make_chunks(
     chunks = [staying] if any(staying.params) else []
     visiting = [(size_of(k, p), k, p) for k, group in enumerate(groups) for p in group["params"] if visits(p)]
     filled = limit + 1
-    for size, index, parameter in sorted(visiting, key=lambda one: one[0] > limit):
+    for size, index, parameter in sorted(visiting, key=lambda one: leaving_order(one[0], limit)):
         if filled + size > limit:
             chunks.append(Chunk([[] for _ in groups], visits=True))
             filled = 0

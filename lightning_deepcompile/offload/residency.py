@@ -23,7 +23,14 @@ from lightning_deepcompile.offload.probe import probe_states
 from lightning_deepcompile.offload.reserve import reserve
 from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.plan.budget import parse_budget
-from lightning_deepcompile.plan.offload import OffloadDecision, OffloadNeed, check_host, decide_offload
+from lightning_deepcompile.plan.offload import (
+    OffloadDecision,
+    OffloadNeed,
+    check_host,
+    decide_offload,
+    leaving_order,
+    with_least_buffers,
+)
 from lightning_deepcompile.plan.state_trade import StateMemory
 from lightning_deepcompile.plan.visits import LEAST_SLOTS
 from lightning_deepcompile.profile.memory import memory_limit
@@ -164,7 +171,6 @@ class Residency:
             return
         sizes = list(self._sizes())
         seen = exchange(self._need(sizes), self._group)
-        small = sum(size for *_, size in sizes if size <= self._chunk_bytes)
         need = OffloadNeed(
             peak=max(n.peak for n in seen),
             stepping=max(n.stepping for n in seen),
@@ -174,10 +180,8 @@ class Residency:
             host=self._limit,
         )
         config = self._config
-        lean = replace(need, buffers=min(need.buffers, LEAST_SLOTS * self._chunk_bytes))
+        lean = with_least_buffers(need, [size for *_, size in sizes], self._chunk_bytes)
         decision = decide_offload(config.offload, lean, config.memory_budget, config.host_memory_budget)
-        if decision.bytes > small:  # then buffers must hold what is larger than a chunk
-            decision = decide_offload(config.offload, need, config.memory_budget, config.host_memory_budget)
         if config.offload == "auto":
             self._choose(sizes, decision.bytes)
         self._seen = need
@@ -262,9 +266,9 @@ class Residency:
     def _sizes(self) -> Iterator[tuple[int, Tensor, int]]:
         """Each optimizer's number, its shards in the order in which their states leave, and what those take.
 
-        Bytes are padded, so equal on all ranks. What is larger than a chunk leaves last.
+        Bytes are padded, so equal on all ranks.
         """
-        yield from sorted(self._all_sizes(), key=lambda one: one[2] > self._chunk_bytes)
+        yield from sorted(self._all_sizes(), key=lambda one: leaving_order(one[2], self._chunk_bytes))
 
     def _all_sizes(self) -> Iterator[tuple[int, Tensor, int]]:
         for number, (reference, offload) in enumerate(self._attached):

@@ -48,11 +48,13 @@ class Contention:
         compute: Factor on compute while a gather or a reduction runs: they take memory bandwidth and multiprocessors.
         communication: Factor on gathers and reductions while compute runs.
         shared_link: Factor on gathers and reductions while the other of the two runs; 2 means that they share a link.
+        duplex: Factor on copies to host memory while others come from there, and on those.
     """
 
     compute: float = 1.0
     communication: float = 1.0
     shared_link: float = 2.0
+    duplex: float = 1.0
 
 
 @dataclass(frozen=True)

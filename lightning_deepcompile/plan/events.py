@@ -15,8 +15,8 @@ StreamName = Literal["trainer", "host", "compute", "gather", "reduce", "out", "i
 """The device's streams, the host that launches, and the trainer, which is busy between steps."""
 
 
-_SHARED: tuple[set[StreamName], ...] = ({"out", "states out"}, {"in", "states in"})
-"""Copies in one direction share a link."""
+_WAYS: tuple[set[StreamName], ...] = ({"out", "states out"}, {"in", "states in"})
+"""Copies in one direction share a link; the directions have one each, which a host's memory may not keep both busy."""
 
 
 @dataclass(slots=True)
@@ -117,6 +117,7 @@ def _slowdown(active: frozenset[StreamName], contention: Contention) -> dict[Str
     for wire in wires:
         beside_compute = contention.communication if "compute" in active else 1.0
         factors[wire] = beside_compute * (contention.shared_link if len(wires) == 2 else 1.0)
-    for pair in _SHARED:
-        factors |= dict.fromkeys(pair, 2.0) if pair <= active else {}
+    duplex = contention.duplex if all(way & active for way in _WAYS) else 1.0
+    for way in _WAYS:
+        factors |= dict.fromkeys(way & active, duplex * (2.0 if way <= active else 1.0))
     return factors

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_deepcompile.plan.budget import MemoryBudgetError
+from lightning_deepcompile.plan.visits import LEAST_SLOTS
 from lightning_deepcompile.program.printer import format_bytes
 
-__all__ = ["OffloadDecision", "OffloadMode", "OffloadNeed", "check_host", "decide_offload", "pinned_bytes"]
+__all__ = [
+    "OffloadDecision",
+    "OffloadMode",
+    "OffloadNeed",
+    "check_host",
+    "decide_offload",
+    "leaving_order",
+    "pinned_bytes",
+    "with_least_buffers",
+]
 
 OffloadMode = Literal["none", "auto", "all"]
 
@@ -37,6 +48,11 @@ class OffloadNeed:
     buffers: int
     budget: int
     host: int
+
+    @property
+    def excess(self) -> int:
+        """What must leave, if anything must; more than `states` if that is not enough."""
+        return max(self.peak, self.stepping + self.buffers) + self.states - self.budget
 
 
 @dataclass(frozen=True)
@@ -71,19 +87,45 @@ def decide_offload(mode: OffloadMode, need: OffloadNeed, chosen: object, host_ch
     else:
         kept = max(need.peak, need.stepping) + need.states
         numbers = f"{format_bytes(kept)} with all states on the device", format_bytes(need.budget)
-        excess = max(need.peak, need.stepping + need.buffers) + need.states - need.budget
         if kept <= need.budget or need.states == 0:
             return OffloadDecision(0, need.states, "{} fit into {}".format(*numbers))
-        if excess > need.states and chosen is not None:
+        if need.excess > need.states and chosen is not None:
             least = max(need.peak, need.stepping + need.buffers)
             raise MemoryBudgetError(
                 f"CompileConfig(memory_budget={chosen!r}) allows {need.budget} bytes, but with all optimizer states in "
                 f"host memory a step still needs {least} ({least / 2**30:.2f} GiB). Raise the budget to at least that, "
                 "use a smaller batch, activation checkpointing, or a smaller `offload_chunk`."
             )
-        decision = OffloadDecision(min(max(excess, 1), need.states), need.states, "{} exceed {}".format(*numbers))
+        decision = OffloadDecision(min(max(need.excess, 1), need.states), need.states, "{} exceed {}".format(*numbers))
     check_host(decision.bytes, need.host, host_chosen)
     return decision
+
+
+def leaving_order(size: int, chunk: int) -> int:
+    """A key by which states leave: those of many parameters in one chunk first, then ever larger ones by themselves.
+
+    A buffer is as large as what comes and goes through it, so the largest stay if anything may.
+
+    Args:
+        size: Bytes of the states of one parameter.
+        chunk: Most bytes of a chunk of more than one.
+    """
+    return size if size > chunk else 0
+
+
+def with_least_buffers(need: OffloadNeed, sizes: Sequence[int], chunk: int) -> OffloadNeed:
+    """The same need with buffers for no more than what has to leave.
+
+    Args:
+        need: Its buffers are those that the largest states go through.
+        sizes: Of the states of every parameter, in any order.
+        chunk: Most bytes of a chunk of more than one.
+    """
+    for limit in sorted({chunk, *(size for size in sizes if size > chunk)}):
+        lean = replace(need, buffers=min(need.buffers, LEAST_SLOTS * limit))
+        if lean.excess <= sum(size for size in sizes if size <= limit):
+            return lean
+    return need
 
 
 def check_host(leaving: int, limit: int, chosen: object, what: str = "optimizer states") -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "gradient_bytes",
     "memory_bytes",
     "memory_excess",
+    "opening_bytes",
     "simulate",
 ]
 
@@ -81,6 +82,12 @@ def arena_bytes(schedules: Sequence[Schedule], cast_ratio: float = 0.0) -> list[
     """
     memory = simulate(schedules, replace(_without_costs(schedules), cast_ratio=cast_ratio)).memory
     return [[m.arena - m.away for m in memory if m.schedule == index] for index in range(len(schedules))]
+
+
+def opening_bytes(schedules: Sequence[Schedule], profile: Profile) -> int:
+    """Bytes of the arena's slots for the gathers that a step begins with."""
+    opens = schedules and schedules[0].kind == "forward"
+    return _MemoryOnly(profile).launch_opening(schedules[0]) if opens else 0
 
 
 def gradient_bytes(schedules: Sequence[Schedule], ratio: float, micro_batches: int) -> list[list[list[int]]]:
@@ -178,16 +185,20 @@ class _Simulation:
 
     def _open(self, schedules: Sequence[Schedule]) -> None:
         """What the end of the step before launched, and the time until this one begins."""
-        left = _left(schedules[-1], self._profile)
-        for position in opening_positions(schedules[0].instructions):
-            task, instruction = len(self._tasks), schedules[0].instructions[position]
-            self._gather(instruction, [], f"{schedules[0].name}/{instruction.text}")
-            self._remember(task, (0, 0, position), left, self._gradients.bytes)
+        self.launch_opening(schedules[0], _left(schedules[-1], self._profile))
         seconds = self._profile.between_seconds
         if self._profile.head_start:
             seconds += self._profile.optimizer_seconds * (1 - opened_part(schedules[0]))
         self._begin = self._add("trainer", seconds, [], "between steps")
         self._barrier.append(self._begin)
+
+    def launch_opening(self, first: Schedule, other: int = 0) -> int:
+        """The gathers that a step begins with, beside `other` bytes; returns the arena's."""
+        for position in opening_positions(first.instructions):
+            task, instruction = len(self._tasks), first.instructions[position]
+            self._gather(instruction, [], f"{first.name}/{instruction.text}")
+            self._remember(task, (0, 0, position), other, self._gradients.bytes)
+        return self._arena.bytes
 
     def _remember(self, task: int, where: tuple[int, int, int], other: int, gradients: int) -> None:
         """Notes the memory of an instruction: `other` is what neither the arena nor gradients explain."""

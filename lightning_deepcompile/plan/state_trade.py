@@ -12,13 +12,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_deepcompile.plan.arena import group_bytes
 from lightning_deepcompile.plan.context import NO_LIMIT
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.pass_manager import PassEffect
-from lightning_deepcompile.plan.simulate import arena_bytes
+from lightning_deepcompile.plan.simulate import arena_bytes, opening_bytes
 from lightning_deepcompile.plan.visits import LEAST_SLOTS
-from lightning_deepcompile.program.schedule import Schedule, opening_positions
+from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["Planned", "StateMemory", "Trade", "trade_states", "with_away"]
 
@@ -34,7 +33,7 @@ class StateMemory:
     """Optimizer states as planning sees them; bytes of one rank, the same on all.
 
     Args:
-        sizes: Of the states of each shard, in the order in which they leave: those that are larger than a chunk last.
+        sizes: Of the states of each shard, in the order in which they leave (`leaving_order`).
         away: In host memory while the step was measured: some of the first ones.
         stepping: Device memory while the optimizer steps, without states: parameters, gradients.
         buffers: On the device for states that come and go; needed if any is away.
@@ -160,13 +159,18 @@ def trade_states(profile: Profile, states: StateMemory, plan: Callable[[Profile]
         The plan with what is away now, and the best one, which may be the same.
     """
     limit = (profile.budget or NO_LIMIT) + profile.room
-    # Gathers that open the next step find memory beside states that have not left yet.
-    opening = _opening(profile.schedules)
+
+    def slots(away: int, schedules: Sequence[Schedule]) -> int:
+        free = limit - _opening(schedules, profile) - states.stepping - states.total + away
+        return states.slots(away, free)
 
     @functools.cache
     def tried(away: int) -> Trade:
-        most = states.slots(away, limit - opening - states.stepping - states.total + away)
+        most = slots(away, profile.schedules)
         trade = with_slots(away, most)
+        fewer = slots(away, trade.planned[0])  # a plan may open a step with more
+        if fewer < most:
+            trade, most = with_slots(away, fewer), fewer
         if most > LEAST_SLOTS and trade.planned[1][-1].prediction.exposed_seconds > _GAIN * trade.seconds:
             # What is on the device when the optimizer has stepped takes memory from forward, which may wait for it.
             trade = min(trade, with_slots(away, LEAST_SLOTS), key=lambda one: (max(one.over, 0), one.seconds))
@@ -175,8 +179,11 @@ def trade_states(profile: Profile, states: StateMemory, plan: Callable[[Profile]
     def with_slots(away: int, slots: int) -> Trade:
         adapted = with_away(profile, states, away, slots)
         schedules, effects = plan(adapted)
-        grown = _arena(schedules, profile) - _arena(profile.schedules, profile)
-        most = max(effects[-1].prediction.peak_bytes, states.while_stepping(away, slots) + grown)
+        # While states leave, the gathers that open the next step are launched.
+        beside = _arena(schedules, profile) - _arena(profile.schedules, profile)
+        if not profile.host_computes:
+            beside = max(beside, opening_bytes(schedules, profile))
+        most = max(effects[-1].prediction.peak_bytes, states.while_stepping(away, slots) + beside)
         return Trade(away, adapted, (schedules, effects), slots, most - limit)
 
     best = now = tried(states.away)
@@ -206,11 +213,10 @@ def trade_states(profile: Profile, states: StateMemory, plan: Callable[[Profile]
     return now, best
 
 
-def _opening(schedules: Sequence[Schedule]) -> int:
+def _opening(schedules: Sequence[Schedule], profile: Profile) -> int:
     """Bytes of the gathers that open a step, or of the two largest groups, if those are more."""
     sizes = sorted(s.instructions[k].bytes for s in schedules for k in s.at("gather"))
-    first = schedules[0].instructions if schedules else ()
-    return max(sum(sizes[-2:]), sum(group_bytes(first[k].sizes) for k in opening_positions(first)))
+    return max(sum(sizes[-2:]), opening_bytes(schedules, profile))
 
 
 def _fewer(states: StateMemory, now: Trade) -> list[int]:

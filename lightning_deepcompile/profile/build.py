@@ -233,7 +233,7 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
         regions=regions,
         gather=_shared([p.gather for p in profiles]),
         reduce=_shared([p.reduce for p in profiles]),
-        contention=Contention(compute=max(p.contention.compute for p in profiles)),
+        contention=Contention(**{f: max(getattr(p.contention, f) for p in profiles) for f in ("compute", "duplex")}),
         micro_batches=max(p.micro_batches for p in profiles),
         accumulates=all(p.accumulates for p in profiles),
         optimizer_seconds=max(p.optimizer_seconds for p in profiles),

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from lightning_deepcompile.plan.costs import Link
 
@@ -16,26 +15,39 @@ _LARGE, _SMALL = 32 << 20, 1 << 12
 _TIMES = 3
 
 
-def measure_copies(device: torch.device) -> tuple[Link, Link]:
+def measure_copies(device: torch.device) -> tuple[Link, Link, float]:
     """Times copies from `device` to pinned host memory, and back.
 
     Args:
         device: The device; on a CPU, one place in memory stands for it and another for the host.
 
     Returns:
-        Models of copies out and of copies in.
+        Models of copies out and of copies in, and how many times as long they take at the same time.
     """
-    host = torch.empty(_LARGE, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    place = torch.zeros(_LARGE, dtype=torch.uint8, device=device)
-    links = []
-    for target, source in ((host, place), (place, host)):
+    hosts = [torch.empty(_LARGE, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
+    places = [torch.zeros(_LARGE, dtype=torch.uint8, device=device) for _ in range(2)]
+    ways = (hosts[0], places[0]), (places[1], hosts[1])
+    links, alone = [], []
+    for target, source in ways:
         latency = shortest_seconds(lambda t=target, s=source: t[:_SMALL].copy_(s[:_SMALL], non_blocking=True), device)
-        large = shortest_seconds(lambda t=target, s=source: t.copy_(s, non_blocking=True), device)
-        links.append(Link(latency, _LARGE / max(large - latency, 1e-9)))
-    return links[0], links[1]
+        alone.append(shortest_seconds(lambda t=target, s=source: t.copy_(s, non_blocking=True), device))
+        links.append(Link(latency, _LARGE / max(alone[-1] - latency, 1e-9)))
+    if device.type != "cuda":  # which copies one thing at a time
+        return links[0], links[1], 1.0
+    side = torch.cuda.Stream(device)
+
+    def both() -> None:
+        current = torch.cuda.current_stream(device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            ways[0][0].copy_(ways[0][1], non_blocking=True)
+        ways[1][0].copy_(ways[1][1], non_blocking=True)
+        current.wait_stream(side)
+
+    return links[0], links[1], max(shortest_seconds(both, device) / max(alone), 1.0)
 
 
-def shortest_seconds(work: Callable[[], Tensor], device: torch.device) -> float:
+def shortest_seconds(work: Callable[[], object], device: torch.device) -> float:
     """How long `work` takes: the shortest of some times.
 
     Args:
