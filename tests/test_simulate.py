@@ -156,16 +156,17 @@ def test_whole_gradients_take_memory_until_compute_has_waited_for_them(ratio: fl
         sizes = {key: replace(cost, after=20 + 2 * SIZE) for key, cost in base.regions.items()}
         memory = simulate(both, replace(base, regions=sizes)).memory
         rows.append([point.gradients for point in memory])
-    # One gradient is on its way while the next one is made; nothing is left for the next micro-batch.
-    every = [0, 0, 0, SIZE, SIZE, SIZE, SIZE]
+    # One gradient is on its way while the next one is made, and gone before that is sent; nothing is left for the next
+    # micro-batch.
+    every = [0, 0, 0, SIZE, 0, SIZE, SIZE]
     assert rows[0] == every * 2
-    # A sum stays until the last micro-batch, and until its reduction is over. One that travels in another dtype is cast
-    # into a buffer, which is there from then on.
-    one, buffer = int(SIZE * ratio), 0 if ratio == 1 else SLOT
-    first = [0, 0, one, one, 2 * one, 2 * one, 2 * one]
-    last = [2 * one, 2 * one, 2 * one, 2 * one, 2 * one, one, one]
+    # A sum stays until the last micro-batch, and until its reduction is over; what regions take includes both shards,
+    # which come with that. Sums that travel in another dtype are cast into a buffer, and so are results: half as much.
+    one, buffer = int(SIZE * ratio), 0 if ratio == 1 else 2 * SIZE
+    first = [-one, -one, 0, 0, one, one, one]
+    last = [one, one, one + one // 2, one + one // 2, one, one, one]
     assert rows[1] == [buffer + size for size in [*first, *last]]
-    assert gradient_bytes([forward, backwards[1]], ratio, 2)[1][1][2] == buffer + one, "compute waits at once there"
+    assert gradient_bytes([forward, backwards[1]], ratio, 2, 2)[1][1][2] == buffer + one // 2, "compute waits at once"
 
 
 @pytest.mark.parametrize("part", [reduce, reduce_late])

@@ -19,19 +19,24 @@ class GradientModel:
     Args:
         ratio: Bytes of a sum per byte of a gradient.
         window: Groups that may be on their way before compute waits for the oldest.
+        world_size: Ranks that share a reduced gradient.
     """
 
-    def __init__(self, ratio: float, window: int) -> None:
-        self._ratio, self._window = ratio, window
+    def __init__(self, ratio: float, window: int, world_size: int) -> None:
+        self._ratio, self._window, self._world_size = ratio, window, world_size
         self._sums: dict[int, int] = {}
         self._pending: deque[tuple[int, int]] = deque()  # task and bytes of a group
         self._sends = ArenaModel()
         self._there = 0
+        self._missing: dict[int, int] = {}  # shards that the first reduction of a step brings
 
     @property
     def bytes(self) -> int:
-        """Bytes of sums, of gradients on their way, and of send buffers."""
-        return self._there + self._sends.bytes
+        """Bytes of sums, of gradients on their way, and of send buffers; less the shards that are not there yet.
+
+        Where every micro-batch reduces, they are there from the first one on, and so in what regions were seen to take.
+        """
+        return self._there + self._sends.bytes - sum(self._missing.values())
 
     def hold(self, group: Instruction) -> None:
         """Adds gradients to sums."""
@@ -40,12 +45,21 @@ class GradientModel:
                 self._sums[i] = int(size * self._ratio)
                 self._there += self._sums[i]
 
-    def reserve(self, group: Instruction) -> None:
-        """Has the buffers that sums are cast into: after the first step, they are there."""
-        if self._ratio != 1:
-            self._sends.release(self._sends.acquire(group.bytes))  # reused in stream order
+    def expect(self, group: Instruction, counted: bool) -> None:
+        """A step begins whose last micro-batch alone reduces these.
 
-    def send(self, group: Instruction, task: int, *, wait: bool = False) -> list[int]:
+        Args:
+            group: The gradients. After the first such step, the buffers for their casts are there.
+            counted: Whether an allocator has counted the shards in what regions take.
+        """
+        if counted:
+            shards = (int(size * self._ratio) // self._world_size for size in group.sizes)
+            self._missing |= dict(zip(group.ids, shards, strict=True))
+        if self._ratio != 1:
+            part = group.bytes // self._world_size  # a result is cast, too
+            self._sends.release(self._sends.acquire(group.bytes + part))  # reused in stream order
+
+    def send(self, group: Instruction, task: int, *, wait: bool = False) -> tuple[list[int], int]:
         """Launches the reduction of gradients, with the sums of those that have one.
 
         Args:
@@ -54,15 +68,19 @@ class GradientModel:
             wait: Whether compute waits at once.
 
         Returns:
-            The tasks that compute now waits for.
+            The tasks that compute now waits for, and `bytes` before the caller's gradients become the runtime's.
         """
+        done = self._wait(max(self._window - 1, 0))
         size = 0
+        for i in group.ids:
+            self._missing.pop(i, 0)
+        beside = self.bytes
         for i, own in zip(group.ids, group.sizes, strict=True):
             held = self._sums.pop(i, 0)
             size += held or own  # a gradient is added to its sum and gone
             self._there += 0 if held else own
         self._pending.append((task, size))
-        return self._wait(0 if wait else self._window)
+        return [*done, *self._wait(0 if wait else self._window)], beside
 
     def drain(self) -> list[int]:
         """The end of a backward pass; returns what compute waits for."""

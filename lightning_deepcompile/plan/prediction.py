@@ -30,7 +30,8 @@ class MemoryPoint(NamedTuple):
         arena: Bytes of slots for gathered parameters.
         bytes: All allocated bytes.
         away: Bytes of saved tensors in host memory.
-        gradients: Bytes of whole gradients that the runtime holds, or has on their way.
+        gradients: Bytes of whole gradients that the runtime holds, or has on their way; less those of shards that
+            come later in the step.
     """
 
     micro_batch: int

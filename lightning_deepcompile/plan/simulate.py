@@ -90,18 +90,22 @@ def opening_bytes(schedules: Sequence[Schedule], profile: Profile) -> int:
     return _MemoryOnly(profile).launch_opening(schedules[0]) if opens else 0
 
 
-def gradient_bytes(schedules: Sequence[Schedule], ratio: float, micro_batches: int) -> list[list[list[int]]]:
-    """Bytes of whole gradients with the runtime, where compute waits for every reduction at once.
+def gradient_bytes(
+    schedules: Sequence[Schedule], ratio: float, micro_batches: int, world_size: int
+) -> list[list[list[int]]]:
+    """Bytes of gradients with the runtime (`GradientModel.bytes`), where compute waits for every reduction at once.
 
     Args:
         schedules: The programs of a micro-batch.
         ratio: Bytes of a sum of gradients per byte of a gradient.
         micro_batches: Of an optimizer step that accumulates gradients.
+        world_size: Number of ranks.
 
     Returns:
         Bytes while each instruction runs, by micro-batch and schedule.
     """
-    profile = replace(_without_costs(schedules), hold_ratio=ratio, micro_batches=micro_batches, reduce_window=0)
+    fields = {"hold_ratio": ratio, "micro_batches": micro_batches, "world_size": world_size}
+    profile = replace(_without_costs(schedules), device_type="cuda", reduce_window=0, **fields)
     rows: list[list[list[int]]] = [[[] for _ in schedules] for _ in range(micro_batches)]
     for point in simulate(schedules, profile).memory:
         rows[point.micro_batch][point.schedule].append(point.gradients)
@@ -132,7 +136,7 @@ class _Simulation:
         self._gathered: dict[int, _Group] = {}
         self._barrier: list[int] = []  # what the next task on the compute stream has to wait for
         self._computed: int | None = None  # the last task on the compute stream
-        self._gradients = GradientModel(profile.hold_ratio, profile.reduce_window)
+        self._gradients = GradientModel(profile.hold_ratio, profile.reduce_window, profile.world_size)
         self._begin: int | None = None  # the task behind which the step begins, if some of it comes before
         self._accumulates = profile.accumulates and profile.micro_batches > 1
         self._boundary = False  # in the last micro-batch
@@ -168,7 +172,7 @@ class _Simulation:
         if self._accumulates:
             for schedule in schedules:
                 for position in schedule.at("reduce_at_boundary"):
-                    self._gradients.reserve(schedule.instructions[position])
+                    self._gradients.expect(schedule.instructions[position], counted=not self._profile.host_computes)
         self._visits.begin(schedules, self._add)
         if self._profile.early_gathers and schedules and schedules[0].kind == "forward":
             self._open(schedules)
@@ -216,20 +220,19 @@ class _Simulation:
             self._visits.left()
         for position, (instruction, cost) in enumerate(zip(schedule.instructions, costs, strict=True)):
             task = len(self._tasks)
-            held, before = other, self._gradients.bytes
+            held, beside = other, None
             if cost is not None:
                 self._compute(cost.seconds, cost.host, f"{schedule.name}/{instruction.region}")
                 held, other = _peak(cost) + waiting[position], cost.after + waiting[position]
             else:
-                self._communicate(schedule, instruction)
-            gradients = self._gradients.bytes
+                beside = self._communicate(schedule, instruction)
+            gradients = self._gradients.bytes if beside is None else beside
             if instruction.op in REDUCTIONS:  # the runtime has them now, or has added them to sums
                 other = max(other - instruction.bytes, 0)
-                if not self._sums_up(instruction):
-                    held, gradients = max((held, before), (other, gradients), key=sum)
             self._remember(task, (micro_batch, index, position), held, gradients)
 
-    def _communicate(self, schedule: Schedule, instruction: Instruction) -> None:
+    def _communicate(self, schedule: Schedule, instruction: Instruction) -> int | None:
+        """Returns the bytes of gradients beside those that are handed over, if any are sent."""
         host = self._issue(self._profile.launch_seconds)
         label = f"{schedule.name}/{instruction.text}"
         if instruction.op in ("gather", "gather_now"):
@@ -243,7 +246,7 @@ class _Simulation:
             for i in instruction.ids:
                 self._release(i)
         elif instruction.op in REDUCTIONS or instruction.op == "reduce_now":
-            self._reduce(instruction, host, label)
+            return self._reduce(instruction, host, label)
         elif instruction.op in ("offload", "reload"):
             self._copy(schedule.frame, instruction, host, label)
         elif instruction.op == "wait_copy":
@@ -254,6 +257,7 @@ class _Simulation:
             self._barrier.extend(self._visits.wait(instruction.ids))
         elif instruction.op == "reload_states" and self._boundary:
             self._visits.reload(instruction.ids, [*host, *self._compute_point()])
+        return None
 
     def _copy(self, frame: int, instruction: Instruction, host: list[int], label: str) -> None:
         out = instruction.op == "offload"
@@ -326,19 +330,17 @@ class _Simulation:
                 self._barrier.append(group.done)
             self._arena.release(group.slot, group.done if self._computed is None else self._computed)
 
-    def _reduce(self, instruction: Instruction, host: list[int], label: str) -> None:
+    def _reduce(self, instruction: Instruction, host: list[int], label: str) -> int | None:
         if instruction.op == "reduce_at_boundary" and self._accumulates:
             self._compute(instruction.bytes * (self._profile.hold_seconds or 0.0), 0.0, label)
-            if self._sums_up(instruction):
+            if not self._boundary:
                 self._gradients.hold(instruction)
-                return
+                return None
         seconds = self._profile.reduce.seconds(instruction.bytes, self._profile.world_size)
         done = self._add("reduce", seconds, [*host, *self._compute_point()], label)
-        self._barrier.extend(self._gradients.send(instruction, done, wait=instruction.op == "reduce_now"))
-
-    def _sums_up(self, instruction: Instruction) -> bool:
-        """Whether gradients stay on the rank for now."""
-        return instruction.op == "reduce_at_boundary" and not self._boundary
+        waited, beside = self._gradients.send(instruction, done, wait=instruction.op == "reduce_now")
+        self._barrier.extend(waited)
+        return beside if instruction.op in REDUCTIONS else None
 
 
 class _MemoryOnly(_Simulation):

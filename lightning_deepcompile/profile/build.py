@@ -70,7 +70,7 @@ def build_profile(
     accumulates = len(isolated.accumulating) > 0
     cast_ratio = 1 / world_size if hold_ratio != 1 else 0.0
     arenas = arena_bytes(ran, cast_ratio)
-    gradients = gradient_bytes(ran, hold_ratio, isolated.micro_batches if accumulates else 1)
+    gradients = gradient_bytes(ran, hold_ratio, isolated.micro_batches if accumulates else 1, world_size)
     ordinary = _region_times(observed, schedules)
     for name, runs in by_name.items():
         schedule = isolated_schedules[name]
