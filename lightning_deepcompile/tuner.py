@@ -117,7 +117,7 @@ class Tuner:
         self._planned: tuple[Schedule, ...] = ()  # those of the plan in use, in the order in which they run
         self._limit: int | None = None  # bytes that were there when a rank ran out of memory
         self._excess = 0  # bytes that steps took beyond the budget, which their plan had kept
-        self._swapped = False  # before the step under way
+        self._swapped = False  # whether programs were swapped right before the step under way
         self._leanest = False  # the plan in use needs the least memory of all
         if not self._load():
             self._next_entry()

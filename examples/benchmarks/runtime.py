@@ -165,13 +165,13 @@ def run(rank: int, world: int, port: int, args: argparse.Namespace) -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     runtime = load_extension().Runtime(dist.group.WORLD, dist.group.WORLD, device)
     layer, watch = Layer(runtime, device, world, args.divide), Stopwatch(device, 5, args.repeat)
-    lines = [] if args.only else summary(layer, watch, device, world, args.repeat)
+    parts = {"summary": lambda: summary(layer, watch, device, world, args.repeat)}
     if device.type == "cuda":
-        tables = gpu_tables(layer, watch, device, world, args.divide)
-        for name in [args.only] if args.only else tables:
-            lines += ["", *tables[name]()]
-    if rank == 0:
-        print("\n".join(lines))
+        parts |= gpu_tables(layer, watch, device, world, args.divide)
+    for name in [args.only] if args.only else parts:
+        lines = parts[name]()
+        if rank == 0:
+            print("\n".join([*lines, ""] if device.type == "cuda" else lines), flush=True)
     runtime.close()
     dist.destroy_process_group()
 

@@ -36,7 +36,7 @@ class GradientModel:
 
         Where every micro-batch reduces, they are there from the first one on, and so in what regions were seen to take.
         """
-        return self._there + self._sends.bytes - sum(self._missing.values())
+        return self._there + self._sends.bytes
 
     def hold(self, group: Instruction) -> None:
         """Adds gradients to sums."""
@@ -52,9 +52,10 @@ class GradientModel:
             group: The gradients. After the first such step, the buffers for their casts are there.
             counted: Whether an allocator has counted the shards in what regions take.
         """
-        if counted:
-            shards = (int(size * self._ratio) // self._world_size for size in group.sizes)
-            self._missing |= dict(zip(group.ids, shards, strict=True))
+        for i, size in zip(group.ids, group.sizes, strict=True):
+            if counted and i not in self._missing:
+                self._missing[i] = int(size * self._ratio) // self._world_size
+                self._there -= self._missing[i]
         if self._ratio != 1:
             part = group.bytes // self._world_size  # a result is cast, too
             self._sends.release(self._sends.acquire(group.bytes + part))  # reused in stream order
@@ -72,8 +73,7 @@ class GradientModel:
         """
         done = self._wait(max(self._window - 1, 0))
         size = 0
-        for i in group.ids:
-            self._missing.pop(i, 0)
+        self._there += sum(self._missing.pop(i, 0) for i in group.ids)
         beside = self.bytes
         for i, own in zip(group.ids, group.sizes, strict=True):
             held = self._sums.pop(i, 0)
