@@ -107,11 +107,19 @@ def test_demo_trains_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_llama_trains_two_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", ["train_llama", "train_llama_70b"])
+def test_llama_trains_two_processes(config: str, tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse")
     pytest.importorskip("transformers")
     trainer = {"accelerator": "cpu", "devices": 2, "max_steps": 2, "limit_val_batches": 0, "callbacks.every": 1}
-    command = ["examples/train_llama.py", "fit", "--config=examples/train_llama.yaml", "--data.length=32"]
+    command = ["examples/train_llama.py", "fit", f"--config=examples/{config}.yaml"]
     command += [f"--trainer.{name}={value}" for name, value in trainer.items()]
-    printed = run_python(*command, paths=(declare_entry_points(tmp_path),))
+    printed = run_python(*command, "--model.size=tiny", "--data.length=32", paths=(declare_entry_points(tmp_path),))
     assert "tokens/s" in printed
+
+
+def test_the_large_models_differ_in_size_alone() -> None:
+    yaml = pytest.importorskip("yaml")
+    large, larger = (yaml.safe_load(Path(f"examples/train_llama_{size}.yaml").read_text()) for size in ("13b", "70b"))
+    assert large["model"].pop("size") == "13b" and larger["model"].pop("size") == "70b"
+    assert large == larger
