@@ -15,7 +15,7 @@ from test_offload_states import CASES, ROWS, WORLD, Model
 from torch.utils.data import DataLoader
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
-from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
+from lightning_deepcompile.plan.costs import Contention, Link, Profile, RegionCost
 from lightning_deepcompile.plan.pass_manager import PassEffect
 from lightning_deepcompile.plan.prediction import Prediction
 from lightning_deepcompile.plan.state_trade import Planned, StateMemory, trade_states, with_away
@@ -42,6 +42,8 @@ def test_a_profile_with_states_elsewhere() -> None:
     moved = with_away(PROFILE, STATES, 30)
     assert moved.regions["f/r"] == RegionCost(2.0, 0.0, 0, 30, 0)  # 20 - 30: never below nothing
     assert moved.optimizer_seconds == 8.0  # 30 bytes out, and in at the same time
+    shared = replace(PROFILE, contention=Contention(duplex=1.5))
+    assert with_away(shared, STATES, 30).optimizer_seconds == 9.5  # half as long again as one way
     back = with_away(replace(PROFILE, host_budget=50), replace(STATES, away=40), 10)
     assert back.regions["f/r"].peak == 90 and back.optimizer_seconds == 2.0 and back.host_budget == 80
     # A host that computes copies one way after the other, and has measured no states.

@@ -247,7 +247,7 @@ def _travel(profile: Profile, size: int) -> float:
     if size == 0:
         return 0.0
     both = profile.copy_in.copy_seconds(size), profile.copy_out.copy_seconds(size)
-    return sum(both) if profile.host_computes else max(both)
+    return sum(both) if profile.host_computes else max(both) * profile.contention.duplex
 
 
 def _arena(schedules: Sequence[Schedule], profile: Profile) -> int:
