@@ -160,15 +160,15 @@ def trade_states(profile: Profile, states: StateMemory, plan: Callable[[Profile]
     """
     limit = (profile.budget or NO_LIMIT) + profile.room
 
-    def slots(away: int, schedules: Sequence[Schedule]) -> int:
+    def fitting(away: int, schedules: Sequence[Schedule]) -> int:
         free = limit - _opening(schedules, profile) - states.stepping - states.total + away
         return states.slots(away, free)
 
     @functools.cache
     def tried(away: int) -> Trade:
-        most = slots(away, profile.schedules)
+        most = fitting(away, profile.schedules)
         trade = with_slots(away, most)
-        fewer = slots(away, trade.planned[0])  # a plan may open a step with more
+        fewer = fitting(away, trade.planned[0])  # a plan may open a step with more
         if fewer < most:
             trade, most = with_slots(away, fewer), fewer
         if most > LEAST_SLOTS and trade.planned[1][-1].prediction.exposed_seconds > _GAIN * trade.seconds:
