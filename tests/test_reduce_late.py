@@ -96,9 +96,9 @@ def test_reduce_late_holds_as_many_gradients_as_there_is_memory_for() -> None:
         assert prediction.seconds == pytest.approx(4 * (1 + 3 * (1 + 2)) - count * (3 * 2 - 4 * 0.25))
         assert prediction.peak_bytes == least + held[count]
     # Sums in another dtype take twice the memory, and a buffer to cast them and their results.
-    double = replace(base, hold_ratio=2.0, budget=least + 2 * SIZE)
-    assert reduce_late(step, PlanContext(auto, double)) == step
-    assert reduce_late(step, PlanContext(auto, replace(double, budget=least + 2 * SIZE + 2 * SIZE))) != step
+    double, needed = replace(base, hold_ratio=2.0), least + 2 * SIZE + 2 * SIZE - 10
+    assert reduce_late(step, PlanContext(auto, replace(double, budget=needed - 1))) == step
+    assert reduce_late(step, PlanContext(auto, replace(double, budget=needed))) != step
     # Without consent, measurements, further micro-batches or any gain, everything stays.
     for context in (
         PlanContext(profile=base),

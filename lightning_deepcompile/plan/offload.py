@@ -50,9 +50,14 @@ class OffloadNeed:
     host: int
 
     @property
+    def least(self) -> int:
+        """Memory of the device with all states in host memory."""
+        return max(self.peak, self.stepping + self.buffers)
+
+    @property
     def excess(self) -> int:
         """What must leave, if anything must; more than `states` if that is not enough."""
-        return max(self.peak, self.stepping + self.buffers) + self.states - self.budget
+        return self.least + self.states - self.budget
 
 
 @dataclass(frozen=True)
@@ -89,12 +94,11 @@ def decide_offload(mode: OffloadMode, need: OffloadNeed, chosen: object, host_ch
         numbers = f"{format_bytes(kept)} with all states on the device", format_bytes(need.budget)
         if kept <= need.budget or need.states == 0:
             return OffloadDecision(0, need.states, "{} fit into {}".format(*numbers))
-        if need.excess > need.states and chosen is not None:
-            least = max(need.peak, need.stepping + need.buffers)
+        if need.least > need.budget and chosen is not None:
             raise MemoryBudgetError(
                 f"CompileConfig(memory_budget={chosen!r}) allows {need.budget} bytes, but with all optimizer states in "
-                f"host memory a step still needs {least} ({least / 2**30:.2f} GiB). Raise the budget to at least that, "
-                "use a smaller batch, activation checkpointing, or a smaller `offload_chunk`."
+                f"host memory a step still needs {need.least} ({need.least / 2**30:.2f} GiB). Raise the budget to at "
+                "least that, use a smaller batch, activation checkpointing, or a smaller `offload_chunk`."
             )
         decision = OffloadDecision(min(max(need.excess, 1), need.states), need.states, "{} exceed {}".format(*numbers))
     check_host(decision.bytes, need.host, host_chosen)

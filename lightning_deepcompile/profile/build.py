@@ -233,7 +233,9 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
         regions=regions,
         gather=_shared([p.gather for p in profiles]),
         reduce=_shared([p.reduce for p in profiles]),
-        contention=Contention(**{f: max(getattr(p.contention, f) for p in profiles) for f in ("compute", "duplex")}),
+        contention=Contention(
+            compute=max(p.contention.compute for p in profiles), duplex=max(p.contention.duplex for p in profiles)
+        ),
         micro_batches=max(p.micro_batches for p in profiles),
         accumulates=all(p.accumulates for p in profiles),
         optimizer_seconds=max(p.optimizer_seconds for p in profiles),
@@ -281,8 +283,11 @@ def _with_shared_link(profile: Profile) -> Profile:
         return replace(profile, contention=replace(profile.contention, shared_link=factor))
 
     most, least = profile.contention.shared_link, 1.0
-    taken, alone = _explained(profile), _explained(sharing(least))
-    if taken <= profile.step_seconds or taken - alone < _TELLS * profile.step_seconds:
+    taken = _explained(profile)
+    if taken <= profile.step_seconds:
+        return profile
+    alone = _explained(sharing(least))
+    if taken - alone < _TELLS * profile.step_seconds:
         return profile
     if alone >= profile.step_seconds:
         return sharing(least)
