@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,19 @@ def _background(folder: Path) -> None:
             dist.all_reduce(total)
             assert total == dist.get_world_size()
     background.finish()
-    save_sharded(checkpoint, folder / "1.0" / META / "x", is_global_zero=is_global_zero, background=background)
-    with pytest.raises(OSError if is_global_zero else RuntimeError, match="" if is_global_zero else "failed on rank 0"):
+    fails = pytest.raises(
+        OSError if is_global_zero else RuntimeError, match="" if is_global_zero else "failed on rank 0"
+    )
+    with fails:  # below a file there can be no folder
+        save_sharded(checkpoint, folder / "1.0" / META / "x", is_global_zero=is_global_zero, background=background)
+    may_write = threading.Event()
+    background.submit(may_write.wait)
+    save_sharded(checkpoint, folder / "becomes a file" / "x", is_global_zero=is_global_zero, background=background)
+    if is_global_zero:
+        (folder / "becomes a file").rmdir()  # Lightning's `save_last="link"` needs it before anything is written
+        (folder / "becomes a file").touch()
+    may_write.set()
+    with fails:
         background.finish()
 
 

@@ -63,6 +63,9 @@ def save_sharded(
     with raise_together(f"Saving the checkpoint {os.fspath(path)!r}"):
         if is_global_zero:
             torch.save({k: v for k, v in checkpoint.items() if k not in _APART}, meta)
+            if (target := local_path(path)) is not None:
+                # Here and not when it is written: who saves in the background may link to it beside it at once.
+                target.parent.mkdir(parents=True, exist_ok=True)
     states = {"model": checkpoint["state_dict"]}
     states |= {CURRENT_STATE: checkpoint[CURRENT_STATE]} if CURRENT_STATE in checkpoint else {}
     states |= {f"optimizer_{i}": state for i, state in enumerate(checkpoint.get("optimizer_states", []))}
