@@ -97,8 +97,9 @@ class CompileConfig:
         offload_chunk: Most bytes of states (and shards) that step together. Three such buffers are on the device while
             the optimizer steps, or more if a plan finds memory for them. A parameter whose states are larger is a chunk
             of its own, and the last to leave.
-        plan: File of a plan. If it exists and fits, training starts with it and does not profile; the plan of a run
-            that did profile is written to it. ``"auto"``: ``deepcompile_plan.json`` in the Trainer's root directory.
+        plan: File of a plan. If it exists and fits, training starts with it, and with optimizer states where it has
+            them, and does not profile; the plan of a run that did profile is written to it. ``"auto"``:
+            ``deepcompile_plan.json`` in the Trainer's root directory.
         traces: Folder of traced steps: a run that traces a step keeps the trace there, and the next one that has the
             same code, model, shapes and surroundings begins without tracing. ``"auto"``: ``deepcompile_traces`` in the
             Trainer's root directory. As with any cache of compiled code, whoever can write to it can run code.

@@ -148,11 +148,11 @@ class Engine:
         )
         self._backend = compat.held_weakly(self.capture.__call__)
         watch = ShortageWatch(store, dist.get_rank(group), ranks.world_size, timeout, prefix)
-        self.tuner = Tuner(self.capture, self.runtime, group, device, relief, watch)
         self.residency: Residency | None = None
         if config.offload != "none":
             self.residency = Residency(config, self.model, self.runtime, group, device, host_bytes)
-        self.tuner.states = StateTrade(self.residency, self._hosted.describe)
+        trade = StateTrade(self.residency, self._hosted.describe)
+        self.tuner = Tuner(self.capture, self.runtime, group, device, relief, watch, trade)
         if config.offload_activations != "none":
             states = self.residency
             self.tuner.host_room = lambda: host_bytes - (0 if states is None else states.host_bytes)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 
 from lightning_deepcompile.agreement import attempt, exchange
 from lightning_deepcompile.files import write_whole
-from lightning_deepcompile.plan.plan_file import PlanFileError, Setting, read_plan, write_plan
+from lightning_deepcompile.plan.offload import StatePlaces
+from lightning_deepcompile.plan.plan_file import Plan, PlanFileError, Setting, read_plan, write_plan
 from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["PlanStore"]
@@ -31,8 +32,8 @@ class PlanStore:
         self._path = None if path is None else Path(path)
         self._setting, self._group = setting, group
 
-    def load(self) -> Mapping[str, Schedule] | None:
-        """Schedules by content, as rank 0 sees the file; None without a usable one. A collective."""
+    def load(self) -> Plan | None:
+        """The plan as rank 0 sees the file; None without a usable one. A collective."""
         path = self._path
         if path is None:
             return None
@@ -48,12 +49,17 @@ class PlanStore:
             self._warn(f"The plan {str(path)!r} is not used, as {error}. Training plans anew.")
             return None
 
-    def save(self, schedules: Sequence[Schedule]) -> None:
-        """Writes `schedules`, on rank 0; a failure is a warning."""
+    def save(self, schedules: Sequence[Schedule], states: StatePlaces | None) -> None:
+        """Writes a plan, on rank 0; a failure is a warning.
+
+        Args:
+            schedules: Of all programs.
+            states: Where optimizer states are; None if nothing of them may leave.
+        """
         path = self._path
         if path is None or self._group.rank() != 0:
             return
-        data = write_plan(schedules, self._setting).encode()
+        data = write_plan(schedules, self._setting, states).encode()
         _, error = attempt(lambda: write_whole(path, data))
         if error:
             self._warn(f"The plan could not be written to {str(path)!r}: {error}")

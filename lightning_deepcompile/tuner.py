@@ -68,9 +68,9 @@ class Tuner:
         device: Where programs run.
         relief: Knows whether this rank was short of memory.
         watch: Tells all ranks.
+        states: Places optimizer states together with plans.
 
     Attributes:
-        states: Places optimizer states together with plans.
         host_room: Bytes of host memory that saved tensors may take; None where none may leave.
         opened: Says when the last step's first gathers were launched, as fields of a `Profile`.
         rounds: What was done, round by round.
@@ -89,9 +89,10 @@ class Tuner:
         device: torch.device,
         relief: Relief,
         watch: ShortageWatch,
+        states: StateTrade,
     ) -> None:
         self._capture, self._runtime, self._group, self._device = capture, runtime, group, device
-        self._relief, self._watch = relief, watch
+        self._relief, self._watch, self._states = relief, watch, states
         self._config = capture.config
         ranks = capture.model.ranks
         self._world = ranks.shards
@@ -99,7 +100,6 @@ class Tuner:
         first, *self._entries = pass_schedule(self._config, capture.stage, self._world)
         capture.passes = self._start = first[1]
         self._passes: tuple[Pass, ...] = self._entries[-1][1] if self._entries else ()
-        self.states = StateTrade()
         self.host_room: Callable[[], int] | None = None
         self.opened: Callable[[], dict[str, bool]] = dict
         self.rounds: list[Round] = []
@@ -215,8 +215,8 @@ class Tuner:
         if spread := describe_spread(profiles):
             self._say(spread, logging.WARNING)
         smallest = profile.schedules if self.host_room is None else offload_all(profile.schedules)
-        check_budget(least_budget(smallest, self.states.least(profile)), budget, self._config.memory_budget)
-        self.profile, (planned, effects) = self.states.plan(
+        check_budget(least_budget(smallest, self._states.least(profile)), budget, self._config.memory_budget)
+        self.profile, (planned, effects) = self._states.plan(
             profile, lambda p: optimize(p.schedules, self._passes, PlanContext(self._capture.settings, p))
         )
         peak = effects[-1].prediction.peak_bytes
@@ -226,15 +226,7 @@ class Tuner:
                 f"{[p.name for p in self._passes]} come down to {peak}. Add 'proactive_prefetch', or raise the budget."
             )
         reports = [PassReport.of(effect) for effect in effects]
-        self.rounds.append(
-            Round(
-                self._step,
-                tuple(reports),
-                budget,
-                profile.step_seconds,
-                profile.exposed_seconds,
-            )
-        )
+        self.rounds.append(Round(self._step, tuple(reports), budget, profile.step_seconds, profile.exposed_seconds))
         ran = {run.program for run in self._probes[_ISOLATED].runs}
         self._known |= {s.content for s in self._capture_schedules() if s.name in ran}
         self._previous = (self._capture.passes, self._planned)
@@ -242,7 +234,7 @@ class Tuner:
         self._run_plan(planned, self._passes)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        if self._capture_schedules() == before and not self.states.moved:
+        if self._capture_schedules() == before and not self._states.movement:
             self._finish_round(outcome="unchanged")
 
     def _run_plan(self, schedules: Iterable[Schedule], passes: Sequence[Pass] | None = None) -> None:
@@ -259,19 +251,26 @@ class Tuner:
             self.rounds[-1] = replace(self.rounds[-1], outcome="out of memory")
         if self._first is not None:
             self._end_round(retry=True)
-        again, settings = self._limit is not None, self._capture.settings
-        start = self._capture.schedules([e.program.name for e in self._training()], self._start).values()
+        start = self._capture.schedules([e.program.name for e in self._training()], self._start)
         lean = fall_back(
-            self._step, shortages, self._planned, tuple(start), self._passes, settings, self.profile, last=again
+            self._step,
+            shortages,
+            self._planned,
+            tuple(start.values()),
+            self._passes,
+            self._capture.settings,
+            self.profile,
+            self._states,
+            last=self._limit is not None,
         )
-        self._limit, self._leanest = lean.round.budget, lean.last
+        self.profile, self._limit, self._leanest = lean.profile, lean.round.budget, lean.last
         if self._leanest:  # nothing that a later round finds would hold
             self._attempts, self._recheck = _ATTEMPTS, None
             self._entries.clear()
         self.rounds.append(lean.round)
         self._say(lean.round.reason, logging.WARNING)
         self._run_plan(lean.schedules)
-        self._store.save(self._capture_schedules())
+        self._save()
 
     def _capture_schedules(self) -> list[Schedule]:
         return [read_schedule(e.program) for e in self._training()]
@@ -302,7 +301,7 @@ class Tuner:
             profile = replace(profile, hold_seconds=measure_holds(dtypes, self._device))
         if self._config.memory_budget is None:
             profile = leave_room(profile)
-        if self.host_room is not None or self.states.travel:
+        if self.host_room is not None or self._states.travel:
             out, back, duplex = measure_copies(self._device)
             room, contention = self.host_room and self.host_room(), replace(profile.contention, duplex=duplex)
             profile = replace(profile, copy_out=out, copy_in=back, contention=contention, host_budget=room)
@@ -323,12 +322,12 @@ class Tuner:
         before = self.rounds[-1].before_seconds
         assert self.profile is not None
         held = self.rounds[-1].passes[0].peak_bytes <= (self.profile.budget or 0) + self.profile.room
-        must = not held or self.states.must
+        must = not held or self._states.must
         slower = before > 0 and after > before * (1 + _NOISE) and not must  # what did not fit is no alternative
         if slower:
             passes, plan = self._previous
             self._run_plan(plan, passes)
-            self.states.undo()
+            self.profile = self._states.undo(self.profile)
         excess = (peak or 0) - self.rounds[-1].budget
         if excess > 0 and not slower and self._config.memory_budget is not None and self._attempts < _ATTEMPTS:
             self._excess += excess  # memory that no model knows of: the next plan leaves it free
@@ -342,7 +341,7 @@ class Tuner:
         for miss in done.misses():
             self._say(f"The plan of step {done.step} did not do what was predicted: {miss}.", logging.WARNING)
         if done.outcome != "reverted":
-            self._store.save(self._capture_schedules())
+            self._save()
         self._end_round()
 
     def _end_round(self, retry: bool = False) -> None:
@@ -384,13 +383,18 @@ class Tuner:
         if self._group.rank() == 0:
             _log.log(level, "%s", text)
 
+    def _save(self) -> None:
+        self._store.save(self._capture_schedules(), self._states.places)
+
     def _load(self) -> bool:
-        """Takes schedules from the plan file."""
+        """Takes schedules, and where optimizer states are, from the plan file."""
         plan = self._store.load()
         if plan is None:
             return False
-        self._run_plan(admitted(plan.values(), self._capture.settings, self._world, self._device.type))
-        self._known = set(plan)
+        self._states.expect(plan.states)
+        schedules = plan.schedules.values()
+        self._run_plan(admitted(schedules, self._capture.settings, self._world, self._device.type))
+        self._known = set(plan.schedules)
         self._entries.clear()  # for programs that the file does not have, a round follows the look at them
         self._recheck = 2
         return True

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.leaner import FallBack, Shortage, fall_back
 from lightning_deepcompile.plan.pass_manager import resolve_passes, step_pass
@@ -306,6 +307,40 @@ def test_a_shortage_that_nothing_helps_is_an_error_that_says_what_was_tried() ->
     assert "It gave back what it could do without (" in str(failure.value)
 
 
+def _train_with_states() -> tuple[list[list[float]], list[list[float]], list[int], list[Any]]:
+    """Losses without and with shortages, bytes of states in host memory after each step, and the report."""
+    dist.init_process_group("gloo")
+    mesh, rank = init_device_mesh("cpu", (2,)), int(os.environ["RANK"])
+    results: list[list[list[float]]] = []
+    for plan, offload in ((None, "none"), ("kept", "auto")):
+        engine = planned_engine(mesh, plan, offload=offload, offload_chunk="2KiB")
+        optimizer = torch.optim.AdamW(engine.module.parameters(), 1e-2)
+        engine.attach_optimizer(optimizer)
+        losses, away = [], []
+        for step in range(44):
+            if offload != "none" and rank == 1:
+                engine.capture.regions.before = shortages = Shortages("forward", {2})
+                shortages.armed = step in (FAILS, 26)  # a first leaner plan fails, too
+            losses.append(optimizer_step(engine, batch(rank), optimizer).tolist())
+            away.append(engine.summary().offloaded_bytes)
+        results.append(losses)
+        rounds = engine.report()
+        engine.close()
+    return *results, away, rounds
+
+
+def test_optimizer_states_leave_under_leaner_plans() -> None:
+    for expected, losses, away, (made, leaner, leanest) in run_ranks(_train_with_states, 2, timeout=100):
+        assert losses == expected
+        assert (made.outcome, leaner.outcome, leanest.outcome) == ("kept", "leaner", "leaner")
+        assert leaner.step == 24 and leanest.step == 40 and leanest.passes[-1].name == "just in time"
+        states = 2 * 6 * 32 * 32 * 4 // 2  # two of each weight, a half on each rank
+        assert away[:24] == [0] * 24 and 0 < away[24] <= states, away
+        assert away[24:40] == [away[24]] * 16 and away[40:] == [states] * 4, away
+        assert "; optimizer states in host memory: 0 B become " in leaner.reason, leaner.reason
+        assert leanest.passes[-1].peak_bytes < leaner.passes[-1].peak_bytes <= leaner.budget
+
+
 def test_plans_get_leaner_and_in_the_end_the_leanest(mesh: DeviceMesh) -> None:
     engine = planned_engine(mesh, "kept", Deep(32, 12))
     optimizer, shortages = sgd(engine), Shortages("forward", {2})
@@ -322,7 +357,7 @@ def test_plans_get_leaner_and_in_the_end_the_leanest(mesh: DeviceMesh) -> None:
     def after(relieved: int, last: bool = False) -> FallBack:
         shortage = Shortage(0, "", "", "", relieved=relieved)
         passes = resolve_passes(["zero3", "prefetch", PLANS["kept"]], profiled=True)
-        return fall_back(24, [shortage], planned, (), passes, engine.capture.settings, profile, last=last)
+        return fall_back(24, [shortage], planned, (), passes, engine.capture.settings, profile, StateTrade(), last=last)
 
     peaks = [after(relieved).round.passes[-1].peak_bytes for relieved in (0, 10_000)]
     kept = [len(after(relieved).schedules[0].kept) for relieved in (0, 10_000)]

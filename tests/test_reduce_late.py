@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tracing import Simulator
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy, tuner
+from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Contention, Link, Profile
 from lightning_deepcompile.plan.leaner import Shortage, fall_back
@@ -134,10 +135,10 @@ def test_a_plan_that_runs_out_of_memory_is_followed_by_one_that_holds_less() -> 
     planned = reduce_late(step, PlanContext(auto, base))
     assert planned[1].at("reduce") == []
     shortage = Shortage(0, "backward", "region_0", "", relieved=SIZE // 4)
-    leaner = fall_back(20, [shortage], planned, (), passes, auto, base, last=False)
+    leaner = fall_back(20, [shortage], planned, (), passes, auto, base, StateTrade(), last=False)
     assert not leaner.last and 0 < len(leaner.schedules[1].at("reduce")) < 3
     assert "gradients reduced at the boundary: 3 become " in leaner.round.reason
-    least = fall_back(20, [shortage], planned, (), passes, auto, base, last=True)
+    least = fall_back(20, [shortage], planned, (), passes, auto, base, StateTrade(), last=True)
     assert least.last and len(least.schedules[1].at("reduce")) == 3
 
 

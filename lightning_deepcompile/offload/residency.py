@@ -26,6 +26,7 @@ from lightning_deepcompile.plan.budget import parse_budget
 from lightning_deepcompile.plan.offload import (
     OffloadDecision,
     OffloadNeed,
+    StatePlaces,
     check_host,
     decide_offload,
     leaving_order,
@@ -58,6 +59,7 @@ class Residency:
 
     Attributes:
         decision: What was decided; None before the first optimizer step.
+        expected: Where a plan that was read has states: they go there if the step that was seen fits with it.
     """
 
     def __init__(
@@ -78,7 +80,9 @@ class Residency:
         self._away = 0  # bytes that leave
         self._coming = 0  # bytes in host memory before some come back
         self._last = 0, 0  # bytes in host memory and bytes moved, of optimizers that are retired
+        self._slots = LEAST_SLOTS
         self.decision: OffloadDecision | None = None
+        self.expected: StatePlaces | None = None
 
     def attach(self, optimizer: Optimizer, otherwise: Parts | None = None) -> StateOffload:
         """Takes charge of an optimizer's states.
@@ -138,6 +142,7 @@ class Residency:
 
     def set_slots(self, slots: int) -> None:
         """Chunks of states that may be on the device while an optimizer steps."""
+        self._slots = slots
         for _, offload in self._attached:
             offload.slots = slots
 
@@ -147,6 +152,12 @@ class Residency:
         for _, offload in self._attached:
             offload.retire()
         self._attached.clear()
+
+    @property
+    def places(self) -> StatePlaces | None:
+        """Where states are; None before the first decision, and if there are none."""
+        memory = self.memory()
+        return None if memory is None else StatePlaces(memory.away, self._slots)
 
     @property
     def host_bytes(self) -> int:
@@ -182,12 +193,24 @@ class Residency:
         config = self._config
         lean = with_least_buffers(need, [size for *_, size in sizes], self._chunk_bytes)
         decision = decide_offload(config.offload, lean, config.memory_budget, config.host_memory_budget)
+        self._seen, self.decision = need, decision
+        self.decision = decision = self._as_planned(decision)
         if config.offload == "auto":
             self._choose(sizes, decision.bytes)
-        self._seen = need
-        self.decision = decision
         if self._group.rank() == 0:
             _log.info("%s", self.describe() or f"All optimizer states stay on the device: {decision.reason}")
+
+    def _as_planned(self, decision: OffloadDecision) -> OffloadDecision:
+        """`decision`, or that of the plan that was read, if its programs, which were seen, leave the memory for it."""
+        places, memory, need = self.expected, self.memory(), self._seen
+        if places is None or memory is None or need is None:
+            return decision
+        away = places.away if memory.movable else memory.away
+        most = max(need.peak + memory.total - away, memory.while_stepping(away, places.slots))
+        if most > need.budget or away > min(memory.host, memory.total):
+            return decision
+        self.set_slots(places.slots)
+        return replace(decision, bytes=away, reason="as in the plan that was read") if memory.movable else decision
 
     def _choose(self, sizes: list[tuple[int, Tensor, int]], least: int) -> None:
         """Lets the states of the first shards leave, at least so many bytes. A collective."""

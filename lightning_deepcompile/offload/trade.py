@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.offload import StatePlaces
 from lightning_deepcompile.plan.pass_manager import PassEffect
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.plan.state_trade import Planned, Trade, trade_states, with_away
+from lightning_deepcompile.plan.visits import LEAST_SLOTS
 from lightning_deepcompile.program.printer import format_bytes
 
 __all__ = ["StateTrade"]
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What was before states moved."""
+
+    places: StatePlaces
+    reason: str
+    profile: Profile
 
 
 class StateTrade:
@@ -23,19 +34,29 @@ class StateTrade:
         others: Says what else is in host memory for good; "" for nothing.
 
     Attributes:
-        moved: Whether states moved with the last plan.
-        must: Whether they had to, as what ran before needs more memory than it may.
+        movement: What moved with the last plan, in words; "" for nothing.
+        must: Whether it had to, as what ran before needs more memory than it may.
     """
 
     def __init__(self, residency: Residency | None = None, others: Callable[[], str] = str) -> None:
         self._residency, self._others = residency, others
-        self._before: tuple[int, str] | None = None
-        self.moved = self.must = False
+        self._before: _Before | None = None
+        self.movement, self.must = "", False
 
     @property
     def travel(self) -> bool:
         """Whether plans must know how fast states travel."""
         return self._residency is not None and self._residency.memory() is not None
+
+    @property
+    def places(self) -> StatePlaces | None:
+        """Where states are; None if nothing of them leaves, and before that is decided."""
+        return None if self._residency is None else self._residency.places
+
+    def expect(self, places: StatePlaces | None) -> None:
+        """Says where the plan that was read has states; call before the first optimizer step."""
+        if self._residency is not None:
+            self._residency.expected = places
 
     def least(self, profile: Profile) -> Profile:
         """The profile of a step with as many states in host memory as there may be."""
@@ -52,7 +73,7 @@ class StateTrade:
         Returns:
             The profile with states where they are now, and the plan; its effects tell of them.
         """
-        self.moved, self.must, residency = False, False, self._residency
+        self.movement, self.must, residency = "", False, self._residency
         memory = None if residency is None else residency.memory()
         if residency is None or memory is None:
             schedules, effects = plan(profile)
@@ -62,19 +83,50 @@ class StateTrade:
         if best.away != now.away and self._move(residency, now, best):
             schedules, effects = best.planned
             measured = replace(effects[0], prediction=simulate(profile.schedules, now.profile))
-            sizes = f"{format_bytes(now.away)} become {format_bytes(best.away)}"
-            text = "; ".join(filter(None, (self._others(), f"optimizer states in host memory: {sizes}")))
             residency.set_slots(best.slots)
+            text = "; ".join(filter(None, (self._others(), self.movement)))
             placed = PassEffect("offload", text, effects[0].prediction)
             return best.profile, (schedules, [measured, placed, *effects[1:]])
         schedules, effects = now.planned
         return now.profile, (schedules, self._told(effects))
 
-    def undo(self) -> None:
-        """Call when the last plan is given up: states go back to where they were. A collective if they moved."""
-        if self.moved and self._residency is not None and self._before is not None:
-            self._residency.place(*self._before)
-            self.moved = False
+    def undo(self, profile: Profile) -> Profile:
+        """Call when the last plan is given up: states go back to where they were. A collective if they moved.
+
+        Args:
+            profile: What `plan` returned.
+
+        Returns:
+            The profile with states where they are now.
+        """
+        before, self._before = self._before, None
+        if not self.movement or self._residency is None or before is None:
+            return profile
+        self.movement = ""
+        if not self._residency.place(before.places.away, before.reason):
+            return profile
+        self._residency.set_slots(before.places.slots)
+        return before.profile
+
+    def leave(self, profile: Profile | None) -> Profile | None:
+        """Moves all states that may leave to host memory, as far as that goes. A collective if they move.
+
+        Args:
+            profile: A measured step, if there is one.
+
+        Returns:
+            The profile with them there.
+        """
+        self.movement, residency = "", self._residency
+        memory = None if residency is None else residency.memory()
+        if residency is None or memory is None or not memory.movable:
+            return profile
+        away = memory.at_least(memory.total)
+        if away == memory.away or not residency.place(away, "a step ran out of memory"):
+            return profile
+        residency.set_slots(LEAST_SLOTS)
+        self.movement = _movement(memory.away, away)
+        return None if profile is None else with_away(profile, memory, away)
 
     def _told(self, effects: list[PassEffect]) -> list[PassEffect]:
         states = "" if self._residency is None else self._residency.describe()
@@ -82,11 +134,16 @@ class StateTrade:
         return [effects[0], replace(effects[0], name="offload", changed=text), *effects[1:]] if text else effects
 
     def _move(self, residency: Residency, now: Trade, best: Trade) -> bool:
-        before = now.away, "" if residency.decision is None else residency.decision.reason
+        reason = "" if residency.decision is None else residency.decision.reason
+        before = _Before(StatePlaces(now.away, now.slots), reason, now.profile)
         other = (
             f"{now.seconds * 1e3:.1f} ms" if now.over <= 0 else f"would need {format_bytes(now.over)} more than it may"
         )
         reason = f"a planned step takes {best.seconds * 1e3:.1f} ms; with {format_bytes(now.away)} there, {other}"
         if residency.place(best.away, reason):
-            self._before, self.moved, self.must = before, True, now.over > 0
-        return self.moved
+            self._before, self.movement, self.must = before, _movement(now.away, best.away), now.over > 0
+        return bool(self.movement)
+
+
+def _movement(before: int, after: int) -> str:
+    return f"optimizer states in host memory: {format_bytes(before)} become {format_bytes(after)}"

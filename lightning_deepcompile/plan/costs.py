@@ -108,6 +108,8 @@ class Profile:
             `optimizer_seconds` is without their copies, which are simulated.
         state_share: How much of that time the chunks take.
         state_slots: Chunks that may be on the device while the optimizer steps.
+        states_away: Bytes of optimizer states that `regions` and `host_budget` expect in host memory; None as measured:
+            those that were there, but a host that computes has counted activations alone.
         copy_out: Model of copies to host memory.
         copy_in: Model of copies from host memory.
         step_seconds: Duration of ordinary steps before this profile was taken; 0 if unknown.
@@ -140,6 +142,7 @@ class Profile:
     state_chunks: tuple[int, ...] = ()
     state_share: float = 1.0
     state_slots: int = 3
+    states_away: int | None = None
     copy_out: Link = Link(0.0, 1e12)
     copy_in: Link = Link(0.0, 1e12)
     step_seconds: float = 0.0

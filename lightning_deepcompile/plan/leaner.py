@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Profile
@@ -12,10 +13,11 @@ from lightning_deepcompile.plan.pass_manager import Pass, PassEffect, difference
 from lightning_deepcompile.plan.report import PassReport, Round
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.simulate import simulate
+from lightning_deepcompile.plan.state_trade import Planned
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["FallBack", "Shortage", "fall_back", "leaner_budget"]
+__all__ = ["FallBack", "Shortage", "States", "fall_back", "leaner_budget"]
 
 _MARGIN = 0.05  # of a budget that is known from a failure: memory comes in pieces
 
@@ -76,17 +78,31 @@ def leaner_budget(shortages: Sequence[Shortage], schedules: Sequence[Schedule], 
     return max(int(min(limits) * (1 - _MARGIN)), 1)
 
 
+class States(Protocol):
+    """Moves optimizer states with plans; see `offload.trade.StateTrade`."""
+
+    movement: str
+
+    def plan(self, profile: Profile, plan: Callable[[Profile], Planned]) -> tuple[Profile, Planned]:
+        """Plans, and moves states as the plan needs them."""
+
+    def leave(self, profile: Profile | None) -> Profile | None:
+        """Moves all states to host memory."""
+
+
 @dataclass(frozen=True)
 class FallBack:
     """A plan after a failure.
 
     Args:
         schedules: Its schedules.
+        profile: What it was made with, with optimizer states where they are now.
         round: What the report says of it.
         last: Whether there is none that needs less.
     """
 
     schedules: Sequence[Schedule]
+    profile: Profile | None
     round: Round
     last: bool
 
@@ -99,10 +115,11 @@ def fall_back(
     passes: Sequence[Pass],
     settings: PlanSettings,
     profile: Profile | None,
+    states: States,
     *,
     last: bool,
 ) -> FallBack:
-    """Makes the plan that takes over after shortages.
+    """Makes the plan that takes over after shortages. A collective if optimizer states move.
 
     Args:
         step: Optimizer steps done.
@@ -112,27 +129,35 @@ def fall_back(
         passes: The passes that made them.
         settings: What the user chose.
         profile: What they were made with; None for a plan out of a file.
+        states: Optimizer states: some may leave under the leaner plan, and all do under the least.
         last: Whether this was not the first plan to fail: another one might, too.
     """
     budget: int | None = None
     schedules: list[Schedule] = []
     effects: list[PassEffect] = []
+    moves: list[str] = []
     if profile is not None and {s.name for s in planned} - {s.name for s in profile.schedules}:
         profile = None  # of other programs, as when a plan was taken back to an older one
     if profile is not None:
         budget = leaner_budget(shortages, planned, profile)
         if not last:
-            lean = replace(profile, budget=budget, room=0)
-            schedules, effects = optimize(profile.schedules, passes, PlanContext(settings, lean))
+            profile, (schedules, effects) = states.plan(
+                replace(profile, budget=budget, room=0),
+                lambda p: optimize(p.schedules, passes, PlanContext(settings, p)),
+            )
+            moves.append(states.movement)
             last = effects[-1].prediction.peak_bytes > budget
     if last or profile is None:
         schedules, last = [just_in_time(schedule) for schedule in (profile.schedules if profile else start)], True
+        profile = states.leave(profile)
+        moves.append(states.movement)
         effects = [] if profile is None else [PassEffect("just in time", "", simulate(schedules, profile))]
     peak = f", for a peak of {format_bytes(effects[-1].prediction.peak_bytes)}" if effects else ""
+    changes = "; ".join(filter(None, (difference(planned, schedules) + peak, *moves)))
     others = f" ({len(shortages) - 1} more times since)" if len(shortages) > 1 else ""
     text = (
         f"{shortages[0]}{others} It gave {format_bytes(max(s.relieved for s in shortages))} back and went on. From "
-        f"step {step} on, all ranks run a leaner plan: {difference(planned, schedules)}{peak}."
+        f"step {step} on, all ranks run a leaner plan: {changes}."
     )
     done = Round(
         step,
@@ -143,4 +168,4 @@ def fall_back(
         outcome="leaner",
         reason=text,
     )
-    return FallBack(schedules, done, last)
+    return FallBack(schedules, profile, done, last)

@@ -14,6 +14,7 @@ __all__ = [
     "OffloadDecision",
     "OffloadMode",
     "OffloadNeed",
+    "StatePlaces",
     "check_host",
     "decide_offload",
     "leaving_order",
@@ -73,6 +74,19 @@ class OffloadDecision:
     bytes: int
     states: int
     reason: str
+
+
+@dataclass(frozen=True)
+class StatePlaces:
+    """Where a plan has optimizer states; the same on all ranks.
+
+    Args:
+        away: Bytes of each rank's states in host memory.
+        slots: Chunks of states that may be on the device while an optimizer steps.
+    """
+
+    away: int
+    slots: int
 
 
 def decide_offload(mode: OffloadMode, need: OffloadNeed, chosen: object, host_chosen: object) -> OffloadDecision:

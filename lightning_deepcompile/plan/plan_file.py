@@ -1,4 +1,4 @@
-"""Plans as files: a later run starts with the schedules that an earlier one found."""
+"""Plans as files: a later run starts with the schedules that an earlier one found, and with its places of states."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from lightning_deepcompile.plan.costs import schedule_from_dict
+from lightning_deepcompile.plan.offload import StatePlaces
 from lightning_deepcompile.program.schedule import Schedule, ScheduleError, check_schedule
 
-__all__ = ["PLAN_VERSION", "PlanFileError", "Setting", "read_plan", "write_plan"]
+__all__ = ["PLAN_VERSION", "Plan", "PlanFileError", "Setting", "read_plan", "write_plan"]
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 class PlanFileError(ValueError):
@@ -33,26 +34,42 @@ class Setting:
     device_type: str
 
 
-def write_plan(schedules: Sequence[Schedule], setting: Setting) -> str:
+@dataclass(frozen=True)
+class Plan:
+    """What is read from a file.
+
+    Args:
+        schedules: By content key of the program.
+        states: Where optimizer states are; None if nothing of them may leave.
+    """
+
+    schedules: Mapping[str, Schedule]
+    states: StatePlaces | None
+
+
+def write_plan(schedules: Sequence[Schedule], setting: Setting, states: StatePlaces | None = None) -> str:
     """A plan as text that `read_plan` reads.
 
     Args:
         schedules: The schedules, each with its content key.
         setting: What they were made for.
+        states: Where optimizer states are; None if nothing of them may leave.
     """
-    programs = {schedule.content: asdict(schedule) for schedule in schedules}
-    return json.dumps({"version": PLAN_VERSION, "setting": asdict(setting), "programs": programs}, indent=1)
+    data = {
+        "version": PLAN_VERSION,
+        "setting": asdict(setting),
+        "states": None if states is None else asdict(states),
+        "programs": {schedule.content: asdict(schedule) for schedule in schedules},
+    }
+    return json.dumps(data, indent=1)
 
 
-def read_plan(text: str, setting: Setting) -> dict[str, Schedule]:
+def read_plan(text: str, setting: Setting) -> Plan:
     """Reads a plan and makes sure that it is for `setting`.
 
     Args:
         text: What `write_plan` returned.
         setting: What the plan is wanted for.
-
-    Returns:
-        Schedules by content key of the program.
 
     Raises:
         PlanFileError: If the text is no plan, is damaged, is of another version or for another setting.
@@ -69,11 +86,18 @@ def read_plan(text: str, setting: Setting) -> dict[str, Schedule]:
     if data["setting"] != wanted:
         raise PlanFileError(f"it was made for {data['setting']}, and this run has {wanted}")
     try:
-        plan = {key: schedule_from_dict(one) for key, one in data["programs"].items()}
-        for key, schedule in plan.items():
+        schedules = {key: schedule_from_dict(one) for key, one in data["programs"].items()}
+        for key, schedule in schedules.items():
             if schedule.content != key:
                 raise PlanFileError(f"the program {key!r} calls itself {schedule.content!r}")
             check_schedule(schedule)
+        states = None if data["states"] is None else StatePlaces(**data["states"])
+        if states is not None and not (_is_count(states.away, 0) and _is_count(states.slots, 1)):
+            raise PlanFileError(f"it has optimizer states in {states}")
     except (AttributeError, KeyError, TypeError, ScheduleError) as error:
         raise PlanFileError(f"it is damaged ({type(error).__name__}: {error})") from error
-    return plan
+    return Plan(schedules, states)
+
+
+def _is_count(value: object, least: int) -> bool:
+    return type(value) is int and value >= least

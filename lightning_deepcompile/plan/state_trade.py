@@ -115,18 +115,20 @@ def with_away(profile: Profile, states: StateMemory, away: int, slots: int = LEA
     """The profile of the same step with another part of the states in host memory.
 
     Args:
-        profile: As measured, with `states.away` bytes there. A host that computes has counted activations alone.
+        profile: As measured, with `states.away` bytes there, or what this function has made of it.
         states: Sizes.
         away: Bytes of states in host memory.
         slots: Chunks of them that may be on the device while the optimizer steps.
     """
-    moved = away - states.away
-    more = states.stepping + states.total - away if profile.host_computes else -moved
+    counted = profile.states_away is not None or not profile.host_computes
+    before = states.away if profile.states_away is None else profile.states_away
+    moved = away - before
+    more = -moved if counted else states.stepping + states.total - away
     regions = {
         key: replace(cost, **{name: max(getattr(cost, name) + more, 0) for name in ("before", "peak", "after")})
         for key, cost in profile.regions.items()
     }
-    seconds = profile.optimizer_seconds - _travel(profile, states.away)
+    seconds = profile.optimizer_seconds - (0.0 if profile.state_chunks else _travel(profile, before))
     chunks = () if profile.host_computes else states.chunks(away)
     if not chunks:
         seconds += _travel(profile, away)
@@ -139,6 +141,7 @@ def with_away(profile: Profile, states: StateMemory, away: int, slots: int = LEA
         state_share=away / max(states.total, 1),
         head_start=profile.head_start and away == 0,
         state_slots=slots,
+        states_away=away,
         host_budget=None if host is None else max(host - moved, 0),
     )
 
