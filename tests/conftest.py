@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -58,6 +59,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and torch.cuda.device_count() < 2:
             item.add_marker(missing)
+
+
+def pytest_collection_finish() -> None:
+    """Garbage is not looked for in what was imported: as in `multiprocess`."""
+    gc.freeze()
 
 
 @pytest.fixture

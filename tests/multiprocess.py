@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -169,6 +170,7 @@ def _rank_main(
     stack = Path(folder, f"stack{rank}").open("w")  # stays open: the handler writes to it
     threading.Thread(target=_keep_listening, args=(stack,), daemon=True).start()
     torch.set_num_threads(1)
+    gc.freeze()  # tracing makes a lot of garbage, and each look for it would go through everything that was imported
     try:
         result = function(*args, **kwargs)
         Path(folder, f"result{rank}").write_bytes(pickle.dumps(result))
