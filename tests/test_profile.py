@@ -225,7 +225,9 @@ def test_plan_files(mesh: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture)
     for broken, reason in [
         ("{", "it is no JSON"),
         ("{}", "it has no `version`"),
-        (text.replace('"version": 1', '"version": 7'), "it has version 7"),
+        (text.replace('"version": 2', '"version": 7'), "it has version 7"),
+        (text.replace('"states": null', '"states": {"away": -1, "slots": 3}'), "optimizer states in"),
+        (text.replace('"states": null', '"states": {"away": 0}'), "it is damaged"),
         (text.replace('"world_size": 1', '"world_size": 64'), "'world_size': 64"),
         (text.replace('"stage": 3', '"stage": 1'), "'stage': 1"),
         (text.replace('"instructions"', '"instruction"'), "it is damaged"),

@@ -181,9 +181,10 @@ def test_evaluation_and_symbolic_lengths(mesh: DeviceMesh) -> None:
     assert engine.capture.blocks == LAYERS
 
 
-def test_another_model_of_the_same_class(mesh: DeviceMesh) -> None:
-    """Dynamo makes the parameters' numbers inputs then."""
-    engines = [_engine(Net(), mesh, True) for _ in range(3)]
+@pytest.mark.parametrize("kind", [Net, Checkpointed])
+def test_another_model_of_the_same_class(kind: type[Net], mesh: DeviceMesh) -> None:
+    """Dynamo makes integers inputs that differ from those it has seen: the parameters' numbers must not be."""
+    engines = [_engine(kind(), mesh, True) for _ in range(3)]
     first, *others = [_steps(engine, _batches(4)) for engine in engines]
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))

@@ -26,7 +26,8 @@ __all__ = ["StepState", "install_access", "sharded_class", "uninstall_access"]
 _log = logging.getLogger(__name__)
 _LIBRARIES = re.compile(r"[/\\](torch|lightning|pytorch_lightning|lightning_deepcompile)[/\\]|<")
 # A parameter's leaf and its number are attributes of the module, side by side: Dynamo takes up, and guards on, every
-# container on the way to a value, and every value of one.
+# container on the way to a value, and every value of one. The number is a text: integers of modules are inputs of a
+# compiled step (`compat.step_settings`), and symbols once another training has shown other ones.
 _LEAF, _ID = "_dc_leaf_{}", "_dc_id_{}"
 _STATE = "_dc_step_state"
 _RNN_WEIGHTS = "_flat_weights"
@@ -85,13 +86,13 @@ def _parameter_property(name: str, size: tuple[int, ...], dtype: torch.dtype) ->
     def read(self: nn.Module) -> Tensor:
         # Compiled code always gathers: the tracer takes this branch as a constant, without a guard.
         if is_compiling():
-            return gather(getattr(self, leaf_name), getattr(self, id_name), size, dtype)
+            return gather(getattr(self, leaf_name), int(getattr(self, id_name)), size, dtype)
         # Eager code outside of a step and of the module's own call gets the shard: reading an attribute must never
         # start a collective that other ranks know nothing of.
         state = self.__dict__[_STATE]
         if state.whole or not (state.inside or state.calling):
             return self._parameters[name]
-        leaf, ds_id = getattr(self, leaf_name), getattr(self, id_name)
+        leaf, ds_id = getattr(self, leaf_name), int(getattr(self, id_name))
         if state.inside:
             state.warn_uncompiled(ds_id, name)
         return gather(leaf, ds_id, size, dtype if state.inside else leaf.dtype)
@@ -174,7 +175,7 @@ def install_access(
         state: Shared by all modules of one strategy.
     """
     for name, (leaf, ds_id, _, _) in entries.items():
-        module.__dict__ |= {_LEAF.format(name): leaf, _ID.format(name): ds_id}
+        module.__dict__ |= {_LEAF.format(name): leaf, _ID.format(name): str(ds_id)}
     module.__dict__[_STATE] = state
     if isinstance(module, nn.RNNBase):
         module.__dict__.pop(_RNN_WEIGHTS, None)

@@ -48,14 +48,9 @@ def calls_gather(node: fx.Node) -> bool:
 
 
 def gathered_id(gather: fx.Node) -> int | None:
-    """The parameter that is gathered, if that is known.
-
-    Dynamo makes its number an input where the same code was compiled with another one, for another model; asking for
-    its value, as AOTAutograd does too, makes it a constant of this graph.
-    """
+    """The parameter that is gathered; None for a call of the user's own whose number is not a constant."""
     id_ = gather.args[1]
-    value = id_.meta.get("example_value") if isinstance(id_, fx.Node) else id_
-    return None if value is None else int(value)
+    return id_ if isinstance(id_, int) else None
 
 
 def leaves(value: Any) -> list[Any]:

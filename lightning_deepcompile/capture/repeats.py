@@ -112,12 +112,10 @@ def body_of(gm: fx.GraphModule, block: Block) -> fx.GraphModule:
         copies[source] = graph.placeholder(source.name)
         copies[source].meta["example_value"] = source.meta["example_value"]
     for node in block.nodes:
-        for source in _sources(node):
+        for source in node.all_input_nodes:
             if source not in copies:  # a checkpointed layer's graph, referred to from outside
                 copies[source] = graph.node_copy(source)
         copies[node] = graph.node_copy(node, copies.get)
-        if calls_gather(node):
-            copies[node].update_arg(1, gathered_id(node))
     graph.output(tuple(copies[node] for node in block.outputs))
     return compat.graph_module(gm, graph)
 
@@ -219,11 +217,6 @@ def _body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     return value if isinstance(value, fx.GraphModule) else None
 
 
-def _sources(node: fx.Node) -> list[fx.Node]:
-    """The nodes that `node` reads; a gather's parameter is a constant of its block."""
-    return [source for source in node.all_input_nodes if not (calls_gather(node) and source is node.args[1])]
-
-
 class _Unequal(Exception):
     """A block holds what cannot be compared, or handed to a function of its own."""
 
@@ -236,7 +229,7 @@ def _describe(gm: fx.GraphModule, block: Block) -> bool:
     lines: list[object] = []
     try:
         for position, node in enumerate(block.nodes):
-            for source in _sources(node):
+            for source in node.all_input_nodes:
                 if source not in inside and source not in names and _body(gm, source) is None:
                     names[source] = ("in", len(block.inputs))
                     block.inputs.append(source)
