@@ -240,6 +240,18 @@ def test_another_shape_or_precision_is_traced_anew(kept: Path, options: dict[str
     assert_same(again, plain)
 
 
+def test_packages_count_and_what_setuptools_brings_along_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = store.environment(torch.device("cpu"), 0, 1)
+    for folder, same in (("setuptools/_vendor", True), ("packages", False)):
+        info = tmp_path / folder / "autocommand-2.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: autocommand\nVersion: 2.0\n")
+        monkeypatch.syspath_prepend(tmp_path / folder)
+        assert (store.environment(torch.device("cpu"), 0, 1) == before) == same
+
+
 def test_variables_that_processes_set_themselves_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     before = store.environment(torch.device("cpu"), 0, 1)
     for name in ("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "TRITON_CACHE_DIR", "PL_GLOBAL_SEED", "SLURM_JOB_ID"):

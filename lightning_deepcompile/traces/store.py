@@ -44,7 +44,9 @@ def environment(device: torch.device, rank: int, world_size: int) -> dict[str, s
         rank: This rank, which graphs do not depend on, but what users do may.
         world_size: Number of ranks.
     """
-    words = {f"package {each.metadata['Name']}": each.version for each in metadata.distributions()}
+    # What setuptools brings along is found once something has been compiled.
+    found = [each for each in metadata.distributions() if "_vendor" not in Path(str(each.locate_file(""))).parts]
+    words = {f"package {each.metadata['Name']}": each.version for each in found}
     for name, value in os.environ.items():
         if not _EVERY_RUN.fullmatch(name):  # Dynamo takes variables that a step reads as constants, without guards
             words[f"environment variable {name}"] = hashlib.sha256(value.encode("utf-8", "surrogateescape")).hexdigest()
