@@ -97,6 +97,10 @@ class CompileConfig:
         offload_chunk: Most bytes of states (and shards) that step together. Three such buffers are on the device while
             the optimizer steps, or more if a plan finds memory for them. A parameter whose states are larger is a chunk
             of its own, and the last to leave.
+        recompute: What the model runs under activation checkpointing is computed again in backward: ``"always"`` all of
+            it, ``"auto"`` as much as memory asks for. Then planning decides, by time and memory, how many of the last
+            of its equal blocks (see `trace_blocks_once`) keep their activations, for which the step is traced once
+            more. Other operators are fused, which may change last bits of results.
         plan: File of a plan. If it exists and fits, training starts with it, and with optimizer states where it has
             them, and does not profile; the plan of a run that did profile is written to it. ``"auto"``:
             ``deepcompile_plan.json`` in the Trainer's root directory.
@@ -124,6 +128,7 @@ class CompileConfig:
     trace_blocks_once: bool = True
     schedule: list[dict[str, Any]] | Literal["auto"] | None = "auto"
     memory_budget: int | float | str | None = None
+    recompute: Literal["always", "auto"] = "always"
     plan: str | None = None
     traces: str | None = None
     offload: OffloadMode = "none"
@@ -139,6 +144,8 @@ class CompileConfig:
             raise ValueError(f"CompileConfig(embedding={self.embedding!r}): use 'auto', 'gather' or 'exchange'.")
         if self.reduce not in ("every", "boundary", "auto", None):
             raise ValueError(f"CompileConfig(reduce={self.reduce!r}): use 'every', 'boundary', 'auto' or None.")
+        if self.recompute not in ("always", "auto"):
+            raise ValueError(f"CompileConfig(recompute={self.recompute!r}): use 'always' or 'auto'.")
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -131,9 +131,8 @@ class Engine:
         agreement = Agreement(store, dist.get_rank(group), ranks.world_size, timeout, prefix)
         self._leaving = ActivationOffload(config, self.model, device, stage, host_bytes)
         relief = Relief(self.runtime, device, dist.get_rank(group))
-        divider = None
-        if config.communication_sms and device.type == "cuda":
-            divider = Multiprocessors(device, config.communication_sms, self.runtime)
+        divides = config.communication_sms and device.type == "cuda"
+        divider = Multiprocessors(device, config.communication_sms, self.runtime) if divides else None
         self.capture = Capture(
             config,
             self.model,
@@ -164,6 +163,7 @@ class Engine:
         self._stale_gradients = False
         self._opening = opening = StepOpening(config, self.capture, self.runtime, group, device, stage)
         self.tuner.opened = lambda: {"early_gathers": opening.early, "head_start": opening.led}
+        self.tuner.retrace = functools.partial(self._compiled.pop, "training_step", None)
         self._aborted = False
 
     def run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -181,13 +181,13 @@ class Engine:
             RuntimeError: If Dynamo compiled the step too often.
             UnsupportedStepError: If the step does with parameters what cannot be done with shards.
         """
-        if name not in self._compiled:
-            self._compiled[name] = compile_step(getattr(self.module, name), self._backend, self.config, self.device)
-            self._settings[name] = compat.step_settings(self.config.recompile_limit)
         if name == "training_step":
             self._begin_training_step()
         else:
             self._opening.begin(name)
+        if name not in self._compiled:
+            self._compiled[name] = compile_step(getattr(self.module, name), self._backend, self.config, self.device)
+            self._settings[name] = compat.step_settings(self.config.recompile_limit)
         self.gradients.follow_requires_grad()
         try:
             with self.model.state.set("inside"), self._settings[name]:

@@ -49,17 +49,18 @@ class PlanStore:
             self._warn(f"The plan {str(path)!r} is not used, as {error}. Training plans anew.")
             return None
 
-    def save(self, schedules: Sequence[Schedule], states: StatePlaces | None) -> None:
+    def save(self, schedules: Sequence[Schedule], states: StatePlaces | None, uncheckpointed: int) -> None:
         """Writes a plan, on rank 0; a failure is a warning.
 
         Args:
             schedules: Of all programs.
             states: Where optimizer states are; None if nothing of them may leave.
+            uncheckpointed: How many blocks that the model checkpoints keep their activations.
         """
         path = self._path
         if path is None or self._group.rank() != 0:
             return
-        data = write_plan(schedules, self._setting, states).encode()
+        data = write_plan(schedules, self._setting, states, uncheckpointed).encode()
         _, error = attempt(lambda: write_whole(path, data))
         if error:
             self._warn(f"The plan could not be written to {str(path)!r}: {error}")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lightning_deepcompile.agreement import attempt, exchange
 from lightning_deepcompile.capture.backend import Capture
+from lightning_deepcompile.measuring import measured_profile
 from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.pass_schedule import pass_schedule
 from lightning_deepcompile.plan.admit import admitted
@@ -24,19 +25,18 @@ from lightning_deepcompile.plan.leaner import fall_back
 from lightning_deepcompile.plan.least import least_budget
 from lightning_deepcompile.plan.pass_manager import Pass, optimize
 from lightning_deepcompile.plan.plan_file import Setting
+from lightning_deepcompile.plan.recompute import Checkpoint
 from lightning_deepcompile.plan.report import PassReport, Round, shortage_note
+from lightning_deepcompile.plan.state_trade import Planned
 from lightning_deepcompile.plan_store import PlanStore
-from lightning_deepcompile.profile.build import build_profile, describe_spread, explain, leave_room, merge_profiles
-from lightning_deepcompile.profile.copies import measure_copies
-from lightning_deepcompile.profile.holds import hold_ratio, measure_holds
+from lightning_deepcompile.profile.build import describe_spread, explain, merge_profiles
 from lightning_deepcompile.profile.instrument import instrument
-from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.executable import Executable
-from lightning_deepcompile.program.live import live_bytes
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.rewrite import read_schedule
 from lightning_deepcompile.program.schedule import Schedule
+from lightning_deepcompile.recomputation import Recomputation
 from lightning_deepcompile.relief import Relief
 from lightning_deepcompile.shortage_watch import ShortageWatch
 
@@ -72,6 +72,7 @@ class Tuner:
 
     Attributes:
         host_room: Bytes of host memory that saved tensors may take; None where none may leave.
+        retrace: Has the training step compiled anew, in its next call.
         opened: Says when the last step's first gathers were launched, as fields of a `Profile`.
         rounds: What was done, round by round.
         profile: What the last round planned with.
@@ -93,6 +94,7 @@ class Tuner:
     ) -> None:
         self._capture, self._runtime, self._group, self._device = capture, runtime, group, device
         self._relief, self._watch, self._states = relief, watch, states
+        self._recomputation = Recomputation(capture, states)
         self._config = capture.config
         ranks = capture.model.ranks
         self._world = ranks.shards
@@ -102,6 +104,7 @@ class Tuner:
         self._passes: tuple[Pass, ...] = self._entries[-1][1] if self._entries else ()
         self.host_room: Callable[[], int] | None = None
         self.opened: Callable[[], dict[str, bool]] = dict
+        self.retrace: Callable[[], object] = lambda: None
         self.rounds: list[Round] = []
         self.profile: Profile | None = None
         self._step = 0  # optimizer steps done
@@ -162,7 +165,7 @@ class Tuner:
 
     @property
     def _watches(self) -> bool:
-        return bool(self._planned) and not self._leanest
+        return (bool(self._planned) or self._capture.uncheckpointed > 0) and not self._leanest
 
     def _at_boundary(self) -> None:
         if self._watches and self._step % self._watch.every == 0:
@@ -176,15 +179,12 @@ class Tuner:
             self._plan()
         elif moment == _VERIFIED:
             self._verify()
-        if self._first is None or not (moment < _PLANNED or _TIMED <= moment < _VERIFIED):
-            return
-        if moment < -2:
+        if self._first is None or not (-2 <= moment < _PLANNED or _TIMED <= moment < _VERIFIED):
             return
         isolated = moment == _ISOLATED
         # Of this object it may know nothing: programs with marks outlive a training that ends during a round.
         drain = functools.partial(self._runtime.free_grads, []) if isolated else None
-        self._probe = StepProbe(self._device, drain)
-        self._probes[moment] = self._probe
+        self._probe = self._probes[moment] = StepProbe(self._device, drain)
         if moment in (_OBSERVED, _ISOLATED):
             self._schedules[moment] = instrument(self._training(), self._probe)
 
@@ -198,7 +198,7 @@ class Tuner:
         results = self._exchange(attempt(self._measured))
         failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
         measured = [result for result, _ in results if result is not None]
-        profiles = [profile for profile, _ in measured]
+        profiles = [profile for profile, *_ in measured]
         try:
             if failed:
                 raise ProfileError("; ".join(failed))
@@ -216,9 +216,11 @@ class Tuner:
             self._say(spread, logging.WARNING)
         smallest = profile.schedules if self.host_room is None else offload_all(profile.schedules)
         check_budget(least_budget(smallest, self._states.least(profile)), budget, self._config.memory_budget)
-        self.profile, (planned, effects) = self._states.plan(
-            profile, lambda p: optimize(p.schedules, self._passes, PlanContext(self._capture.settings, p))
-        )
+        seen = [checkpoints for *_, checkpoints in measured]
+        if (anew := self._recomputation.choose(self._step, profile, seen, self._optimized)) is not None:
+            self._trace_anew(anew)
+            return
+        self.profile, (planned, effects) = self._states.plan(profile, self._optimized)
         peak = effects[-1].prediction.peak_bytes
         if self._config.memory_budget is not None and peak > budget:
             raise MemoryBudgetError(
@@ -243,25 +245,33 @@ class Tuner:
         self._relief.take()  # what was short under the old one
         self._watch.forget()
 
+    def _optimized(self, profile: Profile) -> Planned:
+        return optimize(profile.schedules, self._passes, PlanContext(self._capture.settings, profile))
+
+    def _trace_anew(self, done: Round) -> None:
+        self.rounds.append(done)
+        self._say(str(done), logging.INFO if not done.reason else logging.WARNING)
+        self.retrace()
+        self._planned, self._swapped = (), True
+        self._entries.insert(0, (self._step + 3, self._passes))
+        self._end_round()
+
     def _look_for_shortages(self) -> None:
         shortages = self._watch.turn(self._relief.take())
         if not shortages:
             return
         if self.rounds and self.rounds[-1].outcome == "measuring":
             self.rounds[-1] = replace(self.rounds[-1], outcome="out of memory")
+        if (anew := self._recomputation.give_up(self._step, shortages, self._planned, self.profile)) is not None:
+            self._limit = anew.budget
+            self._trace_anew(anew)
+            return
         if self._first is not None:
             self._end_round(retry=True)
-        start = self._capture.schedules([e.program.name for e in self._training()], self._start)
+        settings, states, again = self._capture.settings, self._states, self._limit is not None
+        start = tuple(self._capture.schedules([e.program.name for e in self._training()], self._start).values())
         lean = fall_back(
-            self._step,
-            shortages,
-            self._planned,
-            tuple(start.values()),
-            self._passes,
-            self._capture.settings,
-            self.profile,
-            self._states,
-            last=self._limit is not None,
+            self._step, shortages, self._planned, start, self._passes, settings, self.profile, states, last=again
         )
         self.profile, self._limit, self._leanest = lean.profile, lean.round.budget, lean.last
         if self._leanest:  # nothing that a later round finds would hold
@@ -275,37 +285,21 @@ class Tuner:
     def _capture_schedules(self) -> list[Schedule]:
         return [read_schedule(e.program) for e in self._training()]
 
-    def _measured(self) -> tuple[Profile, tuple[Schedule, ...]]:
-        """What this rank saw of the programs that it ran, and the schedules that planning starts from."""
-        observed, isolated = self._probes[_OBSERVED], self._probes[_ISOLATED]
-        names = list(dict.fromkeys(run.program for run in isolated.runs))
-        start = self._capture.schedules(names, self._passes)
-        programs = {e.program.name: e.program for e in self._training()}
-        dtypes = {(p.gather_dtype, p.local.dtype) for p in self._capture.model.parameters if p.dtensor.requires_grad}
-        profile = build_profile(
-            observed,
-            isolated,
-            self._schedules[_OBSERVED],
-            self._schedules[_ISOLATED],
-            world_size=self._world,
-            hold_ratio=hold_ratio(dtypes),
-            reduce_window=self._config.reduce_window,
-            budget=memory_limit(self._device, self._config.memory_budget),
+    def _measured(self) -> tuple[Profile, tuple[Schedule, ...], list[list[Checkpoint]]]:
+        between = [self._probes[m + 1].seconds_since(self._probes[m]) for m in range(-2, 0) if m in self._probes]
+        profile, start = measured_profile(
+            self._capture,
+            self._device,
+            [(self._probes[moment], self._schedules[moment]) for moment in (_OBSERVED, _ISOLATED)],
+            self._passes,
             # The steps before may still have grown memory or tuned kernels; marks, too, only make a step longer.
             step_seconds=self._fastest(-2, _OBSERVED + 1),
-            live={name: live_bytes(programs[name]) for name in names},
+            between_seconds=min(between, default=0.0),
+            opened=self.opened(),
+            host_room=self.host_room,
+            states_travel=self._states.travel,
         )
-        between = [self._probes[m + 1].seconds_since(self._probes[m]) for m in range(-2, 0) if m in self._probes]
-        profile = replace(profile, **self.opened(), between_seconds=min(between, default=0.0))
-        if self._capture.settings.reduce == "auto" and profile.micro_batches > 1 and profile.hold_seconds is None:
-            profile = replace(profile, hold_seconds=measure_holds(dtypes, self._device))
-        if self._config.memory_budget is None:
-            profile = leave_room(profile)
-        if self.host_room is not None or self._states.travel:
-            out, back, duplex = measure_copies(self._device)
-            room, contention = self.host_room and self.host_room(), replace(profile.contention, duplex=duplex)
-            profile = replace(profile, copy_out=out, copy_in=back, contention=contention, host_budget=room)
-        return profile, tuple(start[s.name] for s in profile.schedules)
+        return profile, start, self._recomputation.seen(start)
 
     def _fastest(self, first: int, last: int) -> float:
         """The shortest of the steps from `first` up to `last`, counted from the round's first profiled one."""
@@ -384,7 +378,7 @@ class Tuner:
             _log.log(level, "%s", text)
 
     def _save(self) -> None:
-        self._store.save(self._capture_schedules(), self._states.places)
+        self._store.save(self._capture_schedules(), self._states.places, self._capture.uncheckpointed)
 
     def _load(self) -> bool:
         """Takes schedules, and where optimizer states are, from the plan file."""
@@ -392,6 +386,7 @@ class Tuner:
         if plan is None:
             return False
         self._states.expect(plan.states)
+        self._recomputation.adopt(plan.uncheckpointed)
         schedules = plan.schedules.values()
         self._run_plan(admitted(schedules, self._capture.settings, self._world, self._device.type))
         self._known = set(plan.schedules)

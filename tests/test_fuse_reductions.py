@@ -17,7 +17,7 @@ from test_simulate import SIZE, compute, profile, reduce, reduce_late, schedule
 from torch.distributed.device_mesh import DeviceMesh
 from tracing import capture
 
-from lightning_deepcompile import CompileConfig, DeepCompileStrategy, tuner
+from lightning_deepcompile import CompileConfig, DeepCompileStrategy, measuring, tuner
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.plan.admit import admitted
 from lightning_deepcompile.plan.context import PlanContext
@@ -247,14 +247,14 @@ def _all(folder: str) -> dict[str, tuple[Record, ...]]:
         f"{model} {when}": tuple(_fit(model, c, schedule=plain, reduce=when) for c in ([], [_Merge()]))
         for model, when in (("mlp", "every"), ("gpt_tied", "boundary"))
     }
-    original, fastest = tuner.build_profile, tuner.Tuner._fastest
-    tuner.build_profile = lambda *a, **k: replace(original(*a, **k), reduce=Link(1.0, 1e12))
+    original, fastest = measuring.build_profile, tuner.Tuner._fastest
+    measuring.build_profile = lambda *a, **k: replace(original(*a, **k), reduce=Link(1.0, 1e12))
     tuner.Tuner._fastest = lambda *_: 100.0  # type: ignore[method-assign]
     schedule_ = [*plain, {"step": 3, "passes": ["zero3", "prefetch", "fuse"]}]
     try:
         runs = [_fit(schedule=schedule_, plan=f"{folder}/plan.json") for _ in range(2)]
     finally:
-        tuner.build_profile, tuner.Tuner._fastest = original, fastest  # type: ignore[method-assign]
+        measuring.build_profile, tuner.Tuner._fastest = original, fastest  # type: ignore[method-assign]
     results["planned"] = (results["mlp every"][0], *runs)
     return results
 

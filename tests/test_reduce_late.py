@@ -23,7 +23,7 @@ from test_simulate import SIZE, compute, profile, reduce, schedule
 from torch.distributed.device_mesh import DeviceMesh
 from tracing import Simulator
 
-from lightning_deepcompile import CompileConfig, DeepCompileStrategy, tuner
+from lightning_deepcompile import CompileConfig, DeepCompileStrategy, measuring, tuner
 from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Contention, Link, Profile
@@ -243,7 +243,7 @@ def test_it_changes_how_often_gradients_travel_and_nothing_else() -> None:
 
 def _plan_all(accelerator: str) -> dict[str, Record]:
     """Runs whose profile says that reductions are slow, and whose plans measure as the name says."""
-    original, fastest = tuner.build_profile, tuner.Tuner._fastest
+    original, fastest = measuring.build_profile, tuner.Tuner._fastest
 
     def slow(*args: Any, **kwargs: Any) -> Profile:
         return replace(original(*args, **kwargs), reduce=Link(1.0, 1e6))
@@ -252,7 +252,7 @@ def _plan_all(accelerator: str) -> dict[str, Record]:
         sequence = iter(times)
         tuner.Tuner._fastest = lambda *_: next(sequence)  # type: ignore[method-assign]
 
-    tuner.build_profile = slow
+    measuring.build_profile = slow
     settings_ = {"accelerator": accelerator, "schedule": PASSES, "reduce": "auto"}
     try:
         results = {}
@@ -268,7 +268,7 @@ def _plan_all(accelerator: str) -> dict[str, Record]:
             measured(100.0)
             results["tight"] = _fit("mlp", memory_budget=budget, **settings_)
     finally:
-        tuner.build_profile, tuner.Tuner._fastest = original, fastest  # type: ignore[method-assign]
+        measuring.build_profile, tuner.Tuner._fastest = original, fastest  # type: ignore[method-assign]
     return results
 
 

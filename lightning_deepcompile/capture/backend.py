@@ -30,9 +30,10 @@ from lightning_deepcompile.capture.templates import Instance, call_repeats, trac
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.plan.copy_placement import fit_copies, offload_saved
 from lightning_deepcompile.plan.pass_manager import DEFAULT_PASSES, Pass, apply_passes
+from lightning_deepcompile.plan.recompute import Checkpoint
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.program.codegen import Divider, Guard
-from lightning_deepcompile.program.executable import Executable
+from lightning_deepcompile.program.executable import UNCHECKPOINTED, Executable
 from lightning_deepcompile.program.graph import is_gather, is_reduce, nbytes, output_node
 from lightning_deepcompile.program.lower import RegionCompiler, lower
 from lightning_deepcompile.program.program import ParamInfo, Program, ProgramKind
@@ -97,6 +98,7 @@ class Capture:
         saved_parameters: Gathered parameters among saved activations; a full parameter there would defeat sharding.
         exchanged: Look-ups of rows that were made exchanges.
         blocks: Blocks that were not traced by themselves but with their equals.
+        uncheckpointed: How many of the last blocks that the model checkpoints are not computed again in backward.
         seconds: Time spent in compilation after Dynamo: tracing with AOTAutograd, partitioning, regions.
     """
 
@@ -117,7 +119,10 @@ class Capture:
     exchanged: int = 0
     blocks: int = 0
     seconds: float = 0.0
+    uncheckpointed: int = 0
     _frames: list[_Frame] = field(default_factory=list)
+    _captured: int = 0
+    _lowered: int = 0
     _timing: bool = False
     _opening: _Frame | None = None
 
@@ -146,7 +151,8 @@ class Capture:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         """The backend function that ``torch.compile`` calls."""
-        frame = _Frame(self.frames)
+        frame = _Frame(self._captured)
+        self._captured += 1
         self._frames.append(frame)
         if self.config.region_backend == "inductor" and any(getattr(x, "is_cuda", False) for x in example_inputs):
             compat.start_compile_workers()  # they sleep when nothing was compiled for a while
@@ -158,7 +164,12 @@ class Capture:
                 self.exchanged += self.lookups.rewrite(gm)
             eager_random = self.config.region_backend == "eager"
             if self.config.trace_blocks_once:
-                gm, frame.blocks = call_repeats(gm, lambda id_: self.params[id_].block, eager_random=eager_random)
+                gm, frame.blocks = call_repeats(
+                    gm,
+                    lambda id_: self.params[id_].block,
+                    eager_random=eager_random,
+                    uncheckpointed=self.uncheckpointed if self.config.recompute == "auto" else None,
+                )
                 self.blocks += len(frame.blocks)
             compile_graph = compat.held_weakly(self._compile)
             with tracing_blocks(frame.blocks):
@@ -176,6 +187,32 @@ class Capture:
     def frames(self) -> int:
         """Graphs that Dynamo captured."""
         return len(self._frames)
+
+    def checkpoints(self, frame: int) -> list[Checkpoint]:
+        """The blocks of a graph that are computed again in backward and need not be, in order.
+
+        Args:
+            frame: The graph's number.
+        """
+        (found,) = (one for one in self._frames if one.index == frame)
+        return [
+            Checkpoint(one.checkpointed_bytes, sum(self.params[id_].gathered_bytes for id_ in one.ids.values()))
+            for one in found.blocks
+            if one.checkpointed_bytes
+        ]
+
+    def trace_anew(self, uncheckpointed: int) -> None:
+        """Forgets what was captured of training steps; call between optimizer steps, on all ranks alike.
+
+        Args:
+            uncheckpointed: As the attribute, from now on.
+        """
+        self.uncheckpointed = uncheckpointed
+        self._frames = [f for f in self._frames if all(e.program.kind == "inference" for e in f.executables)]
+        self.executables = [executable for frame in self._frames for executable in frame.executables]
+        self._opening, self.plan = None, {}
+        self.agreement.forget()
+        self.runtime.invalidate()
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
@@ -233,7 +270,8 @@ class Capture:
     def _compile(
         self, frame: _Frame, kind: ProgramKind, gm: fx.GraphModule, inputs: Sequence[Any]
     ) -> compat.BoxedCallable:
-        graph_id = (self.runtime.serial << 32) | len(self.executables)
+        graph_id = (self.runtime.serial << 32) | self._lowered
+        self._lowered += 1
         with self._timed():
             self._inline(frame, kind, gm)
             # A backward program also releases what the forward program left, whether it reads it or not.
@@ -248,7 +286,8 @@ class Capture:
                 compile_region=self.regions,
                 progress=self.progress,
             )
-            base = replace(base, frame=frame.index)
+            history = (*base.history, UNCHECKPOINTED) if self.uncheckpointed else base.history
+            base = replace(base, frame=frame.index, history=history)
             self.runtime.register_graph(graph_id, sorted(frame.ids), stage=self.stage, reduce="every")
             if kind == "backward":
                 self.runtime.register_graph(base.boundary_id, sorted(frame.ids), stage=self.stage, reduce="boundary")

@@ -96,9 +96,21 @@ def _must_run_once(node: fx.Node) -> bool:
     return name in _PRODUCTS or torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable
 
 
-def partition(gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Partitions the joint graph for AOTAutograd; see `compat.partition` for the arguments."""
-    parts = compat.partition(gm, joint_inputs, _prepare, **kwargs)
+def partition(
+    gm: fx.GraphModule, joint_inputs: Sequence[Any], *, checkpointed: bool = True, **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Partitions the joint graph for AOTAutograd.
+
+    Args:
+        gm: The joint graph.
+        joint_inputs: Its inputs.
+        checkpointed: Whether what the model runs under activation checkpointing is computed again in backward.
+        **kwargs: As for `compat.partition`.
+
+    Returns:
+        Forward and backward graph.
+    """
+    parts = compat.partition(gm, joint_inputs, _prepare if checkpointed else _prepare_uncheckpointed, **kwargs)
     # PyTorch's backward graph would write its code at every change, and once more when AOTAutograd copies it.
     forward, backward = (compat.graph_module(part, part.graph) for part in parts)
     for part in (forward, backward):
@@ -110,6 +122,13 @@ def _prepare(gm: fx.GraphModule) -> None:
     tag_gathers(gm)
     protect_written_inputs(gm)
     _hide_randomness(gm)
+
+
+def _prepare_uncheckpointed(gm: fx.GraphModule) -> None:
+    for node in gm.graph.nodes:
+        node.meta.pop("recompute", None)
+        node.meta.pop("ac_graph_id", None)
+    _prepare(gm)
 
 
 class _Certain:

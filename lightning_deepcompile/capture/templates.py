@@ -13,13 +13,14 @@ import itertools
 import logging
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.partition import partition
@@ -70,6 +71,17 @@ class Template:
         return [node.meta["val"] for node in output_node(self.forward.graph).args[0]]
 
     @functools.cached_property
+    def saved_bytes(self) -> int:
+        """Bytes that are kept for backward and are neither inputs nor outputs of the block."""
+
+        def memory(values: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
+            return {StorageWeakRef(v.untyped_storage()): v.untyped_storage().nbytes() for v in values}
+
+        outputs = memory(self.made[: self.outputs])
+        saved = memory(self.made[~place] for place in self.saved if place < 0)
+        return sum(size for key, size in saved.items() if key not in outputs)
+
+    @functools.cached_property
     def found(self) -> list[Tensor]:
         """Fake tensors like the gradients that `backward` returns."""
         return [node.meta["val"] for node in _outputs(self.backward) if node is not None]
@@ -87,14 +99,23 @@ class Instance:
     Args:
         template: What it does.
         ids: The template's number of every parameter to this block's.
+        uncheckpointed: What it would do without the model's activation checkpointing; None where there is none, or
+            nobody asked.
     """
 
     template: Template
     ids: dict[int, int]
+    uncheckpointed: Template | None = None
+
+    @property
+    def checkpointed_bytes(self) -> int:
+        """What is not kept for backward because the model checkpoints it."""
+        other = self.uncheckpointed
+        return 0 if other is None else max(other.saved_bytes - self.template.saved_bytes, 0)
 
 
 def call_repeats(
-    gm: fx.GraphModule, block_of: Callable[[int], str], *, eager_random: bool
+    gm: fx.GraphModule, block_of: Callable[[int], str], *, eager_random: bool, uncheckpointed: int | None = None
 ) -> tuple[fx.GraphModule, list[Instance]]:
     """Traces every kind of block that `gm` repeats once.
 
@@ -102,30 +123,42 @@ def call_repeats(
         gm: Dynamo's graph; left as it is.
         block_of: Parameter id to the name of the layout's block.
         eager_random: As in `compat.capture`.
+        uncheckpointed: How many of the last blocks that the model checkpoints run without that; None: there will never
+            be any, and nothing is traced for it.
 
     Returns:
         A graph that calls the blocks, and what they are: `gm` itself and nothing where none is worth it.
     """
-    blocks: list[Block] = []
-    instances: list[Instance] = []
+    found: list[tuple[Block, Instance]] = []
     for equal in find_repeats(gm, block_of):
+        other = None
         try:
             template = trace_block(gm, equal[0], eager_random=eager_random)
+            if uncheckpointed is not None and any(map(compat.is_checkpoint, equal[0].nodes)):
+                other = trace_block(gm, equal[0], eager_random=eager_random, checkpointed=False)
         except UnsuitableBlockError as reason:
             _log.info("%d equal blocks are traced one by one: %s.", len(equal), reason)
             continue
-        blocks += equal
-        instances += [Instance(template, dict(zip(equal[0].ids, block.ids, strict=True))) for block in equal]
-    return (call_blocks(gm, blocks, run_block) if blocks else gm), instances
+        found += [(one, Instance(template, dict(zip(equal[0].ids, one.ids, strict=True)), other)) for one in equal]
+    if not found:
+        return gm, []
+    order = {node: position for position, node in enumerate(gm.graph.nodes)}
+    found.sort(key=lambda pair: order[pair[0].nodes[0]])
+    instances = [instance for _, instance in found]
+    saving = [number for number, instance in enumerate(instances) if instance.checkpointed_bytes > 0]
+    for number in saving[::-1][: uncheckpointed or 0]:
+        instances[number] = replace(instances[number], template=instances[number].uncheckpointed)
+    return call_blocks(gm, [block for block, _ in found], run_block), instances
 
 
-def trace_block(gm: fx.GraphModule, block: Block, *, eager_random: bool) -> Template:
+def trace_block(gm: fx.GraphModule, block: Block, *, eager_random: bool, checkpointed: bool = True) -> Template:
     """Traces and partitions a block.
 
     Args:
         gm: Dynamo's graph.
         block: A block of it.
         eager_random: As in `compat.capture`.
+        checkpointed: As in `partition`.
 
     Raises:
         UnsuitableBlockError: If it writes to its inputs, draws random numbers, returns parts of its inputs, or cannot
@@ -136,7 +169,7 @@ def trace_block(gm: fx.GraphModule, block: Block, *, eager_random: bool) -> Temp
     def cut(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         if kwargs["num_fwd_outputs"] != len(block.outputs):
             raise UnsuitableBlockError("it writes to its inputs")
-        forward, backward = partition(gm, inputs, **kwargs)
+        forward, backward = partition(gm, inputs, checkpointed=checkpointed, **kwargs)
         traced.update(forward=forward, backward=backward)
         return forward, backward
 

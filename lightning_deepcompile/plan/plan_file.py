@@ -41,24 +41,30 @@ class Plan:
     Args:
         schedules: By content key of the program.
         states: Where optimizer states are; None if nothing of them may leave.
+        uncheckpointed: How many blocks that the model checkpoints keep their activations.
     """
 
     schedules: Mapping[str, Schedule]
     states: StatePlaces | None
+    uncheckpointed: int
 
 
-def write_plan(schedules: Sequence[Schedule], setting: Setting, states: StatePlaces | None = None) -> str:
+def write_plan(
+    schedules: Sequence[Schedule], setting: Setting, states: StatePlaces | None = None, uncheckpointed: int = 0
+) -> str:
     """A plan as text that `read_plan` reads.
 
     Args:
         schedules: The schedules, each with its content key.
         setting: What they were made for.
         states: Where optimizer states are; None if nothing of them may leave.
+        uncheckpointed: How many blocks that the model checkpoints keep their activations.
     """
     data = {
         "version": PLAN_VERSION,
         "setting": asdict(setting),
         "states": None if states is None else asdict(states),
+        "uncheckpointed": uncheckpointed,
         "programs": {schedule.content: asdict(schedule) for schedule in schedules},
     }
     return json.dumps(data, indent=1)
@@ -94,9 +100,12 @@ def read_plan(text: str, setting: Setting) -> Plan:
         states = None if data["states"] is None else StatePlaces(**data["states"])
         if states is not None and not (_is_count(states.away, 0) and _is_count(states.slots, 1)):
             raise PlanFileError(f"it has optimizer states in {states}")
+        uncheckpointed = data["uncheckpointed"]
+        if not _is_count(uncheckpointed, 0):
+            raise PlanFileError(f"it has {uncheckpointed!r} blocks that keep their activations")
     except (AttributeError, KeyError, TypeError, ScheduleError) as error:
         raise PlanFileError(f"it is damaged ({type(error).__name__}: {error})") from error
-    return Plan(schedules, states)
+    return Plan(schedules, states, uncheckpointed)
 
 
 def _is_count(value: object, least: int) -> bool:

@@ -49,7 +49,8 @@ class Round:
         after_seconds: Measured duration of steps with the new programs; None before it is known.
         after_peak_bytes: Measured peak memory with the new programs; None where the allocator does not count.
         outcome: ``"measuring"``, ``"kept"``, ``"reverted"`` or ``"unchanged"``; ``"out of memory"`` where a rank ran
-            out of it before that was known, and ``"leaner"`` for the plan that follows a shortage.
+            out of it before that was known, ``"leaner"`` for what follows a shortage, and ``"traced anew"`` where
+            another part of what the model checkpoints is computed again: the next round plans for that.
         reason: What made a leaner plan take over, and what it does differently; else empty.
     """
 

@@ -17,6 +17,10 @@ __all__ = ["Executable"]
 _log = logging.getLogger(__name__)
 
 
+UNCHECKPOINTED = "uncheckpointed"
+"""In a program's history: it keeps activations that the model would compute again."""
+
+
 @dataclass(eq=False, repr=False)
 class Executable:
     """What AOTAutograd calls for one graph.
@@ -26,7 +30,8 @@ class Executable:
         program: The current schedule.
         before: Called before every run: begins the backward pass, or does nothing.
         check: Called with the program before its first run; compares it with the other ranks'.
-        guard: What planned and profiled programs call for a region; by default the region itself.
+        guard: What programs call for a region that are planned, profiled, or computed without the checkpoints that the
+            model asks for; by default the region itself.
         divider: Told where programs compute; None: nobody is.
 
     Attributes:
@@ -64,7 +69,8 @@ class Executable:
         if program.graph_id != self.base.graph_id:
             raise ValueError(f"The program {program.name!r} belongs to another graph than {self.base.name!r}.")
         self.program = self._running = program
-        guard = self.guard if "plan" in program.history else None
+        guarded = "plan" in program.history or UNCHECKPOINTED in program.history
+        guard = self.guard if guarded else None
         self._run, self.source = generate(program, guard=guard, divider=self.divider)
         self.opening = opening_gathers(program)
         self.waits_for_states = waits_for_states(program)

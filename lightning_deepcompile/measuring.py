@@ -1,0 +1,76 @@
+"""What one rank saw of the profiled steps, as a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from lightning_deepcompile.capture.backend import Capture
+from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.pass_manager import Pass
+from lightning_deepcompile.profile.build import build_profile, leave_room
+from lightning_deepcompile.profile.copies import measure_copies
+from lightning_deepcompile.profile.holds import hold_ratio, measure_holds
+from lightning_deepcompile.profile.memory import memory_limit
+from lightning_deepcompile.profile.probe import StepProbe
+from lightning_deepcompile.program.live import live_bytes
+from lightning_deepcompile.program.schedule import Schedule
+
+__all__ = ["measured_profile"]
+
+
+def measured_profile(
+    capture: Capture,
+    device: torch.device,
+    steps: Sequence[tuple[StepProbe, Mapping[str, Schedule]]],
+    passes: Sequence[Pass],
+    *,
+    step_seconds: float,
+    between_seconds: float,
+    opened: Mapping[str, bool],
+    host_room: Callable[[], int] | None,
+    states_travel: bool,
+) -> tuple[Profile, tuple[Schedule, ...]]:
+    """The profile of the programs that this rank ran, and the schedules that planning starts from.
+
+    Args:
+        capture: Has compiled them.
+        device: Where they ran.
+        steps: What ran with marks, and how: a step as scheduled, and one in which every collective was waited for.
+        passes: What planning uses.
+        step_seconds: Duration of an ordinary step.
+        between_seconds: From a step's end to the next.
+        opened: When a step's first gathers are launched, as fields of a `Profile`.
+        host_room: Bytes of host memory that saved tensors may take; None where none may leave.
+        states_travel: Whether optimizer states come and go.
+    """
+    (observed, ran), (isolated, ran_isolated) = steps
+    config, model = capture.config, capture.model
+    names = list(dict.fromkeys(run.program for run in isolated.runs))
+    start = capture.schedules(names, passes)
+    programs = {e.program.name: e.program for e in capture.executables}
+    dtypes = {(p.gather_dtype, p.local.dtype) for p in model.parameters if p.dtensor.requires_grad}
+    profile = build_profile(
+        observed,
+        isolated,
+        ran,
+        ran_isolated,
+        world_size=model.ranks.shards,
+        hold_ratio=hold_ratio(dtypes),
+        reduce_window=config.reduce_window,
+        budget=memory_limit(device, config.memory_budget),
+        step_seconds=step_seconds,
+        live={name: live_bytes(programs[name]) for name in names},
+    )
+    profile = replace(profile, **opened, between_seconds=between_seconds)
+    if capture.settings.reduce == "auto" and profile.micro_batches > 1 and profile.hold_seconds is None:
+        profile = replace(profile, hold_seconds=measure_holds(dtypes, device))
+    if config.memory_budget is None:
+        profile = leave_room(profile)
+    if host_room is not None or states_travel:
+        out, back, duplex = measure_copies(device)
+        room, contention = host_room and host_room(), replace(profile.contention, duplex=duplex)
+        profile = replace(profile, copy_out=out, copy_in=back, contention=contention, host_budget=room)
+    return profile, tuple(start[s.name] for s in profile.schedules)

@@ -1,0 +1,100 @@
+"""Lets checkpointed blocks keep their activations where a measured step leaves memory for it, and takes that back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lightning_deepcompile.capture.backend import Capture
+from lightning_deepcompile.offload.trade import StateTrade
+from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.leaner import Shortage, leaner_budget
+from lightning_deepcompile.plan.recompute import Checkpoint, choose_recompute
+from lightning_deepcompile.plan.report import PassReport, Round
+from lightning_deepcompile.plan.state_trade import Planned
+from lightning_deepcompile.program.schedule import Schedule
+
+__all__ = ["Recomputation"]
+
+
+class Recomputation:
+    """Decides once, in the first round of planning. Every call is the same on all ranks, as what it depends on is.
+
+    Args:
+        capture: Traces the step.
+        states: Knows what waits in host memory: where that is short of memory already, nothing is kept.
+    """
+
+    def __init__(self, capture: Capture, states: StateTrade) -> None:
+        self._capture, self._states = capture, states
+        self._decided = capture.config.recompute != "auto"
+
+    def adopt(self, uncheckpointed: int) -> None:
+        """Does as the plan that was read; call before the step is traced."""
+        if not self._decided:
+            self._capture.uncheckpointed, self._decided = uncheckpointed, True
+
+    def seen(self, schedules: Sequence[Schedule]) -> list[list[Checkpoint]]:
+        """What this rank's programs compute again and could keep, a list for each forward program.
+
+        Args:
+            schedules: Those of a micro-batch.
+        """
+        return [self._capture.checkpoints(schedule.frame) for schedule in schedules if schedule.kind == "forward"]
+
+    def choose(
+        self, step: int, profile: Profile, seen: Sequence[list[list[Checkpoint]]], plan: Callable[[Profile], Planned]
+    ) -> Round | None:
+        """Decides, and has the capture forget the step if it is to be traced anew.
+
+        Args:
+            step: Optimizer steps done.
+            profile: As measured.
+            seen: What every rank has `seen`.
+            plan: Makes a plan with a profile.
+
+        Returns:
+            What the report says of it; None if the step stays as it is.
+        """
+        decided, self._decided = self._decided, True
+        places = self._states.places
+        short = (places is not None and places.away > 0) or any(s.offloaded for s in profile.schedules)
+        if decided or short or any([*map(len, one)] != [*map(len, seen[0])] for one in seen):
+            return None
+        frames = [schedule.frame for schedule in profile.schedules if schedule.kind == "forward"]
+        # Ranks may meet batches of different lengths.
+        largest = [
+            [max(same, key=lambda one: one.bytes) for same in zip(*blocks, strict=True)]
+            for blocks in zip(*seen, strict=True)
+        ]
+        blocks = dict(zip(frames, largest, strict=True))
+        doubles = self._capture.config.memory_budget is None
+        chosen = choose_recompute(profile, blocks, plan, doubles=doubles)
+        if chosen is None:
+            return None
+        self._capture.trace_anew(chosen.uncheckpointed)
+        reports = tuple(PassReport.of(effect) for effect in chosen.effects)
+        times = profile.step_seconds, profile.exposed_seconds
+        return Round(step, reports, profile.budget, *times, outcome="traced anew")
+
+    def give_up(
+        self, step: int, shortages: Sequence[Shortage], planned: Sequence[Schedule], profile: Profile | None
+    ) -> Round | None:
+        """Has everything computed again that the model checkpoints, when a rank was short of memory.
+
+        Args:
+            step: Optimizer steps done.
+            shortages: Of all ranks; at least one.
+            planned: The schedules that failed; none if nothing was planned yet.
+            profile: What they were made with; None for a plan out of a file.
+
+        Returns:
+            What the report says of it; None if everything is already.
+        """
+        if not self._capture.uncheckpointed:
+            return None
+        names = {schedule.name for schedule in planned}
+        known = profile is not None and names and names <= {schedule.name for schedule in profile.schedules}
+        budget = leaner_budget(shortages, planned, profile) if known else None
+        self._capture.trace_anew(0)
+        text = f"{shortages[0]} From step {step} on, all that the model checkpoints is computed again."
+        return Round(step, (), budget, 0.0, 0.0, outcome="leaner", reason=text)

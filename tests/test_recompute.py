@@ -1,0 +1,185 @@
+"""Activation checkpointing only as far as memory asks for it: decisions by hand, and training that does not notice."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Tokens, full, llama
+from multiprocess import run_ranks
+from test_oom import FAILS, Regions, Shortages
+from torch.utils.data import DataLoader
+
+from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+from lightning_deepcompile.plan import recompute
+from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
+from lightning_deepcompile.plan.pass_manager import PassEffect
+from lightning_deepcompile.plan.prediction import Prediction
+from lightning_deepcompile.plan.recompute import Checkpoint, choose_recompute
+from lightning_deepcompile.plan.state_trade import Planned
+from lightning_deepcompile.program.schedule import Instruction, Schedule
+from lightning_deepcompile.tuner import Tuner
+
+LINK = Link(0.0, 10.0)
+FORWARD = Schedule(
+    "f", "forward", 0, (Instruction("gather", (0,), (100,)), Instruction("compute", (0,), region="r")), ()
+)
+PROFILE = Profile(2, "cuda", (FORWARD,), {"f/r": RegionCost(4.0)}, LINK, LINK, budget=100)
+BLOCKS = {0: [Checkpoint(10, 20)] * 4}  # each computes for a fifth of 4 s
+
+
+@pytest.mark.parametrize(
+    ("budget", "needs", "gain", "doubles", "kept"),
+    [
+        (100, 0, 0.0, False, 4),  # all fit beside the 50 bytes of the step
+        (100, 0, 0.0, True, 2),  # with room for twice as much
+        (80, 0, 0.0, False, 3),
+        (59, 0, 0.0, False, 0),
+        # A plan that needs 30 bytes is faster by as much as three blocks (2.4 s), and by more.
+        (90, 30, 2.0, False, 4),
+        (90, 30, 5.0, False, 0),
+        (90, 20, 2.0, False, 2),  # both: two blocks and the plan
+    ],
+)
+def test_memory_goes_to_what_it_saves_most(budget: int, needs: int, gain: float, doubles: bool, kept: int) -> None:
+    def plan(profile: Profile) -> Planned:
+        assert profile.budget is not None
+        better = gain and profile.budget - 50 >= needs
+        start = Prediction(10.0, 0.0, 0.0, 0.0, 0.0, 50, (), ())
+        best = replace(start, seconds=10.0 - gain, peak_bytes=50 + needs) if better else start
+        return [], [PassEffect("start", "", start), PassEffect("stub", "", best)]
+
+    chosen = choose_recompute(replace(PROFILE, budget=budget), BLOCKS, plan, doubles=doubles)
+    assert (0 if chosen is None else chosen.uncheckpointed) == kept
+    if chosen is not None:
+        before, after = (effect.prediction for effect in chosen.effects)
+        assert before.peak_bytes == 50 < after.peak_bytes <= budget and after.seconds < 10.0
+        assert chosen.effects[1].changed == f"blocks that keep activations: 0 become {kept}, with {10 * kept} B"
+
+
+STEPS, ROWS, LAYERS = 12, 4, 4
+
+
+class Losses(pl.Callback):
+    """Losses, and how many blocks are not computed again in each step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.kept: list[int] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *args: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+        self.kept.append(trainer.strategy.engine.capture.uncheckpointed)
+
+
+def _fit(
+    steps: int = STEPS,
+    shortages: Shortages | None = None,
+    fails: int = FAILS,
+    passes: Sequence[str] = (),
+    **settings: Any,
+) -> tuple[Losses, list, pl.Trainer]:
+    seen = Losses()
+    start = ["zero3", "prefetch"]
+    settings["schedule"] = [{"step": 0, "passes": start}, {"step": 3, "passes": [*start, *passes]}]
+    torch.manual_seed(5)
+    module = llama(checkpointing=True, layers=LAYERS)()
+    strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager", **settings))
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), max_steps=steps, callbacks=[seen],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    if shortages is not None:
+        trainer.callbacks.append(Fails(shortages, fails))
+    data = Tokens(steps, ROWS * dist.get_world_size(), dist.get_rank(), dist.get_world_size())
+    trainer.fit(module, DataLoader(data, batch_size=ROWS))
+    return seen, [full(p) for p in module.parameters()], trainer
+
+
+class Fails(pl.Callback):
+    """Has a rank run out of memory in one step."""
+
+    def __init__(self, shortages: Shortages, step: int) -> None:
+        self.shortages, self.step = shortages, step
+
+    def on_train_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        capture = trainer.strategy.engine.capture
+        capture.regions = Regions("eager")
+        capture.regions.before = self.shortages
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        self.shortages.armed = batch_idx == self.step
+
+
+def _keep_plans() -> None:
+    """What saves anything is done, and no plan is taken back, however fast the machine finds it."""
+    recompute._GAIN = 0.0
+    fastest = Tuner._fastest
+    Tuner._fastest = lambda self, first, last: 1e-6 if first > 0 else fastest(self, first, last)  # type: ignore
+
+
+def _train(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    _keep_plans()
+    plain, expected, trainer = _fit()
+    assert plain.kept == [0] * STEPS and trainer.strategy.summary().graphs == 1
+    start_peak = trainer.strategy.report()[0].passes[0].peak_bytes
+    # There is memory for all.
+    path = folder / "plan.json"
+    seen, values, trainer = _fit(recompute="auto", plan=str(path))
+    assert seen.losses == plain.losses and all(map(torch.equal, values, expected))
+    anew, done = trainer.strategy.report()
+    assert anew.outcome == "traced anew" and anew.step == 5 and anew.passes[-1].name == "recompute", str(anew)
+    assert anew.passes[-1].changed.startswith(f"blocks that keep activations: 0 become {LAYERS}, with ")
+    assert done.outcome in ("kept", "unchanged") and done.step == 10, str(done)
+    assert seen.kept == [0] * 5 + [LAYERS] * (STEPS - 5)
+    (forward,) = (text for name, text in trainer.strategy.programs().items() if name.endswith("forward"))
+    before, after = anew.passes
+    block = (after.peak_bytes - before.peak_bytes) // LAYERS
+    assert json.loads(path.read_text())["uncheckpointed"] == LAYERS
+    # The next run begins with them, and is traced once.
+    again, values, trainer = _fit(6, recompute="auto", plan=str(path))
+    assert again.losses == plain.losses[:6] and again.kept == [LAYERS] * 6 and trainer.strategy.report() == []
+    programs = list(trainer.strategy.programs().values())
+    assert len(programs) == 2 and programs[0].partition("\n")[2] == forward.partition("\n")[2]
+    # A run that is to compute all of them again does, whatever the plan says.
+    other, _, _ = _fit(2, plan=str(path))
+    assert other.losses == plain.losses[:2] and other.kept == [0] * 2
+    # There is memory for two or three of them.
+    some, values, trainer = _fit(recompute="auto", memory_budget=start_peak + 4 * block)
+    assert some.losses == plain.losses and all(map(torch.equal, values, expected))
+    assert 0 < some.kept[-1] < LAYERS, (trainer.strategy.report(), block)
+
+
+def test_what_is_kept_changes_no_bit(tmp_path: Path) -> None:
+    run_ranks(_train, 2, tmp_path, timeout=150)
+
+
+def _runs_short() -> None:
+    dist.init_process_group("gloo")
+    _keep_plans()
+    plain, expected, _ = _fit(36, passes=["unshard"])
+    calls = {2} if os.environ["RANK"] == "1" else set()
+    # Before there is a plan for what was traced anew.
+    early, _, trainer = _fit(9, Shortages("forward", calls), 7, recompute="auto")
+    assert early.losses == plain.losses[:9] and early.kept[-1] == LAYERS
+    assert "lower -> uncheckpointed -> zero3" in next(iter(trainer.strategy.programs().values()))
+    seen, values, trainer = _fit(36, Shortages("forward", calls), passes=["unshard"], recompute="auto")
+    assert seen.losses == plain.losses and all(map(torch.equal, values, expected))
+    reports = trainer.strategy.report()
+    assert [done.outcome for done in reports[:3]] == ["traced anew", reports[1].outcome, "leaner"], reports
+    assert "all that the model checkpoints is computed again" in reports[2].reason
+    assert seen.kept[FAILS] == LAYERS and seen.kept[-1] == 0 and len(set(seen.kept)) == 2
+
+
+def test_a_shortage_has_all_computed_again() -> None:
+    run_ranks(_runs_short, 2, timeout=150)
