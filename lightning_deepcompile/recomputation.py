@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.plan.costs import Profile
-from lightning_deepcompile.plan.leaner import Shortage, leaner_budget
+from lightning_deepcompile.plan.leaner import Shortage, is_of, leaner_budget
 from lightning_deepcompile.plan.recompute import Checkpoint, choose_recompute
 from lightning_deepcompile.plan.report import PassReport, Round
 from lightning_deepcompile.plan.state_trade import Planned
@@ -92,9 +92,9 @@ class Recomputation:
         """
         if not self._capture.uncheckpointed:
             return None
-        names = {schedule.name for schedule in planned}
-        known = profile is not None and names and names <= {schedule.name for schedule in profile.schedules}
-        budget = leaner_budget(shortages, planned, profile) if known else None
+        budget = None
+        if planned and profile is not None and is_of(profile, planned):
+            budget = leaner_budget(shortages, planned, profile)
         self._capture.trace_anew(0)
         text = f"{shortages[0]} From step {step} on, all that the model checkpoints is computed again."
         return Round(step, (), budget, 0.0, 0.0, outcome="leaner", reason=text)

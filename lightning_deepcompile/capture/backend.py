@@ -121,7 +121,7 @@ class Capture:
     seconds: float = 0.0
     uncheckpointed: int = 0
     _frames: list[_Frame] = field(default_factory=list)
-    _captured: int = 0
+    _captured: int = 0  # numbers of graphs and of programs: those of forgotten ones are not given again
     _lowered: int = 0
     _timing: bool = False
     _opening: _Frame | None = None

@@ -193,7 +193,7 @@ class Residency:
         config = self._config
         lean = with_least_buffers(need, [size for *_, size in sizes], self._chunk_bytes)
         decision = decide_offload(config.offload, lean, config.memory_budget, config.host_memory_budget)
-        self._seen, self.decision = need, decision
+        self._seen, self.decision = need, decision  # `memory` asks for both
         self.decision = decision = self._as_planned(decision)
         if config.offload == "auto":
             self._choose(sizes, decision.bytes)

@@ -10,7 +10,7 @@ from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.offload import StatePlaces
 from lightning_deepcompile.plan.pass_manager import PassEffect
 from lightning_deepcompile.plan.simulate import simulate
-from lightning_deepcompile.plan.state_trade import Planned, Trade, trade_states, with_away
+from lightning_deepcompile.plan.state_trade import Planned, StateMemory, Trade, trade_states, with_away
 from lightning_deepcompile.plan.visits import LEAST_SLOTS
 from lightning_deepcompile.program.printer import format_bytes
 
@@ -46,7 +46,11 @@ class StateTrade:
     @property
     def travel(self) -> bool:
         """Whether plans must know how fast states travel."""
-        return self._residency is not None and self._residency.memory() is not None
+        return self._memory is not None
+
+    @property
+    def _memory(self) -> StateMemory | None:
+        return None if self._residency is None else self._residency.memory()
 
     @property
     def places(self) -> StatePlaces | None:
@@ -60,7 +64,7 @@ class StateTrade:
 
     def least(self, profile: Profile) -> Profile:
         """The profile of a step with as many states in host memory as there may be."""
-        memory = None if self._residency is None else self._residency.memory()
+        memory = self._memory
         return profile if memory is None else with_away(profile, memory, memory.at_least(memory.total))
 
     def plan(self, profile: Profile, plan: Callable[[Profile], Planned]) -> tuple[Profile, Planned]:
@@ -73,8 +77,8 @@ class StateTrade:
         Returns:
             The profile with states where they are now, and the plan; its effects tell of them.
         """
-        self.movement, self.must, residency = "", False, self._residency
-        memory = None if residency is None else residency.memory()
+        self.movement, self.must = "", False
+        residency, memory = self._residency, self._memory
         if residency is None or memory is None:
             schedules, effects = plan(profile)
             return profile, (schedules, self._told(effects))
@@ -117,8 +121,7 @@ class StateTrade:
         Returns:
             The profile with them there.
         """
-        self.movement, residency = "", self._residency
-        memory = None if residency is None else residency.memory()
+        self.movement, residency, memory = "", self._residency, self._memory
         if residency is None or memory is None or not memory.movable:
             return profile
         away = memory.at_least(memory.total)

@@ -17,7 +17,7 @@ from lightning_deepcompile.plan.state_trade import Planned
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["FallBack", "Shortage", "States", "fall_back", "leaner_budget"]
+__all__ = ["FallBack", "Shortage", "States", "fall_back", "is_of", "leaner_budget"]
 
 _MARGIN = 0.05  # of a budget that is known from a failure: memory comes in pieces
 
@@ -78,6 +78,11 @@ def leaner_budget(shortages: Sequence[Shortage], schedules: Sequence[Schedule], 
     return max(int(min(limits) * (1 - _MARGIN)), 1)
 
 
+def is_of(profile: Profile, schedules: Sequence[Schedule]) -> bool:
+    """Whether all programs of `schedules` were measured for `profile`; an older plan's, taken back to, were not."""
+    return {schedule.name for schedule in schedules} <= {schedule.name for schedule in profile.schedules}
+
+
 class States(Protocol):
     """Moves optimizer states with plans; see `offload.trade.StateTrade`."""
 
@@ -136,8 +141,8 @@ def fall_back(
     schedules: list[Schedule] = []
     effects: list[PassEffect] = []
     moves: list[str] = []
-    if profile is not None and {s.name for s in planned} - {s.name for s in profile.schedules}:
-        profile = None  # of other programs, as when a plan was taken back to an older one
+    if profile is not None and not is_of(profile, planned):
+        profile = None
     if profile is not None:
         budget = leaner_budget(shortages, planned, profile)
         if not last:

@@ -12,10 +12,9 @@ from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.rewrite import Gathers, opening_gathers, waits_for_states
 
-__all__ = ["Executable"]
+__all__ = ["UNCHECKPOINTED", "Executable"]
 
 _log = logging.getLogger(__name__)
-
 
 UNCHECKPOINTED = "uncheckpointed"
 """In a program's history: it keeps activations that the model would compute again."""
@@ -69,8 +68,7 @@ class Executable:
         if program.graph_id != self.base.graph_id:
             raise ValueError(f"The program {program.name!r} belongs to another graph than {self.base.name!r}.")
         self.program = self._running = program
-        guarded = "plan" in program.history or UNCHECKPOINTED in program.history
-        guard = self.guard if guarded else None
+        guard = None if {"plan", UNCHECKPOINTED}.isdisjoint(program.history) else self.guard
         self._run, self.source = generate(program, guard=guard, divider=self.divider)
         self.opening = opening_gathers(program)
         self.waits_for_states = waits_for_states(program)
