@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from datetime import timedelta
 from typing import Any
 
@@ -68,6 +68,7 @@ class Engine:
         reduce_dtype: Dtype in which gradients are reduced; None keeps the one they are computed in.
         stage: ZeRO stage: what stays whole between uses (1, 2: parameters; 1: also gradients while they accumulate).
         timeout: How long to wait for other ranks.
+        sharded_before: Parameters that another engine has sharded, which are sharded anew.
     """
 
     def __init__(
@@ -80,9 +81,10 @@ class Engine:
         reduce_dtype: torch.dtype | None = None,
         stage: int = 3,
         timeout: timedelta = timedelta(minutes=30),
+        sharded_before: Set[nn.Parameter] = frozenset(),
     ) -> None:
         extension = load_extension()
-        check_module(module)
+        check_module(module, sharded_before)
         ranks = Ranks(mesh)
         group = ranks.group
         check_same_model(module, group)
@@ -164,7 +166,7 @@ class Engine:
         self._opening = opening = StepOpening(config, self.capture, self.runtime, group, device, stage)
         self.tuner.opened = lambda: {"early_gathers": opening.early, "head_start": opening.led}
         self.tuner.retrace = functools.partial(self._compiled.pop, "training_step", None)
-        self._aborted = False
+        self.ended = False
 
     def run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's method `name` compiled, with sharded parameters.
@@ -303,20 +305,10 @@ class Engine:
             module: Whose parameters; by default the whole model's, which must then fit into memory.
             writeback: Keep what was written to them, each rank's own rows; else it is dropped.
         """
-        wanted = {p for m in (module or self.module).modules() for p in m._parameters.values() if p is not None}
-        chosen = [p for p in self.model.parameters if p.dtensor in wanted]
-        wholes = {p: nn.Parameter(p.dtensor.detach().full_tensor(), p.dtensor.requires_grad) for p in chosen}
-        for parameter, whole in wholes.items():
-            parameter.install(whole)
-        try:
-            with self.model.state.set("whole"):
-                yield
-        finally:
-            for parameter, whole in wholes.items():
-                parameter.install(parameter.dtensor)
-                if writeback:
-                    with torch.no_grad():
-                        parameter.local.copy_(parameter.rows(whole))
+        if self.ended:
+            raise RuntimeError("The module's parameters are not this Trainer's any more: its communication has ended.")
+        with self.model.whole(module or self.module, writeback=writeback):
+            yield
 
     def parameters_changed(self) -> None:
         """Call when parameters were written to: what is gathered is out of date, gradients may be dropped."""
@@ -379,19 +371,21 @@ class Engine:
         """Gives back what is only needed while steps run."""
         if self.residency is not None:
             self.residency.retire()
-        if self._aborted:
+        if self.ended:
             return
         self._opening.forget()
         self.runtime.clear_arena()
 
     def abort(self) -> None:
         """Ends communication at once: pending collectives of this rank will not complete."""
-        self._aborted = True
+        self.ended = True
         self.runtime.abort()
 
     def close(self) -> None:
         """Frees communicators and buffers, on all ranks together; the module cannot run afterwards."""
-        self.runtime.close()
+        if not self.ended:  # else there are no peers to wait for
+            self.runtime.close()
+        self.ended = True
         self._retire()
 
 

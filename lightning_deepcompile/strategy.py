@@ -24,13 +24,12 @@ from torchmetrics import Metric
 
 from lightning_deepcompile.averaging import shard_averages
 from lightning_deepcompile.batch_loop import let_host_run_ahead
-from lightning_deepcompile.capture.activation_checkpointing import CheckpointingPolicy, checkpoint_activations
+from lightning_deepcompile.capture.activation_checkpointing import CheckpointingPolicy
 from lightning_deepcompile.checkpoint import Checkpoints, StateDictType
 from lightning_deepcompile.checkpoint_strategy import CheckpointStrategy
 from lightning_deepcompile.compile_progress import CompileProgress
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.deferred_log import DeferredLog
-from lightning_deepcompile.device_mesh import MeshArgument, check_mesh, make_mesh
+from lightning_deepcompile.device_mesh import MeshArgument, check_mesh
 from lightning_deepcompile.engine import Engine
 from lightning_deepcompile.fsdp_arguments import (
     ShardingStrategyName,
@@ -41,7 +40,8 @@ from lightning_deepcompile.fsdp_arguments import (
     warn_about_ignored,
     with_cpu_offload,
 )
-from lightning_deepcompile.host_calls import HostCalls, HostOptimizer
+from lightning_deepcompile.handover import Setting, ShardedModule
+from lightning_deepcompile.host_calls import HostOptimizer
 from lightning_deepcompile.inspection import Inspection
 from lightning_deepcompile.precision import DeepCompilePrecision
 from lightning_deepcompile.trainer_checks import check_trainer, may_drop_gradients
@@ -169,9 +169,7 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
         self.cpu_offload = CPUOffload(cpu_offload) if isinstance(cpu_offload, bool) else cpu_offload or CPUOffload()
         self.compile = with_cpu_offload(compile or CompileConfig(), cpu_offload, self.stage)
         self._checkpoints = Checkpoints(self, state_dict_type, save_distributed_checkpoint, async_save)
-        self._engine: Engine | None = None
-        self._log: DeferredLog | None = None
-        self._host_calls: HostCalls | None = None
+        self._sharded: ShardedModule | None = None
         self._progress = CompileProgress()
 
     # What Lightning sets and reads -----------------------------------------------------------------------------------
@@ -219,7 +217,7 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
     # Setting up -------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Shards the model (once), compiles its steps lazily, and builds optimizers when fitting."""
+        """Shards the model (unless it is), compiles its steps lazily, and builds optimizers when fitting."""
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         check_trainer(trainer)
@@ -227,8 +225,7 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
         # Inference tensors cannot enter a compiled graph that also serves training.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
-        if self._engine is None or self._engine.module is not self.lightning_module:
-            self._shard(self.lightning_module)
+        self._shard(self.lightning_module)
         self.barrier("sharded")
         if trainer.state.fn == TrainerFn.FITTING:
             let_host_run_ahead(trainer, self.root_device)
@@ -239,38 +236,35 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def _shard(self, module: pl.LightningModule) -> None:
-        if self._engine is not None:
-            self._engine.close()
-        if self._layer_sync is not None:
-            module = self._layer_sync.apply(module)
         plugin = self.precision_plugin
         plugin.mixed_precision = self.mixed_precision
-        module = plugin.convert_module(module)
-        if self._checkpointing_policy is not None:
-            checkpoint_activations(module, self._checkpointing_policy)
-        mesh = make_mesh(
-            self._device_mesh,
+        setting = Setting(
+            stage=self.stage,
+            config=self.compile.in_folder(module.trainer.default_root_dir),
+            precision=plugin.precision,
+            mixed_precision=self.mixed_precision,
+            checkpointing_policy=self._checkpointing_policy,
+            device_mesh=self._device_mesh,
             hybrid=self._hybrid,
             device_type=self.root_device.type,
             world_size=self.world_size,
             per_node=self.num_processes,
-        )
-        self._engine = Engine(
-            module,
-            mesh,
-            self.compile.in_folder(module.trainer.default_root_dir),
-            gather_dtype=plugin.gather_dtype,
-            reduce_dtype=plugin.reduce_dtype,
-            stage=self.stage,
+            syncs_layers=self._layer_sync is not None,
             timeout=self._timeout,
         )
+        sharded = ShardedModule.of(module)
+        # What one rank cannot go on with, none does: whether a user moved a module, say, is decided on every rank.
+        if not self.reduce_boolean_decision(sharded is not None and sharded.serves(module, setting)):
+            if self._sharded is not None and self._sharded.engine.module is not module:
+                self._sharded.engine.close()
+            sync_layers = None if self._layer_sync is None else self._layer_sync.apply
+            sharded = ShardedModule.make(module, setting, plugin, sync_layers)
+        assert sharded is not None
         for child in module.modules():
             if isinstance(child, Metric):
                 child.to(self.root_device)
-        self._log = DeferredLog(module)
-        self._host_calls = HostCalls(module, after_toggle=self._engine.gradients.follow_requires_grad)
-        plugin.attach(self._engine, self.root_device.type)
-        self.model = module
+        plugin.attach(sharded.engine, self.root_device.type)
+        self._sharded, self.model = sharded, module
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Builds the optimizers and makes them step on this rank's shards."""
@@ -300,11 +294,11 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
         Raises:
             RuntimeError: Before setup.
         """
-        if self._engine is None:
+        if self._sharded is None:
             raise RuntimeError(
                 "The strategy is not set up yet: it shards the model when `trainer.fit` (or another entry) runs."
             )
-        return self._engine
+        return self._sharded.engine
 
     # Running ----------------------------------------------------------------------------------------------------------
 
@@ -327,15 +321,16 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
         return self._run("predict_step", *args, **kwargs)
 
     def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        assert self._log is not None and self._host_calls is not None
+        assert self._sharded is not None
+        log, host_calls = self._sharded.log, self._sharded.host_calls
         context = {
             "training_step": self.precision_plugin.train_step_context,
             "validation_step": self.precision_plugin.val_step_context,
             "test_step": self.precision_plugin.test_step_context,
             "predict_step": self.precision_plugin.predict_step_context,
         }[name]
-        deferred = nullcontext() if name == "predict_step" else self._log.deferred()
-        with context(), deferred, self._host_calls.outside_graphs(), self._progress.shown(self.engine.capture):
+        deferred = nullcontext() if name == "predict_step" else log.deferred()
+        with context(), deferred, host_calls.outside_graphs(), self._progress.shown(self.engine.capture):
             return self.engine.run_step(name, *args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -372,17 +367,17 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Ends this rank's communication, and the ranks that it started, so that none waits for it."""
         super().on_exception(exception)
-        if self._engine is not None:
-            self._engine.tuner.explain(exception)
-            self._engine.abort()
+        if self._sharded is not None:
+            self.engine.tuner.explain(exception)
+            self.engine.abort()
         self.end_started_processes()
 
     def teardown(self) -> None:
         """Frees what only steps need; the model stays sharded on its device for the next entry point."""
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
-        if self._engine is not None:
-            self._engine.release_memory()
+        if self._sharded is not None:
+            self.engine.release_memory()
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()

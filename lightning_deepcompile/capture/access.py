@@ -9,6 +9,7 @@ SimpleFSDP's.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import re
@@ -18,10 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_deepcompile import compat
 
-__all__ = ["StepState", "install_access", "sharded_class", "uninstall_access"]
+__all__ = ["StepState", "install_access", "sharded_class", "step_states", "uninstall_access"]
 
 _log = logging.getLogger(__name__)
 _LIBRARIES = re.compile(r"[/\\](torch|lightning|pytorch_lightning|lightning_deepcompile)[/\\]|<")
@@ -40,13 +42,18 @@ class StepState:
         inside: True while the strategy runs a training, validation, test or predict step: gather, for its arithmetic.
         calling: True while a module that a user called outside of a step runs: gather, as it is stored.
         whole: True while whole parameters are in place of the shards: nothing is gathered.
+        keeper: What runs the modules, which thereby lives as long as they do; None if whoever made it keeps it.
     """
 
-    __slots__ = ("_warned", "calling", "inside", "whole")
+    __slots__ = ("_warned", "calling", "inside", "keeper", "whole")
 
     def __init__(self) -> None:
+        self.keeper: Any = None
         self.inside = self.calling = self.whole = False
         self._warned: set[int] = set()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StepState, ()  # in another process nothing runs the modules
 
     def warn_uncompiled(self, ds_id: int, name: str) -> None:
         """Says, once per parameter, that it is gathered outside of any program, and which line of whose code does it.
@@ -131,6 +138,25 @@ def _rnn_weights(self: nn.Module) -> list[Tensor]:
     return [getattr(self, name) for name in self.__dict__["_flat_weights_names"]]
 
 
+def _deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy for its tensors: of the class that it was, with shards of its own, of which no step knows.
+
+    PyTorch's own copy of a DTensor fails where its shard begins inside of a larger memory, as ours do. Gradients are
+    not copied.
+    """
+    for parameter in self._parameters.values():
+        if isinstance(parameter, DTensor) and id(parameter) not in memo:  # the protocol's own numbers
+            twin = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            twin.__dict__.update(copy.deepcopy(parameter.__dict__, memo))
+            memo[id(parameter)] = twin
+    original = type(self).__mro__[1]
+    memo[id(self)] = new = original.__new__(original)
+    state = dict(self.__reduce_ex__(4)[2])  # what the module wants to be copied of it
+    _remove_access(state)
+    new.__setstate__(copy.deepcopy(state, memo))
+    return new
+
+
 _Parameters = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
 # One subclass per original class and parameters, shared by all layers: a class of its own for every layer would make
@@ -156,6 +182,8 @@ def sharded_class(original: type[nn.Module], parameters: _Parameters) -> type[nn
             body[compat.INNER_CALL] = _call_property()
         if issubclass(original, nn.RNNBase):
             body[_RNN_WEIGHTS] = property(_rnn_weights, lambda self, value: None)
+        if not hasattr(original, "__deepcopy__"):
+            body["__deepcopy__"] = _deep_copy
         name = label = f"Sharded{original.__name__}"
         if label in globals():
             label = f"{label}_{len(_classes)}"
@@ -184,13 +212,30 @@ def install_access(
 
 
 def uninstall_access(module: nn.Module) -> None:
-    """Makes `module`, a copy of one that `install_access` has seen, hold its parameters plainly, as its class says.
+    """Makes `module`, which `install_access` has seen, hold its parameters plainly, as its class says.
 
     Args:
         module: Any module; others are left as they are.
     """
-    if module.__dict__.pop(_STATE, None) is not None:
-        for name in module._parameters:
-            module.__dict__.pop(_LEAF.format(name), None)
-            module.__dict__.pop(_ID.format(name), None)
+    if _STATE in module.__dict__:
+        _remove_access(module.__dict__)
         module.__class__ = type(module).__mro__[1]
+
+
+def step_states(module: nn.Module) -> list[StepState]:
+    """The states that `module` and its children share with those who run them: one for each that has sharded some.
+
+    Args:
+        module: Any module.
+    """
+    return list(dict.fromkeys(m.__dict__[_STATE] for m in module.modules() if _STATE in m.__dict__))
+
+
+def _remove_access(attributes: dict[str, Any]) -> None:
+    del attributes[_STATE]
+    parameters = attributes["_parameters"]
+    for name in parameters:
+        attributes.pop(_LEAF.format(name), None)
+        attributes.pop(_ID.format(name), None)
+    if "_flat_weights_names" in attributes:
+        attributes[_RNN_WEIGHTS] = [parameters[name] for name in attributes["_flat_weights_names"]]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["CheckpointingPolicy", "checkpoint_activations"]
+__all__ = ["CheckpointingPolicy", "checkpoint_activations", "keep_activations"]
 
 CheckpointingPolicy = set[type[nn.Module]] | Callable[..., bool]
 
@@ -44,6 +44,20 @@ def checkpoint_activations(module: nn.Module, policy: CheckpointingPolicy) -> in
             )
         child.forward = functools.partial(checkpoint, child.forward, use_reentrant=False)
     return len(chosen)
+
+
+def keep_activations(module: nn.Module) -> None:
+    """Takes back what `checkpoint_activations` has done to `module`, in place.
+
+    Args:
+        module: Any module.
+    """
+    for child in module.modules():
+        forward = child.__dict__.get("forward")
+        if isinstance(forward, functools.partial) and forward.func is checkpoint:
+            del child.forward
+            if child.forward != forward.args[0]:  # the user had put it there
+                child.forward = forward.args[0]
 
 
 def _chooses(policy: CheckpointingPolicy, module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Set
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,11 +14,12 @@ from lightning_deepcompile.capture.sharding import collect_parameters
 __all__ = ["check_module", "check_same_model"]
 
 
-def check_module(module: nn.Module) -> None:
+def check_module(module: nn.Module, ours: Set[nn.Parameter] = frozenset()) -> None:
     """Raises for models that this strategy cannot shard.
 
     Args:
         module: The model as the user built it.
+        ours: Parameters that are DTensors because this strategy has sharded them before.
 
     Raises:
         ValueError: For a model without parameters, or with complex or uninitialised ones.
@@ -43,7 +45,7 @@ def check_module(module: nn.Module) -> None:
         )
     for parameter, owners in parameters.items():
         name = owners[0].fqn
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and parameter not in ours:
             raise TypeError(
                 f"The parameter {name!r} is already a DTensor. DeepCompileStrategy needs an undistributed model."
             )
@@ -92,7 +94,7 @@ def check_same_model(module: nn.Module, group: dist.ProcessGroup | None = None) 
         (owner.fqn, parameter) for parameter, owners in collect_parameters(module).items() for owner in owners
     ]
     tensors += module.named_buffers()
-    lines = [f"{name}: shape {tuple(t.shape)}, {t.dtype}, requires_grad={t.requires_grad}" for name, t in tensors]
+    lines = [f"{name}: {_described(tensor)}" for name, tensor in tensors]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     world = dist.get_world_size(group)
     digests: list[str] = [""] * world
@@ -108,3 +110,8 @@ def check_same_model(module: nn.Module, group: dist.ProcessGroup | None = None) 
                 f"The ranks built different models. First difference: rank 0 has {mine}; rank {other} has {theirs}. "
                 "Build the same model on every rank (no rank-dependent configuration)."
             )
+
+
+def _described(tensor: Tensor) -> str:
+    sharded = ", sharded before" if isinstance(tensor, DTensor) else ""
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype}, requires_grad={tensor.requires_grad}{sharded}"

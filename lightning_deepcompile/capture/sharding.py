@@ -13,6 +13,8 @@ tensors of the device as ever; only those who read or write all of a model look 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +74,11 @@ class ShardedParameter:
         """Fully qualified name; of tied names the first."""
         return self.layout.spec.name
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the three faces still share their storage; ``module.to(...)`` gives the first one another."""
+        return self.dtensor.to_local().is_set_to(self.local)
+
     def distribute(self, rows: Tensor) -> DTensor:
         """This rank's `rows` of a tensor that is sharded like the parameter, as a DTensor; no communication."""
         return _distribute(rows, self.layout.spec.shape, self.ranks)
@@ -108,6 +115,38 @@ class ShardedModel:
         self.by_id = {parameter.ds_id: parameter for parameter in self.parameters}
         self.by_name = {parameter.name: parameter for parameter in self.parameters}
         self.by_parameter = {parameter.dtensor: parameter for parameter in self.parameters}
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether these, in the memory that was given to them, are still all the parameters of `module`.
+
+        Args:
+            module: The module that was sharded; a user may have moved or replaced some of it since.
+        """
+        known = {*self.by_parameter, *self.replicated}
+        return set(module.parameters()) == known and all(p.in_place for p in self.parameters)
+
+    @contextlib.contextmanager
+    def whole(self, module: nn.Module, *, writeback: bool) -> Iterator[None]:
+        """Inside, `module` and its children hold whole, plain parameters; all ranks must enter and leave together.
+
+        Args:
+            module: The sharded module, or one of its children.
+            writeback: Keep what was written to them, each rank's own rows; else it is dropped.
+        """
+        wanted = {p for m in module.modules() for p in m._parameters.values() if p is not None}
+        chosen = [p for p in self.parameters if p.dtensor in wanted]
+        wholes = {p: nn.Parameter(p.dtensor.detach().full_tensor(), p.dtensor.requires_grad) for p in chosen}
+        for parameter, whole in wholes.items():
+            parameter.install(whole)
+        try:
+            with self.state.set("whole"):
+                yield
+        finally:
+            for parameter, whole in wholes.items():
+                parameter.install(parameter.dtensor)
+                if writeback:
+                    with torch.no_grad():
+                        parameter.local.copy_(parameter.rows(whole))
 
     @property
     def shard_bytes(self) -> int:
@@ -175,7 +214,7 @@ def shard_module(
     initialised there. Parameters without rows to distribute (0-dim or empty) stay replicated.
 
     Args:
-        module: The model, on any device.
+        module: The model, on any device; its parameters may be DTensors of an earlier sharding.
         runtime: ``_C.Runtime`` of this rank.
         ranks: The data-parallel ranks.
         gather_dtype: Compute dtype of floating-point parameters, cast before the wire; None keeps the storage dtype.
@@ -270,8 +309,11 @@ def _shard_parameter(
     spec = layout.spec
     original = owners[0].module._parameters[owners[0].name]
     assert original is not None
-    full = original.detach().to(values.device, copy=not in_place).contiguous()
-    _broadcast(full, ranks)
+    if isinstance(original, DTensor):  # of an earlier sharding: all ranks get the same
+        full = original.detach().to(values.device).full_tensor()
+    else:
+        full = original.detach().to(values.device, copy=not in_place).contiguous()
+        _broadcast(full, ranks)
     low, high = layout.rows_of(ranks.shard_rank)
 
     padded = values[layout.offset : layout.offset + layout.shard_numel].view(layout.shard_shape)

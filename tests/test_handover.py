@@ -1,0 +1,221 @@
+"""A module that one Trainer has sharded goes on with another, whatever happened to it between the two."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from cases import Base, Mlp, Record, Recorder, Recurrent, Tokens, assert_close, assert_same_training, full, llama
+from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
+from multiprocess import run_ranks
+from test_checkpoint import ours, rank_and_world
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+ROWS, STEPS = 12, 2
+
+
+def trainer_of(strategy: Any, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=rank_and_world()[1], max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, callbacks=list(callbacks), **options,
+    )  # fmt: skip
+
+
+def fit(trainer: pl.Trainer, module: pl.LightningModule) -> Record:
+    """Trains some steps more."""
+    rank, world = rank_and_world()
+    recorder = next((c for c in trainer.callbacks if isinstance(c, Recorder)), None) or Recorder()
+    recorder.record = Record()
+    if recorder not in trainer.callbacks:
+        trainer.callbacks.append(recorder)
+    trainer.fit_loop.max_epochs = trainer.current_epoch + 1
+    trainer.fit(module, DataLoader(Tokens(STEPS, ROWS, rank, world), batch_size=ROWS // world))
+    return recorder.record
+
+
+class Called(Mlp):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.logits(tokens)
+
+
+class Around(Base):
+    """A new model around a part of another."""
+
+    def __init__(self, pretrained: Mlp) -> None:
+        super().__init__()
+        self.layers = pretrained.layers
+        self.embed = nn.Embedding(61, 13)
+        self.head = nn.Linear(13, 61)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def plain(**_: Any) -> str:
+    return "auto"
+
+
+def same_settings(strategy: Callable[..., Any]) -> list[Record]:
+    """Trained, then trained and called by others, and once more by the first."""
+    module = Called()
+    first, second = trainer_of(strategy()), trainer_of(strategy())
+    records = [fit(first, module), fit(second, module)]
+    if strategy is ours:
+        engine = first.strategy.engine
+        assert second.strategy.engine is engine
+        frames, requested = engine.capture.frames, engine.capture.regions.requested
+    records.append(fit(first, module))
+    if strategy is ours:
+        assert (engine.capture.frames, engine.capture.regions.requested) == (frames, requested), "nothing traced anew"
+        assert first.strategy.engine is engine
+        del first, second, engine
+        gc.collect()
+    records[-1].extra = module(torch.arange(12).view(1, 12)).detach()
+    return records
+
+
+def other_settings(strategy: Callable[..., Any]) -> list[Record]:
+    """Stages, then the first Trainer again: every one shards anew, and what another has left ends."""
+    module = Mlp()
+    trainers = [
+        trainer_of(strategy(stage=stage), accumulate_grad_batches=batches) for stage, batches in ((3, 1), (1, 2))
+    ]
+    records = [fit(trainer, module) for trainer in (*trainers, trainers[0])]
+    if strategy is ours:
+        with pytest.raises(RuntimeError, match="not this Trainer's any more"), trainers[1].strategy.full_parameters():
+            pass
+        assert trainers[0].strategy.engine.stage == 3
+    return records
+
+
+def checkpointing(strategy: Callable[..., Any]) -> list[Record]:
+    """With activation checkpointing, without, and with it again."""
+    module, policy = llama(layers=2)(), {LlamaDecoderLayer}
+    records, programs = [], []
+    for chosen in (policy, None, policy):
+        trainer = trainer_of(strategy(activation_checkpointing_policy=chosen))
+        records.append(fit(trainer, module))
+        programs.append(trainer.strategy.programs() if strategy is ours else {})
+    assert programs[0] == programs[2] and (strategy is plain or programs[1] != programs[0])
+    return records
+
+
+def changed_between(strategy: Callable[..., Any]) -> list[Record]:
+    """What users do to a module between two fits with one Trainer: rounding, another head."""
+    module = Mlp()
+    trainer = trainer_of(strategy())
+    records = [fit(trainer, module)]
+    module.bfloat16().float()
+    records.append(fit(trainer, module))
+    torch.manual_seed(11)
+    module.head = nn.Linear(13, 61)
+    records.append(fit(trainer, module))
+    assert strategy is plain or isinstance(module.head.weight, DTensor)
+    return records
+
+
+def parts(strategy: Callable[..., Any]) -> list[Record]:
+    """Some of a trained module in another one; and then the whole again, with what the other has made of it."""
+    module = Mlp()
+    first, second = trainer_of(strategy()), trainer_of(strategy())
+    records = [fit(first, module)]
+    torch.manual_seed(5)
+    around = Around(module)
+    records += [fit(second, around), fit(first, module), fit(second, around)]
+    return records
+
+
+class Fails(pl.Callback):
+    """Raises on all ranks, once."""
+
+    failed = False
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        if not self.failed:
+            self.failed = True
+            raise ValueError("made to fail")
+
+
+def after_failure(strategy: Callable[..., Any]) -> list[Record]:
+    """An exception that a user catches: communication had ended, the module had not."""
+    module = Mlp()
+    trainer = trainer_of(strategy(), Fails())
+    with pytest.raises(ValueError, match="made to fail"):
+        fit(trainer, module)
+    module.zero_grad()
+    return [fit(trainer, module)]
+
+
+def averaged(strategy: Callable[..., Any]) -> list[Record]:
+    """Weight averaging copies the module at the start of every fit, and leaves the average in it at the end."""
+    module = Mlp()
+    trainer = trainer_of(strategy(), EMAWeightAveraging(decay=0.6))
+    records = [fit(trainer, module), fit(trainer, module)]
+    records[-1].params = {name: full(p) for name, p in module.named_parameters()}
+    return records
+
+
+CHAINS = {
+    chain.__name__: chain
+    for chain in (same_settings, other_settings, checkpointing, changed_between, parts, after_failure, averaged)
+}
+
+
+def run(name: str, sharded: bool) -> list[Record]:
+    torch.manual_seed(3)
+    return CHAINS[name](ours if sharded else plain)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_module_goes_on_as_alone(name: str) -> None:
+    world = 3 if name == "parts" else 2
+    alone = run(name, sharded=False)
+    for records in run_ranks(run, world, name, sharded=True):
+        assert len(records) == len(alone) > 0
+        for number, (record, expected) in enumerate(zip(records, alone, strict=True)):
+            assert_same_training(record, expected, params=True)
+            if expected.extra is not None:
+                assert_close(record.extra, expected.extra, f"output after {number}")
+
+
+def copies(_: Any = None) -> None:
+    torch.manual_seed(3)
+    for module in (Called(), Recurrent()):
+        trainer = trainer_of(ours())
+        fit(trainer, module)
+        names = {name: type(child) for name, child in module.named_modules()}
+        twin = copy.deepcopy(module)
+        for name, child in twin.named_modules():
+            assert type(child) in names[name].__mro__ and not type(child).__name__.startswith("Sharded"), name
+            assert not any(key.startswith("_dc_") for key in vars(child)), name
+        before = {name: full(p) for name, p in twin.named_parameters()}
+        for name, parameter in module.named_parameters():
+            assert torch.equal(full(parameter), before[name]), name
+        fit(trainer, module)
+        assert all(torch.equal(full(p), before[name]) for name, p in twin.named_parameters()), "a copy is its own"
+        assert not torch.equal(full(module.embed.weight), before["embed.weight"])
+        tokens = torch.arange(12).view(1, 12)
+        with trainer.strategy.full_parameters():
+            whole = copy.deepcopy(module)
+        assert not any(isinstance(p, DTensor) for p in whole.parameters())
+        output = module(tokens) if isinstance(module, Called) else module.logits(tokens.clone())
+        torch.testing.assert_close(whole.logits(tokens), output)
+        again = pickle.loads(pickle.dumps(whole.state_dict()))
+        assert again.keys() == module.state_dict().keys()
+
+
+def test_copies_of_a_sharded_module_are_plain() -> None:
+    run_ranks(copies, 2)
