@@ -11,11 +11,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from lightning_deepcompile.program.program import Program, collective_sequence
 
-__all__ = ["Agreement", "ProgramMismatchError", "attempt", "exchange"]
+__all__ = ["Agreement", "AnyRank", "ProgramMismatchError", "attempt", "exchange"]
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +39,40 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, str]:
     except Exception as error:
         _log.debug("failed", exc_info=True)
         return None, f"{type(error).__name__}: {error}"
+
+
+class AnyRank:
+    """Asks whether anything is so on any rank, as often as every step: waits for the other ranks' hosts, not devices.
+
+    Args:
+        group: The ranks.
+        device: What its collectives take.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        # It is one small kernel, for which hosts wait: it must not queue behind what computes.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._host = torch.zeros(1, dtype=torch.int32, pin_memory=self._stream is not None)
+
+    def __call__(self, mine: bool) -> bool:
+        """Call on all ranks.
+
+        Args:
+            mine: Whether it is so on this one.
+        """
+        if self._group.size() == 1:
+            return mine
+        self._host.fill_(mine)
+        if self._stream is None:
+            dist.all_reduce(self._host, dist.ReduceOp.MAX, group=self._group)
+            return bool(self._host)
+        with torch.cuda.stream(self._stream):
+            answer = self._host.to(self._device, non_blocking=True)
+            dist.all_reduce(answer, dist.ReduceOp.MAX, group=self._group)
+            self._host.copy_(answer, non_blocking=True)
+        self._stream.synchronize()
+        return bool(self._host)
 
 
 class ProgramMismatchError(RuntimeError):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_deepcompile.agreement import AnyRank
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.capture.freshness import Freshness
 from lightning_deepcompile.config import CompileConfig
@@ -54,13 +55,16 @@ class StepOpening:
         self._early = EarlyGathers(capture, group, device)
         self._model = capture.model
         self._launched = False
+        self._rewritten = False  # this rank's part of what was gathered while the optimizer stepped, since
+        self._anybody = AnyRank(group, device)
         self._counts: list[int] | None = None  # of writes to what was gathered while the optimizer steps
         self.early = self.led = self.follows = False
         self.before: dict[str, int] = {}
 
     def begin(self, name: str) -> None:
         """Call before the step `name`, which trains nothing."""
-        self._fresh.begin(name)
+        # Ranks may evaluate different numbers of batches: none waits for another one's answer.
+        self._fresh.begin(name, self._fresh.may_stay(name) and not self._fresh.written())
 
     def begin_training_step(self, isolated: bool) -> None:
         """Call before a training step.
@@ -72,7 +76,12 @@ class StepOpening:
             self._fresh.doubt()
         self._counts = None  # of an optimizer's step that failed
         early, self._launched = self._launched, False
-        if self._fresh.begin("training_step") and early:
+        rewritten, self._rewritten = self._rewritten, False
+        # A rank that gathered again alone would wait for the others: it may be the only one that has what was written.
+        may_stay = self._fresh.may_stay("training_step")
+        stays = may_stay and not self._anybody(rewritten or self._fresh.written())
+        self._fresh.begin("training_step", stays)
+        if stays and early:
             self._early.check()
         else:  # what was launched early is gone, and gathered again
             self.before = self._runtime.stats()
@@ -105,13 +114,12 @@ class StepOpening:
     def launch(self) -> None:
         """Call when an optimizer's step is over and the next training step uses its parameters; may gather them."""
         counts, self._counts = self._counts, None
-        self.led = counts is not None and counts == self._head_counts()
+        self.led = counts is not None
         if self.led:
+            self._rewritten = counts != self._head_counts()
             self._fresh.settle()
             self._launched = self.early = True
             return
-        if counts is not None:
-            self.forget()
         if self._is_early and self._early.useful:
             self.before = self._runtime.stats()
             self._early.launch()

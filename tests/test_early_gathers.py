@@ -10,12 +10,16 @@ import pytest
 import torch
 from cases import CASES, Record, assert_same_training, same_bits_every_time, train
 from multiprocess import RankError, run_ranks
+from torch.distributed.tensor import DTensor
 
 STEPS = 6
 
 
 class _Writes(pl.Callback):
-    """Shrinks every parameter with each batch from `first` on: after it, or in a hook of the optimizer's step."""
+    """Shrinks every parameter with each batch from `first` on: after it, or in a hook of the optimizer's step.
+
+    Or, the way ``"first rank"``, the shards of that rank alone, with every other batch.
+    """
 
     def __init__(self, way: str, first: int, inside: bool = False) -> None:
         self.way, self.first, self.inside = way, first, inside
@@ -32,7 +36,11 @@ class _Writes(pl.Callback):
         if step < self.first:
             return
         for parameter in module.parameters():
-            if self.way == "data":
+            if self.way == "first rank":
+                if step % 2 and int(os.environ["RANK"]) == 0:
+                    with torch.no_grad():
+                        (parameter.to_local() if isinstance(parameter, DTensor) else parameter).mul_(0.9)
+            elif self.way == "data":
                 parameter.data.mul_(0.9)
             else:
                 with torch.no_grad():
@@ -54,15 +62,16 @@ def _train(callbacks: list[pl.Callback], world_size: int = 2, strategy: Any = "a
     )
 
 
-def _sharded(way: str, first: int, inside: bool = False, early: bool = True) -> Record:
+def _sharded(way: str, first: int, inside: bool = False, early: bool = True, stage: int = 3, **options: Any) -> Record:
     from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
     config = CompileConfig(region_backend="eager", early_gathers=early, schedule=None)
-    strategy = DeepCompileStrategy(compile=config)
+    strategy = DeepCompileStrategy(stage=stage, compile=config)
     return _train(
         [_Writes(way, first, inside)],
         strategy=strategy,
         inspect=lambda trainer: (_early(trainer)._safe, _early(trainer)._leads),
+        **options,
     )
 
 
@@ -90,6 +99,19 @@ def test_what_is_written_between_steps_is_not_lost(
     for record in run_ranks(_sharded, 2, way, first, inside):
         assert_same_training(record, expected, params=True)
         assert record.extra == verdict
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_one_rank_may_write_alone(inside: bool) -> None:
+    """What the ranks gathered before is out of date on all of them, also between the micro-batches of a step."""
+    for accumulate, kinds in ((1, [{}]), (3, [{"stage": 1}, {"stage": 2}])):
+        options = {"accumulate": accumulate, "timeout": 90}
+        expected = run_ranks(_sharded, 2, "first rank", 2, inside, early=False, **options)
+        for kind in kinds:
+            for record, other in zip(
+                run_ranks(_sharded, 2, "first rank", 2, inside, **kind, **options), expected, strict=True
+            ):
+                assert_same_training(record, other, params=True)
 
 
 @pytest.mark.parametrize("inside", [False, True])

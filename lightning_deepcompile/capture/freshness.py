@@ -30,23 +30,29 @@ class Freshness:
         self._counts: list[int] | None = None  # while what is gathered may be used again
         self._ran = ""  # the step that ran last
 
-    def begin(self, name: str) -> bool:
+    def may_stay(self, name: str) -> bool:
+        """Whether what is gathered may be used by the step `name`, unless somebody wrote; the same on all ranks."""
+        # Averaged weights are swapped in and out in ways that nobody counts, but only between training and evaluation.
+        return self._counts is not None and name == self._ran
+
+    def written(self) -> bool:
+        """Whether this rank's parameters were seen to be written to since `settle`, or since the last step began."""
+        return self._counts != self._writes.counts()
+
+    def begin(self, name: str, stays: bool) -> None:
         """Call before the step `name`.
 
-        Returns:
-            Whether what is gathered stayed: nobody was seen to write to parameters.
+        Args:
+            name: The step's.
+            stays: Whether what is gathered is used.
         """
-        # Averaged weights are swapped in and out in ways that nobody counts, but only between training and evaluation.
-        counts = self._writes.counts() if self._counts is not None and name == self._ran else None
-        stays = counts is not None and counts == self._counts
         if stays:
             self._runtime.order_gathers()  # those that follow, behind writes that nobody counts
         else:
             self._runtime.invalidate()
             self._runtime.refetch()
-        self._counts = (counts or self._writes.counts()) if self._keeps else None
+        self._counts = self._writes.counts() if self._keeps else None
         self._ran = name
-        return stays
 
     def settle(self) -> None:
         """From now on, what is gathered is right as long as nobody writes."""
