@@ -373,6 +373,7 @@ class Engine:
             self.residency.retire()
         if self.ended:
             return
+        self.gradients.forget_held_back()
         self._opening.forget()
         self.runtime.clear_arena()
 

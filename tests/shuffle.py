@@ -18,7 +18,7 @@ from lightning_deepcompile.plan.reductions import merge_reductions
 from lightning_deepcompile.program.rewrite import read_schedule
 from lightning_deepcompile.program.schedule import STATE_COPIES, Instruction, Schedule
 
-__all__ = ["Meddle", "Shuffle", "TravelStates", "merge_some"]
+__all__ = ["Clear", "Meddle", "Shuffle", "TravelStates", "merge_some"]
 
 
 def merge_some(schedule: Schedule, choose: Callable[[], bool]) -> Schedule:
@@ -113,3 +113,12 @@ class Meddle(TravelStates):
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
         for entries in optimizer.state.values():
             entries["exp_avg"].mul_(0.5)
+
+
+class Clear(TravelStates):
+    """Drops all states, as warm restarts do, of which programs are going to fetch some."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, module, batch, batch_idx)
+        if trainer.global_step % 2:  # what is made anew must be there in the next step
+            trainer.optimizers[0].state.clear()

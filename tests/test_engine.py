@@ -260,6 +260,12 @@ def test_a_gradient_that_someone_keeps_keeps_its_values(mesh: DeviceMesh) -> Non
         one_step(engine, TOKENS.flip(1), optimizer)
     assert torch.equal(kept.full_tensor(), value)
     assert not torch.equal(engine.module.head.weight.grad.full_tensor(), value)
+    block = engine.module.blocks[0]  # whose two gradients share their memory
+    others = {p: p.grad.full_tensor() for p in engine.module.parameters() if p is not block.weight}
+    kept = block.weight.grad
+    engine.gradients.forget([block.weight])
+    assert block.weight.grad is None and kept is not None
+    assert all(torch.equal(p.grad.full_tensor(), value) for p, value in others.items()), "only one was forgotten"
     engine.close()
 
 

@@ -159,6 +159,30 @@ def after_failure(strategy: Callable[..., Any]) -> list[Record]:
     return [fit(trainer, module)]
 
 
+class Stops(pl.Callback):
+    """Ends the first fit between two optimizer steps, as a time limit does."""
+
+    stopped = False
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop, self.stopped = not self.stopped, True
+
+
+def stopped(strategy: Callable[..., Any], **settings: Any) -> list[Record]:
+    """What one fit has added up without a step is none of the next one's business."""
+    module = Mlp()
+    trainer = trainer_of(strategy(**settings), Stops(), accumulate_grad_batches=STEPS)
+    assert not fit(trainer, module).grads
+    trainer.fit_loop.epoch_loop.batch_progress.reset()
+    trainer.fit_loop._restarting = trainer.fit_loop.epoch_loop._restarting = False
+    return [fit(trainer, module)]
+
+
+def stopped_whole(strategy: Callable[..., Any]) -> list[Record]:
+    """Where gradients are added up whole."""
+    return stopped(strategy, stage=1)
+
+
 def averaged(strategy: Callable[..., Any]) -> list[Record]:
     """Weight averaging copies the module at the start of every fit, and leaves the average in it at the end."""
     module = Mlp()
@@ -170,7 +194,17 @@ def averaged(strategy: Callable[..., Any]) -> list[Record]:
 
 CHAINS = {
     chain.__name__: chain
-    for chain in (same_settings, other_settings, checkpointing, changed_between, parts, after_failure, averaged)
+    for chain in (
+        same_settings,
+        other_settings,
+        checkpointing,
+        changed_between,
+        parts,
+        after_failure,
+        stopped,
+        stopped_whole,
+        averaged,
+    )
 }
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from cases import VOCAB, Base, Tokens, full
 from multiprocess import run_ranks
-from shuffle import Meddle, TravelStates
+from shuffle import Clear, Meddle, TravelStates
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader
@@ -190,6 +190,8 @@ def _equal_training() -> dict[str, str]:
             actual, trainer = fit(case, EVERYTHING, watch=watch)
             same(actual, expected, f"{case}, states copied by programs")
             assert max(watch.chunks) > 0
+            if case == "adamw_foreach":
+                same(fit(case, EVERYTHING, watch=Clear())[0], fit(case, {}, watch=Clear())[0], f"{case}, cleared")
             stats = trainer.strategy.engine.runtime.stats()
             assert (stats["host_bytes"], stats["state_bytes"]) == (0, 0), stats
         except Exception:

@@ -73,13 +73,11 @@ class GradientSession:
             self.adopt()
             return
         self._active = False
-        foreign, self._foreign = self._foreign, {}
         self._runtime.finish_backward()
         for ds_id in self._runtime.ids_with_grad():
             parameter = self._model.by_id[ds_id]
             parameter.dtensor.grad = parameter.grad_dtensor
-        for parameter, rows in foreign.items():
-            self._merge(parameter, rows)
+        self._return()
         self._average_replicated()
         self.adopt()
 
@@ -111,6 +109,12 @@ class GradientSession:
             parameter.dtensor.grad = None
         self._protect_held(chosen)
         self._runtime.free_grads([p.ds_id for p in chosen])
+        if not self._active:  # else `finish` does
+            self._return()
+
+    def forget_held_back(self) -> None:
+        """Drops what was held back for a last micro-batch that does not come."""
+        self.forget([parameter.dtensor for parameter in self._trainable() if parameter.dtensor.grad is None])
 
     def local_grad(self, parameter: Tensor) -> Tensor | None:
         """This rank's rows of the gradient, to be read or changed in place.
@@ -154,6 +158,11 @@ class GradientSession:
         rows = self.local_grad(parameter.dtensor)
         self._foreign[parameter] = rows.clone() if rows is parameter.grad_local else rows
         parameter.dtensor.grad = None
+
+    def _return(self) -> None:
+        foreign, self._foreign = self._foreign, {}
+        for parameter, rows in foreign.items():
+            self._merge(parameter, rows)
 
     def _merge(self, parameter: ShardedParameter, rows: Tensor) -> None:
         present = self.local_grad(parameter.dtensor)

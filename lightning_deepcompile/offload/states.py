@@ -119,6 +119,7 @@ class StateOffload:
         self._before_step()
         optimizer = self._held()
         self.moved = 0
+        self._forget_replaced()
         if not any(self._visits(p) for group in optimizer.param_groups for p in group["params"]):
             if self._otherwise is not None:
                 self._otherwise.begin(*args, **kwargs)
@@ -187,6 +188,14 @@ class StateOffload:
             self._expected, self._slots_of = chunks, slots_of
             self._runtime.expect_states(chunks, slots_of)
 
+    def _forget_replaced(self) -> None:
+        """Homes that the optimizer does not hold any more, as where somebody has cleared its states."""
+        state = self._held().state
+        for p, homes in list(self._homes.items()):
+            held = {name: home for name, home in homes.items() if p in state and state[p].get(name) is home}
+            if len(held) < len(homes):
+                self._homes[p] = held
+
     def _homes_of(self, chunk: Chunk) -> list[Tensor]:
         return [home for params in chunk.params for p in params for home in self._homes.get(p, {}).values()]
 
@@ -222,14 +231,8 @@ class StateOffload:
 
     def _fetch(self, index: int) -> None:
         chunk = self._chunks[index]
-        state = self._held().state
-        # A state that somebody put in the place of a home is left as it is.
         wanted = [
-            (p, name, home)
-            for params in chunk.params
-            for p in params
-            for name, home in self._homes.get(p, {}).items()
-            if p in state and state[p].get(name) is home
+            (p, name, home) for params in chunk.params for p in params for name, home in self._homes.get(p, {}).items()
         ]
         parameters = [p for params in chunk.params for p in params] if chunk.visits else []
         shards = [(p, home) for p in parameters if (home := self._shard_home(p)) is not None]
