@@ -98,7 +98,8 @@ class Tuner:
         self._config = capture.config
         ranks = capture.model.ranks
         self._world = ranks.shards
-        self._store = PlanStore(self._config.plan, Setting(self._world, capture.stage, device.type), group)
+        setting = Setting(self._world, capture.stage, device.type, self._config.memory_budget, self._config.recompute)
+        self._store = PlanStore(self._config.plan, setting, group)
         first, *self._entries = pass_schedule(self._config, capture.stage, self._world)
         capture.passes = self._start = first[1]
         self._passes: tuple[Pass, ...] = self._entries[-1][1] if self._entries else ()
@@ -236,7 +237,8 @@ class Tuner:
         self._run_plan(planned, self._passes)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        if self._capture_schedules() == before and not self._states.movement:
+        same = self._capture_schedules() == before and not self._states.movement
+        if all(self._exchange(same)):  # which of its activations leave is decided by each rank
             self._finish_round(outcome="unchanged")
 
     def _run_plan(self, schedules: Iterable[Schedule], passes: Sequence[Pass] | None = None) -> None:

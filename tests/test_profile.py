@@ -16,7 +16,8 @@ import torch.distributed as dist
 from cases import CASES, Record, train
 from multiprocess import run_ranks
 from shuffle import Shuffle
-from test_engine import TOKENS, make_engine, one_step, sgd
+from test_engine import TOKENS, Net, make_engine, one_step, sgd
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
@@ -27,6 +28,7 @@ from lightning_deepcompile.plan.pass_manager import resolve_passes, step_pass
 from lightning_deepcompile.plan.passes.keep_whole import keep_until_boundary
 from lightning_deepcompile.plan.passes.unshard import keep_gathered, unshard_candidates
 from lightning_deepcompile.plan.placement import Placement
+from lightning_deepcompile.plan.plan_file import PLAN_VERSION
 from lightning_deepcompile.plan.simulate import arena_bytes
 from lightning_deepcompile.program.rewrite import read_schedule
 from lightning_deepcompile.tuner import Tuner
@@ -192,7 +194,9 @@ def test_other_shapes_have_the_plan_of_the_nearest_program_at_once(mesh: Any, le
     engine.close()
 
 
-def test_plan_files(mesh: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+def test_plan_files(  # noqa: F811
+    mesh: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "plans" / "plan.json"
     engine, optimizer = make_planner(mesh, plan=str(path))
     for step in range(ROUND):
@@ -220,16 +224,32 @@ def test_plan_files(mesh: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert len(third.report()) == 1
     third.close()
 
+    # So is a model with one more module, whose parameters have other numbers.
+    plain_init = Net.__init__
+
+    def with_another(module: Net) -> None:
+        plain_init(module)
+        module._modules = {"another": nn.Linear(3, 3), **module._modules}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Net, "__init__", with_another)
+        changed, optimizer = make_planner(mesh, plan=str(path))
+        one_step(changed, TOKENS, optimizer)
+        assert not any("plan" in executable.program.history for executable in changed.capture.executables)
+        changed.close()
+
     # Damaged and foreign plans are refused with the reason, and training goes on.
     text = path.read_text()
     for broken, reason in [
         ("{", "it is no JSON"),
         ("{}", "it has no `version`"),
-        (text.replace('"version": 2', '"version": 7'), "it has version 7"),
+        (text.replace(f'"version": {PLAN_VERSION}', '"version": 7'), "it has version 7"),
         (text.replace('"states": null', '"states": {"away": -1, "slots": 3}'), "optimizer states in"),
         (text.replace('"states": null', '"states": {"away": 0}'), "it is damaged"),
         (text.replace('"world_size": 1', '"world_size": 64'), "'world_size': 64"),
         (text.replace('"stage": 3', '"stage": 1'), "'stage': 1"),
+        (text.replace('"memory_budget": null', '"memory_budget": 64'), "'memory_budget': 64"),
+        (text.replace('"recompute": "always"', '"recompute": "auto"'), "'recompute': 'auto'"),
         (text.replace('"instructions"', '"instruction"'), "it is damaged"),
         (text.replace('"op": "gather"', '"op": "wait"'), "it is damaged"),
     ]:

@@ -12,7 +12,7 @@ from lightning_deepcompile.program.schedule import Schedule, ScheduleError, chec
 
 __all__ = ["PLAN_VERSION", "Plan", "PlanFileError", "Setting", "read_plan", "write_plan"]
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 
 
 class PlanFileError(ValueError):
@@ -27,11 +27,15 @@ class Setting:
         world_size: Number of ranks.
         stage: ZeRO stage.
         device_type: ``"cuda"`` or ``"cpu"``.
+        memory_budget: The user's, in any of its forms.
+        recompute: Whether blocks that the model checkpoints may keep their activations.
     """
 
     world_size: int
     stage: int
     device_type: str
+    memory_budget: int | float | str | None = None
+    recompute: str = "always"
 
 
 @dataclass(frozen=True)

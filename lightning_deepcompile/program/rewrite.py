@@ -68,7 +68,8 @@ def read_schedule(program: Program) -> Schedule:
     """
     instructions = tuple(_read(program, node, op) for node, op in instruction_nodes(program))
     kept = tuple(i & _LOCAL for i in program.kept)
-    structure = [program.kind, *(f"{i.op} {_parameters(program, i)}" for i in _lowered(instructions))]
+    # With numbers, by which instructions name parameters: they change with the model around a program.
+    structure = [program.kind, *(f"{i.op} {i.ids} {_parameters(program, i)}" for i in _lowered(instructions))]
     regions = [program.region(node).info.key for node in program.regions()]
     return Schedule(
         program.name,
