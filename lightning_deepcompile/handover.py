@@ -25,6 +25,7 @@ from lightning_deepcompile.device_mesh import MeshArgument, make_mesh
 from lightning_deepcompile.engine import Engine
 from lightning_deepcompile.host_calls import HostCalls
 from lightning_deepcompile.precision import DeepCompilePrecision
+from lightning_deepcompile.step_containers import StepContainers
 
 __all__ = ["Setting", "ShardedModule"]
 
@@ -81,12 +82,14 @@ class ShardedModule:
         engine: Its engine.
         log: Records what its steps log; compiled steps refer to it.
         host_calls: What its steps call outside of graphs; compiled steps refer to it.
+        containers: Stands in for lists and dicts that its steps fill; compiled steps refer to it.
     """
 
     setting: Setting
     engine: Engine
     log: DeferredLog
     host_calls: HostCalls
+    containers: StepContainers
 
     @classmethod
     def of(cls, module: nn.Module) -> ShardedModule | None:
@@ -141,7 +144,7 @@ class ShardedModule:
             if other is not None and other.engine.module is module:
                 other.engine.close()
         log, host_calls = DeferredLog(module), HostCalls(module, after_toggle=engine.gradients.follow_requires_grad)
-        made = engine.model.state.keeper = cls(setting, engine, log, host_calls)
+        made = engine.model.state.keeper = cls(setting, engine, log, host_calls, StepContainers(module))
         return made
 
     def serves(self, module: nn.Module, setting: Setting) -> bool:

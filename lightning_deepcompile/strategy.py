@@ -322,7 +322,7 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
 
     def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
         assert self._sharded is not None
-        log, host_calls = self._sharded.log, self._sharded.host_calls
+        log, host_calls, containers = self._sharded.log, self._sharded.host_calls, self._sharded.containers
         context = {
             "training_step": self.precision_plugin.train_step_context,
             "validation_step": self.precision_plugin.val_step_context,
@@ -330,7 +330,8 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
             "predict_step": self.precision_plugin.predict_step_context,
         }[name]
         deferred = nullcontext() if name == "predict_step" else log.deferred()
-        with context(), deferred, host_calls.outside_graphs(), self._progress.shown(self.engine.capture):
+        host_side = containers.stood_in_for(), host_calls.outside_graphs()
+        with context(), deferred, host_side[0], host_side[1], self._progress.shown(self.engine.capture):
             return self.engine.run_step(name, *args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

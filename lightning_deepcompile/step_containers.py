@@ -1,0 +1,191 @@
+"""Lists and dicts that steps fill: ``self.outputs.append(loss)``, read and emptied when the epoch ends.
+
+Dynamo compiles a step anew for every length of a list that it sees. Here it sees one that is empty whenever a step
+begins, and what the step appends to that goes to the user's list when it is over. Whatever else a step does with the
+list runs on the host, between two graphs, on the user's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, MutableMapping, MutableSequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+__all__ = ["StepContainers", "StepDict", "StepList"]
+
+_FEW = 64
+"""Containers of more entries are not looked through for others: that would cost time in every step."""
+
+on_host = torch.compiler.disable
+
+
+class _StandIn:
+    """Takes a container's place while a step runs.
+
+    Attributes:
+        real: The user's container.
+    """
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+        self._lent: list[_StandIn] = []  # in the place of what is inside of it
+
+    def settle(self) -> Any:
+        """The user's container, with all that was meant for it."""
+        for one in self._lent:
+            one.settle()
+        return self.real
+
+    def _lend(self, value: Any) -> Any:
+        if type(value) not in _KINDS:
+            return value
+        self._lent.append(_KINDS[type(value)](value))
+        return self._lent[-1]
+
+    @on_host
+    def __getitem__(self, key: Any) -> Any:
+        return self._lend(self.settle()[key])
+
+    @on_host
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.settle()[key] = value
+
+    @on_host
+    def __delitem__(self, key: Any) -> None:
+        del self.settle()[key]
+
+    @on_host
+    def __len__(self) -> int:
+        return len(self.settle())
+
+    @on_host
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(self.settle()))
+
+    @on_host
+    def __contains__(self, value: Any) -> bool:
+        return value in self.settle()
+
+    @on_host
+    def __eq__(self, other: object) -> bool:
+        return self.settle() == (other.settle() if isinstance(other, _StandIn) else other)
+
+    @on_host
+    def __repr__(self) -> str:
+        return repr(self.settle())
+
+    @on_host
+    def clear(self) -> None:
+        """As the container's."""
+        self.settle().clear()
+
+    @on_host
+    def copy(self) -> Any:
+        """As the container's."""
+        return self.settle().copy()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class StepList(_StandIn, MutableSequence[Any]):
+    """In the place of a list."""
+
+    def __init__(self, real: list[Any]) -> None:
+        super().__init__(real)
+        self._new: list[Any] = []  # Dynamo guards on it: it must be empty whenever a step begins
+
+    def settle(self) -> Any:
+        """The user's list, with all that was appended."""
+        super().settle()
+        self.real.extend(self._new)
+        self._new.clear()
+        return self.real
+
+    def append(self, value: Any) -> None:
+        """As a list's; inside of the graph."""
+        self._new.append(value)
+
+    @on_host
+    def insert(self, index: int, value: Any) -> None:
+        """As a list's."""
+        self.settle().insert(index, value)
+
+    @on_host
+    def sort(self, **options: Any) -> None:
+        """As a list's."""
+        self.settle().sort(**options)
+
+    @on_host
+    def __add__(self, other: Any) -> list[Any]:
+        return self.settle() + list(other)
+
+
+class StepDict(_StandIn, MutableMapping[Any, Any]):
+    """In the place of a dict."""
+
+
+_KINDS: dict[type, type[_StandIn]] = {list: StepList, dict: StepDict, defaultdict: StepDict}
+
+
+class StepContainers:
+    """Watches a LightningModule's own lists and dicts, and gives those that steps fill a stand-in.
+
+    Args:
+        module: The module; LightningModules inside of it are watched, too.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = [child for child in module.modules() if isinstance(child, pl.LightningModule)]
+        self._ignored = frozenset(vars(pl.LightningModule()))
+        self._stand_ins: dict[tuple[int, str], _StandIn] = {}
+
+    @contextlib.contextmanager
+    def stood_in_for(self) -> Iterator[None]:
+        """For the duration of a step."""
+        before = self._sizes()
+        used = {}
+        for (number, name), stand_in in self._stand_ins.items():
+            attributes = vars(self._modules[number])
+            if type(attributes.get(name)) is type(stand_in.real):
+                stand_in.real = attributes[name]
+                attributes[name] = used[number, name] = stand_in
+        try:
+            yield
+        except TypeError as error:
+            if not any(kind.__name__ in str(error) for kind in (StepList, StepDict)):
+                raise
+            raise TypeError(
+                f"{error}: a step passes on a list or dict of the LightningModule that it also fills, which would be "
+                "compiled anew for every length. Do so in a hook such as `on_train_batch_end`."
+            ) from error
+        finally:
+            for (number, name), stand_in in used.items():
+                real, attributes = stand_in.settle(), vars(self._modules[number])
+                stand_in._lent.clear()
+                if attributes.get(name) is stand_in:  # else the step has put something else there
+                    attributes[name] = real
+        for place, size in self._sizes().items():
+            if place not in self._stand_ins and before.get(place) != size:
+                value = vars(self._modules[place[0]])[place[1]]
+                self._stand_ins[place] = _KINDS[type(value)](value)
+
+    def _sizes(self) -> dict[tuple[int, str], tuple[int, ...]]:
+        return {
+            (number, name): _sizes_of(value)
+            for number, module in enumerate(self._modules)
+            for name, value in vars(module).items()
+            if type(value) in _KINDS and name not in self._ignored
+        }
+
+
+def _sizes_of(value: Any) -> tuple[int, ...]:
+    """The length of a container, and of those inside of it."""
+    if len(value) > _FEW:
+        return (len(value),)
+    inside = value if isinstance(value, list) else value.values()
+    return (len(value), *(len(one) for one in inside if type(one) in _KINDS))
