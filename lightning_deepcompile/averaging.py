@@ -136,14 +136,17 @@ def _copy_shards(
             twin._buffers[name] = None if buffer is None else copy(buffer)
 
 
-def distribute_states(checkpoint: dict[str, Any], model: ShardedModel) -> None:
+def distribute_states(checkpoint: dict[str, Any], model: ShardedModel, module: nn.Module) -> None:
     """Makes whole parameters in a loaded checkpoint DTensors, in place: the callback loads them into the average.
 
     Args:
         checkpoint: Lightning's checkpoint.
         model: How the module is sharded.
+        module: The module.
     """
-    parameters = {plain_name(owner.fqn): p for p in model.parameters for owner in p.owners}
+    known = model.by_parameter
+    every = module.named_parameters(remove_duplicate=False)
+    parameters = {plain_name(name): known[parameter] for name, parameter in every if parameter in known}
 
     def distribute(name: str, value: Any) -> Any:
         parameter = parameters.get(plain_name(name))

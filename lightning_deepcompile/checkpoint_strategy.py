@@ -53,7 +53,7 @@ class CheckpointStrategy(ProcessStrategy):
         checkpoint = self._checkpoints.load(checkpoint_path, weights_only)
         assert self.lightning_module is not None
         if is_averaged(self.lightning_module.trainer):
-            distribute_states(checkpoint, self._checkpoints.model)
+            distribute_states(checkpoint, self._checkpoints.model, self.lightning_module)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

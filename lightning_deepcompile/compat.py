@@ -9,8 +9,7 @@ import contextlib
 import inspect
 import types
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,10 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.optim import Optimizer
 
 __all__ = [
     "INNER_CALL",
@@ -43,13 +40,10 @@ __all__ = [
     "process_group",
     "real_tensors",
     "reduce_scatter_mean_into",
-    "run_first_after_step",
     "start_compile_workers",
     "step_settings",
     "storage_uses",
     "store",
-    "unhooked_step",
-    "unscale",
     "with_local",
     "with_own_code",
 ]
@@ -262,38 +256,6 @@ def never_frames(kind: type[T]) -> type[T]:
 def storage_uses(tensor: Tensor) -> int:
     """How many tensors share the memory of `tensor`, itself included; temporary Python objects count, too."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-def unscale(scaler: ShardedGradScaler, optimizer: Optimizer) -> None:
-    """Unscales the gradients of `optimizer` and lets all ranks know whether one found any that is not finite.
-
-    PyTorch's scaler for shards keeps that as a vector of one element, the number of such ranks. Fused optimizers want
-    what its other scaler gives them: a scalar that is 0 or 1.
-    """
-    scaler.unscale_(optimizer)
-    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    for device, value in found.items():
-        found[device] = value.reshape(()).clamp(max=1)
-
-
-def run_first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> None:
-    """Registers a step post hook of `optimizer` that runs before those that it has already."""
-    handle = optimizer.register_step_post_hook(hook)
-    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def unhooked_step(optimizer: Optimizer) -> Iterator[Callable[..., Any]]:
-    """Gives the function ``step(optimizer, ...)`` of the optimizer's class, without the hooks that it is wrapped in.
-
-    Inside, a step of a base class that it calls runs none of the optimizer's hooks either.
-    """
-    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    try:
-        yield type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
-    finally:
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
 
 
 def with_local(tensor: DTensor, local: Tensor) -> DTensor:

@@ -125,7 +125,8 @@ class Engine:
         self._retire.atexit = False
         dtypes = {"gather_dtype": gather_dtype, "reduce_dtype": reduce_dtype}
         self.model = shard_module(module, self.runtime, ranks, hosted=self._hosted.chunks, **dtypes)
-        self.gradients = GradientSession(self.runtime, self.model, group)
+        holds_back = config.reduction(stage) != "every"
+        self.gradients = GradientSession(self.runtime, self.model, group, holds_back=holds_back)
         store = compat.store()
         # Engines are made in the same order on all ranks; a number of its own keeps one's keys from another's.
         number = store.add(f"lightning_deepcompile/engines/{dist.get_rank()}", 1)

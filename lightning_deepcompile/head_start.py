@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from lightning_deepcompile import compat
+from lightning_deepcompile import compat_training
 from lightning_deepcompile.offload.chunks import Chunk, GroupChanges
 from lightning_deepcompile.opening import StepOpening
 
@@ -78,7 +78,7 @@ class HeadStart:
         if not any(first.params) or not any(rest.params):
             return
         self._changes, self._rest = GroupChanges(optimizer), rest
-        with compat.unhooked_step(optimizer) as step:
+        with compat_training.unhooked_step(optimizer) as step:
             optimizer.param_groups = first.narrow(self._changes.groups)
             step(optimizer, *args, **kwargs)
             self._changes.add(first, optimizer.param_groups, type(optimizer).__name__)

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_deepcompile import compat
+from lightning_deepcompile import compat_training
+from lightning_deepcompile.capture.checks import check_no_hooks
 from lightning_deepcompile.capture.gradients import GradientSession
 from lightning_deepcompile.capture.sharding import ShardedModel
 from lightning_deepcompile.offload.chunks import Parts
@@ -25,7 +26,9 @@ __all__ = ["LocalShards", "check_optimizer"]
 
 # Optimizers whose update of one element depends on the whole tensor (or on all of them): on shards they would compute
 # something else without saying so.
-_WHOLE_TENSOR_OPTIMIZERS = frozenset({"LBFGS", "Adafactor", "Muon"})
+_WHOLE_TENSOR_OPTIMIZERS = frozenset(
+    {"adafactor", "distributedshampoo", "galoreadamw", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"}
+)
 
 
 def check_optimizer(optimizer: Optimizer, model: ShardedModel) -> None:
@@ -36,10 +39,11 @@ def check_optimizer(optimizer: Optimizer, model: ShardedModel) -> None:
         model: How they are sharded.
 
     Raises:
-        ValueError: For optimizers that need whole tensors, and for parameters that are not the module's.
+        ValueError: For optimizers that need whole tensors, for parameters that are not the module's, and for those
+            with hooks.
     """
     for kind in type(optimizer).__mro__:
-        if kind.__name__ in _WHOLE_TENSOR_OPTIMIZERS and kind.__module__.startswith("torch.optim"):
+        if kind.__name__.lower() in _WHOLE_TENSOR_OPTIMIZERS:
             raise ValueError(
                 f"The optimizer {type(optimizer).__name__} needs whole parameters, but each rank holds a part of "
                 "every one. Use an element-wise optimizer (SGD, Adam, AdamW, ...)."
@@ -53,6 +57,7 @@ def check_optimizer(optimizer: Optimizer, model: ShardedModel) -> None:
                     "module's, or was taken before the module was sharded. Build optimizers in "
                     "`configure_optimizers` from `self.parameters()`."
                 )
+            check_no_hooks(parameter, model.by_parameter[parameter].name if parameter in model.by_parameter else "")
 
 
 class LocalShards:
@@ -82,9 +87,9 @@ class LocalShards:
         self._stepped = False  # with a closure: whether the step under way has called its closure
         self._inner = 0  # calls of ``super().step(closure)`` under way
         self._swapped: dict[Tensor, Tensor] = {}
-        self._plain_state = True
+        self._plain_state = False  # some make their states before they step, from the module's parameters
         optimizer.register_step_pre_hook(self._on_step)
-        compat.run_first_after_step(optimizer, self._on_stepped)  # users' hooks shall see their parameters
+        compat_training.run_first_after_step(optimizer, self._on_stepped)  # users' hooks shall see their parameters
 
     @property
     def offload(self) -> StateOffload | None:

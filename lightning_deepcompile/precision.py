@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecision as MixedPrecisionDtypes
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
-from lightning_deepcompile import compat
+from lightning_deepcompile import compat_training
 
 if TYPE_CHECKING:
     from lightning_deepcompile.engine import Engine
@@ -124,8 +124,15 @@ class DeepCompilePrecision(FSDPPrecision):
         return MixedPrecisionDtypes(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Casts the parameters for ``bf16-true`` and ``16-true``, and buffers if `mixed_precision` says so."""
+        """Casts the parameters for ``bf16-true`` and ``16-true``, and buffers if `mixed_precision` says so.
+
+        Complex buffers (of rotary embeddings, say) stay complex.
+        """
+        buffers = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
         module = super().convert_module(module)
+        for owner, name, buffer in buffers:
+            if buffer.is_complex():
+                owner._buffers[name] = buffer
         if self.mixed_precision is not None and self.mixed_precision.buffer_dtype is not None:
             for child in module.modules():
                 for name, buffer in child._buffers.items():
@@ -148,7 +155,7 @@ class DeepCompilePrecision(FSDPPrecision):
         result = closure()
         # Always here, also for fused optimizers that could do it: their own check sees this rank's gradients alone.
         with self._engine().local_shards(optimizer):
-            compat.unscale(self.scaler, optimizer)
+            compat_training.unscale(self.scaler, optimizer)
         self._after_closure(model, optimizer)
         if result is None and model.automatic_optimization:
             return result

@@ -44,7 +44,7 @@ from lightning_deepcompile.handover import Setting, ShardedModule
 from lightning_deepcompile.host_calls import HostOptimizer
 from lightning_deepcompile.inspection import Inspection
 from lightning_deepcompile.precision import DeepCompilePrecision
-from lightning_deepcompile.trainer_checks import check_trainer, may_drop_gradients
+from lightning_deepcompile.trainer_checks import check_backward_inputs, check_trainer, may_drop_gradients
 
 __all__ = ["DeepCompileStrategy"]
 
@@ -278,13 +278,13 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """New tensors are made on this rank's device, in the dtype of the parameters.
+        """New tensors have the dtype of the parameters, and are made where they are without it: on the CPU, as a rule.
 
         Args:
             empty_init: Make them without memory (on the meta device); each rank then initialises one block at a time,
                 by the modules' ``reset_parameters`` or the model's ``_init_weights``, and keeps its shard.
         """
-        with torch.device("meta") if empty_init else self.root_device, self.precision_plugin.tensor_init_context():
+        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 
     @property
@@ -338,6 +338,7 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
         """Runs the backward pass; ``.grad`` holds reduced gradients when Lightning calls ``on_after_backward``."""
         module, plugin = self.lightning_module, self.precision_plugin
         assert module is not None
+        check_backward_inputs(module, kwargs)
         self.pre_backward(closure_loss)
         loss = plugin.pre_backward(closure_loss, module)
         with self._progress.shown(self.engine.capture):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
-__all__ = ["check_trainer", "may_drop_gradients"]
+__all__ = ["check_backward_inputs", "check_trainer", "may_drop_gradients"]
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
@@ -37,6 +40,28 @@ def check_trainer(trainer: pl.Trainer) -> None:
         rank_zero_warn(
             "PyTorchProfiler's hooks on every module break the step's graph at every module. Use "
             "`PyTorchProfiler(record_module_names=False)` to profile what runs without it."
+        )
+
+
+def check_backward_inputs(module: pl.LightningModule, arguments: dict[str, Any]) -> None:
+    """Takes ``inputs=`` out of a backward pass's arguments, if it names what gets gradients anyway.
+
+    Args:
+        module: The module that is trained.
+        arguments: Keyword arguments for ``Tensor.backward``.
+
+    Raises:
+        MisconfigurationException: If it names anything else: compiled programs reduce all gradients that they compute.
+    """
+    if arguments.get("inputs") is None:
+        return
+    inputs = arguments.pop("inputs")
+    named = {inputs} if isinstance(inputs, Tensor) else set(inputs)
+    if named != {parameter for parameter in module.parameters() if parameter.requires_grad}:
+        raise MisconfigurationException(
+            f"backward(inputs=...) names {len(named)} tensors, and not all trainable parameters: under "
+            "DeepCompileStrategy a compiled program computes and reduces the gradients of all of them. Switch off the "
+            "others before the step (`toggle_optimizer`, `requires_grad_(False)`)."
         )
 
 

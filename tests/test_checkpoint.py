@@ -21,13 +21,14 @@ STEPS, SAVED_AFTER = 5, 2
 
 
 class Model(Mlp):
-    """Tied, frozen, unused, scalar and empty parameters, a buffer, two parameter groups and a schedule."""
+    """Tied, frozen, shared, unused, scalar and empty parameters, a buffer, two parameter groups and a schedule."""
 
     def __init__(self, width: int = 13) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.head.weight = self.embed.weight
         self.layers[0].requires_grad_(False)
+        self.again = self.layers[1]
         self.head = torch.compile(self.head, backend="eager")  # its keys get a prefix
         self.register_buffer("steps_seen", torch.zeros(3))
 

@@ -157,7 +157,8 @@ class Capture:
         if self.config.region_backend == "inductor" and any(getattr(x, "is_cuda", False) for x in example_inputs):
             compat.start_compile_workers()  # they sleep when nothing was compiled for a while
         with self._timed():
-            check_graph(gm, example_inputs, {ds_id: info.name for ds_id, info in self.params.items()})
+            names = {ds_id: info.name for ds_id, info in self.params.items()}
+            check_graph(gm, example_inputs, names, self.model.replicated)
             if self.config.recognize_causal_masks:
                 self.causal_masks += recognize_causal_masks(gm)
             if self.lookups is not None:

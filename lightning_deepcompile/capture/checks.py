@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_deepcompile.capture.sharding import collect_parameters
 
-__all__ = ["check_module", "check_same_model"]
+__all__ = ["check_module", "check_no_hooks", "check_same_model"]
 
 
 def check_module(module: nn.Module, ours: Set[nn.Parameter] = frozenset()) -> None:
@@ -22,7 +22,7 @@ def check_module(module: nn.Module, ours: Set[nn.Parameter] = frozenset()) -> No
         ours: Parameters that are DTensors because this strategy has sharded them before.
 
     Raises:
-        ValueError: For a model without parameters, or with complex or uninitialised ones.
+        ValueError: For a model without parameters, or with complex or uninitialised ones, or such that have hooks.
         TypeError: For a model that FSDP, `fully_shard` or tensor parallelism already distributes.
     """
     for path, child in module.named_modules():
@@ -49,12 +49,31 @@ def check_module(module: nn.Module, ours: Set[nn.Parameter] = frozenset()) -> No
             raise TypeError(
                 f"The parameter {name!r} is already a DTensor. DeepCompileStrategy needs an undistributed model."
             )
+        check_no_hooks(parameter, name)
         if parameter.is_complex():
             raise ValueError(
                 f"The parameter {name!r} is complex ({parameter.dtype}), which no collective supports. Store its real "
                 "and imaginary parts (`torch.view_as_real`)."
             )
     _check_no_hidden_references(module, set(parameters))
+
+
+def check_no_hooks(parameter: Tensor, name: str) -> None:
+    """Raises for a parameter with hooks, which would never run: autograd sees no gradients of parameters.
+
+    Args:
+        parameter: A parameter.
+        name: Its name.
+
+    Raises:
+        ValueError: Says what to do instead.
+    """
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise ValueError(
+            f"The parameter {name!r} has a hook (`register_hook` or `register_post_accumulate_grad_hook`), which "
+            "would not run: gradients are reduced inside of compiled programs. Change `parameter.grad`, this rank's "
+            "part of it, in `on_before_optimizer_step` or `on_after_backward`, and remove the hook."
+        )
 
 
 def _check_no_hidden_references(module: nn.Module, parameters: set[nn.Parameter]) -> None:

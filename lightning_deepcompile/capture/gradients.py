@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_deepcompile import compat_training
 from lightning_deepcompile.capture.grad_buffers import GradBuffer
+from lightning_deepcompile.capture.graph_checks import UnsupportedStepError
 from lightning_deepcompile.capture.sharding import ShardedModel, ShardedParameter
 
 __all__ = ["GradientSession"]
@@ -28,25 +30,34 @@ class GradientSession:
         runtime: ``_C.Runtime`` that accumulates the gradients.
         model: The sharded model.
         group: Process group over which replicated parameters' gradients are averaged.
+        holds_back: Whether gradients may be reduced once for several passes.
 
     Attributes:
         update: Whether backward passes are the last ones before the optimizer steps. Otherwise gradients that are
             reduced once per optimizer step (stage 1) are held back, and ``.grad`` does not show them yet.
     """
 
-    def __init__(self, runtime: Any, model: ShardedModel, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, runtime: Any, model: ShardedModel, group: dist.ProcessGroup | None, *, holds_back: bool = False
+    ) -> None:
         self._runtime = runtime
+        self._holds_back = holds_back
         self._model = model
         self._group = group
         self._foreign: dict[ShardedParameter, Tensor] = {}
         self._stashed: dict[nn.Parameter, Tensor | None] = {}
         self._active = False
+        self._discards = False  # what the pass under way computes of parameters: only others were asked for
         self.update = True
 
     def begin(self) -> None:
         """Starts a backward pass, and asks autograd to call `finish` at its end. Does nothing if one has begun."""
         if self._active:
             return
+        leaves = [parameter.leaf for parameter in self._trainable() if parameter.leaf.requires_grad]
+        self._discards = not any(map(compat_training.is_accumulated, leaves))
+        if self._discards:
+            self._keep_apart()
         self.begin_now()
         # Queued with the engine rather than placed in "the last graph": with graph breaks, or a loss that several
         # graphs feed, no graph knows that it is the last.
@@ -74,6 +85,9 @@ class GradientSession:
             return
         self._active = False
         self._runtime.finish_backward()
+        if self._discards:
+            self._discards = False
+            self._runtime.free_grads([parameter.ds_id for parameter in self._trainable()])
         for ds_id in self._runtime.ids_with_grad():
             parameter = self._model.by_id[ds_id]
             parameter.dtensor.grad = parameter.grad_dtensor
@@ -81,10 +95,21 @@ class GradientSession:
         self._average_replicated()
         self.adopt()
 
+    def _keep_apart(self) -> None:
+        """Takes what gradients there are out of a pass whose own are not wanted: programs reduce what they compute."""
+        if self._holds_back:
+            raise UnsupportedStepError(
+                "torch.autograd.grad(...) is called for tensors other than parameters, through compiled code, where "
+                "gradients are added up whole. Use CompileConfig(reduce='every')."
+            )
+        for parameter in self._trainable():
+            if parameter.dtensor.grad is not None:
+                self._set_aside(parameter)
+
     def abandon(self) -> None:
         """Forgets a backward pass that raised; accumulated gradients are undefined and dropped."""
         if self._active:
-            self._active = False
+            self._active = self._discards = False
             self._foreign, self._stashed = {}, {}
             self.drop()
 

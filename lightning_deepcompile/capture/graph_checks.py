@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from lightning_deepcompile import compat
@@ -28,17 +29,31 @@ class UnsupportedStepError(RuntimeError):
     """A step does with its parameters what cannot be done with shards."""
 
 
-def check_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], names: Mapping[int, str]) -> None:
+def check_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    names: Mapping[int, str],
+    replicated: Sequence[nn.Parameter] = (),
+) -> None:
     """Raises for a graph that writes to a gathered parameter, or reads a parameter without gathering it.
 
     Args:
         gm: Dynamo's graph.
         example_inputs: Its inputs.
         names: Parameter names by id.
+        replicated: Parameters that are not sharded.
 
     Raises:
         UnsupportedStepError: Names the parameter and the line.
     """
+    for value in example_inputs:
+        stray = isinstance(value, nn.Parameter) and not isinstance(value, DTensor | FakeTensor)
+        if stray and not any(value is known for known in replicated):
+            raise UnsupportedStepError(
+                f"The step reads a parameter of shape {tuple(value.shape)} that no module of the LightningModule "
+                "holds, or held before it was sharded: it would not be trained. Read it through the module that owns "
+                "it (`self.layer.weight`) rather than through another reference, and register what is to be trained."
+            )
     if any(isinstance(value, DTensor) for value in example_inputs):
         raise UnsupportedStepError(ungathered_message())
     _check_writes(gm, {}, names)

@@ -1,13 +1,14 @@
 """Turns a module's parameters into shards, in place, and registers them with the runtime.
 
-Every sharded parameter has three faces that share one storage:
+Every sharded parameter has three faces that share their memory:
 
-* ``dtensor``: what the module holds (sharded on dim 0, global shape): state dicts, summaries and users see it.
+* ``dtensor``: what the module holds (sharded on dim 0, global shape): state dicts, summaries and users see it. It
+  has a storage of its own, over the same memory.
 * ``leaf``: what graphs read: a plain tensor with the padded shape, equal on all ranks, so that neither a rank nor
   a DTensor appears in any graph (a DTensor input costs guards and host time on every call).
 * ``local``: what an optimizer's arithmetic sees: this rank's true rows as a plain tensor, without the padding.
 
-That storage may lie in host memory, mapped into the device's address space (``csrc/host_shards.h``): all three are
+That memory may be the host's, mapped into the device's address space (``csrc/host_shards.h``): all three are
 tensors of the device as ever; only those who read or write all of a model look at ``host``, the same as a CPU tensor.
 """
 
@@ -76,8 +77,10 @@ class ShardedParameter:
 
     @property
     def in_place(self) -> bool:
-        """Whether the three faces still share their storage; ``module.to(...)`` gives the first one another."""
-        return self.dtensor.to_local().is_set_to(self.local)
+        """Whether the three faces still share their memory; ``module.to(...)`` gives the first one another."""
+        mine = self.dtensor.to_local()
+        here = mine.data_ptr() == self.local.data_ptr() and mine.device == self.local.device
+        return mine.dtype == self.local.dtype and (here or mine.numel() == 0)
 
     def distribute(self, rows: Tensor) -> DTensor:
         """This rank's `rows` of a tensor that is sharded like the parameter, as a DTensor; no communication."""
@@ -280,19 +283,20 @@ def _move_rest(module: nn.Module, ranks: Ranks, device: torch.device) -> None:
         for name, buffer in owner._buffers.items():
             if buffer is not None:
                 if buffer not in seen:
-                    seen[buffer] = buffer.to(device)
-                    _broadcast(seen[buffer], ranks)
+                    seen[buffer] = _broadcast(buffer.to(device), ranks)
                 owner._buffers[name] = seen[buffer]
         for parameter in owner._parameters.values():
             if parameter is not None and not isinstance(parameter, DTensor) and parameter not in seen:
                 seen[parameter] = parameter
-                parameter.data = parameter.data.to(device)
-                _broadcast(parameter.data, ranks)
+                parameter.data = _broadcast(parameter.data.to(device), ranks)
 
 
-def _broadcast(tensor: Tensor, ranks: Ranks) -> None:
+def _broadcast(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """Rank 0's values, in `tensor` itself if it is dense: collectives would write past an expanded one's memory."""
     if tensor.numel() and ranks.world_size > 1:
+        tensor = tensor.contiguous()
         dist.broadcast(tensor, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
+    return tensor
 
 
 @torch.no_grad()
@@ -326,13 +330,20 @@ def _shard_parameter(
         owners=owners,
         gather_dtype=gather_dtype if gather_dtype is not None and floating else spec.dtype,
         ranks=ranks,
-        dtensor=nn.Parameter(_distribute(rows, spec.shape, ranks), requires_grad=spec.requires_grad),
+        dtensor=nn.Parameter(_distribute(_alone(rows), spec.shape, ranks), requires_grad=spec.requires_grad),
         leaf=padded.detach().requires_grad_(spec.requires_grad),
         local=rows.detach().requires_grad_(spec.requires_grad),
         grad_offset=layout.offset,
     )
     parameter.dtensor.__dict__.update(original.__dict__)  # marks such as `no_weight_decay` that users hang on them
     return parameter
+
+
+def _alone(rows: Tensor) -> Tensor:
+    """The same memory as a storage of its own: PyTorch can neither save nor copy DTensors that begin inside of one."""
+    begin = rows.storage_offset() * rows.itemsize
+    piece = rows.untyped_storage()[begin : begin + rows.nbytes]
+    return torch.empty(0, dtype=rows.dtype, device=rows.device).set_(piece, 0, rows.shape, rows.stride())
 
 
 def _distribute(rows: Tensor, shape: tuple[int, ...], ranks: Ranks) -> DTensor:

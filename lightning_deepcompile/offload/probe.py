@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_deepcompile import compat
+from lightning_deepcompile import compat_training
 
 __all__ = ["StateSizes", "can_leave", "changed_settings", "probe_states", "settings_of"]
 
@@ -108,7 +108,7 @@ def probe_states(optimizer: Optimizer, device: torch.device) -> StateSizes:
                 small.grad = torch.zeros_like(small)
                 optimizer.param_groups = [{**group, "params": [small]}]
                 try:
-                    with compat.unhooked_step(optimizer) as step:
+                    with compat_training.unhooked_step(optimizer) as step:
                         for _ in range(2):
                             step(optimizer)
                 except Exception as error:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_deepcompile import compat
+from lightning_deepcompile import compat, compat_training
 from lightning_deepcompile.offload.chunks import Chunk, GroupChanges, Parts, make_chunks
 from lightning_deepcompile.offload.probe import StateSizes, can_leave
 from lightning_deepcompile.plan.visits import LEAST_SLOTS, round_slots
@@ -138,7 +138,7 @@ class StateOffload:
         sizes = [self._home_bytes(chunk) for chunk in self._chunks]
         self._runtime.begin_states(max((size for size in sizes if size <= self._chunk_bytes), default=0))
         self._fetch(0)
-        with compat.unhooked_step(optimizer) as step:
+        with compat_training.unhooked_step(optimizer) as step:
             for _ in self._chunks[1:]:
                 self._enter()
                 step(optimizer, *args, **kwargs)

@@ -1,0 +1,58 @@
+"""Private parts of autograd and of optimizers that we use."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
+
+__all__ = ["is_accumulated", "run_first_after_step", "unhooked_step", "unscale"]
+
+
+def is_accumulated(leaf: Tensor) -> bool:
+    """Whether the backward pass under way adds to the gradient of `leaf`, if its nodes give it one.
+
+    Args:
+        leaf: A leaf that needs gradients.
+    """
+    with torch.enable_grad():
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+    return torch._C._will_engine_execute_node(node)
+
+
+def unscale(scaler: ShardedGradScaler, optimizer: Optimizer) -> None:
+    """Unscales the gradients of `optimizer` and lets all ranks know whether one found any that is not finite.
+
+    PyTorch's scaler for shards keeps that as a vector of one element, the number of such ranks. Fused optimizers want
+    what its other scaler gives them: a scalar that is 0 or 1.
+    """
+    scaler.unscale_(optimizer)
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    for device, value in found.items():
+        found[device] = value.reshape(()).clamp(max=1)
+
+
+def run_first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> None:
+    """Registers a step post hook of `optimizer` that runs before those that it has already."""
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def unhooked_step(optimizer: Optimizer) -> Iterator[Callable[..., Any]]:
+    """Gives the function ``step(optimizer, ...)`` of the optimizer's class, without the hooks that it is wrapped in.
+
+    Inside, a step of a base class that it calls runs none of the optimizer's hooks either.
+    """
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks

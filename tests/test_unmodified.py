@@ -1,0 +1,205 @@
+"""What users' modules do besides the usual: it works as without sharding, or is refused with what to do instead."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import Mlp, Record, Recorder, Tokens, assert_same_training, full
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from multiprocess import run_ranks
+from test_handover import trainer_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from transformers.optimization import Adafactor
+
+from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+from lightning_deepcompile.capture.graph_checks import UnsupportedStepError
+
+ROWS, STEPS = 12, 4
+
+
+def fit(strategy: Any, build: Callable[[], Mlp], **options: Any) -> tuple[Record, Mlp]:
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    torch.manual_seed(3)
+    module, recorder = build(), Recorder()
+    trainer = trainer_of(strategy, recorder, **options)
+    trainer.fit(module, DataLoader(Tokens(STEPS, ROWS, rank, world), batch_size=ROWS // world))
+    return recorder.record, module
+
+
+def ours(**settings: Any) -> DeepCompileStrategy:
+    stage = settings.pop("stage", 3)
+    return DeepCompileStrategy(stage=stage, compile=CompileConfig(region_backend="eager", **settings))
+
+
+class Adagrad(Mlp):
+    """An optimizer that makes its states before it steps."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters(), lr=0.05)
+
+
+class Buffers(Mlp):
+    """One buffer has less memory than elements; another is complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.linspace(0.5, 1.0, 13).expand(3, 13))
+        self.register_buffer("turn", torch.polar(torch.ones(13), torch.linspace(0, 1, 13)))
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return super().logits(tokens) * (self.mask.sum() / 39 + self.turn.imag.mean())
+
+
+class Adversarial(Mlp):
+    """Gradients with respect to what it looks up, and then those of its parameters."""
+
+    def near(self, tokens: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens[:, 1:].flatten())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            x = self.embed(batch[:, :-1])
+        x.requires_grad_(True)
+        (gradient,) = torch.autograd.grad(self.near(batch, x), x)
+        return self.near(batch, x.detach() + 0.05 * gradient.sign())
+
+
+class Manual(Adversarial):
+    """The same, between `zero_grad` and the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
+        self.optimizers().zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        self.optimizers().step()
+        return {"loss": loss.detach()}
+
+
+WORKS: dict[str, tuple[Callable[[], Mlp], dict[str, Any], dict[str, Any]]] = {
+    "adagrad": (Adagrad, {}, {}),
+    "adagrad, offloaded": (Adagrad, {"offload": "all"}, {}),
+    "buffers": (Buffers, {}, {}),
+    "gradients of inputs": (Adversarial, {}, {"accumulate_grad_batches": 2}),
+    "gradients of inputs, by hand": (Manual, {}, {}),
+}
+
+
+def _works(folder: Path) -> dict[str, Record]:
+    records = {}
+    for name, (build, settings, options) in WORKS.items():
+        records[name], module = fit(ours(**settings), build, **options)
+        if name == "buffers":
+            assert module.turn.is_complex()
+    # What checkpoints callbacks and users do with a state dict.
+    state = module.state_dict()
+    path = folder / f"{os.environ['RANK']}.pt"
+    torch.save(state, path)
+    saved, copied = torch.load(path, weights_only=False), copy.deepcopy(state)
+    for key, value in state.items():
+        assert torch.equal(full(saved[key]), full(value)) and torch.equal(full(copied[key]), full(value)), key
+    assert path.stat().st_size < 3 * sum(p.to_local().nbytes for p in state.values() if hasattr(p, "to_local")) + 20_000
+    return records
+
+
+def test_it_trains_as_alone(tmp_path: Path) -> None:
+    alone = {name: fit("auto", build, **options)[0] for name, (build, _, options) in WORKS.items()}
+    for records in run_ranks(_works, 2, tmp_path):
+        for name, record in records.items():
+            assert_same_training(record, alone[name], params=True)
+
+
+def hooked() -> Mlp:
+    module = Mlp()
+    module.head.weight.register_hook(lambda gradient: gradient * 0)
+    return module
+
+
+class HookedLater(Mlp):
+    def configure_optimizers(self) -> Any:
+        self.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        return super().configure_optimizers()
+
+
+class Whole(Mlp):
+    def configure_optimizers(self) -> Any:
+        return Adafactor(self.parameters(), lr=1e-3, relative_step=False, scale_parameter=False)
+
+
+class Elsewhere(Mlp):
+    """A parameter that nothing but a function holds on to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = functools.partial(F.linear, weight=self.head.weight)
+        self.kept = nn.ParameterList([self.head.weight])
+        del self.head.weight
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return self.last(self.embed(tokens))
+
+
+@pytest.mark.parametrize(
+    ("build", "settings", "error", "message"),
+    [
+        (hooked, {}, ValueError, "'head.weight' has a hook.*on_before_optimizer_step"),
+        (HookedLater, {}, ValueError, "'head.weight' has a hook"),
+        (Whole, {}, ValueError, "Adafactor needs whole parameters"),
+        (Elsewhere, {}, UnsupportedStepError, r"shape \(61, 13\) that no module.*self.layer.weight"),
+        (Adversarial, {"stage": 1}, UnsupportedStepError, "autograd.grad.*reduce='every'"),
+    ],
+)
+def test_what_would_train_silently_wrong_is_refused(
+    build: Callable[[], Mlp], settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"(?s){message}"):
+        fit(ours(**settings), build)
+
+
+def test_a_backward_pass_may_name_all_parameters_and_no_others() -> None:
+    class Names(Mlp):
+        chosen = "parameters"
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
+            loss = super().training_step(batch, batch_idx)
+            inputs = [p for p in getattr(self, self.chosen)() if p.requires_grad]
+            self.manual_backward(loss, inputs=inputs)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+            return {"loss": loss.detach()}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def some(self) -> Any:
+            return self.head.parameters()
+
+    class NamesSome(Names):
+        chosen = "some"
+
+    (_, expected), (_, actual) = fit("auto", Names), fit(ours(), Names)
+    for (name, parameter), other in zip(actual.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(full(parameter), full(other), rtol=1e-5, atol=1e-6, msg=name)
+    with pytest.raises(MisconfigurationException, match="names 2 tensors, and not all.*toggle_optimizer"):
+        fit(ours(), NamesSome)
+
+
+def test_modules_are_built_where_they_are_under_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeepCompileStrategy, "root_device", torch.device("meta"))
+    with ours().tensor_init_context():
+        assert torch.empty(1).device.type == "cpu", "the whole model need not fit on one GPU"
