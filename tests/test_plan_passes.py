@@ -290,7 +290,11 @@ def test_where_memory_is_short_no_pass_runs_before_what_it_needs() -> None:
 
     step = [schedule("forward", gather(0), wait(0), compute(0, 0), release(0))]
     context = PlanContext(profile=profile(step, budget=1))
-    for needs, order in ((["gathers"], "ab bab ab bab"), (["mark"], "ab ab")):
+    for needs, order in (
+        (["gathers", "profile"], "ab bab ab bab"),
+        (["gathers"], "ab ab"),
+        (["mark", "profile"], "ab ab"),
+    ):
         ran.clear()
         optimize(step, resolve_passes(["zero3", made("a", [], ["mark"]), made("b", needs, [])], profiled=True), context)
         assert "".join(ran) == order.replace(" ", "")
