@@ -29,7 +29,7 @@ from lightning_deepcompile.plan.recompute import Checkpoint
 from lightning_deepcompile.plan.report import PassReport, Round, shortage_note
 from lightning_deepcompile.plan.state_trade import Planned
 from lightning_deepcompile.plan_store import PlanStore
-from lightning_deepcompile.profile.build import describe_spread, explain, merge_profiles
+from lightning_deepcompile.profile.build import describe_spread, explain, limit_memory, merge_profiles
 from lightning_deepcompile.profile.instrument import instrument
 from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.executable import Executable
@@ -204,10 +204,10 @@ class Tuner:
                 raise ProfileError("; ".join(failed))
             merged = explain(merge_profiles(profiles))
             budget = merged.budget or 0
-            limit = budget if self._limit is None else min(budget, self._limit)
-            if self._config.memory_budget is not None:
-                limit -= budget >> _MARGIN
-            self.profile = profile = replace(merged, schedules=measured[0][1], budget=max(limit - self._excess, 1))
+            merged = limit_memory(merged, self._limit)
+            margin = 0 if self._config.memory_budget is None else budget >> _MARGIN
+            left = max((merged.budget or 0) - margin - self._excess, 1)
+            self.profile = profile = replace(merged, schedules=measured[0][1], budget=left)
         except ProfileError as error:
             self._say(f"No plan was made at step {self._step}: {error}", logging.WARNING)
             self._end_round(retry=True)

@@ -1,0 +1,37 @@
+"""When rounds of planning begin, and what memory they count on: on one rank, with plans that no machine takes back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_engine import TOKENS, make_engine, one_step, sgd
+from test_profile import EARLY
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_deepcompile.plan.leaner import Shortage
+from lightning_deepcompile.profile.build import limit_memory
+from lightning_deepcompile.tuner import Tuner
+
+
+@pytest.fixture(autouse=True)
+def plans_are_kept(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
+    monkeypatch.setattr(Tuner, "_fastest", lambda *_: 0.001)
+
+
+def test_no_plan_counts_on_memory_that_was_not_there(mesh: DeviceMesh) -> None:
+    engine = make_engine(mesh, schedule=EARLY)
+    optimizer = sgd(engine)
+    for step in range(40):
+        if step == 14:
+            engine.tuner._relief._shortages.append(Shortage(0, "", "", ""))
+        one_step(engine, TOKENS if step < 17 else TOKENS[:, :6], optimizer)
+    outcomes = [done.outcome for done in engine.report()]
+    assert outcomes[:2] == ["kept", "leaner"] and len(outcomes) == 3, "the last one is of a program that came later"
+    profile, limit = engine.tuner.profile, engine.tuner._limit
+    assert profile is not None and profile.budget is not None and limit is not None
+    assert profile.budget + profile.room <= limit
+    engine.close()
+    for known, budget, room in ((None, 70, 30), (200, 70, 30), (80, 70, 10), (60, 60, 0)):
+        left = limit_memory(replace(profile, budget=70, room=30), known)
+        assert (left.budget, left.room) == (budget, room), known
