@@ -253,7 +253,8 @@ class Tuner:
         self._say(str(done), logging.INFO if not done.reason else logging.WARNING)
         self.retrace()
         self._planned, self._swapped = (), True
-        self._entries.insert(0, (self._step + 3, self._passes))
+        if self._passes:  # else programs are compiled with those that they have at step 0, and stay so
+            self._entries.insert(0, (self._step + 3, self._passes))
         self._end_round()
 
     def _look_for_shortages(self) -> None:

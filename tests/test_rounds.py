@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from test_engine import TOKENS, make_engine, one_step, sgd
-from test_profile import EARLY
+from test_profile import EARLY, ROUND
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_deepcompile.plan.leaner import Shortage
@@ -35,3 +38,27 @@ def test_no_plan_counts_on_memory_that_was_not_there(mesh: DeviceMesh) -> None:
     for known, budget, room in ((None, 70, 30), (200, 70, 30), (80, 70, 10), (60, 60, 0)):
         left = limit_memory(replace(profile, budget=70, room=30), known)
         assert (left.budget, left.room) == (budget, room), known
+
+
+def test_what_is_traced_anew_where_nothing_is_planned_is_scheduled_as_ever(mesh: DeviceMesh, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    engine = make_engine(mesh, schedule=EARLY, plan=str(path))
+    optimizer = sgd(engine)
+    for _ in range(ROUND):
+        one_step(engine, TOKENS, optimizer)
+    engine.close()
+    path.write_text(json.dumps({**json.loads(path.read_text()), "uncheckpointed": 1}))
+    texts = []
+    for settings in ({}, {"plan": str(path), "recompute": "auto"}):
+        torch._dynamo.reset()
+        engine = make_engine(mesh, schedule=None, **settings)
+        optimizer = sgd(engine)
+        for step in range(20):
+            if step == 7 and settings:
+                engine.tuner._relief._shortages.append(Shortage(0, "frame0.forward", "region_1", "1 GiB"))
+            one_step(engine, TOKENS, optimizer)
+        one_step(engine, TOKENS[:, :6], optimizer)
+        texts.append([text.partition(" ")[2] for text in engine.programs().values()])
+        engine.close()
+    assert texts[0] == texts[1] and len(texts[0]) == 4
+    assert [done.outcome for done in engine.report()] == ["leaner"], "nothing is measured"
