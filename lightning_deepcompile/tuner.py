@@ -17,7 +17,7 @@ from lightning_deepcompile.measuring import measured_profile
 from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.pass_schedule import pass_schedule
 from lightning_deepcompile.plan.admit import admitted
-from lightning_deepcompile.plan.budget import MemoryBudgetError, check_budget
+from lightning_deepcompile.plan.budget import check_budget, check_plan
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.copy_placement import offload_all
 from lightning_deepcompile.plan.costs import Profile, ProfileError
@@ -122,8 +122,8 @@ class Tuner:
         self._excess = 0  # bytes that steps took beyond the budget, which their plan had kept
         self._swapped = False  # whether programs were swapped right before the step under way
         self._leanest = False  # the plan in use needs the least memory of all
-        if not self._load():
-            self._next_entry()
+        if not self._load() and not self._next_entry() and (text := self._recomputation.unplanned()):
+            self._say(text, logging.WARNING)
 
     # What the engine calls --------------------------------------------------------------------------------------------
 
@@ -220,13 +220,12 @@ class Tuner:
         if (anew := self._recomputation.choose(self._step, profile, seen, self._optimized)) is not None:
             self._trace_anew(anew)
             return
+        if not self._passes:
+            self._end_round()
+            return
         self.profile, (planned, effects) = self._states.plan(profile, self._optimized)
         peak = effects[-1].prediction.peak_bytes
-        if self._config.memory_budget is not None and peak > budget:
-            raise MemoryBudgetError(
-                f"CompileConfig(memory_budget={self._config.memory_budget!r}) allows {budget} bytes, and the passes "
-                f"{[p.name for p in self._passes]} come down to {peak}. Add 'proactive_prefetch', or raise the budget."
-            )
+        check_plan(peak, budget, self._config.memory_budget, [p.name for p in self._passes])
         reports = [PassReport.of(effect) for effect in effects]
         self.rounds.append(Round(self._step, tuple(reports), budget, profile.step_seconds, profile.exposed_seconds))
         ran = {run.program for run in self._probes[_ISOLATED].runs}
@@ -246,7 +245,7 @@ class Tuner:
         self._watch.forget()
 
     def _optimized(self, profile: Profile) -> Planned:
-        return optimize(profile.schedules, self._passes, PlanContext(self._capture.settings, profile))
+        return optimize(profile.schedules, self._passes or self._start, PlanContext(self._capture.settings, profile))
 
     def _trace_anew(self, done: Round) -> None:
         self.rounds.append(done)
@@ -292,7 +291,7 @@ class Tuner:
             self._capture,
             self._device,
             [(self._probes[moment], self._schedules[moment]) for moment in (_OBSERVED, _ISOLATED)],
-            self._passes,
+            self._passes or self._start,
             # The steps before may still have grown memory or tuned kernels; marks, too, only make a step longer.
             step_seconds=self._fastest(-2, _OBSERVED + 1),
             between_seconds=min(between, default=0.0),
@@ -360,13 +359,17 @@ class Tuner:
         return True
 
     def _look_for_new_programs(self) -> None:
-        new = any(s.content not in self._known for s in self._capture_schedules())
         self._recheck = None
-        if any(self._exchange(new)) and self._passes:
+        if not self._passes and not self._recomputation.pending:
+            if self.rounds:
+                self._save()  # nothing is planned for what was traced anew
+            return
+        new = any(s.content not in self._known for s in self._capture_schedules())
+        if any(self._exchange(new)):
             self._say("The training step has programs that were not measured yet: planning anew.", logging.INFO)
             self._entries.insert(0, (self._step + 3, self._passes))
             self._next_entry()
-        elif self._passes and self._attempts < _ATTEMPTS:
+        elif self._attempts < _ATTEMPTS:
             self._recheck = 2 * self._step
 
     # Between ranks and files ------------------------------------------------------------------------------------------
