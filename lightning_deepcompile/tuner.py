@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_deepcompile.agreement import attempt, exchange
 from lightning_deepcompile.capture.backend import Capture
-from lightning_deepcompile.measuring import measured_profile
+from lightning_deepcompile.measuring import agreed_profile, measured_profile
 from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.pass_schedule import pass_schedule
 from lightning_deepcompile.plan.admit import admitted
@@ -29,7 +29,7 @@ from lightning_deepcompile.plan.recompute import Checkpoint
 from lightning_deepcompile.plan.report import PassReport, Round, shortage_note
 from lightning_deepcompile.plan.state_trade import Planned
 from lightning_deepcompile.plan_store import PlanStore
-from lightning_deepcompile.profile.build import describe_spread, explain, limit_memory, merge_profiles
+from lightning_deepcompile.profile.build import describe_spread
 from lightning_deepcompile.profile.instrument import instrument
 from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.executable import Executable
@@ -48,7 +48,6 @@ T = TypeVar("T")
 # A round, in steps from its first profiled one: two ordinary steps before are timed.
 _OBSERVED, _ISOLATED, _PLANNED, _TIMED, _VERIFIED = 0, 1, 2, 3, 6
 _NOISE = 0.03  # how much slower than before a plan may measure
-_MARGIN = 8  # of a chosen budget, plans leave 1 / 2^8 free: predictions are not better than that
 _ATTEMPTS = 4  # at most, so that a model with ever new shapes does not plan for ever
 
 
@@ -202,20 +201,17 @@ class Tuner:
         try:
             if failed:
                 raise ProfileError("; ".join(failed))
-            merged = explain(merge_profiles(profiles))
-            budget = merged.budget or 0
-            merged = limit_memory(merged, self._limit)
-            margin = 0 if self._config.memory_budget is None else budget >> _MARGIN
-            left = max((merged.budget or 0) - margin - self._excess, 1)
-            self.profile = profile = replace(merged, schedules=measured[0][1], budget=left)
+            chosen = self._config.memory_budget
+            profile, budget = agreed_profile(profiles, measured[0][1], chosen, self._limit, self._excess)
         except ProfileError as error:
             self._say(f"No plan was made at step {self._step}: {error}", logging.WARNING)
             self._end_round(retry=True)
             return
+        self.profile = profile
         if spread := describe_spread(profiles):
             self._say(spread, logging.WARNING)
         smallest = profile.schedules if self.host_room is None else offload_all(profile.schedules)
-        check_budget(least_budget(smallest, self._states.least(profile)), budget, self._config.memory_budget)
+        check_budget(least_budget(smallest, self._states.least(profile)), budget, chosen)
         seen = [checkpoints for *_, checkpoints in measured]
         if (anew := self._recomputation.choose(self._step, profile, seen, self._optimized)) is not None:
             self._trace_anew(anew)
@@ -224,8 +220,7 @@ class Tuner:
             self._end_round()
             return
         self.profile, (planned, effects) = self._states.plan(profile, self._optimized)
-        peak = effects[-1].prediction.peak_bytes
-        check_plan(peak, budget, self._config.memory_budget, [p.name for p in self._passes])
+        check_plan(effects[-1].prediction.peak_bytes, budget, chosen, [p.name for p in self._passes])
         reports = [PassReport.of(effect) for effect in effects]
         self.rounds.append(Round(self._step, tuple(reports), budget, profile.step_seconds, profile.exposed_seconds))
         ran = {run.program for run in self._probes[_ISOLATED].runs}
