@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lightning_deepcompile.agreement import attempt, exchange
 from lightning_deepcompile.capture.backend import Capture
+from lightning_deepcompile.coverage import Coverage
 from lightning_deepcompile.measuring import agreed_profile, measured_profile
 from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.pass_schedule import pass_schedule
@@ -110,7 +111,8 @@ class Tuner:
         self._boundary = False  # the optimizer has stepped since the last micro-batch
         self._first: int | None = None  # the round's first profiled step
         self._recheck: int | None = None  # when to look for programs that no plan covers
-        self._known: set[str] = set()  # contents of programs that were planned
+        self._coverage = Coverage(self._training)
+        self._searching = False  # whether the round is for programs that were not measured yet
         self._attempts = 0
         self._probe: StepProbe | None = None
         self._probes: dict[int, StepProbe] = {}  # of this round, by step from its first
@@ -193,11 +195,14 @@ class Tuner:
     def _plan(self) -> None:
         for executable in self._training():
             executable.swap(executable.program)
-        self._attempts += 1
         results = self._exchange(attempt(self._measured))
         failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
         measured = [result for result, _ in results if result is not None]
         profiles = [profile for profile, *_ in measured]
+        if self._searching and not failed and not any(new for _, _, new, _ in measured):
+            self._end_round()  # the steps ran what is planned already: others may find what was looked for
+            return
+        self._attempts += 1
         try:
             if failed:
                 raise ProfileError("; ".join(failed))
@@ -223,8 +228,7 @@ class Tuner:
         check_plan(effects[-1].prediction.peak_bytes, budget, chosen, [p.name for p in self._passes])
         reports = [PassReport.of(effect) for effect in effects]
         self.rounds.append(Round(self._step, tuple(reports), budget, profile.step_seconds, profile.exposed_seconds))
-        ran = {run.program for run in self._probes[_ISOLATED].runs}
-        self._known |= {s.content for s in self._capture_schedules() if s.name in ran}
+        self._coverage.add(self._probes[_ISOLATED].runs)
         self._previous = (self._capture.passes, self._planned)
         before = self._capture_schedules()
         self._run_plan(planned, self._passes)
@@ -280,7 +284,7 @@ class Tuner:
     def _capture_schedules(self) -> list[Schedule]:
         return [read_schedule(e.program) for e in self._training()]
 
-    def _measured(self) -> tuple[Profile, tuple[Schedule, ...], list[list[Checkpoint]]]:
+    def _measured(self) -> tuple[Profile, tuple[Schedule, ...], bool, list[list[Checkpoint]]]:
         between = [self._probes[m + 1].seconds_since(self._probes[m]) for m in range(-2, 0) if m in self._probes]
         profile, start = measured_profile(
             self._capture,
@@ -294,7 +298,8 @@ class Tuner:
             host_room=self.host_room,
             states_travel=self._states.travel,
         )
-        return profile, start, self._recomputation.seen(start)
+        new = self._coverage.adds(self._probes[_ISOLATED].runs)
+        return profile, start, new, self._recomputation.seen(start)
 
     def _fastest(self, first: int, last: int) -> float:
         """The shortest of the steps from `first` up to `last`, counted from the round's first profiled one."""
@@ -334,7 +339,7 @@ class Tuner:
         self._end_round()
 
     def _end_round(self, retry: bool = False) -> None:
-        self._first = None
+        self._first, self._searching = None, False
         self._probes.clear()
         self._schedules.clear()
         if retry and self._attempts < _ATTEMPTS:
@@ -359,11 +364,10 @@ class Tuner:
             if self.rounds:
                 self._save()  # nothing is planned for what was traced anew
             return
-        new = any(s.content not in self._known for s in self._capture_schedules())
-        if any(self._exchange(new)):
+        if any(self._exchange(self._coverage.look())):
             self._say("The training step has programs that were not measured yet: planning anew.", logging.INFO)
             self._entries.insert(0, (self._step + 3, self._passes))
-            self._next_entry()
+            self._searching = self._next_entry()
         elif self._attempts < _ATTEMPTS:
             self._recheck = 2 * self._step
 
@@ -388,7 +392,7 @@ class Tuner:
         self._recomputation.adopt(plan.uncheckpointed)
         schedules = plan.schedules.values()
         self._run_plan(admitted(schedules, self._capture.settings, self._world, self._device.type))
-        self._known = set(plan.schedules)
+        self._coverage.adopt(plan.schedules)
         self._entries.clear()  # for programs that the file does not have, a round follows the look at them
         self._recheck = 2
         return True

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from multiprocess import run_ranks
 from test_engine import TOKENS, make_engine, one_step, sgd
 from test_profile import EARLY, ROUND
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_deepcompile.plan.leaner import Shortage
 from lightning_deepcompile.profile.build import limit_memory
@@ -83,3 +86,40 @@ def test_it_is_said_where_nothing_decides_what_is_computed_again(
     make_engine(mesh, stage=stage, **{"recompute": "auto", **settings}).close()
     said = [text for text in caplog.messages if "CompileConfig(recompute='auto')" in text]
     assert len(said) == bool(warning) and warning in "".join(said)
+
+
+def test_a_single_odd_batch_uses_up_no_attempt(mesh: DeviceMesh) -> None:
+    engine = make_engine(mesh, schedule=EARLY)
+    optimizer = sgd(engine)
+    for step in range(90):
+        one_step(engine, TOKENS[:, :6] if step == 12 else TOKENS, optimizer)
+    assert [done.step for done in engine.report()] == [5] and engine.tuner._attempts == 1
+    looks = engine.tuner._recheck
+    assert looks is not None
+    while engine.tuner._step < looks + 5:  # what comes to stay is found at the next look
+        one_step(engine, TOKENS[:1], optimizer)
+    assert [done.step for done in engine.report()] == [5, looks + 5]
+    engine.close()
+
+
+def _lengths_that_return() -> tuple[list[int], int, list[float], list[float]]:
+    """Steps of rounds, attempts, and losses with and without plans, where one rank meets another length at times."""
+    dist.init_process_group("gloo")
+    mesh, rank = init_device_mesh("cpu", (2,)), int(os.environ["RANK"])
+    Tuner._fastest = lambda *_: 0.001  # type: ignore[method-assign]
+    losses: list[list[float]] = []
+    for schedule in (EARLY[:1], EARLY):
+        torch._dynamo.reset()
+        engine = make_engine(mesh, schedule=schedule)
+        optimizer = sgd(engine)
+        lengths = [6 if rank == 1 and step % 16 >= 8 else 12 for step in range(112)]
+        losses.append([one_step(engine, TOKENS[:, :length], optimizer) for length in lengths])
+        steps, attempts = [done.step for done in engine.report()], engine.tuner._attempts
+        engine.close()
+    return steps, attempts, *losses
+
+
+def test_what_comes_back_is_planned_once_it_is_measured() -> None:
+    """After looks at steps 19 and 48 the other length is not what is measured, after the one at step 106 it is."""
+    for steps, attempts, plain, planned in run_ranks(_lengths_that_return, 2):
+        assert (steps, attempts) == ([5, 111], 2) and plain == planned
