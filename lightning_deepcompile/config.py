@@ -100,7 +100,8 @@ class CompileConfig:
         recompute: What the model runs under activation checkpointing is computed again in backward: ``"always"`` all of
             it, ``"auto"`` as much as memory asks for. Then planning decides, by time and memory, how many of the last
             of its equal blocks (see `trace_blocks_once`) keep their activations, for which the step is traced once
-            more. Other operators are fused, which may change last bits of results.
+            more. Other operators are fused, which may change last bits of results. At stages 1 and 2, and with a
+            ``schedule`` that plans nothing, no step is measured: then all is computed again, and a warning says so.
         plan: File of a plan. If it exists and fits, training starts with it, and with optimizer states where it has
             them, and does not profile; the plan of a run that did profile is written to it. ``"auto"``:
             ``deepcompile_plan.json`` in the Trainer's root directory.

@@ -1,4 +1,4 @@
-"""What one rank saw of the profiled steps, as a profile."""
+"""What one rank saw of the profiled steps, as a profile, and what all ranks plan with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.pass_manager import Pass
-from lightning_deepcompile.profile.build import build_profile, leave_room
+from lightning_deepcompile.profile.build import build_profile, explain, leave_room, limit_memory, merge_profiles
 from lightning_deepcompile.profile.copies import measure_copies
 from lightning_deepcompile.profile.holds import hold_ratio, measure_holds
 from lightning_deepcompile.profile.memory import memory_limit
@@ -18,7 +18,9 @@ from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.live import live_bytes
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["measured_profile"]
+__all__ = ["agreed_profile", "measured_profile"]
+
+_MARGIN = 8  # of a chosen budget, plans leave 1 / 2^8 free: predictions are not better than that
 
 
 def measured_profile(
@@ -74,3 +76,29 @@ def measured_profile(
         room, contention = host_room and host_room(), replace(profile.contention, duplex=duplex)
         profile = replace(profile, copy_out=out, copy_in=back, contention=contention, host_budget=room)
     return profile, tuple(start[s.name] for s in profile.schedules)
+
+
+def agreed_profile(
+    profiles: Sequence[Profile], start: Sequence[Schedule], memory_budget: object, limit: int | None, excess: int
+) -> tuple[Profile, int]:
+    """The profile that all ranks plan with.
+
+    Args:
+        profiles: Every rank's.
+        start: The schedules that planning starts from.
+        memory_budget: As configured.
+        limit: Bytes that were there when a rank ran out of memory; None if none did.
+        excess: Bytes that steps took beyond the budget, which their plan had kept.
+
+    Returns:
+        The profile, and the bytes that steps may allocate, of which its budget may leave some free.
+
+    Raises:
+        ProfileError: If ranks ran different programs in the profiled step.
+    """
+    merged = explain(merge_profiles(profiles))
+    budget = merged.budget or 0
+    margin = 0 if memory_budget is None else budget >> _MARGIN
+    merged = limit_memory(merged, limit)
+    left = max((merged.budget or 0) - margin - excess, 1)
+    return replace(merged, schedules=tuple(start), budget=left), budget

@@ -8,7 +8,8 @@ from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, Pass, reso
 __all__ = ["PassEntry", "pass_schedule"]
 
 PassEntry = tuple[int, tuple[Pass, ...]]
-"""Optimizer steps since the start or the resuming, and the passes from then on."""
+"""Optimizer steps since the start or the resuming, and the passes from then on; none where nothing is planned then, but
+it is decided how much is computed again."""
 
 
 def pass_schedule(config: CompileConfig, stage: int, shards: int) -> list[PassEntry]:
@@ -27,10 +28,12 @@ def pass_schedule(config: CompileConfig, stage: int, shards: int) -> list[PassEn
         ValueError: If the configured schedule plans for a stage at which nothing is gathered twice.
     """
     schedule = config.schedule
+    decides = False
     if schedule is None or schedule == "auto":
         schedule = list(DEFAULT_SCHEDULE)
         nothing_travels = shards == 1 and config.offload_activations == "none"
         nothing_to_plan = nothing_travels or stage != 3  # there parameters stay whole anyway
+        decides = nothing_to_plan and stage == 3 and config.schedule == "auto" and config.recompute == "auto"
         if nothing_to_plan or config.schedule is None:
             schedule = schedule[:1]
     if stage != 3 and len(schedule) > 1:
@@ -38,4 +41,5 @@ def pass_schedule(config: CompileConfig, stage: int, shards: int) -> list[PassEn
             f"CompileConfig(schedule=...) plans at step {schedule[1]['step']}, but at stage {stage} "
             "parameters stay whole between uses: there is nothing to plan. Use stage 3, or step 0 alone."
         )
-    return [(entry["step"], resolve_passes(entry["passes"], profiled=entry["step"] > 0)) for entry in schedule]
+    entries = [(entry["step"], resolve_passes(entry["passes"], profiled=entry["step"] > 0)) for entry in schedule]
+    return [*entries, (DEFAULT_SCHEDULE[-1]["step"], ())] if decides else entries

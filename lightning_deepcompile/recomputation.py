@@ -28,6 +28,22 @@ class Recomputation:
         self._capture, self._states = capture, states
         self._decided = capture.config.recompute != "auto"
 
+    @property
+    def pending(self) -> bool:
+        """Whether the next round of planning decides."""
+        return not self._decided
+
+    def unplanned(self) -> str:
+        """What to know where no round of planning comes; "" if there is nothing to decide."""
+        if self._decided:
+            return ""
+        stage, settings = self._capture.stage, "CompileConfig(recompute='auto')"
+        if stage == 3:
+            remedy = f"{settings} needs a measured step, and CompileConfig(schedule=...) plans nothing: leave it 'auto'"
+        else:
+            remedy = f"{settings} is for stage 3, and this is stage {stage}: use stage 3"
+        return f"All that the model checkpoints is computed again. {remedy}, or checkpoint less in the model."
+
     def adopt(self, uncheckpointed: int) -> None:
         """Does as the plan that was read; call before the step is traced."""
         if not self._decided:

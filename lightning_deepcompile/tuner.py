@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 from lightning_deepcompile.agreement import attempt, exchange
 from lightning_deepcompile.capture.backend import Capture
-from lightning_deepcompile.measuring import measured_profile
+from lightning_deepcompile.coverage import Coverage
+from lightning_deepcompile.measuring import agreed_profile, measured_profile
 from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.pass_schedule import pass_schedule
 from lightning_deepcompile.plan.admit import admitted
-from lightning_deepcompile.plan.budget import MemoryBudgetError, check_budget
+from lightning_deepcompile.plan.budget import check_budget, check_plan
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.copy_placement import offload_all
 from lightning_deepcompile.plan.costs import Profile, ProfileError
@@ -29,7 +30,7 @@ from lightning_deepcompile.plan.recompute import Checkpoint
 from lightning_deepcompile.plan.report import PassReport, Round, shortage_note
 from lightning_deepcompile.plan.state_trade import Planned
 from lightning_deepcompile.plan_store import PlanStore
-from lightning_deepcompile.profile.build import describe_spread, explain, merge_profiles
+from lightning_deepcompile.profile.build import describe_spread
 from lightning_deepcompile.profile.instrument import instrument
 from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.executable import Executable
@@ -48,7 +49,6 @@ T = TypeVar("T")
 # A round, in steps from its first profiled one: two ordinary steps before are timed.
 _OBSERVED, _ISOLATED, _PLANNED, _TIMED, _VERIFIED = 0, 1, 2, 3, 6
 _NOISE = 0.03  # how much slower than before a plan may measure
-_MARGIN = 8  # of a chosen budget, plans leave 1 / 2^8 free: predictions are not better than that
 _ATTEMPTS = 4  # at most, so that a model with ever new shapes does not plan for ever
 
 
@@ -112,7 +112,8 @@ class Tuner:
         self._boundary = False  # the optimizer has stepped since the last micro-batch
         self._first: int | None = None  # the round's first profiled step
         self._recheck: int | None = None  # when to look for programs that no plan covers
-        self._known: set[str] = set()  # contents of programs that were planned
+        self._coverage = Coverage(self._training)
+        self._searching = False  # whether the round is for programs that were not measured yet
         self._attempts = 0
         self._probe: StepProbe | None = None
         self._probes: dict[int, StepProbe] = {}  # of this round, by step from its first
@@ -123,8 +124,8 @@ class Tuner:
         self._excess = 0  # bytes that steps took beyond the budget, which their plan had kept
         self._swapped = False  # whether programs were swapped right before the step under way
         self._leanest = False  # the plan in use needs the least memory of all
-        if not self._load():
-            self._next_entry()
+        if not self._load() and not self._next_entry() and (text := self._recomputation.unplanned()):
+            self._say(text, logging.WARNING)
 
     # What the engine calls --------------------------------------------------------------------------------------------
 
@@ -195,43 +196,40 @@ class Tuner:
     def _plan(self) -> None:
         for executable in self._training():
             executable.swap(executable.program)
-        self._attempts += 1
         results = self._exchange(attempt(self._measured))
         failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
         measured = [result for result, _ in results if result is not None]
         profiles = [profile for profile, *_ in measured]
+        if self._searching and not failed and not any(new for _, _, new, _ in measured):
+            self._end_round()  # the steps ran what is planned already: others may find what was looked for
+            return
+        self._attempts += 1
         try:
             if failed:
                 raise ProfileError("; ".join(failed))
-            merged = explain(merge_profiles(profiles))
-            budget = merged.budget or 0
-            limit = budget if self._limit is None else min(budget, self._limit)
-            if self._config.memory_budget is not None:
-                limit -= budget >> _MARGIN
-            self.profile = profile = replace(merged, schedules=measured[0][1], budget=max(limit - self._excess, 1))
+            chosen = self._config.memory_budget
+            profile, budget = agreed_profile(profiles, measured[0][1], chosen, self._limit, self._excess)
         except ProfileError as error:
             self._say(f"No plan was made at step {self._step}: {error}", logging.WARNING)
             self._end_round(retry=True)
             return
+        self.profile = profile
         if spread := describe_spread(profiles):
             self._say(spread, logging.WARNING)
         smallest = profile.schedules if self.host_room is None else offload_all(profile.schedules)
-        check_budget(least_budget(smallest, self._states.least(profile)), budget, self._config.memory_budget)
+        check_budget(least_budget(smallest, self._states.least(profile)), budget, chosen)
         seen = [checkpoints for *_, checkpoints in measured]
         if (anew := self._recomputation.choose(self._step, profile, seen, self._optimized)) is not None:
             self._trace_anew(anew)
             return
+        if not self._passes:
+            self._end_round()
+            return
         self.profile, (planned, effects) = self._states.plan(profile, self._optimized)
-        peak = effects[-1].prediction.peak_bytes
-        if self._config.memory_budget is not None and peak > budget:
-            raise MemoryBudgetError(
-                f"CompileConfig(memory_budget={self._config.memory_budget!r}) allows {budget} bytes, and the passes "
-                f"{[p.name for p in self._passes]} come down to {peak}. Add 'proactive_prefetch', or raise the budget."
-            )
+        check_plan(effects[-1].prediction.peak_bytes, budget, chosen, [p.name for p in self._passes])
         reports = [PassReport.of(effect) for effect in effects]
         self.rounds.append(Round(self._step, tuple(reports), budget, profile.step_seconds, profile.exposed_seconds))
-        ran = {run.program for run in self._probes[_ISOLATED].runs}
-        self._known |= {s.content for s in self._capture_schedules() if s.name in ran}
+        self._coverage.add(self._probes[_ISOLATED].runs)
         self._previous = (self._capture.passes, self._planned)
         before = self._capture_schedules()
         self._run_plan(planned, self._passes)
@@ -248,14 +246,15 @@ class Tuner:
         self._watch.forget()
 
     def _optimized(self, profile: Profile) -> Planned:
-        return optimize(profile.schedules, self._passes, PlanContext(self._capture.settings, profile))
+        return optimize(profile.schedules, self._passes or self._start, PlanContext(self._capture.settings, profile))
 
     def _trace_anew(self, done: Round) -> None:
         self.rounds.append(done)
         self._say(str(done), logging.INFO if not done.reason else logging.WARNING)
         self.retrace()
         self._planned, self._swapped = (), True
-        self._entries.insert(0, (self._step + 3, self._passes))
+        if self._passes:  # else programs are compiled with those that they have at step 0, and stay so
+            self._entries.insert(0, (self._step + 3, self._passes))
         self._end_round()
 
     def _look_for_shortages(self) -> None:
@@ -287,13 +286,13 @@ class Tuner:
     def _capture_schedules(self) -> list[Schedule]:
         return [read_schedule(e.program) for e in self._training()]
 
-    def _measured(self) -> tuple[Profile, tuple[Schedule, ...], list[list[Checkpoint]]]:
+    def _measured(self) -> tuple[Profile, tuple[Schedule, ...], bool, list[list[Checkpoint]]]:
         between = [self._probes[m + 1].seconds_since(self._probes[m]) for m in range(-2, 0) if m in self._probes]
         profile, start = measured_profile(
             self._capture,
             self._device,
             [(self._probes[moment], self._schedules[moment]) for moment in (_OBSERVED, _ISOLATED)],
-            self._passes,
+            self._passes or self._start,
             # The steps before may still have grown memory or tuned kernels; marks, too, only make a step longer.
             step_seconds=self._fastest(-2, _OBSERVED + 1),
             between_seconds=min(between, default=0.0),
@@ -301,7 +300,8 @@ class Tuner:
             host_room=self.host_room,
             states_travel=self._states.travel,
         )
-        return profile, start, self._recomputation.seen(start)
+        new = self._coverage.adds(self._probes[_ISOLATED].runs)
+        return profile, start, new, self._recomputation.seen(start)
 
     def _fastest(self, first: int, last: int) -> float:
         """The shortest of the steps from `first` up to `last`, counted from the round's first profiled one."""
@@ -341,7 +341,7 @@ class Tuner:
         self._end_round()
 
     def _end_round(self, retry: bool = False) -> None:
-        self._first = None
+        self._first, self._searching = None, False
         self._probes.clear()
         self._schedules.clear()
         if retry and self._attempts < _ATTEMPTS:
@@ -361,13 +361,16 @@ class Tuner:
         return True
 
     def _look_for_new_programs(self) -> None:
-        new = any(s.content not in self._known for s in self._capture_schedules())
         self._recheck = None
-        if any(self._exchange(new)) and self._passes:
+        if not self._passes and not self._recomputation.pending:
+            if self.rounds:
+                self._save()  # nothing is planned for what was traced anew
+            return
+        if any(self._exchange(self._coverage.look())):
             self._say("The training step has programs that were not measured yet: planning anew.", logging.INFO)
             self._entries.insert(0, (self._step + 3, self._passes))
-            self._next_entry()
-        elif self._passes and self._attempts < _ATTEMPTS:
+            self._searching = self._next_entry()
+        elif self._attempts < _ATTEMPTS:
             self._recheck = 2 * self._step
 
     # Between ranks and files ------------------------------------------------------------------------------------------
@@ -391,7 +394,7 @@ class Tuner:
         self._recomputation.adopt(plan.uncheckpointed)
         schedules = plan.schedules.values()
         self._run_plan(admitted(schedules, self._capture.settings, self._world, self._device.type))
-        self._known = set(plan.schedules)
+        self._coverage.adopt(plan.schedules)
         self._entries.clear()  # for programs that the file does not have, a round follows the look at them
         self._recheck = 2
         return True

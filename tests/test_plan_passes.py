@@ -194,6 +194,20 @@ def test_keep_whole_turns_stage_3_into_stage_2_as_far_as_memory_goes() -> None:
     assert keep_whole(step, PlanContext(profile=replace(base, micro_batches=1))) == step
 
 
+def test_a_step_that_is_shorter_than_its_parts_is_planned_however_many_micro_batches_it_has() -> None:
+    """Passes simulate two of the micro-batches, or four, which would take no time if all the difference was theirs."""
+    step = _blocks(4)
+    step[1] = step[1].with_instructions([*step[1].instructions, reduce(0, 1, 2, 3), Instruction("end")])
+    base = _profile_of(step, micro_batches=64, hold_seconds=0.0, budget=1 << 60)
+    short = replace(base, unexplained_seconds=-0.1 * simulate(step, base).seconds)
+    for name, count in (("unshard", 2), ("keep_whole", 2), ("reduce_late", 4)):
+        plans = [BUILTIN_PASSES[name].run(step, PlanContext(PlanSettings(reduce="auto"), p)) for p in (base, short)]
+        assert plans[0] == plans[1] != step, name
+        part = PlanContext(profile=short).require_profile(name, count)
+        expected = 0.9 * simulate(step, replace(base, micro_batches=count)).seconds
+        assert simulate(step, part).seconds == pytest.approx(expected, rel=0.05)
+
+
 def test_what_is_kept_until_the_boundary_changes_no_value() -> None:
     shapes = (Shape("forward", [[0, 1], [2], [1]], [[], [], []], ()), Shape("backward", [[1], [2]], [[1], [2, 0]], ()))
     settings_ = PlanSettings(keep_last_block=False)
@@ -276,7 +290,11 @@ def test_where_memory_is_short_no_pass_runs_before_what_it_needs() -> None:
 
     step = [schedule("forward", gather(0), wait(0), compute(0, 0), release(0))]
     context = PlanContext(profile=profile(step, budget=1))
-    for needs, order in ((["gathers"], "ab bab ab bab"), (["mark"], "ab ab")):
+    for needs, order in (
+        (["gathers", "profile"], "ab bab ab bab"),
+        (["gathers"], "ab ab"),
+        (["mark", "profile"], "ab ab"),
+    ):
         ran.clear()
         optimize(step, resolve_passes(["zero3", made("a", [], ["mark"]), made("b", needs, [])], profiled=True), context)
         assert "".join(ran) == order.replace(" ", "")

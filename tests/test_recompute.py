@@ -84,12 +84,13 @@ def _fit(
     steps: int = STEPS,
     shortages: Shortages | None = None,
     fails: int = FAILS,
-    passes: Sequence[str] = (),
+    passes: Sequence[str] | None = (),
     **settings: Any,
 ) -> tuple[Losses, list, pl.Trainer]:
     seen = Losses()
     start = ["zero3", "prefetch"]
-    settings["schedule"] = [{"step": 0, "passes": start}, {"step": 3, "passes": [*start, *passes]}]
+    if passes is not None:  # else as it is by default
+        settings["schedule"] = [{"step": 0, "passes": start}, {"step": 3, "passes": [*start, *passes]}]
     torch.manual_seed(5)
     module = llama(checkpointing=True, layers=LAYERS)()
     strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager", **settings))
@@ -183,3 +184,31 @@ def _runs_short() -> None:
 
 def test_a_shortage_has_all_computed_again() -> None:
     run_ranks(_runs_short, 2, timeout=150)
+
+
+def _alone(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    _keep_plans()
+    plain, _, trainer = _fit(36, passes=None)
+    assert trainer.strategy.report() == [], "a rank that gathers nothing plans nothing"
+    path = folder / "plan.json"
+    seen, _, trainer = _fit(18, passes=None, recompute="auto", plan=str(path))
+    assert seen.losses == plain.losses[:18] and seen.kept == [0] * 5 + [LAYERS] * 13
+    (anew,) = trainer.strategy.report()
+    assert anew.outcome == "traced anew" and anew.passes[0].name == "zero3 -> prefetch", str(anew)
+    programs = list(trainer.strategy.programs().values())
+    assert len(programs) == 2 and all("[lower -> uncheckpointed -> zero3 -> prefetch]" in text for text in programs)
+    assert json.loads(path.read_text())["uncheckpointed"] == LAYERS
+    # The next run begins with them; when it is short of memory, the one after it does not.
+    again, _, trainer = _fit(36, Shortages("forward", {2}), passes=None, recompute="auto", plan=str(path))
+    assert again.losses == plain.losses and again.kept == [LAYERS] * 16 + [0] * 20
+    assert [done.outcome for done in trainer.strategy.report()] == ["leaner"]
+    assert json.loads(path.read_text())["uncheckpointed"] == 0
+    # There is no memory for any: nothing changes, nor is it planned.
+    tight, _, trainer = _fit(8, passes=None, recompute="auto", memory_budget=anew.passes[0].peak_bytes + 1)
+    assert tight.kept == [0] * 8 and trainer.strategy.report() == []
+    assert all("[lower -> zero3 -> prefetch]" in text for text in trainer.strategy.programs().values())
+
+
+def test_one_rank_decides_it_too(tmp_path: Path) -> None:
+    run_ranks(_alone, 1, tmp_path, timeout=150)

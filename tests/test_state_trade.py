@@ -109,6 +109,23 @@ def test_the_gathers_that_open_a_step_find_memory_beside_states_that_leave() -> 
     assert best.over == (10 + 5 * 10 + 16.25 - 80) * unit  # a slot has a 64th to spare
 
 
+@pytest.mark.parametrize(("budget", "away"), [(140, 0), (139, 40), (112, 60), (100, 70)])
+def test_states_come_back_as_far_as_the_step_in_which_they_do_has_memory(budget: int, away: int) -> None:
+    """With 30 or fewer away 110 bytes are taken, and 30 more by the buffers out of which the last states come."""
+    states = replace(STATES, sizes=(10,) * 10, away=100, stepping=10, buffers=30, chunk=10)
+    assert [states.while_stepping(100, slots) for slots in (0, 1, 3)] == [10, 20, 40]
+    mixed = replace(states, sizes=(30, 10, 10, 10), away=60)  # a slot has room for the largest that shares it
+    assert [mixed.while_stepping(60, slots) for slots in (0, 1, 2, 3)] == [10, 40, 50, 60]
+
+    def planned(profile: Profile) -> Planned:  # the fewer are away, the faster
+        seconds = 7.0 + sum(profile.state_chunks)
+        return [], [PassEffect("stub", "", Prediction(seconds, 0.0, 0.0, 0.0, 0.0, 5, (), ()))]
+
+    profile = replace(PROFILE, budget=budget, state_chunks=states.chunks(100), states_away=100)
+    now, best = trade_states(profile, states, planned)
+    assert (now.away, best.away) == (100, away)
+
+
 class Watch(pl.Callback):
     """Losses, and what is in host memory after each step; may give the plan's placement up after step 11."""
 

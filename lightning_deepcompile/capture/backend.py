@@ -326,13 +326,14 @@ class Capture:
         return self._opening is not None and any(e.waits_for_states for e in self._opening.executables)
 
     def schedules(self, names: Iterable[str], passes: Sequence[Pass]) -> dict[str, Schedule]:
-        """What `passes`, without those that need a profile, make of programs; nothing is swapped.
+        """What planning starts from: what the program passes among `passes` make of programs; nothing is swapped.
 
         Args:
             names: Names of programs.
             passes: The passes.
         """
         wanted, found = set(names), {}
+        passes = [one for one in passes if one.level == "program"]
         for frame in self._frames:
             kept: tuple[int, ...] = ()
             for executable in frame.executables:

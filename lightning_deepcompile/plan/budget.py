@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
-__all__ = ["MemoryBudgetError", "check_budget", "parse_budget"]
+__all__ = ["MemoryBudgetError", "check_budget", "check_plan", "parse_budget"]
 
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
@@ -58,4 +59,23 @@ def check_budget(least: int, budget: int, chosen: object) -> None:
             f"CompileConfig(memory_budget={chosen!r}) allows {budget} bytes, but this model and batch need {least} "
             f"({least / 2**30:.2f} GiB) even with one block gathered at a time. Raise the budget to at least that, use "
             "a smaller batch, or activation checkpointing."
+        )
+
+
+def check_plan(peak: int, budget: int, chosen: object, passes: Sequence[str]) -> None:
+    """Raises if a plan does not fit into a budget that the user chose.
+
+    Args:
+        peak: The plan's.
+        budget: Bytes that may be used.
+        chosen: As in `check_budget`.
+        passes: Names of the passes that made it.
+
+    Raises:
+        MemoryBudgetError: Says what may help.
+    """
+    if chosen is not None and peak > budget:
+        raise MemoryBudgetError(
+            f"CompileConfig(memory_budget={chosen!r}) allows {budget} bytes, and the passes {list(passes)} come down "
+            f"to {peak}. Add 'proactive_prefetch', or raise the budget."
         )

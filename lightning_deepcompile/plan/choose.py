@@ -1,4 +1,4 @@
-"""Spending memory on what saves the most time per byte."""
+"""Chooses by simulation: on what memory is spent, and which of several placements stays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from lightning_deepcompile.plan.prediction import Prediction
 from lightning_deepcompile.plan.simulate import memory_excess, simulate
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 
-__all__ = ["Candidate", "Keep", "choose_by_gain"]
+__all__ = ["MARGINS", "Candidate", "Keep", "choose_by_gain", "fastest_that_fits"]
+
+MARGINS = (1.0, 1.5, 2.5)
+"""How many times as long as it should a transfer takes in the placements that are simulated."""
 
 Candidate = tuple[tuple[int, int], Instruction]
 """Indices of a forward and its backward schedule, and a group of gathers that may stay gathered.
@@ -46,6 +49,19 @@ def choose_by_gain(
     one_by_one, predicted = search.one_by_one(schedules, start)
     together, prediction = search.as_many_as_fit(schedules, start)
     return together if _counts(predicted, prediction) else one_by_one
+
+
+def fastest_that_fits(trials: Sequence[list[Schedule]], profile: Profile, limit: int) -> list[Schedule]:
+    """The fastest of those that exceed the limit the least.
+
+    Args:
+        trials: The programs of a micro-batch, scheduled in several ways; of equally good ones the first stays.
+        profile: What to simulate with.
+        limit: Bytes that may be allocated.
+    """
+    predictions = [simulate(trial, profile) for trial in trials]
+    over = [max(prediction.over(limit), 0) for prediction in predictions]
+    return trials[min(range(len(trials)), key=lambda k: (over[k], predictions[k].seconds))]
 
 
 @dataclass(frozen=True)

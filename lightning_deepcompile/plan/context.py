@@ -39,11 +39,13 @@ class PlanContext:
         """The profile of a step of at most `micro_batches`, for the pass `name` that cannot do without.
 
         As a rule, more than two run the same programs as the first of two: they would change no decision, and
-        simulating them takes time.
+        simulating them takes time. Of what a whole step takes beyond its programs they have their part.
 
         Raises:
             ValueError: If there is none.
         """
         if self.profile is None:
             raise ValueError(f"The pass {name!r} needs a profile: give it a `step` of at least 1 in the schedule.")
-        return replace(self.profile, micro_batches=min(self.profile.micro_batches, micro_batches))
+        kept = min(self.profile.micro_batches, micro_batches)
+        unexplained = self.profile.unexplained_seconds * kept / self.profile.micro_batches
+        return replace(self.profile, micro_batches=kept, unexplained_seconds=unexplained)

@@ -252,8 +252,8 @@ def optimize(
 
     Passes take memory from those behind them, and spend what is in use anyway at another moment. So where the result
     leaves no memory for two groups more, it is compared with what comes of the last pass, which places launches by
-    default, in front of all, too (if it needs none of them); and where both exceed the budget, with what comes of
-    schedules that gather everything right before its use.
+    default, in front of all, too (if it looks at the profile, and needs none of them); and where both exceed the
+    budget, with what comes of schedules that gather everything right before its use.
 
     Args:
         schedules: Schedules as the program passes leave them, in the order in which the programs run.
@@ -280,7 +280,7 @@ def optimize(
     group = max((s.instructions[position].bytes for s in planned for position in s.at("gather")), default=0)
     if profile.budget is not None and profile.budget - effects[-1].prediction.peak_bytes < 2 * group:
         there = {"profile"}.union(*(one.provides for one in passes if one.level == "program"))
-        orders = [step, [step[-1], *step]] if step[-1].needs <= there else [step]
+        orders = [step, [step[-1], *step]] if "profile" in step[-1].needs <= there else [step]
         for order in orders[1:]:
             best = min(best, _run_step_passes(order, list(schedules), context), key=cost)
         if cost(best)[0] > 0:

@@ -78,7 +78,7 @@ class StateMemory:
     def while_stepping(self, away: int, slots: int = LEAST_SLOTS) -> int:
         """Device memory while the optimizer steps, with so many bytes of states in host memory, and so many slots."""
         chunks = self.chunks(away)
-        visiting = sum(sorted(chunks)[-slots:]) if chunks else self.buffers if away else 0
+        visiting = sum(sorted(chunks, reverse=True)[:slots]) if chunks else self.buffers if away else 0
         return self.stepping + self.total - away + visiting
 
     def at_least(self, wanted: int) -> int:
@@ -205,14 +205,21 @@ def trade_states(profile: Profile, states: StateMemory, plan: Callable[[Profile]
         consider(states.at_least(best.away + best.over))
         if best is before:
             break
+    # In the step in which states come back, the buffers out of which they do are there, too.
     coming = states.while_stepping(states.away) - states.while_stepping(states.away, 0) if states.chunk else 0
-    for away in _fewer(states, now):
-        if states.while_stepping(away) + coming <= limit:  # the buffers out of which they come back are there, too
-            consider(away)
+
+    def may_return(away: int) -> bool:
+        return away >= states.away or states.while_stepping(away) + coming <= limit
+
+    least = next(away for away in itertools.accumulate(states.sizes, initial=0) if may_return(away))
+    for away in filter(may_return, _fewer(states, now, least)):
+        consider(away)
     for away in _more(profile, states, now, plan):
         consider(away)
     if best.away and best.over < 0:  # what just fills the rest
-        consider(states.at_least(max(best.away + best.over, 0)))
+        rest = states.at_least(max(best.away + best.over, least))
+        if may_return(rest):
+            consider(rest)
     return now, best
 
 
@@ -222,12 +229,12 @@ def _opening(schedules: Sequence[Schedule], profile: Profile) -> int:
     return max(sum(sizes[-2:]), opening_bytes(schedules, profile))
 
 
-def _fewer(states: StateMemory, now: Trade) -> list[int]:
-    """What may be tried besides `now` with fewer states away, the fewest last."""
+def _fewer(states: StateMemory, now: Trade, least: int) -> list[int]:
+    """What may be tried besides `now` with fewer states away, but with `least` of them, the fewest last."""
     if now.away == 0:
         return []
-    wanted = [now.away + min(now.over, 0), now.away // 2, 0]
-    found = [states.at_least(max(n, 0)) for n in wanted]
+    wanted = [now.away + min(now.over, 0), now.away // 2, least]
+    found = [states.at_least(max(n, least)) for n in wanted]
     return sorted({n for n in found if n < now.away}, reverse=True)
 
 

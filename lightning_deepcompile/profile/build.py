@@ -13,7 +13,7 @@ from lightning_deepcompile.profile.fit import fit_link
 from lightning_deepcompile.profile.probe import Run, StepProbe
 from lightning_deepcompile.program.schedule import REDUCTIONS, Schedule
 
-__all__ = ["build_profile", "describe_spread", "explain", "leave_room", "merge_profiles"]
+__all__ = ["build_profile", "describe_spread", "explain", "leave_room", "limit_memory", "merge_profiles"]
 
 _TELLS = 0.02  # of a step: what a shared link must make it longer by before its length says anything about the link
 _HALVINGS = 6
@@ -308,6 +308,19 @@ def leave_room(profile: Profile) -> Profile:
     activations = max(peak - min(cost.before for cost in profile.regions.values()), 0)
     left = max(profile.budget - activations, 1)
     return replace(profile, budget=left, room=profile.budget - left)
+
+
+def limit_memory(profile: Profile, limit: int | None) -> Profile:
+    """Takes off the budget, and off the room for larger batches, what was not there when a rank was short of memory.
+
+    Args:
+        profile: With the budget that the devices' sizes allow.
+        limit: Bytes that were there; None if no rank was short.
+    """
+    if profile.budget is None or limit is None:
+        return profile
+    budget, whole = min(profile.budget, limit), min(profile.budget + profile.room, limit)
+    return replace(profile, budget=budget, room=whole - budget)
 
 
 def describe_spread(profiles: Sequence[Profile]) -> str:

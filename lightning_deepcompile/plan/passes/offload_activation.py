@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_deepcompile.plan.choose import MARGINS, fastest_that_fits
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.copy_fit import CopyFit, Key
 from lightning_deepcompile.plan.copy_placement import without_copies
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.offload import pinned_bytes
-from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["offload_activation"]
 
-_MARGINS = (1.0, 1.5, 2.5)
 _SMALLEST = 1 << 16
 """A copy of fewer bytes costs the host more than its memory is worth."""
 
@@ -51,7 +50,9 @@ def offload_activation(schedules: list[Schedule], context: PlanContext) -> list[
     candidates = _that_fit_on_host(fit.candidates(1 if mode == "all" else _SMALLEST), profile)
     if mode == "auto":
         candidates = _fewest(fit, candidates)
-    return _fastest(fit, candidates, profile) if candidates else start
+    if not candidates:
+        return start
+    return fastest_that_fits([fit.place(candidates, margin) for margin in MARGINS], profile, fit.limit)
 
 
 def _that_fit_on_host(candidates: Sequence[tuple[Key, int]], profile: Profile) -> list[Key]:
@@ -74,11 +75,3 @@ def _fewest(fit: CopyFit, candidates: list[Key]) -> list[Key]:
         middle = (low + high) // 2
         low, high = (low, middle) if fit.peak(candidates[:middle]) <= fit.limit else (middle, high)
     return candidates[:high]
-
-
-def _fastest(fit: CopyFit, chosen: list[Key], profile: Profile) -> list[Schedule]:
-    """The fastest of the placements that exceed the limit the least."""
-    trials = [fit.place(chosen, margin) for margin in _MARGINS]
-    predictions = [simulate(trial, profile) for trial in trials]
-    over = [max(prediction.over(fit.limit), 0) for prediction in predictions]
-    return trials[min(range(len(trials)), key=lambda k: (over[k], predictions[k].seconds))]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from lightning_deepcompile.plan.choose import MARGINS, fastest_that_fits
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Profile
-from lightning_deepcompile.plan.simulate import memory_bytes, simulate
+from lightning_deepcompile.plan.simulate import memory_bytes
 from lightning_deepcompile.plan.visits import LEAST_SLOTS, still_there
 from lightning_deepcompile.program.schedule import (
     REDUCTIONS,
@@ -18,8 +19,6 @@ from lightning_deepcompile.program.schedule import (
 )
 
 __all__ = ["offload_optimizer"]
-
-_MARGINS = (1.0, 1.5, 2.5)
 
 
 def offload_optimizer(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
@@ -55,16 +54,14 @@ def offload_optimizer(schedules: list[Schedule], context: PlanContext) -> list[S
     limit = context.whole_budget
     rows = memory_bytes(start, profile)
     trials = []
-    for margin in (*_MARGINS, None):
+    for margin in (*MARGINS, None):
         fetched = {} if margin is None else _fetches(start[backward], rows[backward], profile, limit, margin)
         waits = _waits(start[forward], rows[forward], profile, limit, margin or 1.0, len(fetched))
         trial = list(start)
         trial[backward] = _written(trial[backward], "reload_states", fetched, profile)
         trial[forward] = _written(trial[forward], "wait_states", waits, profile)
         trials.append(trial)
-    predictions = [simulate(trial, profile) for trial in trials]
-    over = [max(prediction.over(limit), 0) for prediction in predictions]
-    return trials[min(range(len(trials)), key=lambda k: (over[k], predictions[k].seconds))]
+    return fastest_that_fits(trials, profile, limit)
 
 
 def _fetches(schedule: Schedule, memory: Sequence[int], profile: Profile, limit: int, margin: float) -> dict[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lightning_deepcompile.plan.choose import MARGINS
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.placement import Placement
@@ -13,7 +14,6 @@ from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["proactive_prefetch"]
 
-_MARGINS = (1.0, 1.5, 2.5)
 _DISTANCES = (1, 2, 3, 4)
 _OPENINGS = (2, 4, 8, 12, 16, 24)
 
@@ -72,7 +72,7 @@ def _placements(schedule: Schedule, profile: Profile) -> Iterator[Schedule]:
     placement = Placement.of(schedule)
     if not placement.groups:
         return
-    for margin in _MARGINS:
+    for margin in MARGINS:
         yield placement.at(_latest(placement, profile, margin))
     needs = [group.need for group in placement.groups]
     if profile.head_start and schedule.kind == "forward":

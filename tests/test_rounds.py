@@ -1,0 +1,125 @@
+"""When rounds of planning begin, and what memory they count on: on one rank, with plans that no machine takes back."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from multiprocess import run_ranks
+from test_engine import TOKENS, make_engine, one_step, sgd
+from test_profile import EARLY, ROUND
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_deepcompile.plan.leaner import Shortage
+from lightning_deepcompile.profile.build import limit_memory
+from lightning_deepcompile.tuner import Tuner
+
+
+@pytest.fixture(autouse=True)
+def plans_are_kept(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
+    monkeypatch.setattr(Tuner, "_fastest", lambda *_: 0.001)
+
+
+def test_no_plan_counts_on_memory_that_was_not_there(mesh: DeviceMesh) -> None:
+    engine = make_engine(mesh, schedule=EARLY)
+    optimizer = sgd(engine)
+    for step in range(40):
+        if step == 14:
+            engine.tuner._relief._shortages.append(Shortage(0, "", "", ""))
+        one_step(engine, TOKENS if step < 17 else TOKENS[:, :6], optimizer)
+    outcomes = [done.outcome for done in engine.report()]
+    assert outcomes[:2] == ["kept", "leaner"] and len(outcomes) == 3, "the last one is of a program that came later"
+    profile, limit = engine.tuner.profile, engine.tuner._limit
+    assert profile is not None and profile.budget is not None and limit is not None
+    assert profile.budget + profile.room <= limit
+    engine.close()
+    for known, budget, room in ((None, 70, 30), (200, 70, 30), (80, 70, 10), (60, 60, 0)):
+        left = limit_memory(replace(profile, budget=70, room=30), known)
+        assert (left.budget, left.room) == (budget, room), known
+
+
+def test_what_is_traced_anew_where_nothing_is_planned_is_scheduled_as_ever(mesh: DeviceMesh, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    engine = make_engine(mesh, schedule=EARLY, plan=str(path))
+    optimizer = sgd(engine)
+    for _ in range(ROUND):
+        one_step(engine, TOKENS, optimizer)
+    engine.close()
+    path.write_text(json.dumps({**json.loads(path.read_text()), "uncheckpointed": 1}))
+    texts = []
+    for settings in ({}, {"plan": str(path), "recompute": "auto"}):
+        torch._dynamo.reset()
+        engine = make_engine(mesh, schedule=None, **settings)
+        optimizer = sgd(engine)
+        for step in range(20):
+            if step == 7 and settings:
+                engine.tuner._relief._shortages.append(Shortage(0, "frame0.forward", "region_1", "1 GiB"))
+            one_step(engine, TOKENS, optimizer)
+        one_step(engine, TOKENS[:, :6], optimizer)
+        texts.append([text.partition(" ")[2] for text in engine.programs().values()])
+        engine.close()
+    assert texts[0] == texts[1] and len(texts[0]) == 4
+    assert [done.outcome for done in engine.report()] == ["leaner"], "nothing is measured"
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings", "warning"),
+    [
+        (1, {}, "this is stage 1: use stage 3"),
+        (2, {}, "this is stage 2: use stage 3"),
+        (3, {"schedule": None}, "plans nothing: leave it 'auto'"),
+        (3, {"schedule": EARLY[:1]}, "plans nothing: leave it 'auto'"),
+        (3, {}, ""),
+        (3, {"schedule": EARLY}, ""),
+        (1, {"recompute": "always"}, ""),
+    ],
+)
+def test_it_is_said_where_nothing_decides_what_is_computed_again(
+    mesh: DeviceMesh, stage: int, settings: dict[str, Any], warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_engine(mesh, stage=stage, **{"recompute": "auto", **settings}).close()
+    said = [text for text in caplog.messages if "CompileConfig(recompute='auto')" in text]
+    assert len(said) == bool(warning) and warning in "".join(said)
+
+
+def test_a_single_odd_batch_uses_up_no_attempt(mesh: DeviceMesh) -> None:
+    engine = make_engine(mesh, schedule=EARLY)
+    optimizer = sgd(engine)
+    for step in range(90):
+        one_step(engine, TOKENS[:, :6] if step == 12 else TOKENS, optimizer)
+    assert [done.step for done in engine.report()] == [5] and engine.tuner._attempts == 1
+    looks = engine.tuner._recheck
+    assert looks is not None
+    while engine.tuner._step < looks + 5:  # what comes to stay is found at the next look
+        one_step(engine, TOKENS[:1], optimizer)
+    assert [done.step for done in engine.report()] == [5, looks + 5]
+    engine.close()
+
+
+def _lengths_that_return() -> tuple[list[int], int, list[float], list[float]]:
+    """Steps of rounds, attempts, and losses with and without plans, where one rank meets another length at times."""
+    dist.init_process_group("gloo")
+    mesh, rank = init_device_mesh("cpu", (2,)), int(os.environ["RANK"])
+    Tuner._fastest = lambda *_: 0.001  # type: ignore[method-assign]
+    losses: list[list[float]] = []
+    for schedule in (EARLY[:1], EARLY):
+        torch._dynamo.reset()
+        engine = make_engine(mesh, schedule=schedule)
+        optimizer = sgd(engine)
+        lengths = [6 if rank == 1 and step % 16 >= 8 else 12 for step in range(112)]
+        losses.append([one_step(engine, TOKENS[:, :length], optimizer) for length in lengths])
+        steps, attempts = [done.step for done in engine.report()], engine.tuner._attempts
+        engine.close()
+    return steps, attempts, *losses
+
+
+def test_what_comes_back_is_planned_once_it_is_measured() -> None:
+    """After looks at steps 19 and 48 the other length is not what is measured, after the one at step 106 it is."""
+    for steps, attempts, plain, planned in run_ranks(_lengths_that_return, 2):
+        assert (steps, attempts) == ([5, 111], 2) and plain == planned
