@@ -1,4 +1,4 @@
-"""Clipping gradients of which every rank has a shard."""
+"""The norm of gradients of which every rank has a shard, and clipping them."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ class Clipping:
             The norm before; a 0-dim tensor, equal on all ranks.
         """
         sharded, replicated = self._local_grads(parameters)
-        total = _square_sum(sharded, self.device)
-        if self.model.ranks.shards > 1:
-            dist.all_reduce(total, group=self.model.ranks.shard_group)
-        norm = (total + _square_sum(replicated, self.device)).sqrt()
+        norm = self._total(sharded, replicated)
         if sharded or replicated:
             # As torch.nn.utils.clip_grad_norm_: no branch on the norm, for which the host would have to wait.
             torch._foreach_mul_(sharded + replicated, torch.clamp(limit / (norm + 1e-6), max=1.0))
         return norm
+
+    def total_norm(self, parameters: Iterable[Tensor]) -> Tensor:
+        """The 2-norm of gradients over all ranks, which are left as they are; arguments as of `norm`."""
+        return self._total(*self._local_grads(parameters))
 
     def value(self, parameters: Iterable[Tensor], limit: float) -> None:
         """Clamps every element of the gradients to ``[-limit, limit]``; arguments as of `norm`."""
@@ -55,6 +56,12 @@ class Clipping:
         if sharded or replicated:
             torch._foreach_clamp_min_(sharded + replicated, -limit)
             torch._foreach_clamp_max_(sharded + replicated, limit)
+
+    def _total(self, sharded: list[Tensor], replicated: list[Tensor]) -> Tensor:
+        total = _square_sum(sharded, self.device)
+        if self.model.ranks.shards > 1:
+            dist.all_reduce(total, group=self.model.ranks.shard_group)
+        return (total + _square_sum(replicated, self.device)).sqrt()
 
     @torch.no_grad()
     def _local_grads(self, parameters: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

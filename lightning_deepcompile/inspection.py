@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_deepcompile.engine import Engine
 from lightning_deepcompile.plan.costs import Profile
@@ -34,6 +34,17 @@ class Inspection:
         """
         with self.engine.full_parameters(module, writeback=writeback):
             yield
+
+    def grad_norm(self, module: nn.Module | None = None) -> Tensor:
+        """The 2-norm of gradients over all ranks, to be logged, say, in ``on_before_optimizer_step``; a collective.
+
+        Args:
+            module: Whose parameters' gradients; by default the whole model's.
+
+        Returns:
+            A 0-dim tensor, equal on all ranks; the host does not wait for it.
+        """
+        return self.engine.clipping.total_norm((module or self.engine.module).parameters())
 
     def summary(self) -> Summary:
         """Counters of what was compiled and what a step communicates; print it for a table."""

@@ -59,6 +59,24 @@ class Buffers(Mlp):
         return super().logits(tokens) * (self.mask.sum() / 39 + self.turn.imag.mean())
 
 
+class Norms(Mlp):
+    """Keeps the norms of its gradients and of its head's, as others would log them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("norms", torch.zeros(2))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        strategy = self.trainer.strategy
+        for place, part in enumerate((None, self.head)):
+            if isinstance(strategy, DeepCompileStrategy):
+                norm = strategy.grad_norm(part)
+            else:
+                gradients = [p.grad for p in (part or self).parameters() if p.grad is not None]
+                norm = torch.nn.utils.get_total_norm(gradients)
+            self.norms[place] = norm
+
+
 class Adversarial(Mlp):
     """Gradients with respect to what it looks up, and then those of its parameters."""
 
@@ -94,6 +112,7 @@ WORKS: dict[str, tuple[Callable[[], Mlp], dict[str, Any], dict[str, Any]]] = {
     "adagrad": (Adagrad, {}, {}),
     "adagrad, offloaded": (Adagrad, {"offload": "all"}, {}),
     "buffers": (Buffers, {}, {}),
+    "norms of gradients": (Norms, {}, {}),
     "gradients of inputs": (Adversarial, {}, {"accumulate_grad_batches": 2}),
     "gradients of inputs, by hand": (Manual, {}, {}),
 }

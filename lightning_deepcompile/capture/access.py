@@ -141,8 +141,7 @@ def _rnn_weights(self: nn.Module) -> list[Tensor]:
 def _deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A copy for its tensors: of the class that it was, with shards of its own, of which no step knows.
 
-    PyTorch's own copy of a DTensor fails where its shard begins inside of a larger memory, as ours do. Gradients are
-    not copied.
+    Gradients are not copied: PyTorch's own copy of a DTensor fails where it begins inside of a larger memory.
     """
     for parameter in self._parameters.values():
         if isinstance(parameter, DTensor) and id(parameter) not in memo:  # the protocol's own numbers

@@ -65,8 +65,9 @@ def ungathered_message() -> str:
         "The step reads parameters through `parameters()`, `named_parameters()` or `_parameters`. Under "
         "DeepCompileStrategy that gives this rank's shards; only an attribute of the module that owns it "
         "(`self.layer.weight`) gives the whole parameter, with its gradient. Read it that way, use the optimizer's "
-        "`weight_decay` for a penalty on all weights, or move the code to a hook outside of the step, such as "
-        "`on_train_batch_end` (for an average of weights, say), where it can work on the shards."
+        "`weight_decay` for a penalty on all weights and `self.clip_gradients` to clip, or move the code to a hook "
+        "outside of the step, such as `on_train_batch_end` (for an average of weights, say), where it can work on the "
+        "shards."
     )
 
 
