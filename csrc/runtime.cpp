@@ -123,12 +123,14 @@ void Runtime::register_param(int64_t id, std::string name, std::vector<int64_t> 
                              const std::optional<Tensor>& grad, Dtype reduce_dtype, bool persistent) {
   const auto lock = enter();
   check_serial("register_param", id);
-  if (registry_.contains(id)) {  // nothing may hold on to the tensors that are replaced
-    reductions_.forget(id);
+  const Tensor buffer = grad.value_or(Tensor());
+  if (registry_.contains(id)) {
+    registry_.check(id, name, shape, shard, buffer, reduce_dtype);  // a refusal loses neither gradient nor shard
+    reductions_.forget(id);  // nothing may hold on to the tensors that are replaced
     gathers_.invalidate(id);
     offloads_.forget(id);
   }
-  registry_.add(id, std::move(name), std::move(shape), shard, grad.value_or(Tensor()), reduce_dtype, persistent);
+  registry_.add(id, std::move(name), std::move(shape), shard, buffer, reduce_dtype, persistent);
 }
 
 void Runtime::update_param_grad_buffer(int64_t id, const Tensor& grad) {
