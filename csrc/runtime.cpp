@@ -256,11 +256,6 @@ void Runtime::enable_profiling(bool enable) {
   profiling_ = enable;
 }
 
-bool Runtime::is_profiling() {
-  const std::lock_guard lock(mutex_);
-  return profiling_;
-}
-
 void Runtime::reset() {
   const std::lock_guard lock(mutex_);
   if (closed_) return;

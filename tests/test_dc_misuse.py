@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -162,3 +164,27 @@ def test_ranks_that_register_differently_learn_what_differs() -> None:
     assert all(messages == first for messages in others)
     for what, parts in EXPECTED_DIFFERENCE.items():
         assert all(part in first[what] for part in parts), first[what]
+
+
+def _asked_while_another_thread_waits() -> None:
+    from lightning_deepcompile.runtime import load_extension
+
+    dist.init_process_group("gloo")
+    group, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
+    runtime = load_extension().Runtime(group, group, torch.device("cpu"))
+    if dist.get_rank() == 1:
+        store.wait(["asked"])
+        runtime.validate_registration()
+    else:
+        waiting = threading.Thread(target=runtime.validate_registration)
+        waiting.start()
+        time.sleep(0.5)  # by then it is inside the runtime
+        assert not runtime.profiling and waiting.is_alive()
+        store.set("asked", "")
+        waiting.join()
+    runtime.close()
+
+
+def test_what_python_reads_waits_for_no_peer() -> None:
+    """It would with Python's lock held: then no thread of the process would go on, and here no rank."""
+    run_ranks(_asked_while_another_thread_waits, 2, timeout=60)
