@@ -8,14 +8,14 @@
 namespace ldc {
 
 OffloadEngine::OffloadEngine(Device device, Registry& registry, GatherEngine& gathers, Stats& stats,
-                             std::shared_ptr<HostMemory> memory, int64_t limit)
+                             std::shared_ptr<HostMemory> memory)
     : device_(device),
       registry_(registry),
       gathers_(gathers),
       stats_(stats),
       out_(pool_stream(device, /*high_priority=*/false)),
       in_(pool_stream(device, /*high_priority=*/false)),
-      pool_(std::make_shared<HostPool>(memory, limit)) {
+      pool_(std::make_shared<HostPool>(memory)) {
   memory->make_room_with([pool = std::weak_ptr(pool_)] {
     if (const auto alive = pool.lock()) alive->trim();
   });

@@ -30,8 +30,6 @@ std::shared_ptr<Runtime> Runtime::create(Group gather_group, Group reduce_group,
                 ".");
   LDC_CHECK_ARG(options.timeout >= 0 && options.timeout < 1e9, "Runtime: `timeout` must be in [0, 1e9) seconds, got ",
                 options.timeout, ".");
-  LDC_CHECK_ARG(options.offload_limit >= 0, "Runtime: `offload_limit` must not be negative, got ",
-                options.offload_limit, ".");
   LDC_CHECK_ARG(options.host_limit >= 0, "Runtime: `host_limit` must not be negative, got ", options.host_limit,
                 ".");
   LDC_CHECK_ARG(options.max_ctas >= 0, "Runtime: `max_ctas` must not be negative, got ", options.max_ctas, ".");
@@ -64,7 +62,7 @@ Runtime::Runtime(const Group& gather_group, const Group& reduce_group, const Gro
       registry_(device, gather_communicator_->world_size()),
       gathers_(device, gather_communicator_, registry_, stats_, options),
       reductions_(device, reduce_communicator_, registry_, stats_, options),
-      offloads_(device, registry_, gathers_, stats_, host_memory_, options.offload_limit),
+      offloads_(device, registry_, gathers_, stats_, host_memory_),
       states_(device, stats_, host_memory_) {
   LDC_CHECK_ARG(gather_communicator_->world_size() == reduce_communicator_->world_size() &&
                     gather_communicator_->rank() == reduce_communicator_->rank(),

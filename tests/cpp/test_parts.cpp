@@ -241,7 +241,9 @@ void test_dry_runs_send_nothing() {
 }
 
 void test_host_pool() {
-  const auto pool = std::make_shared<HostPool>(host_memory(), 3 * 4096);
+  const auto memory = host_memory(3 * 4096);
+  const auto pool = std::make_shared<HostPool>(memory);
+  memory->make_room_with([&] { pool->trim(); });
   const Stream stream = current_stream(kCpu);
   const Tensor like = at::zeros({4, 8}).t();
   auto first = pool->acquire(like, stream);
@@ -261,7 +263,7 @@ void test_host_pool() {
 
 void test_offload() {
   Bench bench;
-  OffloadEngine offloads(kCpu, bench.registry, bench.gathers, bench.stats, host_memory(), 0);
+  OffloadEngine offloads(kCpu, bench.registry, bench.gathers, bench.stats, host_memory());
   const Tensor source = at::arange(10);
   const Tensor host = offloads.offload(source, 1);
   source.zero_();
