@@ -64,12 +64,20 @@ HostPool::Buffer* HostPool::buffer_of(const Tensor& tensor) {
   return owner == nullptr ? nullptr : owner->buffer.get();
 }
 
-void HostPool::end_lease(void* owner) {
+void HostPool::end_lease(void* owner) noexcept {
   const std::unique_ptr<Owner> ending(static_cast<Owner*>(owner));
-  ending->pool->give_back(std::move(ending->buffer));
+  try {
+    ending->pool->give_back(ending->buffer);
+  } catch (const std::exception& error) {
+    // The device may still write to the buffer, or read what is copied there: neither is ever freed.
+    static_cast<void>(ending->buffer.release());
+    TORCH_WARN_ONCE("lightning_deepcompile: a buffer of offloaded tensors stays allocated, as nobody knows whether the "
+                    "device is done with it: ", message_of(error));
+  }
 }
 
-void HostPool::give_back(std::unique_ptr<Buffer> buffer) {
+/// Leaves `buffer` with the caller if it raises.
+void HostPool::give_back(std::unique_ptr<Buffer>& buffer) {
   if (buffer->source.defined()) {  // a step that was given up between the copy and the wait for it
     buffer->used.synchronize();
     buffer->source.reset();
@@ -91,12 +99,13 @@ void HostPool::trim() {
 
 void HostPool::trim_locked() {
   if (free_.empty()) return;
-  for (auto& [capacity, buffer] : free_) {
-    buffer->used.synchronize();
-    bytes_ -= capacity;
-    memory_->give_back(capacity);
+  while (!free_.empty()) {
+    const auto first = free_.begin();
+    first->second->used.synchronize();
+    bytes_ -= first->first;
+    memory_->give_back(first->first);
+    free_.erase(first);
   }
-  free_.clear();
   memory_->free_cached();
 }
 

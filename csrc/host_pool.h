@@ -47,10 +47,10 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
     std::shared_ptr<HostPool> pool;
     std::unique_ptr<Buffer> buffer;
   };
-  static void end_lease(void* owner);
+  static void end_lease(void* owner) noexcept;  // storages call it from their destructors
 
   std::unique_ptr<Buffer> free_buffer(int64_t capacity);  // one that nobody holds, or null
-  void give_back(std::unique_ptr<Buffer> buffer);
+  void give_back(std::unique_ptr<Buffer>& buffer);
   void trim_locked();
 
   const std::shared_ptr<HostMemory> memory_;

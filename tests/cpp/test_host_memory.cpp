@@ -9,6 +9,7 @@
 
 #include <csignal>
 
+#include "fake_device.h"
 #include "offload.h"
 #include "signal_pad.h"
 #include "state_copies.h"
@@ -153,6 +154,24 @@ void test_numa_preference() {
   EXPECT(NumaPreference({}).refusal().empty());
 }
 
+/// A tensor may go, and with it what is copied there, when the device does not answer any more.
+void test_a_lost_device_ends_no_process() {
+  FakeDevice& fake = FakeDevice::instance();
+  const auto pool = std::make_shared<HostPool>(host_memory());
+  const Tensor source = ones({8});
+  HostPool::Lease lease = pool->acquire(source, current_stream(kCpu));
+  lease.buffer->used.record(current_stream(fake.device()));
+  lease.buffer->source = source;
+  fake.lost = true;
+  lease = {};
+  fake.lost = false;
+  EXPECT(source.use_count() == 2);  // the device may still read it
+  pool->trim();
+  EXPECT(pool->bytes() == 4096);
+  pool->acquire(source, current_stream(kCpu));
+  EXPECT(pool->bytes() == 2 * 4096);  // nor is the buffer anybody else's
+}
+
 /// A file system that has no room for the pad (here: a process that may not write so much) is an error, no signal.
 void test_no_room_for_a_signal_pad() {
   std::signal(SIGXFSZ, SIG_IGN);
@@ -172,6 +191,7 @@ void test_host_memory() {
   test_tensors_stay_where_the_host_refuses();
   test_one_limit_for_tensors_and_states();
   test_numa_preference();
+  test_a_lost_device_ends_no_process();
   test_no_room_for_a_signal_pad();
 }
 
