@@ -73,6 +73,7 @@ Runtime::Runtime(const Group& gather_group, const Group& reduce_group, const Gro
   gathers_.relieve_with([this] { return give_back(); });
   reductions_.relieve_with([this] { return give_back(); });
   offloads_.relieve_with([this] { return give_back(); });
+  states_.relieve_with([this] { return give_back(); });
   constexpr double kDefaultTimeout = 30 * 60;
   if (communicator_kind_ == "nccl") {
     watchdog_ = std::make_unique<Watchdog>(std::vector{gather_communicator_, reduce_communicator_},

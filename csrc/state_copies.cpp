@@ -78,7 +78,8 @@ std::vector<Tensor> StateCopies::fetch(int64_t slot, const std::vector<Tensor>& 
 std::vector<Tensor> StateCopies::copy_in(Slot& target, const std::vector<Tensor>& homes, int64_t bytes) {
   const PlainTensors plain;
   if (!target.memory.defined()) {
-    target.memory = at::empty({bytes}, at::TensorOptions().dtype(c10::kByte).device(device_));
+    target.memory = allocate_with_relief(
+        give_back_, [&] { return at::empty({bytes}, at::TensorOptions().dtype(c10::kByte).device(device_)); });
     order(scratch_, current_stream(device_), in_);
     note_device_bytes();
   }

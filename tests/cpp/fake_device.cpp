@@ -1,6 +1,7 @@
 #include "fake_device.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
@@ -63,7 +64,15 @@ at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std:
   return at::empty(size, at::TensorOptions().dtype(dtype));
 }
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) { m.impl("empty.memory_format", &empty); }
+at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+                         std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+  return at::empty_strided(size, stride, at::TensorOptions().dtype(dtype));
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", &empty);
+  m.impl("empty_strided", &empty_strided);
+}
 
 }  // namespace
 }  // namespace ldc::testing

@@ -348,6 +348,7 @@ int main() {
   test_failed_reductions_are_forgotten();
   test_use_counts_and_residency();
   test_relief();
+  test_shortage();
   test_dry_runs_send_nothing();
   test_host_pool();
   test_offload();
