@@ -109,10 +109,7 @@ void StateCopies::stow(int64_t slot, const std::vector<Tensor>& sources, const s
   LDC_CHECK_ARG(sources.size() == homes.size(), "stow_states: ", sources.size(), " tensors but ", homes.size(),
                 " homes.");
   origin.stowed = ++stows_;
-  if (sources.empty()) {
-    origin.left.record(current_stream(device_));
-    return;
-  }
+  // Also with nothing to copy: the slot may have been read, and what was stowed before may still be leaving.
   const PlainTensors plain;
   order(scratch_, current_stream(device_), out_);
   const c10::StreamGuard guard(out_);
