@@ -99,7 +99,8 @@ void bind_lifecycle(Class& runtime) {
       .def("abort", &Runtime::abort, NoGil(), "Fail pending and later operations instead of waiting for peers.")
       .def("close", &Runtime::close, NoGil(), "End the runtime together with its peers. Idempotent.")
       .def("retire", &Runtime::retire, "wait_seconds"_a = 0.0, NoGil(),
-           "As close(), but waits for peers, which end it whenever they get to it, for so long at most.");
+           "As close(), but once the device is idle waits for peers, which end it whenever they get to it, for so long "
+           "at most.");
 }
 
 }  // namespace

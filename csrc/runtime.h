@@ -106,7 +106,9 @@ class Runtime {
   void reset_stats();
   void abort() noexcept;
   void close();
-  /// As close(), but waits for the peers, which end it whenever they get to it, for `wait_seconds` at most.
+  /// As close(), but waits for the peers, which end it whenever they get to it, for `wait_seconds` at most. That counts
+  /// from when this rank's device is idle: what was launched there ends with its peers, or by the watchdog. To give it
+  /// up earlier would fail collectives that they still need.
   void retire(double wait_seconds);
 
   // The operators (see ops.cpp for their schemas).
