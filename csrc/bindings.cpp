@@ -99,7 +99,8 @@ void bind_lifecycle(Class& runtime) {
       .def("abort", &Runtime::abort, NoGil(), "Fail pending and later operations instead of waiting for peers.")
       .def("close", &Runtime::close, NoGil(), "End the runtime together with its peers. Idempotent.")
       .def("retire", &Runtime::retire, "wait_seconds"_a = 0.0, NoGil(),
-           "As close(), but waits for peers, which end it whenever they get to it, for so long at most.");
+           "As close(), but once the device is idle waits for peers, which end it whenever they get to it, for so long "
+           "at most.");
 }
 
 }  // namespace
@@ -137,7 +138,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init([](c10d::ProcessGroup& gather_group, c10d::ProcessGroup& reduce_group, at::Device device,
                        c10d::ProcessGroup* replica_group, std::string communicator, int64_t reduce_window, int64_t reduce_bucket_size, int64_t max_ctas, int64_t cta_cluster,
                        int64_t symmetric_threshold, double timeout,
-                       int64_t free_activation_threshold, int64_t offload_limit, int64_t host_limit, int64_t numa_node, std::vector<int64_t> numa_cpus, bool sync_before_reduce, bool sync_after_reduce,
+                       int64_t free_activation_threshold, int64_t host_limit, int64_t numa_node, std::vector<int64_t> numa_cpus, bool sync_before_reduce, bool sync_after_reduce,
                        bool sync_before_allgather, bool sync_after_allgather, int64_t serial) {
              return make_runtime(gather_group, reduce_group, replica_group, device,
                                  {.communicator = std::move(communicator),
@@ -148,7 +149,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                   .symmetric_threshold = symmetric_threshold,
                                   .timeout = timeout,
                                   .free_activation_threshold = free_activation_threshold,
-                                  .offload_limit = offload_limit,
                                   .host_limit = host_limit,
                                   .host_place = {.node = numa_node, .cpus = std::move(numa_cpus)},
                                   .sync_before_reduce = sync_before_reduce,
@@ -159,7 +159,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            }),
            "gather_group"_a, "reduce_group"_a, "device"_a, py::kw_only(), "replica_group"_a = py::none(), "communicator"_a = "auto",
            "reduce_window"_a = 2, "reduce_bucket_size"_a = 0, "max_ctas"_a = 0, "cta_cluster"_a = 0, "symmetric_threshold"_a = 0, "timeout"_a = 0.0, "free_activation_threshold"_a = 0,
-           "offload_limit"_a = 0, "host_limit"_a = 0, "numa_node"_a = -1, "numa_cpus"_a = std::vector<int64_t>(), "sync_before_reduce"_a = false, "sync_after_reduce"_a = false, "sync_before_allgather"_a = false,
+           "host_limit"_a = 0, "numa_node"_a = -1, "numa_cpus"_a = std::vector<int64_t>(), "sync_before_reduce"_a = false, "sync_after_reduce"_a = false, "sync_before_allgather"_a = false,
            "sync_after_allgather"_a = false, "serial"_a = -1, NoGil())
       .def_property_readonly("serial", &Runtime::serial, "Upper 32 bits of every parameter and graph id.")
       .def_property_readonly("world_size", &Runtime::world_size)

@@ -329,8 +329,11 @@ Tensor GatherEngine::gather_now(const Tensor& shard, Shape size, ScalarType dtyp
   // Cast and output come from the compute stream's pool and go back to it only after the compute stream has waited.
   const Tensor host = HostShards::host_of(shard);
   Tensor input = shard.detach();
-  if (host.defined()) input = at::empty(host.sizes(), host.options().device(device_)).copy_(host, /*non_blocking=*/true);
-  input = input.to(dtype).contiguous();
+  if (host.defined()) {
+    input = allocate_with_relief(give_back_, [&] { return at::empty(host.sizes(), host.options().device(device_)); });
+    input.copy_(host, /*non_blocking=*/true);
+  }
+  input = allocate_with_relief(give_back_, [&] { return input.to(dtype).contiguous(); });
   Tensor full = allocate_with_relief(give_back_, [&] { return at::empty({input.numel() * world}, input.options()); });
   if (dry_) return typed_view(full, 0, size, dtype);
   const Stream compute = current_stream(device_);

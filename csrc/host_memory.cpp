@@ -7,6 +7,7 @@
 #include <ATen/core/CachingHostAllocator.h>
 #pragma GCC diagnostic pop
 #include <ATen/ops/empty.h>
+#include <unistd.h>
 
 #ifdef LDC_WITH_NCCL
 #include "cuda_peer_memory.h"
@@ -14,6 +15,8 @@
 
 namespace ldc {
 namespace {
+
+int64_t half_of_memory() { return sysconf(_SC_PHYS_PAGES) / 2 * sysconf(_SC_PAGE_SIZE); }
 
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
@@ -28,7 +31,7 @@ void forget_device_error([[maybe_unused]] Device device) {
 
 HostMemory::HostMemory(Device device, int64_t limit, NumaPlace place, Allocate allocate)
     : device_(device),
-      limit_(limit),
+      limit_(limit > 0 ? limit : half_of_memory()),
       place_(std::move(place)),
       node_(NumaPreference(place_).refusal().empty() ? place_.node : -1),
       allocate_(std::move(allocate)) {
@@ -48,7 +51,8 @@ Tensor HostMemory::take(int64_t bytes, std::string_view purpose) {
 Tensor HostMemory::try_take(int64_t bytes, std::string_view purpose, std::string& shortage) {
   if (!can_allow(bytes)) {
     shortage = c10::str("lightning_deepcompile: no host memory for ", bytes, " more bytes of ", purpose, ": ", held(),
-                        " of at most ", limit_, " bytes are in use. Raise `host_memory_budget`, or offload less.");
+                        " of at most ", limit_, " bytes are in use. Offload less, or raise `host_limit` (with the "
+                        "strategy: `host_memory_budget`).");
     return {};
   }
   std::string reason;
@@ -65,10 +69,9 @@ Tensor HostMemory::try_take(int64_t bytes, std::string_view purpose, std::string
     if (!last) make_room();
   }
   shortage = c10::str("lightning_deepcompile: the host refused ", bytes, " bytes of ",
-                      has_streams(device_) ? "pinned " : "", "memory for ", purpose, ", with ", held(), " held",
-                      limit_ > 0 ? c10::str(" of the ", limit_, " that `host_memory_budget` gives this rank") : "", " (",
-                      reason, "). Give CompileConfig(host_memory_budget=...) what the host really has, for all ranks of "
-                      "the node together, so that less leaves or training ends before it starts; or free host memory, "
+                      has_streams(device_) ? "pinned " : "", "memory for ", purpose, ", with ", held(),
+                      " held of at most ", limit_, " (", reason, "). Give CompileConfig(host_memory_budget=...) what the "
+                      "host really has, for all ranks of the node together, so that less leaves or training ends before it starts; or free host memory, "
                       "or raise the container's memory limit.");
   return {};
 }

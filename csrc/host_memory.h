@@ -18,7 +18,8 @@ class HostMemory {
  public:
   using Allocate = std::function<Tensor(int64_t bytes)>;
 
-  /// `limit`: most bytes held at a time; 0: no limit. `allocate` is torch's allocator unless a test has another.
+  /// `limit`: most bytes held at a time; 0: half of the host's memory. `allocate` is torch's allocator unless a test has
+  /// another.
   HostMemory(Device device, int64_t limit, NumaPlace place = {}, Allocate allocate = {});
 
   /// Uninitialised memory. Raises OutOfMemoryError with what was asked, held and allowed, and what to do.
@@ -34,7 +35,7 @@ class HostMemory {
 
   /// Whether the limit allows so much more, after making room if it must.
   bool can_allow(int64_t bytes) const;
-  bool allows(int64_t bytes) const { return limit_ == 0 || held_ + bytes <= limit_; }
+  bool allows(int64_t bytes) const { return held_ + bytes <= limit_; }
   int64_t held() const { return held_; }
   /// The NUMA node that memory comes from; -1: any.
   int64_t node() const { return node_; }

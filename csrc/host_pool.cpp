@@ -2,7 +2,6 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <unistd.h>
 
 #include <bit>
 
@@ -11,28 +10,15 @@ namespace {
 
 constexpr int64_t kSmallest = 4096;
 
-int64_t half_of_memory() { return sysconf(_SC_PHYS_PAGES) / 2 * sysconf(_SC_PAGE_SIZE); }
-
 }  // namespace
 
-HostPool::HostPool(std::shared_ptr<HostMemory> memory, int64_t limit)
-    : memory_(std::move(memory)), limit_(limit > 0 ? limit : half_of_memory()) {}
-
-/// A buffer that nobody holds, or null; raises if there is none, the pool may grow, and the limit allows no other.
-std::unique_ptr<HostPool::Buffer> HostPool::free_buffer(int64_t capacity, bool grow) {
+std::unique_ptr<HostPool::Buffer> HostPool::free_buffer(int64_t capacity) {
   const std::lock_guard lock(mutex_);
-  if (const auto found = free_.find(capacity); found != free_.end()) {
-    std::unique_ptr<Buffer> buffer = std::move(found->second);
-    free_.erase(found);
-    return buffer;
-  }
-  if (!grow) return nullptr;
-  if (bytes_ + capacity > limit_) trim_locked();  // buffers of other sizes may be what is in the way
-  TORCH_CHECK_WITH(OutOfMemoryError, bytes_ + capacity <= limit_, "lightning_deepcompile: no host memory for ",
-                   capacity, " bytes of offloaded tensors: ", bytes_, " of at most ", limit_,
-                   " bytes are in use. Offload less, or raise `offload_limit` (with the strategy: "
-                   "CompileConfig(host_memory_budget=...)).");
-  return nullptr;
+  const auto found = free_.find(capacity);
+  if (found == free_.end()) return nullptr;
+  std::unique_ptr<Buffer> buffer = std::move(found->second);
+  free_.erase(found);
+  return buffer;
 }
 
 HostPool::Lease HostPool::acquire(const Tensor& like, const Stream& writer) {
@@ -46,7 +32,7 @@ HostPool::Lease HostPool::try_acquire(const Tensor& like, const Stream& writer, 
                                       bool grow) {
   const auto bytes = static_cast<uint64_t>(std::max<int64_t>(static_cast<int64_t>(like.nbytes()), kSmallest));
   const auto capacity = static_cast<int64_t>(std::bit_ceil(bytes));
-  std::unique_ptr<Buffer> buffer = free_buffer(capacity, grow);
+  std::unique_ptr<Buffer> buffer = free_buffer(capacity);
   if (!buffer && !grow) {
     shortage = "no buffer is free";
     return {};
@@ -78,12 +64,20 @@ HostPool::Buffer* HostPool::buffer_of(const Tensor& tensor) {
   return owner == nullptr ? nullptr : owner->buffer.get();
 }
 
-void HostPool::end_lease(void* owner) {
+void HostPool::end_lease(void* owner) noexcept {
   const std::unique_ptr<Owner> ending(static_cast<Owner*>(owner));
-  ending->pool->give_back(std::move(ending->buffer));
+  try {
+    ending->pool->give_back(ending->buffer);
+  } catch (const std::exception& error) {
+    // The device may still write to the buffer, or read what is copied there: neither is ever freed.
+    static_cast<void>(ending->buffer.release());
+    TORCH_WARN_ONCE("lightning_deepcompile: a buffer of offloaded tensors stays allocated, as nobody knows whether the "
+                    "device is done with it: ", message_of(error));
+  }
 }
 
-void HostPool::give_back(std::unique_ptr<Buffer> buffer) {
+/// Leaves `buffer` with the caller if it raises.
+void HostPool::give_back(std::unique_ptr<Buffer>& buffer) {
   if (buffer->source.defined()) {  // a step that was given up between the copy and the wait for it
     buffer->used.synchronize();
     buffer->source.reset();
@@ -105,12 +99,13 @@ void HostPool::trim() {
 
 void HostPool::trim_locked() {
   if (free_.empty()) return;
-  for (auto& [capacity, buffer] : free_) {
-    buffer->used.synchronize();
-    bytes_ -= capacity;
-    memory_->give_back(capacity);
+  while (!free_.empty()) {
+    const auto first = free_.begin();
+    first->second->used.synchronize();
+    bytes_ -= first->first;
+    memory_->give_back(first->first);
+    free_.erase(first);
   }
-  free_.clear();
   memory_->free_cached();
 }
 

@@ -27,19 +27,17 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
     Buffer* buffer = nullptr;
   };
 
-  /// `limit`: most bytes of `memory` held, free buffers included; 0: half of the host's memory.
-  HostPool(std::shared_ptr<HostMemory> memory, int64_t limit);
+  explicit HostPool(std::shared_ptr<HostMemory> memory) : memory_(std::move(memory)) {}
 
   /// A host tensor with the layout of `like`, for work that is queued on `writer` from now on. Raises OutOfMemoryError
-  /// beyond the limit, and where the host has no memory.
+  /// where there is no memory, or its limit allows no more.
   Lease acquire(const Tensor& like, const Stream& writer);
-  /// The same; where the host has no memory, or the pool must not grow, an undefined tensor, and why.
+  /// The same; instead of an error, and where the pool must not grow, an undefined tensor, and why.
   Lease try_acquire(const Tensor& like, const Stream& writer, std::string& shortage, bool grow = true);
   /// The buffer that `tensor` lies in, if it, or a tensor that it is a view of, came from a pool; else null.
   static Buffer* buffer_of(const Tensor& tensor);
 
   int64_t bytes() const;  // held, free buffers included
-  int64_t limit() const { return limit_; }
   /// Frees the buffers that nobody holds; waits for their last copies.
   void trim();
 
@@ -49,14 +47,13 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
     std::shared_ptr<HostPool> pool;
     std::unique_ptr<Buffer> buffer;
   };
-  static void end_lease(void* owner);
+  static void end_lease(void* owner) noexcept;  // storages call it from their destructors
 
-  std::unique_ptr<Buffer> free_buffer(int64_t capacity, bool grow);
-  void give_back(std::unique_ptr<Buffer> buffer);
+  std::unique_ptr<Buffer> free_buffer(int64_t capacity);  // one that nobody holds, or null
+  void give_back(std::unique_ptr<Buffer>& buffer);
   void trim_locked();
 
   const std::shared_ptr<HostMemory> memory_;
-  const int64_t limit_;
   mutable std::mutex mutex_;
   std::multimap<int64_t, std::unique_ptr<Buffer>> free_;  // by capacity
   int64_t bytes_ = 0;

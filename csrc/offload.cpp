@@ -8,14 +8,14 @@
 namespace ldc {
 
 OffloadEngine::OffloadEngine(Device device, Registry& registry, GatherEngine& gathers, Stats& stats,
-                             std::shared_ptr<HostMemory> memory, int64_t limit)
+                             std::shared_ptr<HostMemory> memory)
     : device_(device),
       registry_(registry),
       gathers_(gathers),
       stats_(stats),
       out_(pool_stream(device, /*high_priority=*/false)),
       in_(pool_stream(device, /*high_priority=*/false)),
-      pool_(std::make_shared<HostPool>(memory, limit)) {
+      pool_(std::make_shared<HostPool>(memory)) {
   memory->make_room_with([pool = std::weak_ptr(pool_)] {
     if (const auto alive = pool.lock()) alive->trim();
   });
@@ -132,7 +132,7 @@ std::vector<Tensor> OffloadEngine::reload_group(const std::vector<Tensor>& hosts
     if (HostPool::buffer_of(host) != nullptr) {
       targets.push_back(device_tensor_like(host));
     } else {  // never left, or a user's saved-tensor hooks have packed it into memory of their own
-      targets.push_back(host.to(device_));
+      targets.push_back(allocate_with_relief(give_back_, [&] { return host.to(device_); }));
     }
   }
   order(scratch_, current_stream(device_), in_);
@@ -205,8 +205,10 @@ void OffloadEngine::reload_param(int64_t id) {
     const PlainTensors plain;
     const c10::Storage& storage = param.shard.storage();
     const c10::DeviceGuard guard(device_);
-    storage.set_data_ptr_noswap(storage.allocator()->allocate(static_cast<size_t>(shard.bytes)));
-    storage.set_nbytes(static_cast<size_t>(shard.bytes));
+    const auto bytes = static_cast<size_t>(shard.bytes);
+    storage.set_data_ptr_noswap(
+        allocate_with_relief(give_back_, [&] { return storage.allocator()->allocate(bytes); }));
+    storage.set_nbytes(bytes);
     copy_in(param.shard, shard.copy, *shard.done);
     shard.version = version_of(param.shard);
   }

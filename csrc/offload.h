@@ -26,9 +26,8 @@ namespace ldc {
 
 class OffloadEngine {
  public:
-  /// `limit`: most bytes of `memory` for all this; 0: half of the host's.
   OffloadEngine(Device device, Registry& registry, GatherEngine& gathers, Stats& stats,
-                std::shared_ptr<HostMemory> memory, int64_t limit);
+                std::shared_ptr<HostMemory> memory);
 
   /// Starts copying to the host; returns the host tensor, to be read after wait_offload (and a device synchronisation).
   Tensor offload(const Tensor& tensor, int64_t id);

@@ -145,9 +145,10 @@ TORCH_LIBRARY(dc, m) {
   m.def("wait_offload(Tensor tensor, int graph_id, int id) -> Tensor");
   m.def("reload_tensor(Tensor tensor, int graph_id, int id) -> Tensor");
   m.def("wait_reload(Tensor tensor, int graph_id, int id) -> Tensor");
-  // The same for a group of activations. Their host tensors need no numbers: they carry what has to be waited for.
-  m.def("offload_tensors_fused(int graph_id, Tensor[] tensors) -> Tensor[]");
-  m.def("reload_tensors_fused(int graph_id, Tensor[] tensors) -> Tensor[]");
+  // The same for a group of activations. Their host tensors need no numbers: they carry what has to be waited for. What
+  // stays on the device is returned itself, and the annotation says so.
+  m.def("offload_tensors_fused(int graph_id, Tensor(a)[] tensors) -> Tensor(a)[]");
+  m.def("reload_tensors_fused(int graph_id, Tensor(a)[] tensors) -> Tensor(a)[]");
   m.def("wait_copies_fused(int graph_id, Tensor[] tensors) -> ()");
   // Optimizer states in host memory, a few chunks further in the order in which they step; sizes are for people.
   m.def("reload_states(int graph_id, int[] chunks, int[] sizes) -> ()");

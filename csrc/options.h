@@ -18,9 +18,8 @@ struct RuntimeOptions {
   int64_t symmetric_threshold = 0;    // bytes of a gathered group from which on it goes through symmetric memory; 0: none
   double timeout = 0;  // seconds that an operation may take; 0: 30 minutes, or what the process groups say
   int64_t free_activation_threshold = 0;  // elements; free_tensors leaves smaller tensors alone
-  int64_t offload_limit = 0;  // most bytes of host memory for offloaded tensors; 0: half of the host's memory
-  int64_t host_limit = 0;     // most bytes of host memory for these and for offloaded optimizer states; 0: no limit
-  NumaPlace host_place;       // where host memory should lie
+  int64_t host_limit = 0;  // most bytes of host memory for all that leaves the device; 0: half of the host's memory
+  NumaPlace host_place;    // where host memory should lie
   // For debugging: wait for the device (CPU: for the operation) before or after each group.
   bool sync_before_reduce = false;
   bool sync_after_reduce = false;

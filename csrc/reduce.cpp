@@ -324,11 +324,13 @@ Tensor ReduceEngine::reduce_now(const Tensor& grad, Shape shard_size, ScalarType
   const ScalarType travels_as = wire.value_or(grad.scalar_type());
 
   // All buffers come from the compute stream's pool and go back to it only after the compute stream has waited.
-  Tensor send = grad.detach().to(travels_as).contiguous();
-  const Tensor shard = at::empty(shard_size, send.options());
-  if (dry_) return shard.to(dtype);
+  const auto relieved = [this](const auto& allocate) { return allocate_with_relief(give_back_, allocate); };
+  Tensor send = relieved([&] { return grad.detach().to(travels_as).contiguous(); });
+  const Tensor shard = relieved([&] { return at::empty(shard_size, send.options()); });
+  const auto result = [&] { return relieved([&] { return shard.to(dtype); }); };
+  if (dry_) return result();
   if (shard.numel() * world != send.numel()) {
-    const Tensor padded = at::empty({shard.numel() * world}, send.options());
+    const Tensor padded = relieved([&] { return at::empty({shard.numel() * world}, send.options()); });
     fill_send_buffer(padded, send);
     send = padded;
   }
@@ -342,7 +344,7 @@ Tensor ReduceEngine::reduce_now(const Tensor& grad, Shape shard_size, ScalarType
   stats_.reductions += 1;
   stats_.reduce_groups += 1;
   stats_.reduced_bytes += static_cast<int64_t>(send.nbytes());
-  return shard.to(dtype);
+  return result();
 }
 
 void ReduceEngine::clear() {

@@ -17,12 +17,25 @@ std::vector<int64_t> flat_shard_shape(Shape shape, int64_t world_size) {
   return {(c10::multiply_integers(shape) + world_size - 1) / world_size};
 }
 
-void Registry::add(int64_t id, std::string name, std::vector<int64_t> shape, const Tensor& shard, const Tensor& grad,
-                   Dtype reduce_dtype, bool persistent) {
+namespace {
+
+/// Whether a gradient's storage can be freed between steps and allocated again.
+void check_storage(const Tensor& grad, std::string_view name) {
+  const c10::Storage& storage = grad.storage();
+  LDC_CHECK_ARG(storage.resizable() && storage.allocator() != nullptr, "'", name,
+                "': the storage of `grad` cannot be resized. Allocate it with torch.zeros or torch.empty.");
+  LDC_CHECK_ARG(grad.numel() == 0 || storage.nbytes() > 0, "'", name,
+                "': the storage of `grad` is empty. Hand it over before its memory is freed.");
+}
+
+}  // namespace
+
+void Registry::check(int64_t id, const std::string& name, const std::vector<int64_t>& shape, const Tensor& shard,
+                     const Tensor& grad, Dtype reduce_dtype) const {
   LDC_CHECK_ARG(std::none_of(shape.begin(), shape.end(), [](int64_t size) { return size < 0; }), "register_param: '",
                 name, "': sizes must not be negative, got ", Shape(shape), ".");
   const auto rows = row_shard_shape(shape, world_size_), flat = flat_shard_shape(shape, world_size_);
-  const auto check = [&](const Tensor& tensor, std::string_view argument) {
+  const auto check_tensor = [&](const Tensor& tensor, std::string_view argument) {
     LDC_CHECK_ARG(tensor.defined(), "register_param: '", name, "': `", argument, "` is None.");
     LDC_CHECK_ARG(tensor.sizes() == Shape(rows) || tensor.sizes() == Shape(flat), "register_param: '", name,
                   "' of shape ", Shape(shape), " over ", world_size_, " ranks needs a `", argument, "` of shape ",
@@ -34,14 +47,15 @@ void Registry::add(int64_t id, std::string name, std::vector<int64_t> shape, con
     LDC_CHECK_ARG(tensor.layout() == c10::kStrided && tensor.is_contiguous(), "register_param: '", name, "': `",
                   argument, "` must be dense and contiguous.");
   };
-  check(shard, "shard");
+  check_tensor(shard, "shard");
   LDC_CHECK_ARG(!reduce_dtype || c10::isFloatingType(*reduce_dtype) || c10::isComplexType(*reduce_dtype),
                 "register_param: '", name, "': `reduce_dtype` must be a floating dtype, got ", *reduce_dtype, ".");
   if (grad.defined()) {
-    check(grad, "grad");
+    check_tensor(grad, "grad");
     LDC_CHECK_ARG(grad.sizes() == shard.sizes() && (grad.is_floating_point() || grad.is_complex()),
                   "register_param: '", name, "': `grad` must be a floating tensor of the shard's shape ",
                   shard.sizes(), ", got ", grad.scalar_type(), " of shape ", grad.sizes(), ".");
+    check_storage(grad, name);
   }
   if (const auto known = params_.find(id); known != params_.end()) {
     const Param& other = known->second;
@@ -50,10 +64,12 @@ void Registry::add(int64_t id, std::string name, std::vector<int64_t> shape, con
                   "register_param: id ", id, " of '", name, "' (", shard.scalar_type(), " ", Shape(shape),
                   ") is already taken by '", other.name, "' (", other.shard.scalar_type(), " ", Shape(other.shape),
                   "). Give every parameter its own id.");
-    disown_grad(other);
-    params_.erase(known);
   }
+}
 
+void Registry::add(int64_t id, std::string name, std::vector<int64_t> shape, const Tensor& shard, const Tensor& grad,
+                   Dtype reduce_dtype, bool persistent) {
+  check(id, name, shape, shard, grad, reduce_dtype);
   Param param;
   param.id = id;
   param.name = std::move(name);
@@ -63,16 +79,16 @@ void Registry::add(int64_t id, std::string name, std::vector<int64_t> shape, con
   param.host = HostShards::host_of(param.shard);
   param.reduce_dtype = reduce_dtype;
   param.persistent = persistent;
+  if (const auto known = params_.find(id); known != params_.end()) {
+    disown_grad(known->second);
+    params_.erase(known);
+  }
   if (grad.defined()) adopt_grad(param, grad);
   params_.emplace(id, std::move(param));
 }
 
 void Registry::adopt_grad(Param& param, const Tensor& grad) {
   const c10::Storage& storage = grad.storage();
-  LDC_CHECK_ARG(storage.resizable() && storage.allocator() != nullptr, "'", param.name,
-                "': the storage of `grad` cannot be resized. Allocate it with torch.zeros or torch.empty.");
-  LDC_CHECK_ARG(grad.numel() == 0 || storage.nbytes() > 0, "'", param.name,
-                "': the storage of `grad` is empty. Hand it over before its memory is freed.");
   param.grad = grad.detach();
   auto& home = grad_storages_.try_emplace(storage.unsafeGetStorageImpl(), GradStorage{storage, 0, {}}).first->second;
   home.bytes = std::max(home.bytes, storage.nbytes());
@@ -86,6 +102,7 @@ void Registry::replace_grad(int64_t id, const Tensor& grad) {
                     grad.device() == device_,
                 "update_param_grad_buffer: '", param.name, "' needs a contiguous buffer like its shard, of shape ",
                 param.shard.sizes(), " on ", device_, ".");
+  check_storage(grad, param.name);
   disown_grad(param);
   adopt_grad(param, grad);
   param.has_grad = false;

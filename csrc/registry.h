@@ -44,8 +44,13 @@ class Registry {
  public:
   Registry(Device device, int64_t world_size) : device_(device), world_size_(world_size) {}
 
+  /// Raises what add() raises for such arguments; changes nothing.
+  void check(int64_t id, const std::string& name, const std::vector<int64_t>& shape, const Tensor& shard,
+             const Tensor& grad, Dtype reduce_dtype) const;
+
   /// Validates and stores one parameter. `grad` is undefined for frozen parameters; else it must have its memory at
   /// this moment: its size is remembered. A known id may come again with tensors like those before, which it replaces.
+  /// What is refused changes nothing.
   void add(int64_t id, std::string name, std::vector<int64_t> shape, const Tensor& shard, const Tensor& grad,
            Dtype reduce_dtype, bool persistent);
 
@@ -62,6 +67,7 @@ class Registry {
   void free_unused_grads(const Ids& ids);
 
   /// Gives one parameter another gradient buffer, so that whoever still holds the old one keeps its values.
+  /// A refusal leaves it the old one.
   void replace_grad(int64_t id, const Tensor& grad);
 
   /// Whether no parameter's gradient lies in [begin, end), counted in elements, of a gradient storage.
@@ -77,7 +83,7 @@ class Registry {
   void clear();
 
  private:
-  void adopt_grad(Param& param, const Tensor& grad);
+  void adopt_grad(Param& param, const Tensor& grad);  // which was checked
   void disown_grad(const Param& param);
 
   Device device_;

@@ -30,8 +30,6 @@ std::shared_ptr<Runtime> Runtime::create(Group gather_group, Group reduce_group,
                 ".");
   LDC_CHECK_ARG(options.timeout >= 0 && options.timeout < 1e9, "Runtime: `timeout` must be in [0, 1e9) seconds, got ",
                 options.timeout, ".");
-  LDC_CHECK_ARG(options.offload_limit >= 0, "Runtime: `offload_limit` must not be negative, got ",
-                options.offload_limit, ".");
   LDC_CHECK_ARG(options.host_limit >= 0, "Runtime: `host_limit` must not be negative, got ", options.host_limit,
                 ".");
   LDC_CHECK_ARG(options.max_ctas >= 0, "Runtime: `max_ctas` must not be negative, got ", options.max_ctas, ".");
@@ -64,7 +62,7 @@ Runtime::Runtime(const Group& gather_group, const Group& reduce_group, const Gro
       registry_(device, gather_communicator_->world_size()),
       gathers_(device, gather_communicator_, registry_, stats_, options),
       reductions_(device, reduce_communicator_, registry_, stats_, options),
-      offloads_(device, registry_, gathers_, stats_, host_memory_, options.offload_limit),
+      offloads_(device, registry_, gathers_, stats_, host_memory_),
       states_(device, stats_, host_memory_) {
   LDC_CHECK_ARG(gather_communicator_->world_size() == reduce_communicator_->world_size() &&
                     gather_communicator_->rank() == reduce_communicator_->rank(),
@@ -75,6 +73,7 @@ Runtime::Runtime(const Group& gather_group, const Group& reduce_group, const Gro
   gathers_.relieve_with([this] { return give_back(); });
   reductions_.relieve_with([this] { return give_back(); });
   offloads_.relieve_with([this] { return give_back(); });
+  states_.relieve_with([this] { return give_back(); });
   constexpr double kDefaultTimeout = 30 * 60;
   if (communicator_kind_ == "nccl") {
     watchdog_ = std::make_unique<Watchdog>(std::vector{gather_communicator_, reduce_communicator_},
@@ -123,12 +122,14 @@ void Runtime::register_param(int64_t id, std::string name, std::vector<int64_t> 
                              const std::optional<Tensor>& grad, Dtype reduce_dtype, bool persistent) {
   const auto lock = enter();
   check_serial("register_param", id);
-  if (registry_.contains(id)) {  // nothing may hold on to the tensors that are replaced
-    reductions_.forget(id);
+  const Tensor buffer = grad.value_or(Tensor());
+  if (registry_.contains(id)) {
+    registry_.check(id, name, shape, shard, buffer, reduce_dtype);  // a refusal loses neither gradient nor shard
+    reductions_.forget(id);  // nothing may hold on to the tensors that are replaced
     gathers_.invalidate(id);
     offloads_.forget(id);
   }
-  registry_.add(id, std::move(name), std::move(shape), shard, grad.value_or(Tensor()), reduce_dtype, persistent);
+  registry_.add(id, std::move(name), std::move(shape), shard, buffer, reduce_dtype, persistent);
 }
 
 void Runtime::update_param_grad_buffer(int64_t id, const Tensor& grad) {
@@ -252,11 +253,6 @@ void Runtime::enable_profiling(bool enable) {
   gathers_.set_dry(enable);
   reductions_.set_dry(enable);
   profiling_ = enable;
-}
-
-bool Runtime::is_profiling() {
-  const std::lock_guard lock(mutex_);
-  return profiling_;
 }
 
 void Runtime::reset() {

@@ -78,7 +78,7 @@ class Runtime {
   void invalidate_gathered_param(int64_t id);
   void clear_all_gathered_params();
   void enable_profiling(bool enable);
-  bool is_profiling();
+  bool is_profiling() const { return profiling_; }
   void reset();
 
   // Shards that live in host memory; see HostShards.
@@ -106,7 +106,9 @@ class Runtime {
   void reset_stats();
   void abort() noexcept;
   void close();
-  /// As close(), but waits for the peers, which end it whenever they get to it, for `wait_seconds` at most.
+  /// As close(), but waits for the peers, which end it whenever they get to it, for `wait_seconds` at most. That counts
+  /// from when this rank's device is idle: what was launched there ends with its peers, or by the watchdog. To give it
+  /// up earlier would fail collectives that they still need.
   void retire(double wait_seconds);
 
   // The operators (see ops.cpp for their schemas).
@@ -173,7 +175,7 @@ class Runtime {
   std::shared_ptr<Communicator> gather_communicator_;
   std::shared_ptr<Communicator> reduce_communicator_;
   Phase phase_;
-  bool profiling_ = false;
+  std::atomic<bool> profiling_ = false;  // read without the mutex: Python reads it as a property, and holds its lock
   const int64_t free_threshold_;
   std::shared_ptr<HostMemory> host_memory_;
   HostShards host_shards_;

@@ -78,7 +78,8 @@ std::vector<Tensor> StateCopies::fetch(int64_t slot, const std::vector<Tensor>& 
 std::vector<Tensor> StateCopies::copy_in(Slot& target, const std::vector<Tensor>& homes, int64_t bytes) {
   const PlainTensors plain;
   if (!target.memory.defined()) {
-    target.memory = at::empty({bytes}, at::TensorOptions().dtype(c10::kByte).device(device_));
+    target.memory = allocate_with_relief(
+        give_back_, [&] { return at::empty({bytes}, at::TensorOptions().dtype(c10::kByte).device(device_)); });
     order(scratch_, current_stream(device_), in_);
     note_device_bytes();
   }
@@ -108,10 +109,7 @@ void StateCopies::stow(int64_t slot, const std::vector<Tensor>& sources, const s
   LDC_CHECK_ARG(sources.size() == homes.size(), "stow_states: ", sources.size(), " tensors but ", homes.size(),
                 " homes.");
   origin.stowed = ++stows_;
-  if (sources.empty()) {
-    origin.left.record(current_stream(device_));
-    return;
-  }
+  // Also with nothing to copy: the slot may have been read, and what was stowed before may still be leaving.
   const PlainTensors plain;
   order(scratch_, current_stream(device_), out_);
   const c10::StreamGuard guard(out_);

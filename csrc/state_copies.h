@@ -21,6 +21,7 @@
 #include <map>
 
 #include "host_slabs.h"
+#include "relief.h"
 #include "stats.h"
 
 namespace ldc {
@@ -61,6 +62,7 @@ class StateCopies {
   /// Blocks the calling thread until the homes hold what was stowed; frees host memory that nobody uses.
   void synchronize();
 
+  void relieve_with(GiveBack give_back) { give_back_ = std::move(give_back); }
   int64_t host_bytes() const { return slabs_.bytes(); }
   int64_t device_bytes() const;  // of buffers, and of tensors that leave
 
@@ -84,6 +86,7 @@ class StateCopies {
   Device device_;
   Stats& stats_;
   Stream out_, in_;
+  GiveBack give_back_;
   HostSlabs slabs_;
   std::map<int64_t, Slot> slots_;
   int64_t slot_bytes_ = 0;

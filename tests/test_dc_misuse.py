@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -74,7 +76,8 @@ def _misuse() -> None:
 
     dc.start_forward()
     full = ops.wait_allgather(ops.allgather_param(empty, 0, 0), 0, 0)
-    assert torch.equal(full, shard.view(2, 3))
+    value = shard.view(2, 3).clone()
+    assert torch.equal(full, value)
     refuses(RuntimeError, "asked for as Half but is gathered as Float", ops.allgather_param, empty, 0, 0, torch.half)
     refuses(ValueError, "n_users` must be positive", ops.release_param, empty, 0, 0, 0)
     ops.release_param(empty, 0, 0, 3)
@@ -100,6 +103,26 @@ def _misuse() -> None:
     replaced = torch.zeros(6)
     dc.update_param_grad_buffer(0, replaced)
     refuses(ValueError, "needs a contiguous buffer like", dc.update_param_grad_buffer, 0, torch.zeros(5))
+
+    # What is refused changes nothing: neither the gradient that is there nor the shard that is away is lost.
+    fixed = torch.frombuffer(bytearray(24), dtype=torch.float32)
+    dc.start_backward(update=True)
+    ops.reduce_grad(torch.ones(2, 3), 0, 0)
+    ops.offload_parameter(empty, 0, 0)
+    dc.end_backward(0)
+    for register in (
+        lambda: dc.update_param_grad_buffer(0, fixed),
+        lambda: dc.register_param(0, [2, 3], torch.zeros(6), fixed),
+    ):
+        refuses(ValueError, "'param0': the storage of `grad` cannot be resized", register)
+    ops.reload_parameter(empty, 0, 0)
+    dc.start_forward()
+    full = ops.wait_allgather(ops.allgather_param(empty, 0, 0), 0, 0)
+    assert torch.equal(full, value) and torch.equal(replaced, torch.ones(6))
+    dc.start_backward(update=True)
+    ops.reduce_grad(torch.full((2, 3), 2.0), 0, 0)
+    dc.end_backward(0)
+    assert torch.equal(replaced, torch.full((6,), 2.0)), "a new step's gradient goes to the buffer that stayed"
     dc.cleanup()
     refuses(RuntimeError, "Call dc.init", dc.start_backward, True)
     dc.init(pg, {}, 8)  # once more in the same process; and left open
@@ -141,3 +164,27 @@ def test_ranks_that_register_differently_learn_what_differs() -> None:
     assert all(messages == first for messages in others)
     for what, parts in EXPECTED_DIFFERENCE.items():
         assert all(part in first[what] for part in parts), first[what]
+
+
+def _asked_while_another_thread_waits() -> None:
+    from lightning_deepcompile.runtime import load_extension
+
+    dist.init_process_group("gloo")
+    group, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
+    runtime = load_extension().Runtime(group, group, torch.device("cpu"))
+    if dist.get_rank() == 1:
+        store.wait(["asked"])
+        runtime.validate_registration()
+    else:
+        waiting = threading.Thread(target=runtime.validate_registration)
+        waiting.start()
+        time.sleep(0.5)  # by then it is inside the runtime
+        assert not runtime.profiling and waiting.is_alive()
+        store.set("asked", "")
+        waiting.join()
+    runtime.close()
+
+
+def test_what_python_reads_waits_for_no_peer() -> None:
+    """It would with Python's lock held: then no thread of the process would go on, and here no rank."""
+    run_ranks(_asked_while_another_thread_waits, 2, timeout=60)

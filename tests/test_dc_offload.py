@@ -28,7 +28,7 @@ def _device() -> str:
 
 
 def _tensors() -> None:
-    runtime, graph = _runtime(offload_limit=1 << 20)
+    runtime, graph = _runtime(host_limit=1 << 20)
     runtime.register_graph(graph, [])
     ops = torch.ops.dc
     host_bytes = []
@@ -79,6 +79,27 @@ def _tensors() -> None:
 
 def test_tensors_come_back_as_they_were() -> None:
     run_ranks(_tensors, 1)
+
+
+def _group_beyond_the_limit() -> None:
+    runtime, graph = _runtime(host_limit=1 << 20)
+    runtime.register_graph(graph, [])
+    ops = torch.ops.dc
+    sources = [torch.randn(1 << 16, device=_device()) for _ in range(8)]  # twice as much as there may be
+    for step in range(1, 3):
+        hosts = ops.offload_tensors_fused(graph, sources)
+        ops.wait_copies_fused(graph, hosts)
+        assert runtime.stats()["stayed_tensors"] == 4 * step and runtime.stats()["host_bytes"] == 1 << 20
+        back = ops.reload_tensors_fused(graph, hosts)
+        ops.wait_copies_fused(graph, hosts)
+        assert all(map(torch.equal, back, sources))
+        del hosts
+        runtime.clear_arena()
+    runtime.close()
+
+
+def test_a_group_beyond_the_limit_stays() -> None:
+    run_ranks(_group_beyond_the_limit, 1)
 
 
 def _parameters() -> None:

@@ -253,9 +253,16 @@ def test_a_budget_below_everything_states_the_least(mesh: DeviceMesh) -> None:
 
 
 def test_host_memory_that_does_not_suffice_is_named(mesh: DeviceMesh) -> None:
+    """From the first step on: other ranks wait for it, so it goes on with what there is."""
+    plain = make_engine(mesh, schedule=None)
+    expected = [one_step(plain, BATCH, optimizer) for optimizer in [sgd(plain)] for _ in range(2)]
+    plain.close()
     engine = make_engine(mesh, schedule=None, offload_activations="all", host_memory_budget=100_000)
-    with pytest.raises(torch.OutOfMemoryError, match="no host memory for .* bytes of offloaded .*host_memory_budget"):
-        one_step(engine, BATCH, sgd(engine))
+    optimizer = sgd(engine)
+    with pytest.warns(UserWarning, match="no host memory for .* bytes of offloaded .*host_memory_budget"):
+        losses = [one_step(engine, BATCH, optimizer) for _ in range(2)]
+    stats = engine.runtime.stats()
+    assert losses == expected and stats["stayed_tensors"] > 0 and stats["host_bytes"] <= 100_000
     engine.close()
     # What was not asked for by name takes what there is.
     engine = make_engine(mesh, offload_activations="auto", memory_budget=1_000_000, host_memory_budget=600_000)

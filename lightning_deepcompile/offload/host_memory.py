@@ -52,10 +52,10 @@ def host_options(limit: int, device: torch.device, group: dist.ProcessGroup) -> 
     """
     node = node_of_device(device) if limit else None
     if node is None:
-        return {"host_limit": limit, "offload_limit": limit}
+        return {"host_limit": limit}
     if reason := load_extension().numa_refusal(node.number, list(node.cpus)):
         _log.info("Pinned memory of rank %d may lie on any NUMA node: %s.", dist.get_rank(group), reason)
-    return {"host_limit": limit, "offload_limit": limit, "numa_node": node.number, "numa_cpus": list(node.cpus)}
+    return {"host_limit": limit, "numa_node": node.number, "numa_cpus": list(node.cpus)}
 
 
 def available_host_memory(root: Path = Path("/")) -> int:

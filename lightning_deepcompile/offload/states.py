@@ -204,12 +204,15 @@ class StateOffload:
         turn = 0
         for chunk in self._chunks:
             homes = self._homes_of(chunk)
-            if not chunk.visits or not homes or any(home not in self._early for home in homes):
+            if chunk.visits and (not homes or any(home not in self._early for home in homes)):
                 chunk.slot = turn % slots
                 turn += 1
 
     def _visits(self, local: Tensor) -> bool:
-        return bool(self._homes.get(local)) or self.leaving(local) or self._shard_home(local) is not None
+        if self._homes.get(local) or self._shard_home(local) is not None:
+            return True
+        # Without a gradient an optimizer makes no state; one that is still on the device leaves.
+        return self.leaving(local) and (local.grad is not None or bool(self._held().state.get(local)))
 
     def _shard_home(self, local: Tensor) -> Tensor | None:
         """Where a shard comes from that is going to be stepped, if that is host memory."""

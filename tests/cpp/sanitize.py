@@ -31,7 +31,7 @@ SOURCES += ["whole_gradients"]
 def run_parts() -> None:
     """Compiles and runs the C++ tests."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    sources = [ROOT / "csrc" / f"{name}.cpp" for name in SOURCES] + sorted((ROOT / "tests" / "cpp").glob("test_*.cpp"))
+    sources = [ROOT / "csrc" / f"{name}.cpp" for name in SOURCES] + sorted((ROOT / "tests" / "cpp").glob("*.cpp"))
     headers = [*(ROOT / "csrc").glob("*.h"), *(ROOT / "tests" / "cpp").glob("*.h")]
     newest_header = max(path.stat().st_mtime for path in headers)
     includes = [f"-I{path}" for path in (ROOT / "csrc", *include_paths())]

@@ -90,6 +90,7 @@ void test_failures();      // test_failures.cpp
 void test_state_copies();  // test_state_copies.cpp
 void test_symmetric();     // test_symmetric.cpp
 void test_host_memory();   // test_host_memory.cpp
+void test_shortage();      // test_shortage.cpp
 
 /// Everything below a runtime, for a world of two.
 struct Bench {

@@ -9,6 +9,7 @@
 
 #include <csignal>
 
+#include "fake_device.h"
 #include "offload.h"
 #include "signal_pad.h"
 #include "state_copies.h"
@@ -39,8 +40,8 @@ void test_a_refusal_says_what_to_do() {
   int64_t made_room = 0;
   memory->make_room_with([&] { ++made_room; });
   const char* text =
-      "refused 500 bytes of memory for tests, with 3000 held of the 1048576 that `host_memory_budget` gives this rank "
-      "(CUDA error: out of memory). Give CompileConfig(host_memory_budget=...)";
+      "refused 500 bytes of memory for tests, with 3000 held of at most 1048576 (CUDA error: out of memory). "
+      "Give CompileConfig(host_memory_budget=...)";
   EXPECT(refuses(text, [&] { memory->take(500, "tests"); }));
   EXPECT(made_room == 1 && host.asked == 3 && memory->held() == 3000);
   EXPECT(refuses("no host memory for 1048576 more bytes of tests: 3000 of at most 1048576", [&] {
@@ -71,7 +72,7 @@ void test_states_are_reserved_or_not_at_all() {
 void test_tensors_stay_where_the_host_refuses() {
   Bench bench;
   Host host{.left = 4096};
-  OffloadEngine offloads(kCpu, bench.registry, bench.gathers, bench.stats, host.memory(), 0);
+  OffloadEngine offloads(kCpu, bench.registry, bench.gathers, bench.stats, host.memory());
   const std::vector<Tensor> tensors{ones({8}), ones({2000}), ones({9})};
   const auto left = [&] {
     int64_t count = 0;
@@ -92,11 +93,16 @@ void test_tensors_stay_where_the_host_refuses() {
 void test_one_limit_for_tensors_and_states() {
   Bench bench;
   const auto memory = host_memory(2 * kMiB);
-  OffloadEngine offloads(kCpu, bench.registry, bench.gathers, bench.stats, memory, 2 * kMiB);
+  OffloadEngine offloads(kCpu, bench.registry, bench.gathers, bench.stats, memory);
   StateCopies states(kCpu, bench.stats, memory);
   const Tensor large = at::empty({kMiB + 1}, c10::kByte);
-  EXPECT(HostPool::buffer_of(offloads.offload_group({large})[0]) != nullptr);
-  EXPECT(memory->held() == 2 * kMiB);
+  std::vector<Tensor> away = offloads.offload_group({large});
+  EXPECT(HostPool::buffer_of(away[0]) != nullptr && memory->held() == 2 * kMiB);
+  EXPECT(offloads.offload_group({large})[0].is_same(large) && bench.stats.stayed_tensors == 1);
+  offloads.wait_copies(away);
+  away.clear();
+  offloads.trim();
+  EXPECT(HostPool::buffer_of(offloads.offload_group({large})[0]) != nullptr && memory->held() == 2 * kMiB);
   Tensor home = states.home(at::empty({100}, c10::kByte));  // the pool gives back what nobody holds
   EXPECT(memory->held() == kMiB && offloads.host_bytes() == 0);
   EXPECT(offloads.offload_group({large})[0].is_same(large));
@@ -148,6 +154,24 @@ void test_numa_preference() {
   EXPECT(NumaPreference({}).refusal().empty());
 }
 
+/// A tensor may go, and with it what is copied there, when the device does not answer any more.
+void test_a_lost_device_ends_no_process() {
+  FakeDevice& fake = FakeDevice::instance();
+  const auto pool = std::make_shared<HostPool>(host_memory());
+  const Tensor source = ones({8});
+  HostPool::Lease lease = pool->acquire(source, current_stream(kCpu));
+  lease.buffer->used.record(current_stream(fake.device()));
+  lease.buffer->source = source;
+  fake.lost = true;
+  lease = {};
+  fake.lost = false;
+  EXPECT(source.use_count() == 2);  // the device may still read it
+  pool->trim();
+  EXPECT(pool->bytes() == 4096);
+  pool->acquire(source, current_stream(kCpu));
+  EXPECT(pool->bytes() == 2 * 4096);  // nor is the buffer anybody else's
+}
+
 /// A file system that has no room for the pad (here: a process that may not write so much) is an error, no signal.
 void test_no_room_for_a_signal_pad() {
   std::signal(SIGXFSZ, SIG_IGN);
@@ -167,6 +191,7 @@ void test_host_memory() {
   test_tensors_stay_where_the_host_refuses();
   test_one_limit_for_tensors_and_states();
   test_numa_preference();
+  test_a_lost_device_ends_no_process();
   test_no_room_for_a_signal_pad();
 }
 

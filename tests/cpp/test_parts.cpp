@@ -3,6 +3,7 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
 
 #include <cstdlib>
@@ -43,6 +44,29 @@ void test_registry() {
   EXPECT(bench.registry.at(1).grad.storage().nbytes() == 0);
   bench.registry.allocate_grad(bench.registry.at(1));
   EXPECT(bench.registry.at(1).grad.storage().nbytes() == 36);
+}
+
+/// A buffer of somebody else's, or one without memory, is not taken, and the parameter keeps the one that it has.
+void test_refused_gradient_buffers() {
+  Bench bench;
+  bench.add(1, {4, 2});
+  const Tensor shard = bench.registry.at(1).shard, grad = bench.registry.at(1).grad;
+  std::vector<float> memory(4);
+  const Tensor fixed = at::from_blob(memory.data(), {2, 2});
+  const Tensor freed = at::zeros({2, 2});
+  freed.storage().set_data_ptr_noswap(freed.storage().allocator()->allocate(0));
+  freed.storage().set_nbytes(size_t{0});
+  for (const auto& [buffer, text] : {std::pair(fixed, "cannot be resized"), std::pair(freed, "`grad` is empty")}) {
+    EXPECT(refuses(text, [&] { bench.registry.replace_grad(1, buffer); }));
+    EXPECT(refuses(text, [&] { bench.registry.add(1, "p1", {4, 2}, shard, buffer, {}, false); }));
+    EXPECT(bench.registry.contains(1) && bench.registry.at(1).grad.is_alias_of(grad));
+    EXPECT(bench.registry.owns(grad.storage()) && !bench.registry.owns(buffer.storage()));
+  }
+  bench.reductions.reduce({1}, {ones({4, 2})});
+  bench.reductions.drain();
+  EXPECT(grad.eq(1).all().item<bool>());
+  bench.registry.replace_grad(1, at::zeros({2, 2}));
+  EXPECT(!bench.registry.owns(grad.storage()));
 }
 
 void test_runs() {
@@ -217,7 +241,9 @@ void test_dry_runs_send_nothing() {
 }
 
 void test_host_pool() {
-  const auto pool = std::make_shared<HostPool>(host_memory(), 3 * 4096);
+  const auto memory = host_memory(3 * 4096);
+  const auto pool = std::make_shared<HostPool>(memory);
+  memory->make_room_with([&] { pool->trim(); });
   const Stream stream = current_stream(kCpu);
   const Tensor like = at::zeros({4, 8}).t();
   auto first = pool->acquire(like, stream);
@@ -237,7 +263,7 @@ void test_host_pool() {
 
 void test_offload() {
   Bench bench;
-  OffloadEngine offloads(kCpu, bench.registry, bench.gathers, bench.stats, host_memory(), 0);
+  OffloadEngine offloads(kCpu, bench.registry, bench.gathers, bench.stats, host_memory());
   const Tensor source = at::arange(10);
   const Tensor host = offloads.offload(source, 1);
   source.zero_();
@@ -313,6 +339,7 @@ void test_serials() {
 int main() {
   test_shard_shapes();
   test_registry();
+  test_refused_gradient_buffers();
   test_runs();
   test_arena();
   test_bucket();
@@ -321,6 +348,7 @@ int main() {
   test_failed_reductions_are_forgotten();
   test_use_counts_and_residency();
   test_relief();
+  test_shortage();
   test_dry_runs_send_nothing();
   test_host_pool();
   test_offload();

@@ -1,11 +1,39 @@
 // Optimizer states that visit the device chunk by chunk: while the optimizer steps, and ahead of it.
 #include "state_copies.h"
 
+#include "fake_device.h"
 #include "support.h"
 
 namespace ldc::testing {
+namespace {
 
-void test_state_copies() {
+/// What comes into a slot is behind what leaves it, or is read there, even if nothing was stowed since.
+void test_order_of_a_slot() {
+  FakeDevice& fake = FakeDevice::instance();
+  Stats stats;
+  StateCopies states(fake.device(), stats, host_memory());
+  const c10::StreamId out = fake.made - 1, in = fake.made;
+  const Tensor home = states.home(ones({8}));
+  states.begin(kAlignment);
+  const auto visit = [&](const std::vector<Tensor>& homes, bool leaves) {
+    std::vector<Tensor> present = states.fetch(0, homes);
+    states.arrive(0);
+    states.stow(0, leaves ? present : std::vector<Tensor>(), leaves ? homes : std::vector<Tensor>());
+  };
+  visit({home}, /*leaves=*/true);
+  const int64_t left = fake.now(out);
+  visit({}, /*leaves=*/true);
+  states.fetch(0, {home});
+  EXPECT(fake.is_behind(in, out, left));
+  states.arrive(0);
+  const int64_t computed = fake.now(fake.current);
+  states.stow(0, {}, {});  // what was fetched has been read, and stays elsewhere
+  states.fetch(0, {home});
+  EXPECT(fake.is_behind(in, fake.current, computed + 1));
+  states.settle();
+}
+
+void test_values() {
   Stats stats;
   StateCopies states(kCpu, stats, host_memory());
   std::vector<Tensor> homes;
@@ -73,6 +101,13 @@ void test_state_copies() {
   states.expect({}, {});
   states.synchronize();
   EXPECT(states.host_bytes() == 0);
+}
+
+}  // namespace
+
+void test_state_copies() {
+  test_values();
+  test_order_of_a_slot();
 }
 
 }  // namespace ldc::testing

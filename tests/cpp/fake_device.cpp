@@ -1,0 +1,78 @@
+#include "fake_device.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace ldc::testing {
+
+FakeDevice& FakeDevice::instance() {
+  static FakeDevice fake;
+  return fake;
+}
+
+namespace {
+
+FakeDevice& fake() { return FakeDevice::instance(); }
+
+class Guard final : public c10::impl::DeviceGuardImplInterface {
+ public:
+  c10::DeviceType type() const override { return fake().device().type(); }
+  c10::Device exchangeDevice(c10::Device device) const override { return device; }
+  c10::Device getDevice() const override { return fake().device(); }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::Stream getStream(c10::Device) const override { return stream(fake().current); }
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return stream(++fake().made); }
+  c10::Stream exchangeStream(c10::Stream next) const override {
+    return stream(std::exchange(fake().current, next.id()));
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+
+  void record(void** event, const c10::Stream& on, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (*event == nullptr) *event = new FakeDevice::Clock;
+    FakeDevice::Clock& clock = fake().clocks[on.id()];
+    ++clock[on.id()];
+    *static_cast<FakeDevice::Clock*>(*event) = clock;
+  }
+  void block(void* event, const c10::Stream& waiting) const override {
+    FakeDevice::Clock& clock = fake().clocks[waiting.id()];
+    for (const auto& [stream, point] : *static_cast<FakeDevice::Clock*>(event)) {
+      clock[stream] = std::max(clock[stream], point);
+    }
+  }
+  bool queryEvent(void*) const override { return true; }
+  void synchronizeEvent(void*) const override { TORCH_CHECK(!fake().lost, "the device is lost"); }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<FakeDevice::Clock*>(event);
+  }
+
+ private:
+  static c10::Stream stream(c10::StreamId id) {
+    return c10::Stream(c10::Stream::UNSAFE, fake().device(), id);
+  }
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+
+at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                 std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat>) {
+  return at::empty(size, at::TensorOptions().dtype(dtype));
+}
+
+at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+                         std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+  return at::empty_strided(size, stride, at::TensorOptions().dtype(dtype));
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", &empty);
+  m.impl("empty_strided", &empty_strided);
+}
+
+}  // namespace
+}  // namespace ldc::testing
