@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from custom_pass import early_ends
 from multiprocess import run_ranks
 from test_engine import TOKENS, make_engine, one_step, sgd
 from test_profile import EARLY, ROUND
@@ -123,3 +124,19 @@ def test_what_comes_back_is_planned_once_it_is_measured() -> None:
     """After looks at steps 19 and 48 the other length is not what is measured, after the one at step 106 it is."""
     for steps, attempts, plain, planned in run_ranks(_lengths_that_return, 2):
         assert (steps, attempts) == ([5, 111], 2) and plain == planned
+
+
+def test_a_pass_that_needs_no_profile_is_applied_once(mesh: DeviceMesh) -> None:
+    passes = ["zero3", "prefetch", early_ends]
+    for schedule in ([{"step": 0, "passes": passes}], [{"step": 0, "passes": passes}, {"step": 3, "passes": passes}]):
+        engine = make_engine(mesh, schedule=schedule, prefetch_blocks=1)
+        optimizer = sgd(engine)
+        for _ in range(ROUND):
+            one_step(engine, TOKENS, optimizer)
+        lines = engine.programs()["frame0.forward"].splitlines()[1:]
+        gathers = [line.split()[1] for line in lines if line.startswith("  gather")]
+        assert gathers == ["embed", "head", "blocks.0", "blocks.1", "blocks.2"], schedule
+        for done in engine.report():
+            assert [p.name for p in done.passes] == ["zero3 -> prefetch", "early_ends"]
+            assert done.passes[1].changed != "nothing", "as planning starts from what it has not touched"
+        engine.close()
