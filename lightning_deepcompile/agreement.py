@@ -42,7 +42,9 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, str]:
 
 
 class AnyRank:
-    """Asks whether anything is so on any rank, as often as every step: waits for the other ranks' hosts, not devices.
+    """Asks whether anything is so on any rank, as often as every step.
+
+    The host waits for the other ranks' hosts, and for what `group` has to do already: not for what else computes.
 
     Args:
         group: The ranks.

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.agreement import Agreement
+from lightning_deepcompile.capture.access import uninstall_access
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.capture.checks import check_module, check_same_model
 from lightning_deepcompile.capture.gradients import GradientSession
@@ -68,7 +69,8 @@ class Engine:
         reduce_dtype: Dtype in which gradients are reduced; None keeps the one they are computed in.
         stage: ZeRO stage: what stays whole between uses (1, 2: parameters; 1: also gradients while they accumulate).
         timeout: How long to wait for other ranks.
-        sharded_before: Parameters that another engine has sharded, which are sharded anew.
+        previous: Engines that have sharded the module, or parts of it, which is sharded anew. What cannot be sharded
+            stays as it is with them.
     """
 
     def __init__(
@@ -81,10 +83,10 @@ class Engine:
         reduce_dtype: torch.dtype | None = None,
         stage: int = 3,
         timeout: timedelta = timedelta(minutes=30),
-        sharded_before: Set[nn.Parameter] = frozenset(),
+        previous: Sequence[Engine] = (),
     ) -> None:
         extension = load_extension()
-        check_module(module, sharded_before)
+        check_module(module, {parameter for engine in previous for parameter in engine.model.by_parameter})
         ranks = Ranks(mesh)
         group = ranks.group
         check_same_model(module, group)
@@ -100,7 +102,6 @@ class Engine:
             gather_group, reduce_group = ranks.new_shard_groups(2, timeout=timeout)
         if config.region_backend == "inductor" and device.type == "cuda":
             compat.start_compile_workers()  # they are there when the step is traced
-        trace_sync_batchnorm(module)
         limit = host_limit(config.host_memory_budget, group) if config.offloads else 0
         self._hosted = decide_hosted(
             config, module, ranks, device, stage=stage, gather_dtype=gather_dtype, host_bytes=limit
@@ -123,6 +124,9 @@ class Engine:
         atexit.register(at_exit)
         self._retire = weakref.finalize(self, _retire, self.runtime, at_exit)
         self._retire.atexit = False
+        for child in module.modules():  # nothing is refused any more
+            uninstall_access(child)
+        trace_sync_batchnorm(module)
         dtypes = {"gather_dtype": gather_dtype, "reduce_dtype": reduce_dtype}
         self.model = shard_module(module, self.runtime, ranks, hosted=self._hosted.chunks, **dtypes)
         holds_back = config.reduction(stage) != "every"

@@ -11,9 +11,8 @@ import lightning.pytorch as pl
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecision
-from torch.distributed.tensor import DTensor
 
-from lightning_deepcompile.capture.access import step_states, uninstall_access
+from lightning_deepcompile.capture.access import step_states
 from lightning_deepcompile.capture.activation_checkpointing import (
     CheckpointingPolicy,
     checkpoint_activations,
@@ -112,7 +111,7 @@ class ShardedModule:
         """Shards `module`, in place; a collective of all ranks.
 
         What other Trainers have sharded of it is gathered parameter by parameter and sharded anew. If that was all of
-        a module, their engine ends.
+        a module, their engine ends; its shards take memory until nobody refers to it.
 
         Args:
             module: The user's.
@@ -120,10 +119,7 @@ class ShardedModule:
             plugin: Converts it.
             sync_layers: Replaces layers by those that look at all ranks' batches.
         """
-        before = [state.keeper for state in step_states(module)]
-        parameters = {p for p in module.parameters() if isinstance(p, DTensor)} if before else set()
-        for child in module.modules():
-            uninstall_access(child)
+        previous = [state.keeper.engine for state in step_states(module) if state.keeper is not None]
         keep_activations(module)
         if sync_layers is not None:
             module = sync_layers(module)
@@ -138,11 +134,11 @@ class ShardedModule:
             reduce_dtype=plugin.reduce_dtype,
             stage=setting.stage,
             timeout=setting.timeout,
-            sharded_before=parameters,
+            previous=previous,
         )
-        for other in before:
-            if other is not None and other.engine.module is module:
-                other.engine.close()
+        for other in previous:
+            if other.module is module:
+                other.close()
         log, host_calls = DeferredLog(module), HostCalls(module, after_toggle=engine.gradients.follow_requires_grad)
         made = engine.model.state.keeper = cls(setting, engine, log, host_calls, StepContainers(module))
         return made

@@ -8,8 +8,8 @@ list runs on the host, between two graphs, on the user's own.
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Iterator, MutableMapping, MutableSequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,6 +20,9 @@ __all__ = ["StepContainers", "StepDict", "StepList"]
 
 _FEW = 64
 """Containers of more entries are not looked through for others: that would cost time in every step."""
+
+_GROWING = 3
+"""After so many steps that changed its size, a container is one that steps fill. Others are full sooner."""
 
 on_host = torch.compiler.disable
 
@@ -142,37 +145,49 @@ class StepContainers:
     def __init__(self, module: nn.Module) -> None:
         self._modules = [child for child in module.modules() if isinstance(child, pl.LightningModule)]
         self._ignored = frozenset(vars(pl.LightningModule()))
-        self._stand_ins: dict[tuple[int, str], _StandIn] = {}
+        self._growing: dict[tuple[int, str], type[_StandIn]] = {}
+        self._changes: Counter[tuple[int, str]] = Counter()  # steps that have changed its size
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Runs a step in which stand-ins are in place.
+
+        Args:
+            step: The step.
+
+        Returns:
+            What it returns, with the user's containers.
+        """
+        with self._stood_in_for():
+            result = step()
+            return _without_stand_ins(result) if self._growing else result
 
     @contextlib.contextmanager
-    def stood_in_for(self) -> Iterator[None]:
-        """For the duration of a step."""
+    def _stood_in_for(self) -> Iterator[None]:
         before = self._sizes()
         used = {}
-        for (number, name), stand_in in self._stand_ins.items():
+        for (number, name), kind in self._growing.items():
             attributes = vars(self._modules[number])
-            if type(attributes.get(name)) is type(stand_in.real):
-                stand_in.real = attributes[name]
-                attributes[name] = used[number, name] = stand_in
+            if _KINDS.get(type(attributes.get(name))) is kind:
+                attributes[name] = used[number, name] = kind(attributes[name])
         try:
             yield
         except TypeError as error:
             if not any(kind.__name__ in str(error) for kind in (StepList, StepDict)):
                 raise
             raise TypeError(
-                f"{error}: a step passes on a list or dict of the LightningModule that it also fills, which would be "
-                "compiled anew for every length. Do so in a hook such as `on_train_batch_end`."
+                f"{error}: a step passes on a list or dict of the LightningModule that it also fills. Pass `list(...)` "
+                "of it; or, where it grows with every step, which would be compiled anew each time, use it in a hook "
+                "such as `on_train_batch_end`."
             ) from error
         finally:
             for (number, name), stand_in in used.items():
                 real, attributes = stand_in.settle(), vars(self._modules[number])
-                stand_in._lent.clear()
                 if attributes.get(name) is stand_in:  # else the step has put something else there
                     attributes[name] = real
-        for place, size in self._sizes().items():
-            if place not in self._stand_ins and before.get(place) != size:
-                value = vars(self._modules[place[0]])[place[1]]
-                self._stand_ins[place] = _KINDS[type(value)](value)
+        self._changes.update(place for place, size in self._sizes().items() if before.get(place) != size)
+        for place in [place for place, count in self._changes.items() if count >= _GROWING]:
+            del self._changes[place]
+            self._growing[place] = _KINDS[type(vars(self._modules[place[0]])[place[1]])]
 
     def _sizes(self) -> dict[tuple[int, str], tuple[int, ...]]:
         return {
@@ -181,6 +196,14 @@ class StepContainers:
             for name, value in vars(module).items()
             if type(value) in _KINDS and name not in self._ignored
         }
+
+
+def _without_stand_ins(value: Any) -> Any:
+    if isinstance(value, _StandIn):
+        return value.settle()
+    if type(value) is dict:
+        return {key: _without_stand_ins(item) for key, item in value.items()}
+    return type(value)(map(_without_stand_ins, value)) if type(value) in (list, tuple) else value
 
 
 def _sizes_of(value: Any) -> tuple[int, ...]:

@@ -330,9 +330,8 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
             "predict_step": self.precision_plugin.predict_step_context,
         }[name]
         deferred = nullcontext() if name == "predict_step" else log.deferred()
-        host_side = containers.stood_in_for(), host_calls.outside_graphs()
-        with context(), deferred, host_side[0], host_side[1], self._progress.shown(self.engine.capture):
-            return self.engine.run_step(name, *args, **kwargs)
+        with context(), deferred, host_calls.outside_graphs(), self._progress.shown(self.engine.capture):
+            return containers.run(lambda: self.engine.run_step(name, *args, **kwargs))
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Runs the backward pass; ``.grad`` holds reduced gradients when Lightning calls ``on_after_backward``."""

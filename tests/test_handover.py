@@ -225,6 +225,17 @@ def test_a_module_goes_on_as_alone(name: str) -> None:
                 assert_close(record.extra, expected.extra, f"output after {number}")
 
 
+def test_a_module_that_is_refused_goes_on_once_it_is_mended() -> None:
+    module = Mlp()
+    fit(trainer_of(ours()), module)
+    hook = module.head.weight.register_hook(lambda gradient: gradient)
+    for strategy in (ours(stage=2), ours(activation_checkpointing_policy={nn.LSTM})):
+        with pytest.raises(ValueError, match="has a hook|chooses no module"):
+            fit(trainer_of(strategy), module)
+    hook.remove()
+    assert fit(trainer_of(ours(stage=2)), module).losses
+
+
 def copies(_: Any = None) -> None:
     torch.manual_seed(3)
     for module in (Called(), Recurrent()):

@@ -84,10 +84,10 @@ def replaced(module: Any, loss: Tensor, index: int) -> None:
 FILLS = {fill.__name__: fill for fill in (append, append_undetached, extend, look, assign, nested, replaced)}
 
 
-def run(strategy: Any, fill: Callable[[Any, Tensor, int], None]) -> Fills:
+def run(strategy: Any, fill: Any, build: Callable[..., Fills] = Fills) -> Fills:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     torch.manual_seed(3)
-    module = Fills(fill)
+    module = build(fill) if fill is not None else build()
     trainer = trainer_of(strategy, val_check_interval=5)
     loaders = [DataLoader(Tokens(count, 4, rank, world), batch_size=4 // world) for count in (STEPS, 3)]
     trainer.fit(module, *loaders)
@@ -109,7 +109,36 @@ def test_what_steps_fill_is_what_it_is_without_compilation(name: str) -> None:
     torch.testing.assert_close(contents(module), contents(expected), rtol=1e-5, atol=1e-5)
     assert [type(value) for value in contents(module)] == [type(value) for value in contents(expected)]
     assert sum(map(len, contents(module))) > 0
-    assert strategy.summary().graphs <= 8, "of training and validation, in pieces, and once more with a stand-in"
+    assert strategy.summary().graphs <= 13, "a few times until it is known to grow, and not for every length"
+
+
+class Looks(Fills):
+    """Has containers that are full after one step, and gives its callbacks one of them."""
+
+    def __init__(self) -> None:
+        super().__init__(append)
+        self.sizes: dict[int, Tensor] = {}
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for number, layer in enumerate(self.layers):
+            x = x + layer(x)
+            self.sizes[number] = x.detach().norm()
+        return self.head(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "list": self.list}
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        assert type(outputs["list"]) is list and len(outputs["list"]) == len(self.list)
+
+
+def test_what_is_full_stays_in_the_graph() -> None:
+    strategy = ours()
+    module = run(strategy, None, Looks)
+    assert len(module.sizes) == 3 and len(module.list) == STEPS
+    calls = {e.program.name: e.calls for e in strategy.engine.capture.executables if e.program.kind == "forward"}
+    assert sum(calls.values()) == STEPS, "one graph in every step"
 
 
 def stacked(module: Any, loss: Tensor, index: int) -> None:

@@ -17,6 +17,7 @@ from multiprocess import run_ranks
 from test_handover import trainer_of
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from transformers.optimization import Adafactor
 
@@ -93,6 +94,44 @@ class Adversarial(Mlp):
         return self.near(batch, x.detach() + 0.05 * gradient.sign())
 
 
+class Deep(Adversarial):
+    """More parameters than a function may be compiled for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(13, 13) for _ in range(12))
+
+
+class Taught(Mlp):
+    """A frozen model that is none of its modules, and a block that it checkpoints by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = [nn.Linear(61, 61).requires_grad_(False)]
+        self.layers[0].forward = functools.partial(checkpoint, self.layers[0].forward, use_reentrant=False)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        logits = super().logits(tokens)
+        return logits + self.teacher[0](logits.detach())
+
+    def on_train_end(self) -> None:
+        assert isinstance(vars(self.layers[0])["forward"], functools.partial)
+
+
+class Energy(Mlp):
+    """Without a parameter that is trained, tests ask for gradients of inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        with torch.enable_grad():
+            x = self.embed(batch).requires_grad_(True)
+            (gradient,) = torch.autograd.grad(self.head(self.layers[0](x)).square().mean(), x)
+        self.log("slope", gradient.square().sum())
+
+
 class Manual(Adversarial):
     """The same, between `zero_grad` and the step."""
 
@@ -114,7 +153,9 @@ WORKS: dict[str, tuple[Callable[[], Mlp], dict[str, Any], dict[str, Any]]] = {
     "buffers": (Buffers, {}, {}),
     "norms of gradients": (Norms, {}, {}),
     "gradients of inputs": (Adversarial, {}, {"accumulate_grad_batches": 2}),
+    "gradients of inputs, of many layers": (Deep, {}, {"accumulate_grad_batches": 2}),
     "gradients of inputs, by hand": (Manual, {}, {}),
+    "a teacher": (Taught, {}, {}),
 }
 
 
@@ -187,6 +228,15 @@ def test_what_would_train_silently_wrong_is_refused(
 ) -> None:
     with pytest.raises(error, match=f"(?s){message}"):
         fit(ours(**settings), build)
+
+
+def test_gradients_of_inputs_where_nothing_is_trained() -> None:
+    slopes = []
+    for strategy in ("auto", ours(stage=1)):
+        torch.manual_seed(3)
+        (metrics,) = trainer_of(strategy).test(Energy(), DataLoader(Tokens(2, 4, 0, 1), batch_size=4), verbose=False)
+        slopes.append(metrics["slope"])
+    assert slopes[1] == pytest.approx(slopes[0], rel=1e-5)
 
 
 def test_a_backward_pass_may_name_all_parameters_and_no_others() -> None:

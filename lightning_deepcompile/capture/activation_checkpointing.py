@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 __all__ = ["CheckpointingPolicy", "checkpoint_activations", "keep_activations"]
 
+_OURS = "_dc_checkpointed_forward"
+
 CheckpointingPolicy = set[type[nn.Module]] | Callable[..., bool]
 
 
@@ -42,7 +44,7 @@ def checkpoint_activations(module: nn.Module, policy: CheckpointingPolicy) -> in
                 f"`activation_checkpointing_policy` chooses {path!r} and {inner!r} inside of it: the inner one would "
                 "run three times. Choose one of the two classes."
             )
-        child.forward = functools.partial(checkpoint, child.forward, use_reentrant=False)
+        child.forward = child.__dict__[_OURS] = functools.partial(checkpoint, child.forward, use_reentrant=False)
     return len(chosen)
 
 
@@ -53,11 +55,11 @@ def keep_activations(module: nn.Module) -> None:
         module: Any module.
     """
     for child in module.modules():
-        forward = child.__dict__.get("forward")
-        if isinstance(forward, functools.partial) and forward.func is checkpoint:
+        ours = child.__dict__.pop(_OURS, None)
+        if ours is not None and child.__dict__.get("forward") is ours:
             del child.forward
-            if child.forward != forward.args[0]:  # the user had put it there
-                child.forward = forward.args[0]
+            if child.forward != ours.args[0]:  # the user had put it there
+                child.forward = ours.args[0]
 
 
 def _chooses(policy: CheckpointingPolicy, module: nn.Module) -> bool:

@@ -55,7 +55,7 @@ class GradientSession:
         if self._active:
             return
         leaves = [parameter.leaf for parameter in self._trainable() if parameter.leaf.requires_grad]
-        self._discards = not any(map(compat_training.is_accumulated, leaves))
+        self._discards = bool(leaves) and not any(map(compat_training.is_accumulated, leaves))
         if self._discards:
             self._keep_apart()
         self.begin_now()
@@ -78,6 +78,7 @@ class GradientSession:
         self._runtime.start_backward([p.ds_id for p in reset], self.update)
         self._active = True
 
+    @torch.compiler.disable  # autograd calls it inside of a step; Dynamo would compile it for every parameter
     def finish(self) -> None:
         """Ends a backward pass: waits for the reductions (on the device, not the host) and sets every ``.grad``."""
         if not self._active:

@@ -48,7 +48,7 @@ def check_graph(
     """
     for value in example_inputs:
         stray = isinstance(value, nn.Parameter) and not isinstance(value, DTensor | FakeTensor)
-        if stray and not any(value is known for known in replicated):
+        if stray and value.requires_grad and not any(value is known for known in replicated):
             raise UnsupportedStepError(
                 f"The step reads a parameter of shape {tuple(value.shape)} that no module of the LightningModule "
                 "holds, or held before it was sharded: it would not be trained. Read it through the module that owns "
