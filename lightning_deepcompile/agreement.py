@@ -42,7 +42,7 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, str]:
 
 
 class AnyRank:
-    """Asks whether anything is so on any rank, as often as every step.
+    """Asks whether parameters were written to on any rank, as often as every step.
 
     The host waits for the other ranks' hosts, and for what `group` has to do already: not for what else computes.
 
@@ -62,10 +62,22 @@ class AnyRank:
 
         Args:
             mine: Whether it is so on this one.
+
+        Raises:
+            RuntimeError: If another rank has failed.
         """
         if self._group.size() == 1:
             return mine
         self._host.fill_(mine)
+        try:
+            return self._ask()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"Asking the other ranks whether parameters were written to failed on rank {self._group.rank()} of "
+                f"{self._group.size()}: {error} If another rank failed, look at its error first."
+            ) from error
+
+    def _ask(self) -> bool:
         if self._stream is None:
             dist.all_reduce(self._host, dist.ReduceOp.MAX, group=self._group)
             return bool(self._host)
