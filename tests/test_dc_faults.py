@@ -61,23 +61,24 @@ def _endless(rank: int, world: int, port: int, backend: str, results: Any) -> No
 
 def _kill_one(world: int, backend: str, delay: float) -> dict[int, tuple[str, str]]:
     context = mp.get_context("spawn")
-    results, port = context.Queue(), _free_port()
+    # One for each rank: who is killed may hold the lock of its own.
+    results, port = [context.Queue() for _ in range(world)], _free_port()
     processes = [
-        context.Process(target=_endless, args=(rank, world, port, backend, results), daemon=True)
+        context.Process(target=_endless, args=(rank, world, port, backend, results[rank]), daemon=True)
         for rank in range(world)
     ]
     try:
         for process in processes:
             process.start()
-        for _ in processes:
-            assert results.get(timeout=120)[1] == "running"
+        for queue in results:
+            assert queue.get(timeout=120)[1] == "running"
         time.sleep(delay)
         victim = random.Random(delay).randrange(world)
         os.kill(processes[victim].pid or 0, signal.SIGKILL)
         killed = time.monotonic()
         answers = {}
-        for _ in range(world - 1):
-            rank, kind, message = results.get(timeout=TIMEOUT + 10)
+        for queue in (queue for rank, queue in enumerate(results) if rank != victim):
+            rank, kind, message = queue.get(timeout=TIMEOUT + 10)
             answers[rank] = (kind, message)
         assert time.monotonic() - killed < TIMEOUT + 10
         for rank, process in enumerate(processes):
