@@ -32,7 +32,7 @@ class HostOptimizer(LightningOptimizer):
         """Zeroes the gradients, also those that accumulate whole until the last batch; see `Optimizer.zero_grad`."""
         self._optimizer.zero_grad(set_to_none)
         engine = self._strategy.engine
-        if engine.config.reduction(engine.stage) != "every":
+        if engine.gradients.holds_back:
             engine.gradients.forget(p for group in self._optimizer.param_groups for p in group["params"])
 
 

@@ -41,7 +41,7 @@ class GradientSession:
         self, runtime: Any, model: ShardedModel, group: dist.ProcessGroup | None, *, holds_back: bool = False
     ) -> None:
         self._runtime = runtime
-        self._holds_back = holds_back
+        self.holds_back = holds_back
         self._model = model
         self._group = group
         self._foreign: dict[ShardedParameter, Tensor] = {}
@@ -98,7 +98,7 @@ class GradientSession:
 
     def _keep_apart(self) -> None:
         """Takes what gradients there are out of a pass whose own are not wanted: programs reduce what they compute."""
-        if self._holds_back:
+        if self.holds_back:
             raise UnsupportedStepError(
                 "torch.autograd.grad(...) is called for tensors other than parameters, through compiled code, where "
                 "gradients are added up whole. Use CompileConfig(reduce='every')."
