@@ -85,7 +85,8 @@ class AnyRank:
             answer = self._host.to(self._device, non_blocking=True)
             dist.all_reduce(answer, dist.ReduceOp.MAX, group=self._group)
             self._host.copy_(answer, non_blocking=True)
-        self._stream.synchronize()
+        # Not `synchronize` of the stream: who looks for waits for compute would be shown this one.
+        self._stream.record_event().synchronize()
         return bool(self._host)
 
 

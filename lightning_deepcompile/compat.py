@@ -65,7 +65,7 @@ def capture(
     backward: Callable[[fx.GraphModule, Sequence[Any]], BoxedCallable],
     inference: Callable[[fx.GraphModule, Sequence[Any]], BoxedCallable],
     partitioner: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
-    eager_random: bool = False,
+    eager: bool = False,
 ) -> Callable[..., Any]:
     """Runs AOTAutograd on a Dynamo graph with our compilers for the partitioned graphs.
 
@@ -76,9 +76,9 @@ def capture(
         backward: Compiles its backward graph; called when the first backward pass runs.
         inference: Compiles graphs that need no gradients.
         partitioner: Cuts the joint graph in two; takes the graph, its inputs and keywords.
-        eager_random: Keep PyTorch's own random operators. Inductor's, which replace them otherwise, mean what they say
-            only when Inductor compiles them: run eagerly they ignore their seed, so that a dropout mask that backward
-            computes again would be another one.
+        eager: Keep PyTorch's own random operators. Inductor's, which replace them otherwise, mean what they say only
+            when Inductor compiles them: run eagerly they ignore their seed, so that a dropout mask that backward
+            computes again would be another one. Nor are products padded, of which there may not be every view.
 
     Returns:
         The callable that replaces `gm`.
@@ -92,7 +92,7 @@ def capture(
     # Inductor's joint passes (dropout's random numbers) look the fake mode up here.
     with (
         V.set_fake_mode(detect_fake_mode(example_inputs)),
-        inductor_config.patch(fallback_random=True) if eager_random else contextlib.nullcontext(),
+        inductor_config.patch(fallback_random=True, shape_padding=False) if eager else contextlib.nullcontext(),
     ):
         backend = aot_autograd(
             fw_compiler=forward,

@@ -93,10 +93,10 @@ def test_backward_graphs_name_the_gradients_of_outputs_tangents() -> None:
     assert all("tangents" in n.name for n in inputs[-2:])
 
 
-@pytest.mark.parametrize("eager_random", [False, True])
-def test_random_operators_are_of_the_kind_asked_for(eager_random: bool) -> None:
+@pytest.mark.parametrize("eager", [False, True])
+def test_random_operators_are_of_the_kind_asked_for(eager: bool) -> None:
     """Inductor's (named `inductor_*`) are for Inductor alone; the look-ups among them are moved by name."""
-    compiler = Compiler(eager_random=eager_random)
+    compiler = Compiler(eager=eager)
     step = torch.compile(lambda x, w: F.dropout(x * w, 0.5).sum(), backend=compiler)
     x, w = torch.randn(8, 8), torch.randn(8, 8, requires_grad=True)
     torch.manual_seed(0)
@@ -107,16 +107,16 @@ def test_random_operators_are_of_the_kind_asked_for(eager_random: bool) -> None:
         step(x, w)
     for kind in ("forward", "inference"):
         inductors = [name for name in compiler.targets(kind) if "inductor" in name]
-        assert bool(inductors) != eager_random
-        assert eager_random or any("inductor_lookup_seed" in name for name in inductors)
-    if eager_random:
+        assert bool(inductors) != eager
+        assert eager or any("inductor_lookup_seed" in name for name in inductors)
+    if eager:
         assert torch.equal(actual, expected)
     assert not torch._inductor.config.fallback_random
 
 
 def test_checkpointed_dropout_is_the_same_in_backward() -> None:
     """Run eagerly, Inductor's random operators would give backward another mask: wrong gradients, without a word."""
-    compiler = Compiler(eager_random=True)
+    compiler = Compiler(eager=True)
     x = torch.randn(64, requires_grad=True)
     step = torch.compile(
         lambda x: checkpoint(lambda x: F.dropout(x.sin(), 0.5), x, use_reentrant=False), backend=compiler

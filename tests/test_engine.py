@@ -306,3 +306,38 @@ def test_models_of_one_class_do_not_use_up_each_others_recompile_limit(mesh: Dev
         one_step(engine, TOKENS, sgd(engine))
         assert engine.capture.frames == 1
         engine.close()
+
+
+class Odd(nn.Module):
+    """Sizes that tensor cores do not like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(13, 17), nn.Tanh(), nn.Linear(17, 13)) for _ in range(3))
+        self.head = nn.Linear(13, 19)
+
+    def training_step(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x).flatten(1).square().mean() + F.gelu(self.head(x)).mean()
+
+
+@pytest.mark.parametrize("region_backend", ["inductor", "eager"])
+def test_products_that_inductor_pads(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, region_backend: str) -> None:
+    """On GPUs it does so where that is faster; then what views a product has other strides than it was traced with."""
+    from torch._inductor import config
+    from torch._inductor.fx_passes import pad_mm
+
+    padded = []
+    monkeypatch.setattr(pad_mm, "check_device", lambda *matrices: padded.append(matrices) or True)
+    monkeypatch.setattr(pad_mm, "has_triton", lambda: True)
+    module, x = Odd(), torch.randn(2, 12, 13)
+    plain = [*torch.autograd.grad(module.training_step(x), [*module.parameters()])]
+    with config.patch(force_shape_pad=True, shape_padding=True):
+        engine = Engine(module, mesh, CompileConfig(region_backend=region_backend))
+        engine.backward(engine.run_step("training_step", x).backward)
+        engine.close()
+    assert bool(padded) == (region_backend == "inductor")
+    for parameter, expected in zip(module.parameters(), plain, strict=True):
+        torch.testing.assert_close(parameter.grad.to_local(), expected, rtol=1e-5, atol=1e-7)

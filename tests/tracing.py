@@ -77,7 +77,7 @@ def capture(
     tag: bool = True,
     gather_dtype: torch.dtype | None = None,
     dynamic: bool | None = None,
-    eager_random: bool = True,
+    eager: bool = True,
 ) -> Captured:
     """Traces ``step(module, *inputs)`` with sharded parameters.
 
@@ -89,7 +89,7 @@ def capture(
         tag: Whether gathers are marked for recomputation, as they always are outside of tests.
         gather_dtype: Compute dtype; None keeps the parameters'.
         dynamic: For `torch.compile`.
-        eager_random: As in `compat.capture`.
+        eager: As in `compat.capture`.
     """
     load_extension()
     found = collect_parameters(module)
@@ -134,7 +134,7 @@ def capture(
             backward=lambda gm, args: record("backward", gm, args),
             inference=lambda gm, args: record("inference", gm, args),
             partitioner=cut,
-            eager_random=eager_random,
+            eager=eager,
         )
 
     torch._dynamo.reset()

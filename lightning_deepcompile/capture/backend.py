@@ -163,12 +163,12 @@ class Capture:
                 self.causal_masks += recognize_causal_masks(gm)
             if self.lookups is not None:
                 self.exchanged += self.lookups.rewrite(gm)
-            eager_random = self.config.region_backend == "eager"
+            eager = self.config.region_backend == "eager"
             if self.config.trace_blocks_once:
                 gm, frame.blocks = call_repeats(
                     gm,
                     lambda id_: self.params[id_].block,
-                    eager_random=eager_random,
+                    eager=eager,
                     uncheckpointed=self.uncheckpointed if self.config.recompute == "auto" else None,
                 )
                 self.blocks += len(frame.blocks)
@@ -181,7 +181,7 @@ class Capture:
                     backward=functools.partial(compile_graph, frame, "backward"),
                     inference=functools.partial(compile_graph, frame, "inference"),
                     partitioner=functools.partial(_partition, frame),
-                    eager_random=eager_random,
+                    eager=eager,
                 )
 
     @property

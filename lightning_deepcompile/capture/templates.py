@@ -115,14 +115,14 @@ class Instance:
 
 
 def call_repeats(
-    gm: fx.GraphModule, block_of: Callable[[int], str], *, eager_random: bool, uncheckpointed: int | None = None
+    gm: fx.GraphModule, block_of: Callable[[int], str], *, eager: bool, uncheckpointed: int | None = None
 ) -> tuple[fx.GraphModule, list[Instance]]:
     """Traces every kind of block that `gm` repeats once.
 
     Args:
         gm: Dynamo's graph; left as it is.
         block_of: Parameter id to the name of the layout's block.
-        eager_random: As in `compat.capture`.
+        eager: As in `compat.capture`.
         uncheckpointed: How many of the last blocks that the model checkpoints run without that; None: there will never
             be any, and nothing is traced for it.
 
@@ -133,9 +133,9 @@ def call_repeats(
     for equal in find_repeats(gm, block_of):
         other = None
         try:
-            template = trace_block(gm, equal[0], eager_random=eager_random)
+            template = trace_block(gm, equal[0], eager=eager)
             if uncheckpointed is not None and any(map(compat.is_checkpoint, equal[0].nodes)):
-                other = trace_block(gm, equal[0], eager_random=eager_random, checkpointed=False)
+                other = trace_block(gm, equal[0], eager=eager, checkpointed=False)
         except UnsuitableBlockError as reason:
             _log.info("%d equal blocks are traced one by one: %s.", len(equal), reason)
             continue
@@ -151,13 +151,13 @@ def call_repeats(
     return call_blocks(gm, [block for block, _ in found], run_block), instances
 
 
-def trace_block(gm: fx.GraphModule, block: Block, *, eager_random: bool, checkpointed: bool = True) -> Template:
+def trace_block(gm: fx.GraphModule, block: Block, *, eager: bool, checkpointed: bool = True) -> Template:
     """Traces and partitions a block.
 
     Args:
         gm: Dynamo's graph.
         block: A block of it.
-        eager_random: As in `compat.capture`.
+        eager: As in `compat.capture`.
         checkpointed: As in `partition`.
 
     Raises:
@@ -185,7 +185,7 @@ def trace_block(gm: fx.GraphModule, block: Block, *, eager_random: bool, checkpo
             backward=functools.partial(record, "backward"),
             inference=functools.partial(record, "forward"),
             partitioner=cut,
-            eager_random=eager_random,
+            eager=eager,
         )
     except UnsuitableBlockError:
         raise

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.program.graph import attribute
+from lightning_deepcompile.program.graph import attribute, is_element, is_view
 from lightning_deepcompile.program.regions import Region
 
 __all__ = ["ExtractedRegion", "add_symbol_inputs", "extract_region", "symbol_sources"]
@@ -169,10 +170,38 @@ def _graph_of(parent: fx.GraphModule, region: Region, names: Mapping[fx.Node, st
         args, kwargs = (fx.map_arg(part, lambda n: copies[n]) for part in (node.args, node.kwargs))
         copy = copies[node] = graph.create_node(node.op, node.target, args, kwargs, name=names[node])
         copy.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
-    output = graph.output(tuple(copies[node] for node in region.outputs))
+    output = graph.output(tuple(_with_traced_strides(copies[node]) for node in region.outputs))
     # Inductor may otherwise choose other strides for outputs than the next region was traced with.
     output.meta["user_visible_output_idxs"] = list(range(len(region.outputs)))
     return compat.graph_module(root, graph)
+
+
+def _with_traced_strides(node: fx.Node) -> fx.Node:
+    """`node`, or a copy of what it computes, if its strides would not be those that its readers were traced with.
+
+    On GPUs Inductor's joint passes pad products of odd sizes: what views one has the strides of the padded product,
+    its metadata still those of the plain one.
+    """
+    if not is_view(node) or is_element(node):
+        return node
+    try:
+        strides = _viewed(node).stride()
+    except (RuntimeError, ValueError):  # no view of the padded product: Inductor makes a copy somewhere
+        strides = ()
+    if statically_known_true(sym_eq(strides, node.meta["val"].stride())):
+        return node
+    copy = node.graph.call_function(torch.ops.aten.clone.default, (node,))
+    copy.meta["val"] = node.meta["val"]
+    return copy
+
+
+def _viewed(node: fx.Node) -> torch.Tensor:
+    """What `node`, of which the metadata may be out of date where it is a view, has to be by what it views."""
+    if not is_view(node) or is_element(node):
+        return node.meta["val"]
+    source, *rest = node.args
+    args, kwargs = (fx.map_arg(part, lambda n: n.meta["val"]) for part in (tuple(rest), node.kwargs))
+    return node.target(_viewed(source), *args, **kwargs)
 
 
 def symbol_sources(graph: fx.Graph) -> dict[str, fx.Node]:
