@@ -93,11 +93,23 @@ class NcclCommunicator final : public Communicator {
   }
 
   void abort() noexcept override {
+    using namespace std::chrono_literals;
     aborted_ = true;
-    // A thread that has been inside a call for this long is stuck in NCCL, waiting for a peer: the case for which
-    // ncclCommAbort may be called beside it. A thread that is merely passing through leaves within the time.
-    std::unique_lock lock(calls_, std::chrono::milliseconds(500));
-    if (ncclComm_t comm = comm_.exchange(nullptr)) ncclCommAbort(comm);
+    // A thread that has been inside a call for this long is stuck in NCCL, waiting for a peer (connections are made by
+    // the first operations). One that is merely passing through leaves within the time.
+    std::unique_lock lock(calls_, 500ms);
+    ncclComm_t comm = comm_.exchange(nullptr);
+    if (comm == nullptr) return;
+    if (lock.owns_lock()) {
+      ncclCommAbort(comm);
+      return;
+    }
+    // NCCL tells that thread to return, and frees what it returns through: the second must wait for the first. Within
+    // a group, as with every call that frees a communicator, it is left to the group's end.
+    const bool grouped = ncclGroupStart() == ncclSuccess;
+    ncclCommAbort(comm);
+    // If the thread stays where it is, the communicator does, too; the open group is one of this thread alone.
+    if (grouped && lock.try_lock_for(10s)) ncclGroupEnd();
   }
 
   void close() override {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing as mp
 import os
+import queue
 import random
 import signal
 import time
@@ -21,6 +23,7 @@ MOMENTS = [0.0, 0.002, 0.007, 0.013, 0.029, 0.053, 0.107, 0.211, 0.401, 0.809]
 
 def _endless(rank: int, world: int, port: int, backend: str, results: Any) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    faulthandler.enable()
     torch.set_num_threads(1)
     from lightning_deepcompile import dc
 
@@ -59,6 +62,18 @@ def _endless(rank: int, world: int, port: int, backend: str, results: Any) -> No
         os._exit(3)
 
 
+def _answer(process: Any, answers: Any, limit: float) -> Any:
+    """The next answer of a rank that has `limit` seconds for it; one that ends without is named."""
+    until = time.monotonic() + limit
+    while time.monotonic() < until:
+        ended = not process.is_alive()  # before the look: what it has put there has arrived
+        try:
+            return answers.get(timeout=0.2)
+        except queue.Empty:
+            assert not ended, f"{process.name} ended with {process.exitcode}, and said nothing"
+    raise AssertionError(f"{process.name} hangs")
+
+
 def _kill_one(world: int, backend: str, delay: float) -> dict[int, tuple[str, str]]:
     context = mp.get_context("spawn")
     # One for each rank: who is killed may hold the lock of its own.
@@ -70,16 +85,15 @@ def _kill_one(world: int, backend: str, delay: float) -> dict[int, tuple[str, st
     try:
         for process in processes:
             process.start()
-        for queue in results:
-            assert queue.get(timeout=120)[1] == "running"
+        for rank in range(world):
+            assert _answer(processes[rank], results[rank], 120)[1] == "running"
         time.sleep(delay)
         victim = random.Random(delay).randrange(world)
         os.kill(processes[victim].pid or 0, signal.SIGKILL)
         killed = time.monotonic()
         answers = {}
-        for queue in (queue for rank, queue in enumerate(results) if rank != victim):
-            rank, kind, message = queue.get(timeout=TIMEOUT + 10)
-            answers[rank] = (kind, message)
+        for rank in (rank for rank in range(world) if rank != victim):
+            answers[rank] = _answer(processes[rank], results[rank], TIMEOUT + 10)[1:]
         assert time.monotonic() - killed < TIMEOUT + 10
         for rank, process in enumerate(processes):
             process.join(10)
