@@ -5,9 +5,10 @@ And they exchange what they measured, so that all decide the same.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -42,23 +43,21 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, str]:
 
 
 class AnyRank:
-    """Asks whether parameters were written to on any rank, as often as every step.
+    """Asks whether something is so on any rank, as often as every batch.
 
-    The host waits for the other ranks' hosts, and for what `group` has to do already: not for what else computes.
+    Hosts ask each other, past the devices: a collective of devices would wait for a place among what they compute, and
+    a host that waits for it is as late with the next step.
 
     Args:
-        group: The ranks.
-        device: What its collectives take.
+        group: Of the ranks' CPUs.
+        question: What is asked, for errors: "whether ...".
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
-        # It is one small kernel, for which hosts wait: it must not queue behind what computes.
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self._host = torch.zeros(1, dtype=torch.int32, pin_memory=self._stream is not None)
+    def __init__(self, group: dist.ProcessGroup, question: str) -> None:
+        self._group, self._question = group, question
 
     def __call__(self, mine: bool) -> bool:
-        """Call on all ranks.
+        """Asks, and waits for the other ranks' hosts. Call on all ranks.
 
         Args:
             mine: Whether it is so on this one.
@@ -66,28 +65,32 @@ class AnyRank:
         Raises:
             RuntimeError: If another rank has failed.
         """
+        return self.ask(mine)()
+
+    def ask(self, mine: bool) -> Callable[[], bool]:
+        """As a call, but what is returned waits for the answer."""
         if self._group.size() == 1:
-            return mine
-        self._host.fill_(mine)
+            return lambda: mine
+        answer = torch.tensor(mine, dtype=torch.int32, device="cpu")
+        with self._naming():
+            asked = dist.all_reduce(answer, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        def wait() -> bool:
+            with self._naming():
+                asked.wait()
+            return bool(answer)
+
+        return wait
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
         try:
-            return self._ask()
+            yield
         except RuntimeError as error:
             raise RuntimeError(
-                f"Asking the other ranks whether parameters were written to failed on rank {self._group.rank()} of "
+                f"Asking the other ranks {self._question} failed on rank {self._group.rank()} of "
                 f"{self._group.size()}: {error} If another rank failed, look at its error first."
             ) from error
-
-    def _ask(self) -> bool:
-        if self._stream is None:
-            dist.all_reduce(self._host, dist.ReduceOp.MAX, group=self._group)
-            return bool(self._host)
-        with torch.cuda.stream(self._stream):
-            answer = self._host.to(self._device, non_blocking=True)
-            dist.all_reduce(answer, dist.ReduceOp.MAX, group=self._group)
-            self._host.copy_(answer, non_blocking=True)
-        # Not `synchronize` of the stream: who looks for waits for compute would be shown this one.
-        self._stream.record_event().synchronize()
-        return bool(self._host)
 
 
 class ProgramMismatchError(RuntimeError):

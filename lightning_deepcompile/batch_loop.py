@@ -1,39 +1,48 @@
 """Lightning's loop over batches, in which the host runs ahead of the device from one batch to the next.
 
-Before every batch Lightning broadcasts whether rank 0 was told to stop (SIGTERM) and reads the answer. On the stream
-that computes, this waits for all compute that is queued: the device is idle afterwards until the host has come to the
-next batch's first kernel, some milliseconds for every micro-batch.
+Before every batch Lightning broadcasts whether rank 0 was told to stop (SIGTERM) and reads the answer, through the
+device: then the host waits for what that has to do already, and the device for the host, which has yet to come to the
+next batch's first kernel.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import lightning.pytorch as pl
-import torch
+import torch.distributed as dist
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_deepcompile.agreement import AnyRank
 
 __all__ = ["let_host_run_ahead"]
 
 
 class _BatchLoop(_TrainingEpochLoop):
-    """Asks on a stream of its own: the same broadcasts, which wait for the other ranks' hosts alone."""
+    """Asks the other hosts, and reads the answer a batch later, when it has long been there."""
 
-    _stream: torch.cuda.Stream
+    _stops: AnyRank
+    _answer: Callable[[], bool] | None
 
     def _broadcast_sigterm_tensor(self) -> None:
-        with torch.cuda.stream(self._stream):
-            super()._broadcast_sigterm_tensor()
+        # All ranks read the same answer before the same batch: none is left waiting for those that stop.
+        answer, self._answer = self._answer, None
+        if answer is not None and answer():
+            raise SIGTERMException
+        self._answer = self._stops.ask(self.trainer.received_sigterm)
 
 
-def let_host_run_ahead(trainer: pl.Trainer, device: torch.device) -> None:
-    """Gives one trainer's loop the class above, on GPUs; Lightning's own classes stay as they are.
+def let_host_run_ahead(trainer: pl.Trainer, host_group: dist.ProcessGroup) -> None:
+    """Gives one trainer's loop the class above; Lightning's own classes stay as they are.
 
     Args:
         trainer: Before it trains. A loop of another class than Lightning's is left alone.
-        device: Of this rank.
+        host_group: Of the ranks' CPUs.
     """
     loop = trainer.fit_loop.epoch_loop
     # Versions of Lightning that do not ask need nothing.
-    if device.type != "cuda" or type(loop) is not _TrainingEpochLoop or not hasattr(loop, "_broadcast_sigterm_tensor"):
+    if type(loop) not in (_TrainingEpochLoop, _BatchLoop) or not hasattr(loop, "_broadcast_sigterm_tensor"):
         return
     loop.__class__ = _BatchLoop
-    loop._stream = torch.cuda.Stream(device, priority=-1)  # it is one small kernel, for which hosts wait
+    loop._stops, loop._answer = AnyRank(host_group, "whether training is to stop"), None

@@ -35,7 +35,7 @@ class EarlyGathers:
 
     Args:
         capture: Its programs say what opens a step.
-        group: The ranks; they decide together whether it is safe.
+        group: Of the ranks' CPUs; they decide together whether it is safe.
         device: Where the shards are.
 
     Attributes:

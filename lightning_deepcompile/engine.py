@@ -90,12 +90,11 @@ class Engine:
         ranks = Ranks(mesh)
         group = ranks.group
         check_same_model(module, group)
-        self.module = module
-        self.config = config
-        self.stage = stage
+        self.module, self.config, self.stage = module, config, stage
         self.device = device = torch.device(
             mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None
         )
+        self.host_group = ranks.new_host_group(timeout=timeout)
         gather_group = reduce_group = ranks.shard_group
         if mesh.device_type == "cpu" and mesh.size() > 1:
             # Separate groups, so that gathers and reductions need not wait for each other.
@@ -148,7 +147,7 @@ class Engine:
             agreement,
             stage,
             choose_activations=self._leaving.choose,
-            lookups=exchange_lookups(config, self.model, stage, reduce_dtype, timeout=timeout),
+            lookups=exchange_lookups(config, self.model, stage, reduce_dtype, self.host_group),
             guard=compat.held_weakly(relief.guard),
             divider=divider,
         )
@@ -168,7 +167,7 @@ class Engine:
         self._settings: dict[str, contextlib.AbstractContextManager[None]] = {}
         self._last_step: dict[str, int] = {}
         self._stale_gradients = False
-        self._opening = opening = StepOpening(config, self.capture, self.runtime, group, device, stage)
+        self._opening = opening = StepOpening(config, self.capture, self.runtime, self.host_group, device, stage)
         self.tuner.opened = lambda: {"early_gathers": opening.early, "head_start": opening.led}
         self.tuner.retrace = functools.partial(self._compiled.pop, "training_step", None)
         self.ended = False

@@ -27,7 +27,7 @@ class StepOpening:
         config: Says whether they are launched early.
         capture: Its programs say what opens a step.
         runtime: ``_C.Runtime`` that gathers.
-        group: The ranks.
+        host_group: Of the ranks' CPUs.
         device: Where the shards are.
         stage: ZeRO stage.
 
@@ -43,7 +43,7 @@ class StepOpening:
         config: CompileConfig,
         capture: Capture,
         runtime: Any,
-        group: dist.ProcessGroup,
+        host_group: dist.ProcessGroup,
         device: torch.device,
         stage: int,
     ) -> None:
@@ -52,11 +52,11 @@ class StepOpening:
         self._keeps = stage == 3
         self._is_early = stage == 3 and config.early_gathers and capture.model.ranks.shards > 1
         self._may_lead = self._is_early and config.head_start
-        self._early = EarlyGathers(capture, group, device)
+        self._early = EarlyGathers(capture, host_group, device)
         self._model = capture.model
         self._launched = False
         self._rewritten = False  # this rank's part of what was gathered while the optimizer stepped, since
-        self._anybody = AnyRank(group, device)
+        self._anybody = AnyRank(host_group, "whether parameters were written to")
         self._counts: list[int] | None = None  # of writes to what was gathered while the optimizer steps
         self.early = self.led = self.follows = False
         self.before: dict[str, int] = {}

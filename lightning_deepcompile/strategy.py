@@ -228,7 +228,7 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
         self._shard(self.lightning_module)
         self.barrier("sharded")
         if trainer.state.fn == TrainerFn.FITTING:
-            let_host_run_ahead(trainer, self.root_device)
+            let_host_run_ahead(trainer, self.engine.host_group)
             shard_averages(trainer, self.engine.model, self.root_device, self.engine.runtime.host_shard)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

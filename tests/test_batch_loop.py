@@ -1,4 +1,4 @@
-"""Lightning's question before every batch, whether to stop: asked beside the stream that computes, and answered."""
+"""Lightning's question before every batch, whether to stop: asked past the devices, and answered a batch later."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
+import torch.distributed as dist
 from cases import CASES, train
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from multiprocess import run_ranks
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_deepcompile.batch_loop import let_host_run_ahead
 
@@ -23,15 +24,13 @@ def test_lightning_asks_where_we_expect_it() -> None:
     assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
 
 
-def test_loops_that_are_not_lightnings_and_devices_without_streams_are_left_alone() -> None:
+def test_loops_that_are_not_lightnings_are_left_alone(mesh: DeviceMesh) -> None:
     class Own(_TrainingEpochLoop):
         pass
 
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
-    let_host_run_ahead(trainer, torch.device("cpu"))
-    assert type(trainer.fit_loop.epoch_loop) is _TrainingEpochLoop
     trainer.fit_loop.epoch_loop.__class__ = Own
-    let_host_run_ahead(trainer, torch.device("cuda", 0))
+    let_host_run_ahead(trainer, mesh.get_group())
     assert type(trainer.fit_loop.epoch_loop) is Own
 
 
@@ -64,5 +63,28 @@ def _stopped(accelerator: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_all_ranks_stop_together(accelerator: str) -> None:
-    loop = "_TrainingEpochLoop" if accelerator == "cpu" else "_BatchLoop"
-    assert run_ranks(_stopped, 2, accelerator, timeout=120) == [(3, loop), (3, loop)]
+    assert run_ranks(_stopped, 2, accelerator, timeout=120) == [(3, "_BatchLoop"), (3, "_BatchLoop")]
+
+
+def _told_one() -> list[str]:
+    """Rank 1's loop alone has seen a SIGTERM before the second batch: what every batch's question leads to."""
+    dist.init_process_group("gloo")
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    loop = trainer.fit_loop.epoch_loop
+    seen = []
+    for _ in range(2):  # a second fit begins with no answer
+        let_host_run_ahead(trainer, dist.group.WORLD)
+        for batch in range(4):
+            trainer._signal_connector.received_sigterm = dist.get_rank() == 1 and batch == 1
+            try:
+                loop._broadcast_sigterm_tensor()
+                seen.append("goes on")
+            except SIGTERMException:
+                seen.append("stops")
+                break
+    dist.destroy_process_group()
+    return seen
+
+
+def test_who_was_not_told_stops_before_the_batch_after() -> None:
+    assert run_ranks(_told_one, 2) == [["goes on", "goes on", "stops"] * 2] * 2

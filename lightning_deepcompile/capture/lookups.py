@@ -97,16 +97,20 @@ class LookupExchange:
 
 
 def exchange_lookups(
-    config: CompileConfig, model: ShardedModel, stage: int, reduce_dtype: torch.dtype | None, **group_settings: Any
+    config: CompileConfig,
+    model: ShardedModel,
+    stage: int,
+    reduce_dtype: torch.dtype | None,
+    host_group: dist.ProcessGroup,
 ) -> LookupExchange | None:
-    """Decides which tables may be looked up by exchange; a collective of all ranks.
+    """Decides which tables may be looked up by exchange.
 
     Args:
         config: The settings.
         model: The sharded model.
         stage: ZeRO stage; parameters of the others than 3 are whole when they are needed.
         reduce_dtype: In which gradients travel.
-        **group_settings: Of the process group of the ranks' CPUs that is made.
+        host_group: Of the ranks' CPUs.
 
     Returns:
         The decision; None if there is nothing to exchange.
@@ -117,26 +121,12 @@ def exchange_lookups(
     tables = {p.ds_id: p for p in model.parameters if len(p.layout.spec.shape) == 2 and _pays(mode, p, ranks)}
     if not tables:
         return None
-    group = ranks.shard_group
-    host_group = group if ranks.mesh.device_type == "cpu" else _host_group(ranks, **group_settings)
-    return LookupExchange(tables, group.group_name, host_group.group_name, reduce_dtype)
+    return LookupExchange(tables, ranks.shard_group.group_name, host_group.group_name, reduce_dtype)
 
 
 def _pays(mode: str, parameter: ShardedParameter, ranks: Ranks) -> bool:
     gathered = parameter.layout.shard_numel * ranks.shards * parameter.gather_dtype.itemsize
     return mode == "exchange" or (gathered >= _LARGE_TABLE and parameter.layout.rows_padded >= _ROWS_PER_RANK)
-
-
-def _host_group(ranks: Ranks, **settings: Any) -> dist.ProcessGroup:
-    try:
-        (group,) = ranks.new_shard_groups(1, backend="gloo", **settings)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"Rank {dist.get_rank()} cannot join a group of the ranks' CPUs ({error}), by which rows of "
-            "embeddings are looked up. GLOO_SOCKET_IFNAME names the network interface to use; "
-            "CompileConfig(embedding='gather') does without."
-        ) from error
-    return group
 
 
 def _bind(node: fx.Node) -> dict[str, Any] | None:

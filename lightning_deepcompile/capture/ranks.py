@@ -85,6 +85,25 @@ class Ranks:
             found += [g for g, row in zip(groups, rows, strict=True) if dist.get_rank() in row]
         return found
 
+    def new_host_group(self, **settings: Any) -> dist.ProcessGroup:
+        """A process group of all the ranks' CPUs, made if `group` is not one; a collective.
+
+        Args:
+            **settings: As for ``torch.distributed.new_group``.
+
+        Raises:
+            RuntimeError: If the ranks do not reach each other.
+        """
+        if self.mesh.device_type == "cpu" or self.world_size == 1:
+            return self.group
+        try:
+            return dist.new_group(dist.get_process_group_ranks(self.group), backend="gloo", **settings)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"Rank {dist.get_rank()} cannot join a group of the ranks' CPUs ({error}), in which hosts tell each "
+                "other what no device need know. GLOO_SOCKET_IFNAME names the network interface to use."
+            ) from error
+
     def distribute(self, rows: Tensor, shape: Sequence[int], stride: Sequence[int]) -> DTensor:
         """A DTensor of global `shape` and `stride` of which this rank holds `rows`; no communication."""
         return DTensor.from_local(
