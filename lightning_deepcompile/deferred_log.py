@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_deepcompile.step_numbers import plain
+
 __all__ = ["DeferredLog"]
 
 _Entry = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
@@ -57,4 +59,4 @@ class DeferredLog:
         entries = list(self._entries)
         self._entries.clear()
         for name, value, args, kwargs in entries:
-            self._module.log(name, value, *args, **kwargs)
+            self._module.log(name, plain(value), *args, **kwargs)

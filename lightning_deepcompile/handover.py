@@ -25,6 +25,7 @@ from lightning_deepcompile.engine import Engine
 from lightning_deepcompile.host_calls import HostCalls
 from lightning_deepcompile.precision import DeepCompilePrecision
 from lightning_deepcompile.step_containers import StepContainers
+from lightning_deepcompile.step_numbers import StepNumbers
 
 __all__ = ["Setting", "ShardedModule"]
 
@@ -82,6 +83,7 @@ class ShardedModule:
         log: Records what its steps log; compiled steps refer to it.
         host_calls: What its steps call outside of graphs; compiled steps refer to it.
         containers: Stands in for lists and dicts that its steps fill; compiled steps refer to it.
+        numbers: Stands in for floats that its steps compute.
     """
 
     setting: Setting
@@ -89,6 +91,7 @@ class ShardedModule:
     log: DeferredLog
     host_calls: HostCalls
     containers: StepContainers
+    numbers: StepNumbers
 
     @classmethod
     def of(cls, module: nn.Module) -> ShardedModule | None:
@@ -140,7 +143,9 @@ class ShardedModule:
             if other.module is module:
                 other.close()
         log, host_calls = DeferredLog(module), HostCalls(module, after_toggle=engine.gradients.follow_requires_grad)
-        made = engine.model.state.keeper = cls(setting, engine, log, host_calls, StepContainers(module))
+        containers = StepContainers(module)
+        numbers = StepNumbers(module, engine.device, traced=lambda: engine.capture.frames)
+        made = engine.model.state.keeper = cls(setting, engine, log, host_calls, containers, numbers)
         return made
 
     def serves(self, module: nn.Module, setting: Setting) -> bool:

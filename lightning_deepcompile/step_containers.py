@@ -16,6 +16,8 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from lightning_deepcompile.step_numbers import plain
+
 __all__ = ["StepContainers", "StepDict", "StepList"]
 
 _FEW = 64
@@ -56,7 +58,7 @@ class _StandIn:
 
     @on_host
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.settle()[key] = value
+        self.settle()[key] = plain(value)
 
     @on_host
     def __delitem__(self, key: Any) -> None:
@@ -105,7 +107,7 @@ class StepList(_StandIn, MutableSequence[Any]):
     def settle(self) -> Any:
         """The user's list, with all that was appended."""
         super().settle()
-        self.real.extend(self._new)
+        self.real.extend(map(plain, self._new))
         self._new.clear()
         return self.real
 
@@ -116,7 +118,7 @@ class StepList(_StandIn, MutableSequence[Any]):
     @on_host
     def insert(self, index: int, value: Any) -> None:
         """As a list's."""
-        self.settle().insert(index, value)
+        self.settle().insert(index, plain(value))
 
     @on_host
     def sort(self, **options: Any) -> None:

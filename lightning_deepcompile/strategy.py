@@ -322,7 +322,8 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
 
     def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
         assert self._sharded is not None
-        log, host_calls, containers = self._sharded.log, self._sharded.host_calls, self._sharded.containers
+        log, host_calls = self._sharded.log, self._sharded.host_calls
+        containers, numbers = self._sharded.containers, self._sharded.numbers
         context = {
             "training_step": self.precision_plugin.train_step_context,
             "validation_step": self.precision_plugin.val_step_context,
@@ -331,7 +332,7 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
         }[name]
         deferred = nullcontext() if name == "predict_step" else log.deferred()
         with context(), deferred, host_calls.outside_graphs(), self._progress.shown(self.engine.capture):
-            return containers.run(lambda: self.engine.run_step(name, *args, **kwargs))
+            return containers.run(lambda: numbers.run(name, lambda: self.engine.run_step(name, *args, **kwargs)))
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Runs the backward pass; ``.grad`` holds reduced gradients when Lightning calls ``on_after_backward``."""
