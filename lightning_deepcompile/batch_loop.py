@@ -1,17 +1,23 @@
-"""Lightning's loop over batches, in which the host runs ahead of the device from one batch to the next.
+"""Lightning's loop over batches, in which hosts run ahead of their devices, and ranks stop together.
 
 Before every batch Lightning broadcasts whether rank 0 was told to stop (SIGTERM) and reads the answer, through the
 device: then the host waits for what that has to do already, and the device for the host, which has yet to come to the
-next batch's first kernel.
+next batch's first kernel. A rank that is told broadcasts that, too, from within its signal's handler, and stops by
+itself when its batch is over: ranks that are told a moment later, in the next batch, wait for it in vain.
+
+Here a signal is only noted. At the end of a batch hosts ask each other, and all stop before the next one, or none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as _LightningsSignalConnector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_deepcompile.agreement import AnyRank
@@ -19,30 +25,48 @@ from lightning_deepcompile.agreement import AnyRank
 __all__ = ["let_host_run_ahead"]
 
 
+class _SignalConnector(_LightningsSignalConnector):
+    """Notes that a SIGTERM came, and passes it on to processes that this one has started."""
+
+    def _sigterm_notifier_fn(self, signum: Any, frame: Any) -> None:
+        launcher = self.trainer.strategy.launcher
+        if launcher is not None and not self.received_sigterm:
+            launcher.kill(signum)
+        self.received_sigterm = True
+
+
 class _BatchLoop(_TrainingEpochLoop):
-    """Asks the other hosts, and reads the answer a batch later, when it has long been there."""
+    """Asks the other hosts at the end of a batch, and stops before the next one if any rank was told to."""
 
     _stops: AnyRank
     _answer: Callable[[], bool] | None
 
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        """Ends the batch; who was told to stop waits for the next one's beginning, where all do."""
+        try:
+            super().on_advance_end(data_fetcher)
+        except SIGTERMException:
+            if not self.trainer.training:  # a validation that was left half-way
+                raise
+        self._answer = self._stops.ask(self.trainer.received_sigterm)
+
     def _broadcast_sigterm_tensor(self) -> None:
-        # All ranks read the same answer before the same batch: none is left waiting for those that stop.
         answer, self._answer = self._answer, None
         if answer is not None and answer():
             raise SIGTERMException
-        self._answer = self._stops.ask(self.trainer.received_sigterm)
 
 
 def let_host_run_ahead(trainer: pl.Trainer, host_group: dist.ProcessGroup) -> None:
-    """Gives one trainer's loop the class above; Lightning's own classes stay as they are.
+    """Gives one trainer's loop and signals the classes above; Lightning's own classes stay as they are.
 
     Args:
-        trainer: Before it trains. A loop of another class than Lightning's is left alone.
+        trainer: Before it trains, and listens to signals. A loop of another class than Lightning's is left alone.
         host_group: Of the ranks' CPUs.
     """
     loop = trainer.fit_loop.epoch_loop
-    # Versions of Lightning that do not ask need nothing.
-    if type(loop) not in (_TrainingEpochLoop, _BatchLoop) or not hasattr(loop, "_broadcast_sigterm_tensor"):
+    if type(loop) not in (_TrainingEpochLoop, _BatchLoop) or host_group.size() == 1:
         return
-    loop.__class__ = _BatchLoop
-    loop._stops, loop._answer = AnyRank(host_group, "whether training is to stop"), None
+    if hasattr(loop, "_broadcast_sigterm_tensor"):  # versions of Lightning that do not ask need nothing
+        loop.__class__ = _BatchLoop
+        loop._stops, loop._answer = AnyRank(host_group, "whether training is to stop"), None
+        trainer._signal_connector.__class__ = _SignalConnector

@@ -1,4 +1,4 @@
-"""Lightning's question before every batch, whether to stop: asked past the devices, and answered a batch later."""
+"""Whether to stop is asked past the devices, and answered alike on all ranks."""
 
 from __future__ import annotations
 
@@ -14,77 +14,66 @@ from cases import CASES, train
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from multiprocess import run_ranks
-from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_deepcompile.batch_loop import let_host_run_ahead
 
 
-def test_lightning_asks_where_we_expect_it() -> None:
-    """Else the host waits for the device again, and nobody notices."""
+def test_lightning_asks_and_stops_where_we_expect_it() -> None:
+    """Else the host waits for the device again, or ranks stop apart from each other, and nobody notices."""
     assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
+    assert inspect.getsource(_TrainingEpochLoop.on_advance_end).rstrip().endswith("raise SIGTERMException")
 
 
-def test_loops_that_are_not_lightnings_are_left_alone(mesh: DeviceMesh) -> None:
-    class Own(_TrainingEpochLoop):
-        pass
+class Own(_TrainingEpochLoop):
+    """A user's."""
 
+
+def _kind_of_loops() -> list[str]:
+    dist.init_process_group("gloo")
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
-    trainer.fit_loop.epoch_loop.__class__ = Own
-    let_host_run_ahead(trainer, mesh.get_group())
-    assert type(trainer.fit_loop.epoch_loop) is Own
+    kinds = []
+    for kind in (Own, _TrainingEpochLoop):
+        trainer.fit_loop.epoch_loop.__class__ = kind
+        for _ in range(2):
+            let_host_run_ahead(trainer, dist.group.WORLD)
+            kinds.append(type(trainer.fit_loop.epoch_loop).__name__)
+    dist.destroy_process_group()
+    return kinds
+
+
+def test_loops_that_are_not_lightnings_are_left_alone() -> None:
+    assert run_ranks(_kind_of_loops, 1) == [["Own", "Own", "_TrainingEpochLoop", "_TrainingEpochLoop"]]
+    assert run_ranks(_kind_of_loops, 2) == [["Own", "Own", "_BatchLoop", "_BatchLoop"]] * 2
 
 
 class StopThere(pl.Callback):
-    """Every rank is told to stop in the third step, as a scheduler tells all processes of a job."""
+    """Tells a rank to stop within a batch."""
 
-    def __init__(self) -> None:
-        self.loop, self.steps = "", 0
+    def __init__(self, batch: int | None) -> None:
+        self.batch, self.loop, self.steps = batch, "", 0
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         self.loop = type(trainer.fit_loop.epoch_loop).__name__
-        if batch_idx == 2:
+        if batch_idx == self.batch:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_exception(self, trainer: pl.Trainer, module: Any, exception: BaseException) -> None:
         self.steps = trainer.global_step
 
 
-def _stopped(accelerator: str) -> tuple[int, str]:
+def _stopped(accelerator: str, told: dict[int, int]) -> tuple[int, str]:
     from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
-    stop, strategy = StopThere(), DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
+    rank = int(os.environ["RANK"])
+    stop, strategy = StopThere(told.get(rank)), DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
     with pytest.raises(SIGTERMException):
         train(
-            CASES["mlp"], strategy, world_size=2, rank=int(os.environ["RANK"]), steps=8, accelerator=accelerator,
-            callbacks=[stop],
+            CASES["mlp"], strategy, world_size=2, rank=rank, steps=8, accelerator=accelerator, callbacks=[stop]
         )  # fmt: skip
     return stop.steps, stop.loop
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_all_ranks_stop_together(accelerator: str) -> None:
-    assert run_ranks(_stopped, 2, accelerator, timeout=120) == [(3, "_BatchLoop"), (3, "_BatchLoop")]
-
-
-def _told_one() -> list[str]:
-    """Rank 1's loop alone has seen a SIGTERM before the second batch: what every batch's question leads to."""
-    dist.init_process_group("gloo")
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
-    loop = trainer.fit_loop.epoch_loop
-    seen = []
-    for _ in range(2):  # a second fit begins with no answer
-        let_host_run_ahead(trainer, dist.group.WORLD)
-        for batch in range(4):
-            trainer._signal_connector.received_sigterm = dist.get_rank() == 1 and batch == 1
-            try:
-                loop._broadcast_sigterm_tensor()
-                seen.append("goes on")
-            except SIGTERMException:
-                seen.append("stops")
-                break
-    dist.destroy_process_group()
-    return seen
-
-
-def test_who_was_not_told_stops_before_the_batch_after() -> None:
-    assert run_ranks(_told_one, 2) == [["goes on", "goes on", "stops"] * 2] * 2
+@pytest.mark.parametrize("told", [{0: 2, 1: 2}, {1: 2}, {0: 2, 1: 3}], ids=["all", "one", "one_earlier"])
+def test_all_ranks_stop_together(accelerator: str, told: dict[int, int]) -> None:
+    assert run_ranks(_stopped, 2, accelerator, told, timeout=120) == [(3, "_BatchLoop")] * 2
