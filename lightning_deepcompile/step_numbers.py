@@ -39,36 +39,6 @@ class StepNumber:
 
     tensor: Tensor
 
-    def _with(self, compute: Callable[[Any, Any], Any], other: Any, *, reverse: bool = False) -> Any:
-        if not isinstance(other, StepNumber | float | int | torch.SymFloat | torch.SymInt):
-            return NotImplemented
-        mine, others = self.tensor, _tensor_of(other)
-        return StepNumber(compute(others, mine) if reverse else compute(mine, others))
-
-    def __add__(self, other: Any) -> Any:
-        return self._with(operator.add, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return self._with(operator.add, other, reverse=True)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._with(operator.sub, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._with(operator.sub, other, reverse=True)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._with(operator.mul, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self._with(operator.mul, other, reverse=True)
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._with(operator.truediv, other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return self._with(operator.truediv, other, reverse=True)
-
     def __neg__(self) -> StepNumber:
         return StepNumber(-self.tensor)
 
@@ -81,25 +51,17 @@ class StepNumber:
         kwargs = {name: _tensor_of(value, dtype) for name, value in (kwargs or {}).items()}
         return function(*[_tensor_of(value, dtype) for value in args], **kwargs)
 
-    @on_host
-    def __float__(self) -> float:
-        return float(self.tensor)
 
-    @on_host
-    def __int__(self) -> int:
-        return int(self.tensor)
+def _on_tensor(compute: Callable[[Any, Any], Any], *, reverse: bool) -> Callable[[StepNumber, Any], Any]:
+    """Arithmetic of two numbers, inside of the graph."""
 
-    @on_host
-    def __bool__(self) -> bool:
-        return bool(self.tensor)
+    def method(self: StepNumber, other: Any) -> Any:
+        if not isinstance(other, StepNumber | float | int | torch.SymFloat | torch.SymInt):
+            return NotImplemented
+        mine, others = self.tensor, _tensor_of(other)
+        return StepNumber(compute(others, mine) if reverse else compute(mine, others))
 
-    @on_host
-    def __format__(self, spec: str) -> str:
-        return format(float(self.tensor), spec)
-
-    @on_host
-    def __repr__(self) -> str:
-        return repr(float(self.tensor))
+    return method
 
 
 def _on_float(name: str) -> Callable[..., Any]:
@@ -112,7 +74,13 @@ def _on_float(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in ("eq ne lt le gt ge hash round abs pow rpow floordiv rfloordiv mod rmod trunc floor ceil").split():
+for _name in ("add", "sub", "mul", "truediv"):
+    setattr(StepNumber, f"__{_name}__", _on_tensor(getattr(operator, _name), reverse=False))
+    setattr(StepNumber, f"__r{_name}__", _on_tensor(getattr(operator, _name), reverse=True))
+for _name in (
+    "float int bool format repr str hash eq ne lt le gt ge abs round trunc floor ceil "
+    "pow rpow floordiv rfloordiv mod rmod"
+).split():
     setattr(StepNumber, f"__{_name}__", _on_float(f"__{_name}__"))
 
 
