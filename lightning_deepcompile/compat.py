@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ __all__ = [
     "compile_region",
     "current_fake_mode",
     "fake_tensor",
+    "given_up",
     "graph_module",
     "held_weakly",
     "inference_joint_passes",
@@ -344,16 +346,25 @@ def start_compile_workers() -> None:
 def step_settings(recompile_limit: int) -> contextlib.AbstractContextManager[None]:
     """Dynamo's settings around a compiled step; to be made once, and entered for every step.
 
-    A function that is compiled too often must raise: Dynamo's silent way out is to run it eagerly, where sharded
-    parameters are gathered one by one. Integers on modules (``self.global_step``) become inputs instead of guards.
+    Integers on modules (``self.global_step``) become inputs instead of guards. A function that is compiled too often
+    runs as it is from then on, and all that it calls: see `given_up`.
 
     Each one made costs time, and memory that PyTorch 2.13 never frees.
 
     Args:
-        recompile_limit: Compilations of one function before the step is refused.
+        recompile_limit: Compilations of one function before it is given up.
     """
-    return torch._dynamo.config.patch(
-        fail_on_recompile_limit_hit=True,
-        recompile_limit=recompile_limit,
-        allow_unspec_int_on_nn_module=True,
-    )
+    return torch._dynamo.config.patch(recompile_limit=recompile_limit, allow_unspec_int_on_nn_module=True)
+
+
+def given_up() -> types.CodeType | None:
+    """The innermost function that is running uncompiled because Dynamo has compiled it too often, if there is one.
+
+    Compiled functions run code that Dynamo wrote; what is kept with a function's own code is what was compiled of it.
+    """
+    frame, limit = sys._getframe(1), torch._dynamo.config.recompile_limit
+    while frame is not None:
+        if len(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(frame.f_code)) >= limit:
+            return frame.f_code
+        frame = frame.f_back
+    return None

@@ -42,8 +42,8 @@ class CompileConfig:
             parameters is treated like later writes.
         keep_last_block: Keep the last gathered block of a forward pass for the backward pass that starts with it,
             instead of gathering it twice in a row.
-        recompile_limit: How often Dynamo may compile one function anew (new shapes, changed attributes) before the
-            step is refused. Beyond it Dynamo would run the function eagerly without saying so.
+        recompile_limit: How often Dynamo may compile one function anew (new shapes, changed attributes) before it is
+            run as it is, with one warning. Where such a function computes with parameters that is an error.
         max_ctas: Upper limit of GPU thread blocks that a NCCL collective may occupy; 0 leaves the choice to NCCL.
         communication_sms: Multiprocessors of a GPU that are left to communication: a collective takes no more, and
             cuBLAS divides matrix products that may run beside one so that they fit onto the others. Without it each

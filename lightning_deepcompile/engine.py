@@ -184,7 +184,7 @@ class Engine:
             What the method returns.
 
         Raises:
-            RuntimeError: If Dynamo compiled the step too often.
+            RuntimeError: If Dynamo has compiled too often what computes with parameters.
             UnsupportedStepError: If the step does with parameters what cannot be done with shards.
         """
         if name == "training_step":
@@ -198,13 +198,6 @@ class Engine:
         try:
             with self.model.state.set("inside"), self._settings[name]:
                 return self._compiled[name](*args, **kwargs)
-        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
-            raise RuntimeError(
-                f"`{name}` was compiled more than {self.config.recompile_limit} times. Something that it reads changes "
-                "with every step: see the guard named above (`TORCH_LOGS=recompiles` lists all), keep it out of the "
-                "step or pass it as a tensor; or raise CompileConfig(recompile_limit=...) if there are that many "
-                "shapes."
-            ) from error
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, UnsupportedStepError):
                 raise error.inner_exception from None

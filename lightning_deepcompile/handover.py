@@ -22,6 +22,7 @@ from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.deferred_log import DeferredLog
 from lightning_deepcompile.device_mesh import MeshArgument, make_mesh
 from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.format_strings import FormatStrings
 from lightning_deepcompile.host_calls import HostCalls
 from lightning_deepcompile.precision import DeepCompilePrecision
 from lightning_deepcompile.step_containers import StepContainers
@@ -84,6 +85,7 @@ class ShardedModule:
         host_calls: What its steps call outside of graphs; compiled steps refer to it.
         containers: Stands in for lists and dicts that its steps fill; compiled steps refer to it.
         numbers: Stands in for floats that its steps compute.
+        texts: Stands in for methods with f-strings; compiled steps refer to it.
     """
 
     setting: Setting
@@ -92,6 +94,7 @@ class ShardedModule:
     host_calls: HostCalls
     containers: StepContainers
     numbers: StepNumbers
+    texts: FormatStrings
 
     @classmethod
     def of(cls, module: nn.Module) -> ShardedModule | None:
@@ -145,7 +148,8 @@ class ShardedModule:
         log, host_calls = DeferredLog(module), HostCalls(module, after_toggle=engine.gradients.follow_requires_grad)
         containers = StepContainers(module)
         numbers = StepNumbers(module, engine.device, traced=lambda: engine.capture.frames)
-        made = engine.model.state.keeper = cls(setting, engine, log, host_calls, containers, numbers)
+        texts = FormatStrings(module)
+        made = engine.model.state.keeper = cls(setting, engine, log, host_calls, containers, numbers, texts)
         return made
 
     def serves(self, module: nn.Module, setting: Setting) -> bool:

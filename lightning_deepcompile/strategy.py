@@ -322,7 +322,7 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
 
     def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
         assert self._sharded is not None
-        log, host_calls = self._sharded.log, self._sharded.host_calls
+        log, host_calls, texts = self._sharded.log, self._sharded.host_calls, self._sharded.texts
         containers, numbers = self._sharded.containers, self._sharded.numbers
         context = {
             "training_step": self.precision_plugin.train_step_context,
@@ -331,7 +331,8 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
             "predict_step": self.precision_plugin.predict_step_context,
         }[name]
         deferred = nullcontext() if name == "predict_step" else log.deferred()
-        with context(), deferred, host_calls.outside_graphs(), self._progress.shown(self.engine.capture):
+        shown = self._progress.shown(self.engine.capture)
+        with context(), deferred, host_calls.outside_graphs(), texts.spelled_out(), shown:
             return containers.run(lambda: numbers.run(name, lambda: self.engine.run_step(name, *args, **kwargs)))
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

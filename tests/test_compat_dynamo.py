@@ -30,24 +30,40 @@ class Counter(nn.Module):
         return x * self.count
 
 
-def test_integers_of_a_module_are_inputs_and_too_many_compilations_raise() -> None:
+def test_integers_of_a_module_are_inputs() -> None:
     counter, compiles = Counter(), []
     step = torch.compile(counter, backend=lambda gm, inputs: compiles.append(gm) or gm)
-    before = torch._dynamo.config.recompile_limit
     with compat.step_settings(3):
         for expected in range(1, 8):
             assert float(step(torch.ones(()))) == expected
     assert len(compiles) <= 2
 
-    def many(x: Tensor, name: str) -> Tensor:
-        return x + len(name)
 
-    step = torch.compile(many, backend="eager")
-    with compat.step_settings(3), pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+def test_functions_that_were_compiled_too_often_are_found_where_they_run() -> None:
+    found = []
+
+    @torch.compiler.disable
+    def look() -> None:
+        found.append(compat.given_up())
+
+    def inner(x: Tensor, name: str) -> Tensor:
+        x = x + len(name)
+        look()
+        return x
+
+    def outer(x: Tensor, name: str) -> Tensor:
+        return inner(x, name) * 2
+
+    step = torch.compile(outer, backend="eager")
+    before = torch._dynamo.config.recompile_limit
+    with compat.step_settings(3):
         for name in "abcdef":
             step(torch.ones(()), name)
+        step(torch.ones(()), "a")
     assert torch._dynamo.config.recompile_limit == before
-    assert not torch._dynamo.config.fail_on_recompile_limit_hit
+    names = [code and code.co_name for code in found]
+    assert names[:3] == [None] * 3 and set(names[3:-1]) == {"inner"}
+    assert names[-1] is None, "what was compiled goes on being used"
 
 
 def test_a_function_that_is_never_a_frame_is_traced_through() -> None:

@@ -55,13 +55,26 @@ class StepState:
     def __reduce__(self) -> tuple[Any, ...]:
         return StepState, ()  # in another process nothing runs the modules
 
-    def warn_uncompiled(self, ds_id: int, name: str) -> None:
+    def check_uncompiled(self, ds_id: int, name: str) -> None:
         """Says, once per parameter, that it is gathered outside of any program, and which line of whose code does it.
 
         Args:
             ds_id: The parameter's id.
             name: Its local name.
+
+        Raises:
+            RuntimeError: If that is because of how often the code was compiled. Other ranks may have compiled it less
+                often, and would wait for other gathers.
         """
+        code = compat.given_up()
+        if code is not None:
+            raise RuntimeError(
+                f"`{code.co_name}` ({code.co_filename}:{code.co_firstlineno}), which computes with the parameter "
+                f"{name!r}, was compiled more than {torch._dynamo.config.recompile_limit} times. Something that it "
+                "reads changes with every step: see the guard named above (`TORCH_LOGS=recompiles` lists all), keep it "
+                "out of the step or pass it as a tensor; or raise CompileConfig(recompile_limit=...) if there are that "
+                "many shapes."
+            )
         if ds_id in self._warned:
             return
         self._warned.add(ds_id)
@@ -101,7 +114,7 @@ def _parameter_property(name: str, size: tuple[int, ...], dtype: torch.dtype) ->
             return self._parameters[name]
         leaf, ds_id = getattr(self, leaf_name), int(getattr(self, id_name))
         if state.inside:
-            state.warn_uncompiled(ds_id, name)
+            state.check_uncompiled(ds_id, name)
         return gather(leaf, ds_id, size, dtype if state.inside else leaf.dtype)
 
     return property(read, doc=f"The parameter `{name}`: gathered while it is computed with, else this rank's shard.")
