@@ -46,6 +46,7 @@ __all__ = [
     "step_settings",
     "storage_uses",
     "store",
+    "with_code",
     "with_local",
     "with_own_code",
 ]
@@ -208,12 +209,18 @@ def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
     function = getattr(method, "__func__", method)
     if not isinstance(function, types.FunctionType):
         return method
-    code, name = function.__code__.replace(), function.__name__
+    copy = with_code(function, function.__code__.replace())
+    return copy if method is function else types.MethodType(copy, method.__self__)
+
+
+def with_code(function: types.FunctionType, code: types.CodeType) -> types.FunctionType:
+    """A copy of a function that runs `code`, which has the same variables."""
+    name = function.__name__
     copy = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__dict__.update(function.__dict__)
     copy.__doc__, copy.__qualname__, copy.__module__ = function.__doc__, function.__qualname__, function.__module__
-    return copy if method is function else types.MethodType(copy, method.__self__)
+    return copy
 
 
 def held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:

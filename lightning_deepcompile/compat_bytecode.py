@@ -11,6 +11,8 @@ from typing import Any
 
 from torch._dynamo import bytecode_transformation as bytecode
 
+from lightning_deepcompile.compat import with_code
+
 __all__ = ["spelled_out"]
 
 _CONVERSIONS = ("", "!s", "!r", "!a")
@@ -30,15 +32,7 @@ def spelled_out(function: types.FunctionType) -> types.FunctionType:
     if not _may_fail(function.__code__):
         return function
     code = bytecode.transform_code_object(function.__code__, _spell_out)[0]
-    copy = types.FunctionType(
-        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    copy.__kwdefaults__, copy.__qualname__, copy.__module__ = (
-        function.__kwdefaults__,
-        function.__qualname__,
-        function.__module__,
-    )
-    return copy
+    return with_code(function, code)
 
 
 def _template(opname: str, arg: int | None) -> str | None:
