@@ -86,6 +86,7 @@ def capture(
     Returns:
         The callable that replaces `gm`.
     """
+    import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.utils import detect_fake_mode
@@ -96,6 +97,8 @@ def capture(
     with (
         V.set_fake_mode(detect_fake_mode(example_inputs)),
         inductor_config.patch(fallback_random=True, shape_padding=False) if eager else contextlib.nullcontext(),
+        # A view of a loss's input and its detached twin, both read behind a graph break, are replayed from one another.
+        functorch_config.patch(view_replay_for_aliased_outputs=False),
     ):
         backend = aot_autograd(
             fw_compiler=forward,

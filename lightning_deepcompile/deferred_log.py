@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from lightning_deepcompile.step_numbers import plain
@@ -58,5 +59,6 @@ class DeferredLog:
                 self._module.__dict__["log"] = previous
         entries = list(self._entries)
         self._entries.clear()
-        for name, value, args, kwargs in entries:
-            self._module.log(name, plain(value), *args, **kwargs)
+        for name, value, args, kwargs in entries:  # numpy's scalars come out of graphs as arrays
+            value = value.item() if isinstance(value, np.ndarray) and value.size == 1 else plain(value)
+            self._module.log(name, value, *args, **kwargs)

@@ -187,6 +187,8 @@ class Engine:
             RuntimeError: If Dynamo has compiled too often what computes with parameters.
             UnsupportedStepError: If the step does with parameters what cannot be done with shards.
         """
+        if not self.model.state.whole:
+            self.model.check_installed()
         if name == "training_step":
             self._begin_training_step()
         else:

@@ -1,7 +1,10 @@
-"""Manual optimization inside a compiled step: what drives the training runs outside of the graphs.
+"""What a compiled step calls that runs outside of its graphs.
 
 A step with ``automatic_optimization = False`` calls the optimizer and the backward pass itself. Dynamo must not trace
 into those: they belong to the host. Each loss between them is still one graph, with its model.
+
+A metric that is called keeps its state in lists and attributes, which it takes apart and puts back in every call: as
+part of a graph some results are wrong (``MeanMetric()(loss)``), and each metric is compiled by itself many times.
 """
 
 from __future__ import annotations
@@ -13,10 +16,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import nn
+from torchmetrics import Metric, MetricCollection
 
 __all__ = ["HostCalls", "HostOptimizer"]
 
 _TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
+_METRIC_CALLS = ("forward", "update", "compute")
 _CALLS = ("manual_backward", "optimizers", "lr_schedulers", "clip_gradients", *_TOGGLES)
 
 
@@ -37,7 +43,9 @@ class HostOptimizer(LightningOptimizer):
 
 
 class HostCalls:
-    """Keeps a LightningModule's own calls of optimizers out of graphs; one per module, as Dynamo guards on functions.
+    """Keeps calls of optimizers and metrics out of a LightningModule's graphs.
+
+    One per module, as Dynamo guards on functions.
 
     Args:
         module: The LightningModule.
@@ -48,19 +56,24 @@ class HostCalls:
         self._module = module
         self._calls = {name: _untraced(getattr(module, name)) for name in _CALLS}
         self._calls |= {name: _untraced(getattr(module, name), after_toggle) for name in _TOGGLES}
+        self._metrics: list[tuple[nn.Module, dict[str, Callable[..., Any]]]]
+        metrics = [child for child in module.modules() if isinstance(child, Metric | MetricCollection)]
+        self._metrics = [(m, {name: _untraced(getattr(m, name)) for name in _METRIC_CALLS}) for m in metrics]
 
     @contextlib.contextmanager
     def outside_graphs(self) -> Iterator[None]:
-        """For the duration of a step; does nothing under automatic optimization."""
-        if self._module.automatic_optimization:
-            yield
-            return
-        self._module.__dict__.update(self._calls)
+        """For the duration of a step; under automatic optimization for metrics alone."""
+        places = self._metrics if self._module.automatic_optimization else [(self._module, self._calls), *self._metrics]
+        before = [{name: vars(owner)[name] for name in calls if name in vars(owner)} for owner, calls in places]
+        for owner, calls in places:
+            vars(owner).update(calls)
         try:
             yield
         finally:
-            for name in self._calls:
-                self._module.__dict__.pop(name, None)
+            for (owner, calls), own in zip(places, before, strict=True):
+                for name in calls:
+                    vars(owner).pop(name, None)
+                vars(owner).update(own)
 
 
 def _untraced(call: Callable[..., Any], then: Callable[[], None] | None = None) -> Callable[..., Any]:

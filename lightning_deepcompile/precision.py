@@ -126,10 +126,12 @@ class DeepCompilePrecision(FSDPPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Casts the parameters for ``bf16-true`` and ``16-true``, and buffers if `mixed_precision` says so.
 
-        Complex buffers (of rotary embeddings, say) stay complex.
+        Complex buffers (of rotary embeddings, say) stay complex. With ``32-true`` all stays as it was built, as on one
+        device.
         """
         buffers = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
-        module = super().convert_module(module)
+        if self.precision != "32-true":
+            module = super().convert_module(module)
         for owner, name, buffer in buffers:
             if buffer.is_complex():
                 owner._buffers[name] = buffer

@@ -8,7 +8,7 @@ list runs on the host, between two graphs, on the user's own.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_deepcompile.step_numbers import plain
 
-__all__ = ["StepContainers", "StepDict", "StepList"]
+__all__ = ["StepContainers", "StepDeque", "StepDict", "StepList"]
 
 _FEW = 64
 """Containers of more entries are not looked through for others: that would cost time in every step."""
@@ -130,11 +130,40 @@ class StepList(_StandIn, MutableSequence[Any]):
         return self.settle() + list(other)
 
 
+class StepDeque(StepList):
+    """In the place of a deque. Those of bounded length always have one: inside of graphs they would forget nothing."""
+
+    @on_host
+    def appendleft(self, value: Any) -> None:
+        """As a deque's."""
+        self.settle().appendleft(plain(value))
+
+    @on_host
+    def extendleft(self, values: Any) -> None:
+        """As a deque's."""
+        self.settle().extendleft(map(plain, values))
+
+    @on_host
+    def popleft(self) -> Any:
+        """As a deque's."""
+        return self.settle().popleft()
+
+    @on_host
+    def rotate(self, steps: int = 1) -> None:
+        """As a deque's."""
+        self.settle().rotate(steps)
+
+    @property
+    def maxlen(self) -> int | None:
+        """As a deque's."""
+        return self.real.maxlen
+
+
 class StepDict(_StandIn, MutableMapping[Any, Any]):
     """In the place of a dict."""
 
 
-_KINDS: dict[type, type[_StandIn]] = {list: StepList, dict: StepDict, defaultdict: StepDict}
+_KINDS: dict[type, type[_StandIn]] = {list: StepList, deque: StepDeque, dict: StepDict, defaultdict: StepDict}
 
 
 class StepContainers:
@@ -167,6 +196,10 @@ class StepContainers:
     def _stood_in_for(self) -> Iterator[None]:
         before = self._sizes()
         used = {}
+        for number, name in before:
+            value = vars(self._modules[number])[name]
+            if type(value) is deque and value.maxlen is not None:
+                self._growing[number, name] = StepDeque
         for (number, name), kind in self._growing.items():
             attributes = vars(self._modules[number])
             if _KINDS.get(type(attributes.get(name))) is kind:
@@ -174,7 +207,7 @@ class StepContainers:
         try:
             yield
         except TypeError as error:
-            if not any(kind.__name__ in str(error) for kind in (StepList, StepDict)):
+            if not any(kind.__name__ in str(error) for kind in (StepList, StepDeque, StepDict)):
                 raise
             raise TypeError(
                 f"{error}: a step passes on a list or dict of the LightningModule that it also fills. Pass `list(...)` "
@@ -212,5 +245,5 @@ def _sizes_of(value: Any) -> tuple[int, ...]:
     """The length of a container, and of those inside of it."""
     if len(value) > _FEW:
         return (len(value),)
-    inside = value if isinstance(value, list) else value.values()
+    inside = value.values() if isinstance(value, dict) else value
     return (len(value), *(len(one) for one in inside if type(one) in _KINDS))

@@ -169,6 +169,21 @@ def _deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return new
 
 
+def _apply_of(original: type[nn.Module]) -> Callable[..., nn.Module]:
+    """What ``module.to(...)`` calls. Where it changes nothing it assigns nothing: `ShardedModel.check_installed`."""
+
+    def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        def changed(tensor: Tensor) -> Tensor:
+            new = fn(tensor)
+            if not (isinstance(tensor, DTensor) and isinstance(new, DTensor)) or new.dtype != tensor.dtype:
+                return new
+            return tensor if new._local_tensor.data_ptr() == tensor._local_tensor.data_ptr() else new
+
+        return original._apply(self, changed, recurse)
+
+    return _apply
+
+
 _Parameters = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
 # One subclass per original class and parameters, shared by all layers: a class of its own for every layer would make
@@ -196,6 +211,7 @@ def sharded_class(original: type[nn.Module], parameters: _Parameters) -> type[nn
             body[_RNN_WEIGHTS] = property(_rnn_weights, lambda self, value: None)
         if not hasattr(original, "__deepcopy__"):
             body["__deepcopy__"] = _deep_copy
+        body["_apply"] = _apply_of(original)
         name = label = f"Sharded{original.__name__}"
         if label in globals():
             label = f"{label}_{len(_classes)}"

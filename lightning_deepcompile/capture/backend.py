@@ -24,7 +24,12 @@ from lightning_deepcompile.capture.gradients import GradientSession
 from lightning_deepcompile.capture.graph_checks import check_graph
 from lightning_deepcompile.capture.inlining import computed_with, inline_blocks
 from lightning_deepcompile.capture.lookups import LookupExchange
-from lightning_deepcompile.capture.partition import count_saved_parameters, partition
+from lightning_deepcompile.capture.partition import (
+    count_saved_parameters,
+    hide_from_passes,
+    partition,
+    show_to_compiler,
+)
 from lightning_deepcompile.capture.sharding import ShardedModel
 from lightning_deepcompile.capture.templates import Instance, call_repeats, tracing_blocks
 from lightning_deepcompile.config import CompileConfig
@@ -261,7 +266,9 @@ class Capture:
         # Not earlier: AOTAutograd copies and prints its graphs, which a step of many blocks would wait for.
         inline_blocks(gm, frame.blocks)
         if kind == "inference":
+            hide_from_passes(gm)
             compat.inference_joint_passes(gm)
+            show_to_compiler(gm)
         elif kind == "forward":
             self.saved_parameters += count_saved_parameters(gm, frame.outputs)
             frame.saved = number_saved(gm, frame.outputs, frame.computed)

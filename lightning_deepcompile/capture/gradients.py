@@ -8,6 +8,7 @@ that come from elsewhere (autograd, for code that Dynamo did not compile; one th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -48,7 +49,11 @@ class GradientSession:
         self._stashed: dict[nn.Parameter, Tensor | None] = {}
         self._active = False
         self._discards = False  # what the pass under way computes of parameters: only others were asked for
+        self._watched: set[ShardedParameter] = set()
+        self._adopts = False  # at the end of the pass under way, which is not a step's
         self.update = True
+        for parameter in self._trainable():
+            self._watch(parameter)
 
     def begin(self) -> None:
         """Starts a backward pass, and asks autograd to call `finish` at its end. Does nothing if one has begun."""
@@ -76,7 +81,7 @@ class GradientSession:
         for replicated in self._stashed:
             replicated.grad = None
         self._runtime.start_backward([p.ds_id for p in reset], self.update)
-        self._active = True
+        self._active, self._adopts = True, False
 
     @torch.compiler.disable  # autograd calls it inside of a step; Dynamo would compile it for every parameter
     def finish(self) -> None:
@@ -122,6 +127,28 @@ class GradientSession:
                 self._merge(parameter, leaf.grad.narrow(0, 0, parameter.local.shape[0]))
                 leaf.grad = None
 
+    def _watch(self, parameter: ShardedParameter) -> None:
+        """Lets gradients of passes that begin outside of steps, of a module that a hook called, be adopted, too."""
+        if parameter in self._watched or not parameter.leaf.requires_grad:
+            return
+        self._watched.add(parameter)
+        reference = weakref.ref(self)  # autograd's hooks are out of the garbage collector's sight
+
+        @torch.compiler.disable
+        def adopt_later(_: Tensor) -> None:
+            session = reference()
+            if session is not None and not session._active and not session._adopts:
+                session._adopts = True
+                torch.autograd.Variable._execution_engine.queue_callback(session._adopt_late)
+
+        parameter.leaf.register_post_accumulate_grad_hook(adopt_later)
+
+    @torch.compiler.disable
+    def _adopt_late(self) -> None:
+        self._adopts = False
+        if not self._active:
+            self.adopt()
+
     def drop(self) -> None:
         """Sets every gradient to None and gives the buffers' memory back to the allocator."""
         self.forget([parameter.dtensor for parameter in self._trainable()])
@@ -164,6 +191,7 @@ class GradientSession:
                 self._add_buffer(parameter)
             parameter.leaf.requires_grad_(wanted)
             parameter.local.requires_grad_(wanted)
+            self._watch(parameter)
 
     def _add_buffer(self, parameter: ShardedParameter) -> None:
         buffer = GradBuffer(parameter.leaf.new_empty(parameter.layout.shard_numel))

@@ -18,10 +18,20 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lightning_deepcompile import compat
 from lightning_deepcompile.program.graph import is_gather, is_random, is_reduce, output_node
 
-__all__ = ["count_saved_parameters", "partition", "protect_written_inputs", "tag_gathers"]
+__all__ = [
+    "count_saved_parameters",
+    "hide_from_passes",
+    "partition",
+    "protect_written_inputs",
+    "separate_outputs",
+    "show_to_compiler",
+    "tag_gathers",
+]
 
 # One constant for all: the partitioner turns a tag into "must save" where two adjacent nodes carry rising numbers.
 _GRAPH_ID = 100_000
+
+_COPY = torch.ops.aten.clone.default
 
 # A product of parameters (a low-rank update) is worth its memory: what it costs to compute is not known here.
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution"})
@@ -53,7 +63,7 @@ def protect_written_inputs(gm: fx.GraphModule) -> None:
         readers = [user for user in written.users if user not in copies and user.op != "output"]
         if readers:
             with gm.graph.inserting_after(placeholders[-1]):
-                before = gm.graph.call_function(torch.ops.aten.clone.default, (written,))
+                before = gm.graph.call_function(_COPY, (written,))
             before.meta.update(val=torch.empty_like(written.meta["val"]), recompute=CheckpointPolicy.MUST_SAVE)
             for reader in readers:
                 reader.replace_input_with(written, before)
@@ -68,6 +78,29 @@ def count_saved_parameters(forward: fx.GraphModule, num_outputs: int) -> int:
     """
     derived = _of_parameters_alone(forward.graph)
     return sum(node in derived for node in output_node(forward.graph).args[0][num_outputs:])
+
+
+def separate_outputs(gm: fx.GraphModule, num_outputs: int) -> None:
+    """Lets every output be a tensor of its own.
+
+    Inductor's passes drop copies: of a loss and its detached copy one tensor is left, which requires no gradient, as
+    the copy does not.
+
+    Args:
+        gm: A forward graph after all passes.
+        num_outputs: How many of its outputs are not saved tensors.
+    """
+    output = output_node(gm.graph)
+    values = list(output.args[0])
+    seen: set[fx.Node] = set()
+    for index, value in enumerate(values[:num_outputs]):
+        if value in seen:
+            with gm.graph.inserting_before(output):
+                values[index] = gm.graph.call_function(_COPY, (value,))
+            values[index].meta.update(val=value.meta["val"].clone())
+        elif isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor):
+            seen.add(value)
+    output.args = (type(output.args[0])(values),)
 
 
 def _of_parameters_alone(graph: fx.Graph) -> set[fx.Node]:
@@ -110,15 +143,43 @@ def partition(
     Returns:
         Forward and backward graph.
     """
+    hide_from_passes(gm)
     parts = compat.partition(gm, joint_inputs, _prepare if checkpointed else _prepare_uncheckpointed, **kwargs)
     # PyTorch's backward graph would write its code at every change, and once more when AOTAutograd copies it.
     forward, backward = (compat.graph_module(part, part.graph) for part in parts)
     for part in (forward, backward):
         _show_randomness(part)
+    separate_outputs(forward, kwargs["num_fwd_outputs"])
     return forward, backward
 
 
+def hide_from_passes(gm: fx.GraphModule) -> None:
+    """Keeps Inductor's passes over whole graphs from what they do wrong, until `show_to_compiler`.
+
+    They fail where rows are picked by a random permutation (``x[torch.randperm(n)]``), and drop copies of inputs, as
+    if nobody could write to those before backward: a queue of keys is read, copied, by one graph, and written by the
+    next.
+
+    Args:
+        gm: A joint or an inference graph.
+    """
+    for node in gm.graph.nodes:
+        is_copy = node.target is _COPY and node.args[0].op == "placeholder"
+        if is_copy or node.target is torch.ops.aten.randperm.default:
+            node.target = _Hidden(node.target)
+            if is_copy:
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def show_to_compiler(gm: fx.GraphModule) -> None:
+    """Ends what `hide_from_passes` began."""
+    for node in gm.graph.nodes:
+        if type(node.target) is _Hidden:
+            node.target = node.target.operator
+
+
 def _prepare(gm: fx.GraphModule) -> None:
+    show_to_compiler(gm)
     tag_gathers(gm)
     protect_written_inputs(gm)
     _hide_randomness(gm)
@@ -131,8 +192,8 @@ def _prepare_uncheckpointed(gm: fx.GraphModule) -> None:
     _prepare(gm)
 
 
-class _Certain:
-    """Stands for an operator in calls of it that draw no random numbers."""
+class _Hidden:
+    """Stands for an operator that a pass shall not recognise."""
 
     def __init__(self, operator_: torch._ops.OpOverload) -> None:
         self.operator, self.overloadpacket = operator_, operator_.overloadpacket  # what the partitioner knows it by
@@ -142,8 +203,12 @@ class _Certain:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.operator(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Certain:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hidden:
         return self
+
+
+class _Certain(_Hidden):
+    """Stands for an operator in calls of it that draw no random numbers."""
 
 
 def _hide_randomness(gm: fx.GraphModule) -> None:

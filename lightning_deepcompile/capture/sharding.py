@@ -113,8 +113,10 @@ class ShardedModel:
     by_id: dict[int, ShardedParameter] = field(init=False)
     by_name: dict[str, ShardedParameter] = field(init=False)
     by_parameter: dict[Tensor, ShardedParameter] = field(init=False)
+    _storages: list[torch.UntypedStorage] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._storages = [parameter.dtensor.untyped_storage() for parameter in self.parameters]
         self.by_id = {parameter.ds_id: parameter for parameter in self.parameters}
         self.by_name = {parameter.name: parameter for parameter in self.parameters}
         self.by_parameter = {parameter.dtensor: parameter for parameter in self.parameters}
@@ -127,6 +129,29 @@ class ShardedModel:
         """
         known = {*self.by_parameter, *self.replicated}
         return set(module.parameters()) == known and all(p.in_place for p in self.parameters)
+
+    def check_installed(self) -> None:
+        """Looks, before a step, whether modules still hold the shards that steps read.
+
+        Raises:
+            RuntimeError: If not: PyTorch gives a DTensor other storage when its ``.data`` is assigned, and leaves its
+                values as they are.
+        """
+        for parameter, storage in zip(self.parameters, self._storages, strict=True):
+            tensor = parameter.dtensor
+            for owner in parameter.owners:
+                if owner.module._parameters.get(owner.name) is not tensor:
+                    raise RuntimeError(
+                        f"The parameter {owner.fqn!r} was replaced by another tensor since the module was sharded: "
+                        "steps know nothing of it. Replace parameters before `trainer.fit`, in `setup` or in "
+                        "`configure_model`; change their values in place, by `parameter.data.copy_(...)`."
+                    )
+            if tensor.untyped_storage() is not storage:
+                raise RuntimeError(
+                    f"`parameter.data = ...` was assigned to {parameter.name!r}, or the module was moved. Parameters "
+                    "are sharded, and steps would read the values that were there before. Change them in place, by "
+                    "`parameter.data.copy_(...)` (or `mul_`, `lerp_`, `clamp_`)."
+                )
 
     @contextlib.contextmanager
     def whole(self, module: nn.Module, *, writeback: bool) -> Iterator[None]:

@@ -61,7 +61,7 @@ def _merge_reductions(graph: fx.Graph) -> None:
         left, right = node.args
         if not (isinstance(left, fx.Node) and isinstance(right, fx.Node) and is_reduce(left) and is_reduce(right)):
             continue
-        if left.args[1:] != right.args[1:] or len(left.users) > 1 or len(right.users) > 1 or left is right:
+        if left.args[1:] != right.args[1:]:
             continue
         grads = (left.args[0], right.args[0])
         values = [grad.meta["val"] for grad in grads]
@@ -73,8 +73,10 @@ def _merge_reductions(graph: fx.Graph) -> None:
             merged = graph.call_function(left.target, (total, *left.args[1:]))
             merged.meta.update(left.meta)
         node.replace_all_uses_with(merged)
-        for dead in (node, left, right):
-            graph.erase_node(dead)
+        graph.erase_node(node)
+        for reduction in dict.fromkeys((left, right)):  # equal gradients are one node, perhaps of several sums
+            if not reduction.users:
+                graph.erase_node(reduction)
 
 
 def _make_gradients_contiguous(graph: fx.Graph) -> None:
