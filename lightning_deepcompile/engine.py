@@ -23,7 +23,7 @@ from lightning_deepcompile.capture.access import uninstall_access
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.capture.checks import check_module, check_same_model
 from lightning_deepcompile.capture.gradients import GradientSession
-from lightning_deepcompile.capture.graph_checks import UnsupportedStepError, ungathered_message
+from lightning_deepcompile.capture.graph_checks import UnsupportedStepError, explain
 from lightning_deepcompile.capture.lookups import exchange_lookups
 from lightning_deepcompile.capture.ranks import Ranks
 from lightning_deepcompile.capture.sharding import shard_module
@@ -205,9 +205,9 @@ class Engine:
                 raise error.inner_exception from None
             raise
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" in str(error):
-                raise UnsupportedStepError(ungathered_message()) from error
-            raise
+            if (explained := explain(error)) is None:
+                raise
+            raise explained from error
 
     def _begin_training_step(self) -> None:
         self.tuner.begin_micro_batch()
@@ -288,9 +288,11 @@ class Engine:
         try:
             with self.model.state.set("inside"):  # eager code under activation checkpointing runs, and gathers, again
                 result = run()
-        except BaseException:
+        except BaseException as error:
             self.gradients.abandon()
-            raise
+            if (explained := explain(error)) is None:
+                raise
+            raise explained from error
         self.gradients.finish()
         self._opening.after_backward(last=self.gradients.update)
         self._last_step = {key: value - self._opening.before.get(key, 0) for key, value in self.runtime.stats().items()}

@@ -209,6 +209,7 @@ def sharded_class(original: type[nn.Module], parameters: _Parameters) -> type[nn
             body[compat.INNER_CALL] = _call_property()
         if issubclass(original, nn.RNNBase):
             body[_RNN_WEIGHTS] = property(_rnn_weights, lambda self, value: None)
+            body["_update_flat_weights"] = lambda self: None  # outside of graphs it would gather each weight again
         if not hasattr(original, "__deepcopy__"):
             body["__deepcopy__"] = _deep_copy
         body["_apply"] = _apply_of(original)

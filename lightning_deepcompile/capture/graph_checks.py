@@ -19,7 +19,7 @@ from lightning_deepcompile.capture.dynamo_graph import (
     name_of,
 )
 
-__all__ = ["UnsupportedStepError", "check_graph", "ungathered_message"]
+__all__ = ["UnsupportedStepError", "check_graph", "explain"]
 
 # Methods that end in an underscore, and write to no memory.
 _HARMLESS = frozenset({"requires_grad_", "and_", "or_"})
@@ -55,20 +55,34 @@ def check_graph(
                 "it (`self.layer.weight`) rather than through another reference, and register what is to be trained."
             )
     if any(isinstance(value, DTensor) for value in example_inputs):
-        raise UnsupportedStepError(ungathered_message())
+        raise UnsupportedStepError(_UNGATHERED)
     _check_writes(gm, {}, names)
 
 
-def ungathered_message() -> str:
-    """What to say of a step that takes its parameters from ``self.parameters()`` rather than from their modules."""
-    return (
-        "The step reads parameters through `parameters()`, `named_parameters()` or `_parameters`. Under "
-        "DeepCompileStrategy that gives this rank's shards; only an attribute of the module that owns it "
-        "(`self.layer.weight`) gives the whole parameter, with its gradient. Read it that way, use the optimizer's "
-        "`weight_decay` for a penalty on all weights and `self.clip_gradients` to clip, or move the code to a hook "
-        "outside of the step, such as `on_train_batch_end` (for an average of weights, say), where it can work on the "
-        "shards."
-    )
+_UNGATHERED = (
+    "The step reads parameters through `parameters()`, `named_parameters()` or `_parameters`. Under "
+    "DeepCompileStrategy that gives this rank's shards; only an attribute of the module that owns it "
+    "(`self.layer.weight`) gives the whole parameter, with its gradient. Read it that way, use the optimizer's "
+    "`weight_decay` for a penalty on all weights and `self.clip_gradients` to clip, or move the code to a hook "
+    "outside of the step, such as `on_train_batch_end` (for an average of weights, say), where it can work on the "
+    "shards. Or it calls a copy (`copy.deepcopy`) that was made of a sharded module, which has shards only: copy "
+    "modules in `setup` or before, or inside of `trainer.strategy.full_parameters()`."
+)
+_TWICE = (
+    "The step differentiates a gradient (`torch.autograd.grad(..., create_graph=True)`), for which PyTorch compiles no "
+    "graph. Compute the inner gradient by a function: `torch.func.grad`, `torch.func.jacrev` or `torch.func.vjp` of "
+    "the module's call, inside of the step."
+)
+_EXPLANATIONS = {
+    "mixed torch.Tensor and DTensor": _UNGATHERED,
+    "does not currently support double backward": _TWICE,
+}
+
+
+def explain(error: BaseException) -> UnsupportedStepError | None:
+    """What to raise for an error of PyTorch's that does not say what to do; None if nothing is known of it."""
+    known = _EXPLANATIONS.items() if isinstance(error, RuntimeError) else ()
+    return next((UnsupportedStepError(text) for part, text in known if part in str(error)), None)
 
 
 def _check_writes(gm: fx.GraphModule, inherited: Mapping[fx.Node, str], names: Mapping[int, str]) -> None:
