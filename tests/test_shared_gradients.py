@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from multiprocess import run_ranks
 from test_handover import trainer_of
 from test_step_containers import ours
 from torch import Tensor, nn
@@ -131,10 +133,12 @@ class Mixed(Base):
         return super().loss(self.frozen(x.bfloat16()).double())
 
 
-def _run(build: type[Base], strategy: Any) -> Base:
+def _run(build: type[Base], strategy: Any, size: int = 2) -> Base:
+    """Trains with eight batches, of which each of several ranks has its part."""
     torch.manual_seed(5)
-    module, batches = build(), torch.randn(16, 6)
-    trainer_of(strategy).fit(module, DataLoader(batches, 2), DataLoader(batches[:2], 2))
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    module, batches = build(), torch.randn(8, world, size, 6)[:, rank].reshape(-1, 6)
+    trainer_of(strategy).fit(module, DataLoader(batches, size), DataLoader(batches[:size], size))
     return module
 
 
@@ -145,6 +149,19 @@ def test_trains_as_without_compilation(build: type[Base]) -> None:
     metrics, known = module.trainer.callback_metrics, expected.trainer.callback_metrics
     torch.testing.assert_close(metrics, known, rtol=1e-5, atol=1e-6, check_dtype=False)
     assert [p.dtype for p in module.parameters()] == [p.dtype for p in expected.parameters()]
+
+
+SHARED = (UsedTwice, LogsACopy, Measures, BackwardInHooks)
+
+
+def _losses() -> list[tuple[float, ...]]:
+    return [_run(build, ours()).losses for build in SHARED]
+
+
+def test_two_ranks_train_as_one() -> None:
+    losses = torch.tensor(run_ranks(_losses, 2)).mean(0)
+    expected = [_run(build, "auto", size=4).losses for build in SHARED]
+    torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
 class Assigns(Base):
