@@ -207,7 +207,7 @@ class StepContainers:
         try:
             yield
         except TypeError as error:
-            if not any(kind.__name__ in str(error) for kind in (StepList, StepDeque, StepDict)):
+            if not any(kind.__name__ in str(error) for kind in _KINDS.values()):
                 raise
             raise TypeError(
                 f"{error}: a step passes on a list or dict of the LightningModule that it also fills. Pass `list(...)` "
