@@ -54,11 +54,14 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` where there are not two GPUs, and says so."""
-    missing = pytest.mark.skip(reason=f"needs 2 GPUs, found {torch.cuda.device_count()}")
+    """Skips tests marked `gpu` where there are fewer GPUs than they need (two, if they do not say), and says so."""
+    found = torch.cuda.device_count()
     for item in items:
-        if item.get_closest_marker("gpu") and torch.cuda.device_count() < 2:
-            item.add_marker(missing)
+        if (marker := item.get_closest_marker("gpu")) is None:
+            continue
+        needed = marker.args[0] if marker.args else 2
+        if found < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, found {found}"))
 
 
 def pytest_collection_finish() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from multiprocess import join, run_ranks
+from multiprocess import GPUS, join, run_ranks
 from torch import Tensor
 
 # Rows that worlds of 2 and 3 do and do not divide, fewer rows than ranks, no dimension at all.
@@ -125,9 +125,9 @@ def test_every_policy_gives_the_unsharded_gradients(world: int) -> None:
     run_ranks(_policies, world, "cpu")
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(1)
 def test_every_policy_gives_the_unsharded_gradients_on_gpus() -> None:
-    run_ranks(_policies, 2, "cuda")
+    run_ranks(_policies, GPUS, "cuda")
 
 
 def _residency() -> None:

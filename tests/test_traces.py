@@ -14,7 +14,7 @@ import cases
 import lightning.pytorch as pl
 import pytest
 import torch
-from multiprocess import run_ranks
+from multiprocess import GPUS, run_ranks
 from torch import Tensor, nn
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
@@ -280,9 +280,9 @@ def test_mixed_precision_and_accumulation(tmp_path: Path) -> None:
     assert_same(warm, plain)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(1)
 def test_on_gpus(tmp_path: Path) -> None:
-    options = {"world_size": 2, "accelerator": "gpu", "precision": "bf16-mixed"}
+    options = {"world_size": GPUS, "accelerator": "gpu", "precision": "bf16-mixed"}
     cold, warm, plain = (train(folder, **options) for folder in (tmp_path, tmp_path, None))
     for first, second, without in zip(cold, warm, plain, strict=True):
         assert "was read from" in second.log and second.graphs == 0, (first.log, second.log)
