@@ -31,7 +31,8 @@ def pass_schedule(config: CompileConfig, stage: int, shards: int) -> list[PassEn
     decides = False
     if schedule is None or schedule == "auto":
         schedule = list(DEFAULT_SCHEDULE)
-        nothing_travels = shards == 1 and config.offload_activations == "none"
+        # One rank has nothing to wait for, but a budget is held to.
+        nothing_travels = shards == 1 and config.offload_activations == "none" and config.memory_budget is None
         nothing_to_plan = nothing_travels or stage != 3  # there parameters stay whole anyway
         decides = nothing_to_plan and stage == 3 and config.schedule == "auto" and config.recompute == "auto"
         if nothing_to_plan or config.schedule is None:

@@ -39,6 +39,7 @@ def _train_nccl(region_backend: str) -> dict[Any, Record]:
             DeepCompileStrategy(stage=run[3], timeout=LIMIT, compile=CompileConfig(region_backend=region_backend)),
             world_size=GPUS,
             rank=int(os.environ["RANK"]),
+            data_world=2,
             optimizer=run[1],
             accumulate=run[2],
             inspect=_summary,
@@ -54,7 +55,7 @@ def test_nccl_equals_one_gpu(region_backend: str) -> None:
     for run in RUNS:
         case, optimizer, accumulate, _ = run
         expected = train(
-            CASES[case], "auto", world_size=1, rank=0, data_world=GPUS, optimizer=optimizer, accumulate=accumulate,
+            CASES[case], "auto", world_size=1, rank=0, data_world=2, optimizer=optimizer, accumulate=accumulate,
             accelerator="gpu",
         )  # fmt: skip
         for results in sharded:
@@ -217,7 +218,8 @@ def _planned() -> tuple[list[Any], list[float], Any]:
     results = []
     for schedule in ("auto", None):
         torch.manual_seed(0)
-        module, strategy = Curve(), DeepCompileStrategy(timeout=LIMIT, compile=CompileConfig(schedule=schedule))
+        config = CompileConfig(schedule=schedule, memory_budget=0.8)  # without one, a single rank plans nothing
+        module, strategy = Curve(), DeepCompileStrategy(timeout=LIMIT, compile=config)
         _fit(module, strategy, _batches(int(os.environ["RANK"])))
         results.append((strategy.report(), torch.stack(module.losses).tolist(), strategy.profile()))
     (rounds, losses, profile), (_, plain, _) = results

@@ -243,8 +243,10 @@ def test_a_larger_batch_than_planned_for_goes_to_the_host(mesh: DeviceMesh, sche
     assert moved[0] == [0, 0] and moved[1][0] == 0 < moved[1][1]
 
 
-def test_a_budget_below_everything_states_the_least(mesh: DeviceMesh) -> None:
-    engine = make_engine(mesh, offload_activations="auto", memory_budget=40_000)
+@pytest.mark.parametrize("mode", ["none", "auto"])
+def test_a_budget_below_everything_states_the_least(mesh: DeviceMesh, mode: str) -> None:
+    """One rank holds to it, too, although it waits for no gather."""
+    engine = make_engine(mesh, offload_activations=mode, memory_budget=40_000)
     optimizer = sgd(engine)
     with pytest.raises(MemoryBudgetError, match="need [0-9]+ .* even with one block gathered at a time"):
         for _ in range(6):

@@ -204,10 +204,13 @@ def _alone(folder: Path) -> None:
     assert again.losses == plain.losses and again.kept == [LAYERS] * 16 + [0] * 20
     assert [done.outcome for done in trainer.strategy.report()] == ["leaner"]
     assert json.loads(path.read_text())["uncheckpointed"] == 0
-    # There is no memory for any: nothing changes, nor is it planned.
-    tight, _, trainer = _fit(8, passes=None, recompute="auto", memory_budget=anew.passes[0].peak_bytes + 1)
-    assert tight.kept == [0] * 8 and trainer.strategy.report() == []
-    assert all("[lower -> zero3 -> prefetch]" in text for text in trainer.strategy.programs().values())
+    # There is no memory for any: they stay, and what is planned is within the budget.
+    budget = anew.passes[0].peak_bytes + 1
+    tight, _, trainer = _fit(8, passes=None, recompute="auto", memory_budget=budget)
+    assert tight.kept == [0] * 8
+    (planned,) = trainer.strategy.report()
+    assert planned.passes[-1].peak_bytes <= budget, str(planned)
+    assert not any("uncheckpointed" in text for text in trainer.strategy.programs().values())
 
 
 def test_one_rank_decides_it_too(tmp_path: Path) -> None:
