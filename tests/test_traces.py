@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.traces import store
+from lightning_deepcompile.traces.fingerprint import Fingerprints
 from lightning_deepcompile.traces.store import TraceFile
 
 
@@ -228,6 +229,28 @@ def test_what_changed_is_traced_anew(kept: Path, change: str, tmp_path: Path) ->
     (again,) = train(folder, change=change)
     assert again.graphs == (1 if "No trace of `training_step` is kept" in run.log else 0), again.log
     assert_same(again, plain)
+
+
+SOURCE = """
+class One:
+    scale = 2
+    def forward(self, x):
+        self.seen = x
+        return x * self.scale
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [("# A comment." + SOURCE, True), (SOURCE.replace("2", "3"), False), (SOURCE + "    a = 1", False)],
+)
+def test_lines_and_comments_are_no_part_of_a_class(change: str, same: bool) -> None:
+    def fingerprint(source: str) -> str:
+        names: dict[str, Any] = {"__name__": "users"}
+        exec(compile(source, "users.py", "exec"), names)
+        return Fingerprints().kind(names["One"])
+
+    assert (fingerprint("\n\n" + change) == fingerprint(SOURCE)) == same
 
 
 @pytest.mark.parametrize("options", [{"data_world": 2}, {"precision": "bf16-mixed"}, {"precision": "bf16-true"}])

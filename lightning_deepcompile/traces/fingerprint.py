@@ -33,7 +33,16 @@ _BUILTIN = (
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
 )
-_VARIES = {"__dict__", "__weakref__", "__doc__", "__annotations__", "__abstractmethods__", "_abc_impl", "__module__"}
+_VARIES = {
+    "__dict__",
+    "__weakref__",
+    "__doc__",
+    "__annotations__",
+    "__abstractmethods__",
+    "_abc_impl",
+    "__module__",
+    "__firstlineno__",  # since Python 3.13; a comment above moves it, and lines of functions do not count either
+}
 _BY_ADDRESS = re.compile(r".*_\d+_c\d+")
 _CODE = "co_code", "co_names", "co_varnames", "co_cellvars", "co_freevars", "co_flags", "co_exceptiontable"
 
