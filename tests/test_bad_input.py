@@ -83,6 +83,11 @@ def _hidden() -> nn.Module:
         (nn.Module, ValueError, "no parameters"),
         (lambda: _Holder(nn.Parameter(torch.ones(2, dtype=torch.complex64))), ValueError, "'weight' is complex"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), ValueError, "lazy"),
+        (
+            lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)),
+            ValueError,
+            "Embedding '0'.*sparse=True.*sparse=False",
+        ),
         (_hidden, ValueError, "attribute 'kept'"),
     ],
 )

@@ -22,7 +22,8 @@ def check_module(module: nn.Module, ours: Set[nn.Parameter] = frozenset()) -> No
         ours: Parameters that are DTensors because this strategy has sharded them before.
 
     Raises:
-        ValueError: For a model without parameters, or with complex or uninitialised ones, or such that have hooks.
+        ValueError: For a model without parameters, or with complex or uninitialised ones, or such that have hooks, or
+            will have sparse gradients.
         TypeError: For a model that FSDP, `fully_shard` or tensor parallelism already distributes.
     """
     for path, child in module.named_modules():
@@ -31,6 +32,12 @@ def check_module(module: nn.Module, ours: Set[nn.Parameter] = frozenset()) -> No
             raise TypeError(
                 f"The module {path or 'itself'!r} ({type(child).__name__}) is already distributed by FSDP or DDP. "
                 "DeepCompileStrategy shards the model itself: remove the wrapping (`FSDP(...)`, `fully_shard(...)`)."
+            )
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
+            raise ValueError(
+                f"{type(child).__name__} {path!r} was made with sparse=True: its gradient would be sparse, which "
+                "cannot be reduced to shards. Use sparse=False, with SGD or Adam in place of SparseAdam; only the rows "
+                "that a batch looks up travel where CompileConfig(embedding=...) exchanges them."
             )
     parameters = collect_parameters(module)
     for parameter, owners in parameters.items():
