@@ -5,6 +5,9 @@ into those: they belong to the host. Each loss between them is still one graph, 
 
 A metric that is called keeps its state in lists and attributes, which it takes apart and puts back in every call: as
 part of a graph some results are wrong (``MeanMetric()(loss)``), and each metric is compiled by itself many times.
+
+``self.all_gather`` is PyTorch's differentiable one, which refuses to be compiled: Dynamo would leave
+out the whole step.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ class HostOptimizer(LightningOptimizer):
 
 
 class HostCalls:
-    """Keeps calls of optimizers and metrics out of a LightningModule's graphs.
+    """Keeps calls of optimizers and metrics, and of ``self.all_gather``, out of a LightningModule's graphs.
 
     One per module, as Dynamo guards on functions.
 
@@ -56,14 +59,18 @@ class HostCalls:
         self._module = module
         self._calls = {name: _untraced(getattr(module, name)) for name in _CALLS}
         self._calls |= {name: _untraced(getattr(module, name), after_toggle) for name in _TOGGLES}
-        self._metrics: list[tuple[nn.Module, dict[str, Callable[..., Any]]]]
-        metrics = [child for child in module.modules() if isinstance(child, Metric | MetricCollection)]
-        self._metrics = [(m, {name: _untraced(getattr(m, name)) for name in _METRIC_CALLS}) for m in metrics]
+        # Under automatic optimization, too; of the modules inside.
+        self._others: list[tuple[nn.Module, dict[str, Callable[..., Any]]]] = []
+        for child in module.modules():
+            if isinstance(child, Metric | MetricCollection):
+                self._others.append((child, {name: _untraced(getattr(child, name)) for name in _METRIC_CALLS}))
+            elif isinstance(child, pl.LightningModule):
+                self._others.append((child, {"all_gather": _untraced(child.all_gather)}))
 
     @contextlib.contextmanager
     def outside_graphs(self) -> Iterator[None]:
-        """For the duration of a step; under automatic optimization for metrics alone."""
-        places = self._metrics if self._module.automatic_optimization else [(self._module, self._calls), *self._metrics]
+        """For the duration of a step; those of optimizers under manual optimization."""
+        places = self._others if self._module.automatic_optimization else [(self._module, self._calls), *self._others]
         before = [{name: vars(owner)[name] for name in calls if name in vars(owner)} for owner, calls in places]
         for owner, calls in places:
             vars(owner).update(calls)

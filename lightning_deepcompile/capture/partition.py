@@ -164,11 +164,21 @@ def hide_from_passes(gm: fx.GraphModule) -> None:
         gm: A joint or an inference graph.
     """
     for node in gm.graph.nodes:
-        is_copy = node.target is _COPY and node.args[0].op == "placeholder"
+        is_copy = node.target is _COPY and _viewed(node.args[0]).op == "placeholder"
         if is_copy or node.target is torch.ops.aten.randperm.default:
             node.target = _Hidden(node.target)
             if is_copy:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """What `node` is a view of, of views of views; itself if it is none."""
+    while isinstance(node.target, torch._ops.OpOverload):
+        returns = node.target._schema.returns
+        if node.target._schema.is_mutable or not returns or returns[0].alias_info is None:
+            break
+        node = node.args[0]
+    return node
 
 
 def show_to_compiler(gm: fx.GraphModule) -> None:
