@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_deepcompile import compat
+from lightning_deepcompile import compat, compat_reading
 
 __all__ = ["StepState", "install_access", "sharded_class", "step_states", "uninstall_access"]
 
@@ -55,6 +55,7 @@ class StepState:
     def __reduce__(self) -> tuple[Any, ...]:
         return StepState, ()  # in another process nothing runs the modules
 
+    @torch.compiler.disable  # else Dynamo compiles it, and what it calls, for whoever reads a parameter
     def check_uncompiled(self, ds_id: int, name: str) -> None:
         """Says, once per parameter, that it is gathered outside of any program, and which line of whose code does it.
 
@@ -101,17 +102,22 @@ class StepState:
 def _parameter_property(name: str, size: tuple[int, ...], dtype: torch.dtype) -> property:
     leaf_name, id_name = _LEAF.format(name), _ID.format(name)
     is_compiling, gather = torch.compiler.is_compiling, torch.ops.dc.gather  # the tracer looks each name up anew
+    at_compile_time, put_in_place = compat_reading.comptime, compat_reading.put_in_place
 
     @compat.never_a_frame
     def read(self: nn.Module) -> Tensor:
         # Compiled code always gathers: the tracer takes this branch as a constant, without a guard.
         if is_compiling():
+            other, key = None, name  # noqa: F841 - for `put_in_place`
+            at_compile_time(put_in_place)
+            if other is not None:
+                return other
             return gather(getattr(self, leaf_name), int(getattr(self, id_name)), size, dtype)
         # Eager code outside of a step and of the module's own call gets the shard: reading an attribute must never
         # start a collective that other ranks know nothing of.
-        state = self.__dict__[_STATE]
-        if state.whole or not (state.inside or state.calling):
-            return self._parameters[name]
+        state, own = self.__dict__[_STATE], self._parameters[name]
+        if state.whole or not (state.inside or state.calling) or not isinstance(own, DTensor):
+            return own  # a tensor that `torch.func.functional_call` has put there, too
         leaf, ds_id = getattr(self, leaf_name), int(getattr(self, id_name))
         if state.inside:
             state.check_uncompiled(ds_id, name)
