@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.agreement import Agreement
 from lightning_deepcompile.capture.access import uninstall_access
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.capture.checks import check_module, check_same_model
@@ -39,6 +38,7 @@ from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.opening import StepOpening
 from lightning_deepcompile.optimizers import LocalShards, check_optimizer
+from lightning_deepcompile.paths import Agreement
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.program.printer import format_program
@@ -133,8 +133,9 @@ class Engine:
         store = compat.store()
         # Engines are made in the same order on all ranks; a number of its own keeps one's keys from another's.
         number = store.add(f"lightning_deepcompile/engines/{dist.get_rank()}", 1)
-        prefix = f"lightning_deepcompile/engine{number}"
-        agreement = Agreement(store, dist.get_rank(group), ranks.world_size, timeout, prefix)
+        meeting = (store, dist.get_rank(group), ranks.world_size, timeout, f"lightning_deepcompile/engine{number}")
+        agreement = self._agreement = Agreement(*meeting, self.host_group, self.model.names)
+        self.model.state.check_read = compat.held_weakly(agreement.check_read)
         self._leaving = ActivationOffload(config, self.model, device, stage, host_bytes)
         relief = Relief(self.runtime, device, dist.get_rank(group))
         divides = config.communication_sms and device.type == "cuda"
@@ -152,12 +153,11 @@ class Engine:
             divider=divider,
         )
         self._backend = compat.held_weakly(self.capture.__call__)
-        watch = ShortageWatch(store, dist.get_rank(group), ranks.world_size, timeout, prefix)
         self.residency: Residency | None = None
         if config.offload != "none":
             self.residency = Residency(config, self.model, self.runtime, group, device, host_bytes)
         trade = StateTrade(self.residency, self._hosted.describe)
-        self.tuner = Tuner(self.capture, self.runtime, group, device, relief, watch, trade)
+        self.tuner = Tuner(self.capture, self.runtime, group, device, relief, ShortageWatch(*meeting), trade)
         if config.offload_activations != "none":
             states = self.residency
             self.tuner.host_room = lambda: host_bytes - (0 if states is None else states.host_bytes)
@@ -189,6 +189,7 @@ class Engine:
         """
         if not self.model.state.whole:
             self.model.check_installed()
+        self._agreement.begin(name)
         if name == "training_step":
             self._begin_training_step()
         else:
@@ -263,6 +264,7 @@ class Engine:
             optimizer: One that was attached, or any other.
             follows: Whether `finish_step` comes next: then gathers may be launched inside.
         """
+        self._agreement.passed()
         self._opening.follows = follows
         try:
             yield
@@ -281,6 +283,7 @@ class Engine:
         Args:
             run: Runs the pass.
         """
+        self._agreement.passed()
         self.tuner.begin_backward(self.gradients.update)
         if self.residency is not None:
             self.runtime.release_states()  # what the forward pass did not wait for
@@ -385,9 +388,10 @@ class Engine:
 
     def close(self) -> None:
         """Frees communicators and buffers, on all ranks together; the module cannot run afterwards."""
-        if not self.ended:  # else there are no peers to wait for
+        if not self.ended:  # else no peers are there
             self.runtime.close()
         self.ended = True
+        self._agreement.close()
         self._retire()
 
 

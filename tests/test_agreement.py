@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from lightning_deepcompile import agreement
-from lightning_deepcompile.agreement import Agreement, ProgramMismatchError
+from lightning_deepcompile.paths import Agreement, ProgramMismatchError
 
 
 @dataclass
@@ -20,15 +20,12 @@ class Program:
     name: str
     sequence: list[tuple[str, tuple[int, ...]]]
     kind: str = "forward"
-    params: dict[int, object] | None = None
 
-    def __post_init__(self) -> None:
-        self.params = self.params or {}
-
-
-@pytest.fixture(autouse=True)
-def sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "collective_sequence", lambda program: program.sequence)
+    @property
+    def signature(self) -> str:
+        return "\n".join(
+            [f"{self.kind} program", *(f"{kind} {ids}" for kind, ids in self.sequence)][: 99 * len(self.sequence)]
+        )
 
 
 def ranks(count: int, timeout: float) -> list[Agreement]:
@@ -57,8 +54,10 @@ def check_together(members: list[Agreement], programs: list[Program]) -> list[Ba
 def test_equal_programs_agree_and_need_no_second_round() -> None:
     members = ranks(3, 20)
     program = Program("frame0.forward", [("gather", (1, 2)), ("release", (1, 2))])
-    assert check_together(members, [program] * 3) == [None] * 3
+    for _ in range(3):
+        assert _go(members, [program], [program], [program]) == [None] * 3
     # One rank alone meets a new shape whose program communicates alike: it need not wait for anybody.
+    members[1].begin("training_step")
     members[1].check(Program("frame1.forward", program.sequence))  # type: ignore[arg-type]
 
 
@@ -102,3 +101,53 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 def test_programs_without_collectives_and_single_ranks_do_not_wait() -> None:
     ranks(2, 20)[0].check(Program("frame0.forward", []))  # type: ignore[arg-type]
     ranks(1, 20)[0].check(Program("frame0.forward", [("gather", (1,))]))  # type: ignore[arg-type]
+
+
+def _go(members: list[Agreement], *paths: list[Program]) -> list[BaseException | None]:
+    """Every member runs a step of its own programs, in a thread of its own."""
+    errors: list[BaseException | None] = [None] * len(members)
+
+    def run(rank: int) -> None:
+        try:
+            members[rank].begin("training_step")
+            for program in paths[rank]:
+                members[rank].check(program)  # type: ignore[arg-type]
+            members[rank].passed()
+        except Exception as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(members))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return errors
+
+
+FIRST, LEFT, RIGHT = (Program(name, [("gather", (number,))]) for number, name in enumerate(("first", "left", "right")))
+
+
+def test_paths_that_all_have_taken_before_are_compared_where_they_part() -> None:
+    members = ranks(2, 60)
+    for path in ([FIRST, LEFT], [FIRST, RIGHT], [FIRST, RIGHT], [FIRST, LEFT]):
+        assert _go(members, path, path) == [None] * 2
+    errors = _go(members, [FIRST, LEFT], [FIRST, RIGHT])
+    for rank, error in enumerate(errors):
+        assert isinstance(error, ProgramMismatchError)
+        assert f"`gather {rank + 1}` on rank {rank}" in str(error)
+
+
+@pytest.mark.parametrize("paths", [([FIRST, LEFT], [FIRST, RIGHT]), ([FIRST], [FIRST, LEFT]), ([FIRST, LEFT], [FIRST])])
+def test_a_rank_learns_that_the_others_have_gone_on_as_usual(paths: tuple[list[Program], list[Program]]) -> None:
+    """They are inside of a collective by then, and wait for this one."""
+    members = ranks(2, 60)
+    for _ in range(3):
+        assert _go(members, paths[0], paths[0]) == [None] * 2
+    started = time.monotonic()
+    errors = _go(members, *paths)
+    if paths[1] == [FIRST]:  # the one that has come to the end sooner finds out in its next step
+        assert errors == [None] * 2
+        errors[1] = _go(members[1:], [FIRST])[0]
+    assert isinstance(errors[1], ProgramMismatchError) and errors[0] is None
+    assert "First difference" in str(errors[1])
+    assert time.monotonic() - started < 30, "not when the timeout is over"

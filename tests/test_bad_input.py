@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[type[Base], str]] = {
     "LBFGS": (_Lbfgs, "LBFGS"),
     "foreign parameters": (_Foreign, "configure_optimizers"),
     "returns None": (_ReturnsNone, "None"),
-    "different paths": (_RankDependentPath, "different programs"),
+    "different paths": (_RankDependentPath, "would go on differently"),
     "different plans": (_RankDependentPlan, "`keep head.weight, head.bias`"),
     "recompiles without end": (_Counter, "recompile_limit"),
     "writes to a weight": (_WritesToWeight, "writes to the parameter 'head.weight'"),
@@ -235,6 +235,52 @@ def test_refusals_reach_every_rank() -> None:
             text, seconds = errors[name]
             assert message in text, f"rank {rank}, {name!r}: {text}"
             assert seconds < 100, f"rank {rank} needed {seconds:.0f} s to refuse {name!r}"
+
+
+class _Parting(Mlp):
+    """Takes one of two layers of one size in turn; in one step its ranks take different ones."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.turn = (batch_idx + (int(os.environ["RANK"]) if batch_idx == 4 else 0)) % 2
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.scale + self.one_row
+        return self.head(x + (self.layers[0](x) if self.turn else self.layers[1](x)))
+
+
+class _PartingUncompiled(_Parting):
+    """Does so in code that is not compiled."""
+
+    logits = torch.compiler.disable(_Parting.logits)
+
+
+class _PartingAlone(_Parting):
+    """One rank takes what none has taken before, and the others are inside of a collective when it comes there."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.turn = int(batch_idx == 2 and os.environ["RANK"] == "1")
+
+
+def _parts(build: type[Base]) -> tuple[str, float]:
+    start = time.monotonic()
+    config = CompileConfig(region_backend="eager", schedule=None, early_gathers=False)
+    try:
+        train(build, DeepCompileStrategy(compile=config), world_size=2, rank=int(os.environ["RANK"]), steps=6)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "", 0.0
+
+
+@pytest.mark.parametrize("build", [_Parting, _PartingUncompiled, _PartingAlone])
+def test_ranks_that_part_do_not_mix_up_what_they_gather(build: type[Base]) -> None:
+    """Both ways are known to all ranks, and communicate as many bytes."""
+    results = run_ranks(_parts, 2, build)
+    for rank, (text, seconds) in enumerate(results):
+        if rank == 0 and build is _PartingAlone:
+            assert "Connection closed by peer" in text  # its program runs when the other's error ends it
+        else:
+            assert "ProgramMismatchError" in text and "layers.0" in text and "layers.1" in text, text
+        assert seconds < 60
 
 
 def _integers() -> tuple[list[float], list[int]]:

@@ -42,13 +42,15 @@ class StepState:
         inside: True while the strategy runs a training, validation, test or predict step: gather, for its arithmetic.
         calling: True while a module that a user called outside of a step runs: gather, as it is stored.
         whole: True while whole parameters are in place of the shards: nothing is gathered.
+        check_read: Called with the id of a parameter that uncompiled code in a step is about to gather.
         keeper: What runs the modules, which thereby lives as long as they do; None if whoever made it keeps it.
     """
 
-    __slots__ = ("_warned", "calling", "inside", "keeper", "whole")
+    __slots__ = ("_warned", "calling", "check_read", "inside", "keeper", "whole")
 
     def __init__(self) -> None:
         self.keeper: Any = None
+        self.check_read: Callable[[int], None] | None = None
         self.inside = self.calling = self.whole = False
         self._warned: set[int] = set()
 
@@ -76,6 +78,8 @@ class StepState:
                 "out of the step or pass it as a tensor; or raise CompileConfig(recompile_limit=...) if there are that "
                 "many shapes."
             )
+        if self.check_read is not None:
+            self.check_read(ds_id)
         if ds_id in self._warned:
             return
         self._warned.add(ds_id)

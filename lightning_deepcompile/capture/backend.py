@@ -18,7 +18,6 @@ from typing import Any
 from torch import fx
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.agreement import Agreement
 from lightning_deepcompile.capture.causal_mask import recognize_causal_masks
 from lightning_deepcompile.capture.gradients import GradientSession
 from lightning_deepcompile.capture.graph_checks import check_graph
@@ -33,6 +32,7 @@ from lightning_deepcompile.capture.partition import (
 from lightning_deepcompile.capture.sharding import ShardedModel
 from lightning_deepcompile.capture.templates import Instance, call_repeats, tracing_blocks
 from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.paths import Agreement
 from lightning_deepcompile.plan.copy_placement import fit_copies, offload_saved
 from lightning_deepcompile.plan.pass_manager import DEFAULT_PASSES, Pass, apply_passes
 from lightning_deepcompile.plan.recompute import Checkpoint
@@ -89,7 +89,7 @@ class Capture:
         model: The sharded model.
         runtime: ``_C.Runtime`` that executes the programs.
         gradients: Brackets backward passes.
-        agreement: Compares a program with the other ranks' before its first run.
+        agreement: Compares a program with the other ranks' before it runs.
         stage: ZeRO stage under which the runtime executes the programs.
         progress: Told what is being compiled.
         choose_activations: Which saved tensors leave the device, by a forward program's schedule and the bytes of all

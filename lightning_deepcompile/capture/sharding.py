@@ -121,6 +121,11 @@ class ShardedModel:
         self.by_name = {parameter.name: parameter for parameter in self.parameters}
         self.by_parameter = {parameter.dtensor: parameter for parameter in self.parameters}
 
+    @property
+    def names(self) -> dict[int, str]:
+        """Names by local ids: those that are the same on all ranks."""
+        return {parameter.ds_id & 0xFFFFFFFF: parameter.name for parameter in self.parameters}
+
     def holds(self, module: nn.Module) -> bool:
         """Whether these, in the memory that was given to them, are still all the parameters of `module`.
 

@@ -28,7 +28,7 @@ class Executable:
         base: The program in functional form, from which every schedule is planned anew.
         program: The current schedule.
         before: Called before every run: begins the backward pass, or does nothing.
-        check: Called with the program before its first run; compares it with the other ranks'.
+        check: Called with the program before every run; compares it with the other ranks'.
         guard: What programs call for a region that are planned, profiled, or computed without the checkpoints that the
             model asks for; by default the region itself.
         divider: Told where programs compute; None: nobody is.
@@ -51,7 +51,6 @@ class Executable:
     waits_for_states: bool = field(init=False)
     _run: Callable[[list[Any]], Sequence[Any]] = field(init=False)
     _running: Program = field(init=False)
-    _checked: bool = field(init=False, default=False)
     _boxed_call: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,7 +71,6 @@ class Executable:
         self._run, self.source = generate(program, guard=guard, divider=self.divider)
         self.opening = opening_gathers(program)
         self.waits_for_states = waits_for_states(program)
-        self._checked = False
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("%s", format_program(program))
 
@@ -84,14 +82,12 @@ class Executable:
             marks: What it calls while it runs.
         """
         self._run, _ = generate(program, marks, self.guard, self.divider)
-        self._running, self._checked = program, False
+        self._running = program
         self.waits_for_states = waits_for_states(program)
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Runs the program on `args`, which is emptied."""
-        if not self._checked:
-            self.check(self._running)
-            self._checked = True
+        self.check(self._running)
         self.calls += 1
         self.before()
         try:

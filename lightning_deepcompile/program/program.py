@@ -11,6 +11,7 @@ Node kinds, all in one flat graph:
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -116,6 +117,15 @@ class Program:
         of its reductions names one of them.
         """
         return self.graph_id | _AT_BOUNDARY
+
+    @functools.cached_property
+    def signature(self) -> str:
+        """What the program communicates, as lines of text, the same on all ranks; empty if nothing.
+
+        Without its name: ranks that meet other shapes at a time have other numbers in their programs' names.
+        """
+        sequence = collective_sequence(self)
+        return "\n".join([f"{self.kind} program", *(f"{kind} {ids}" for kind, ids in sequence)]) if sequence else ""
 
     def copy(self, **changes: Any) -> Program:
         """A program with a graph of its own (regions are shared), and `changes` to its fields."""

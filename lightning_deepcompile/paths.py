@@ -1,0 +1,237 @@
+"""Ranks take the same path through a step: other collectives, or in another order, would hang or mix up data.
+
+A path is what communicates in a step, one after another: programs, parameters that uncompiled code reads, the step's
+end. What all ranks have met at a place before, none compares again while it is the only way to go on. Where there are
+several, as one follows from the data, hosts ask each other each time. What is new is compared over the rendezvous
+store, without collectives; a rank that has gone on the usual way meanwhile says so from a thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_deepcompile.agreement import exchange
+from lightning_deepcompile.program.program import Program
+
+__all__ = ["Agreement", "ProgramMismatchError"]
+
+_END = "the end of the step"
+_ASK_SECONDS = 2.0
+"""How often a rank that waits for the others looks where they are, and others look whether one waits."""
+
+
+class ProgramMismatchError(RuntimeError):
+    """Ranks would run programs with different collectives."""
+
+
+class _Place:
+    """A place in a step, and what all ranks have gone on to from there."""
+
+    __slots__ = ("next",)
+
+    def __init__(self) -> None:
+        self.next: dict[str, _Place] = {}
+
+
+class Agreement:
+    """Compares the ranks' paths.
+
+    A rank that meets a new shape recompiles alone; as long as its new program communicates like the one that was agreed
+    on, it need not wait for anybody.
+
+    Args:
+        store: Key-value store shared by the ranks.
+        rank: This rank.
+        world_size: Number of ranks.
+        timeout: How long to wait for another rank.
+        prefix: Makes keys unique to one strategy.
+        group: Of the ranks' CPUs, for what is asked in every step; without one, that goes over the store, too.
+        names: Parameter names by their local ids, for errors.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        prefix: str,
+        group: dist.ProcessGroup | None = None,
+        names: Mapping[int, str] | None = None,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout = timeout
+        self._prefix = prefix
+        self._group = group
+        self._names = names or {}
+        self._steps: dict[str, _Place] = {}
+        self._place: _Place | None = None
+        self._at = (0, 0)  # steps begun, and how far this one has come: one tuple, as a thread reads it
+        self._rounds = 0
+        self._waits = False
+        self._stop = threading.Event()
+        self._lookout: threading.Thread | None = None
+
+    def begin(self, name: str) -> None:
+        """Call when a step begins, on all ranks.
+
+        Args:
+            name: The step's: all ranks are in the same one, as the trainer's loops see to that.
+
+        Raises:
+            ProgramMismatchError: If other ranks have not come to the end of the one before.
+            TimeoutError: As `check`.
+        """
+        if self._world_size == 1:
+            return
+        if self._lookout is None:
+            self._lookout = threading.Thread(
+                target=_look_out, args=(weakref.ref(self), self._stop), daemon=True, name="deepcompile paths"
+            )
+            self._lookout.start()
+        if self._place is not None:
+            self._go_on(_END)
+        self._at = (self._at[0] + 1, 0)
+        self._place = self._steps.setdefault(name, _Place())
+
+    def check(self, program: Program) -> None:
+        """Raises unless all ranks are about to run a program with the same collectives.
+
+        Args:
+            program: The program about to run.
+
+        Raises:
+            ProgramMismatchError: Names a rank that goes on otherwise, and the first differing collective.
+            TimeoutError: Names a rank that does not come to this place within the timeout.
+        """
+        if program.signature and self._world_size > 1:
+            self._go_on(program.signature)
+
+    def check_read(self, ds_id: int) -> None:
+        """Does so for a parameter that code outside of programs reads.
+
+        Args:
+            ds_id: The parameter's id.
+        """
+        if self._world_size > 1:
+            self._go_on(f"code that was not compiled\ngather ({ds_id & 0xFFFFFFFF},)")
+
+    def passed(self) -> None:
+        """Call on all ranks where a step can be seen to have gone on: another rank may wait for this one behind it."""
+        self._at = (self._at[0], self._at[1] + 1)
+
+    def forget(self) -> None:
+        """Compares everything again; call on all ranks between the same two steps, when programs are swapped."""
+        self._steps.clear()
+        self._place = None
+
+    def close(self) -> None:
+        """Ends the thread; call when there are no more steps."""
+        self._stop.set()
+
+    def _go_on(self, text: str) -> None:
+        place = self._place = self._place or _Place()
+        if len(place.next) > 1 and self._group is not None:
+            self._ask(text, self._group)
+        elif text not in place.next or len(place.next) > 1:
+            self._meet(text, place)
+        self._place = place.next.setdefault(text, _Place())
+        self.passed()
+
+    def _ask(self, text: str, group: dist.ProcessGroup) -> None:
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        bounds = torch.tensor([number, -number], device="cpu")
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+        if bounds[0] != -bounds[1]:
+            everybody = exchange(text, group)
+            other = next(rank for rank, theirs in enumerate(everybody) if theirs != text)
+            raise self._mismatch(text, everybody[other], other)
+
+    def _meet(self, text: str, place: _Place) -> None:
+        key = f"{self._prefix}/round{self._rounds}"
+        self._waits = True
+        try:
+            self._store.set(f"{key}/asked", "")
+            self._store.set(f"{key}/{self._rank}", text)
+            for other in range(self._world_size):
+                theirs = self._read(key, other, text, place)
+                if theirs != text:
+                    raise self._mismatch(text, theirs, other)
+        finally:
+            self._rounds += 1
+            self._waits = False
+
+    def _read(self, key: str, other: int, text: str, place: _Place) -> str:
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                self._store.wait([f"{key}/{other}"], timedelta(seconds=max(min(left, _ASK_SECONDS), 0.01)))
+                return self._store.get(f"{key}/{other}").decode()
+            except (RuntimeError, dist.DistError) as error:
+                if isinstance(error, dist.DistNetworkError) or left <= _ASK_SECONDS:
+                    raise TimeoutError(
+                        f"Rank {self._rank} has come to `{_first(text, self._names)}`, which is new here; rank {other} "
+                        f"did not do so within {self._timeout}. Ranks must take the same path through the model: look "
+                        "for conditions on the rank or on its data."
+                    ) from error
+                if self._has_gone_on(key, other):
+                    raise self._mismatch(text, next(iter(place.next), "something else"), other) from error
+
+    def _has_gone_on(self, key: str, other: int) -> bool:
+        if not self._store.check([f"{key}/at{other}"]):
+            return False
+        steps, events = map(int, self._store.get(f"{key}/at{other}").split())
+        return (steps, events) > self._at
+
+    def tell(self) -> None:
+        """Says where this rank is, if another one waits for it and this one does not."""
+        key, (steps, events) = f"{self._prefix}/round{self._rounds}", self._at
+        if not self._waits and self._store.check([f"{key}/asked"]):
+            self._store.set(f"{key}/at{self._rank}", f"{steps} {events}")
+
+    def _mismatch(self, mine: str, theirs: str, other: int) -> ProgramMismatchError:
+        pairs = zip([*mine.splitlines(), "nothing"], [*theirs.splitlines(), "nothing"], strict=False)
+        here, there = (_named(line, self._names) for line in next(pair for pair in pairs if pair[0] != pair[1]))
+        if mine.partition("\n")[0] != theirs.partition("\n")[0]:
+            here, there = _first(mine, self._names), _first(theirs, self._names)
+        return ProgramMismatchError(
+            f"Rank {self._rank} and rank {other} would go on differently. First difference: `{here}` on rank "
+            f"{self._rank}, `{there}` on rank {other}. Ranks must take the same path through the model, with the same "
+            "plan: look for conditions on the rank or on its data, also for loops whose length follows from it. "
+            "Compute such a part on all ranks, and mask what is not wanted (multiply by 0, `torch.where`)."
+        )
+
+
+def _look_out(reference: weakref.ref[Agreement], stop: threading.Event) -> None:
+    while not stop.wait(_ASK_SECONDS):
+        agreement = reference()
+        if agreement is None:
+            return
+        try:
+            agreement.tell()
+        except (RuntimeError, dist.DistError):  # the store has ended, and with it all that could be asked
+            return
+        del agreement
+
+
+def _first(text: str, names: Mapping[int, str]) -> str:
+    kind, *collectives = text.splitlines()
+    return ": ".join([kind, *(_named(line, names) for line in collectives[:1])])
+
+
+def _named(line: str, names: Mapping[int, str]) -> str:
+    kind, _, ids = line.partition(" (")
+    numbers = [int(part) for part in ids.strip(")").split(",") if part.strip().isdigit()]
+    shown = ", ".join(names.get(n, str(n)) for n in numbers[:4])
+    return f"{kind} {shown}{', ...' if len(numbers) > 4 else ''}".strip()
