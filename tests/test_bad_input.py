@@ -180,6 +180,14 @@ class _AveragesInStep(Mlp):
         return super().training_step(batch, batch_idx)
 
 
+class _CopiesInStep(Mlp):
+    """As a target network is brought up to date."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.layers[1].load_state_dict(self.layers[0].state_dict())
+        return super().training_step(batch, batch_idx)
+
+
 class _Integers(Mlp):
     """An integer parameter is sharded and gathered like any other; it is not trained."""
 
@@ -203,6 +211,10 @@ REFUSED: dict[str, tuple[type[Base], str]] = {
     "writes to a weight": (_WritesToWeight, "writes to the parameter 'head.weight'"),
     "renormalises an embedding": (_RenormsEmbedding, "writes to the parameter 'embed.weight'"),
     "reads parameters()": (_PenalisesAll, "reads parameters through `parameters()`"),
+    "copies a state dict": (
+        _CopiesInStep,
+        "on_train_batch_end` (for an average of weights, say, or for `target.load_st",
+    ),
     "writes to parameters()": (_AveragesInStep, "reads parameters through `parameters()`"),
 }
 

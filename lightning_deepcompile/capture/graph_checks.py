@@ -60,13 +60,14 @@ def check_graph(
 
 
 _UNGATHERED = (
-    "The step reads parameters through `parameters()`, `named_parameters()` or `_parameters`. Under "
+    "The step reads parameters through `parameters()`, `named_parameters()`, `state_dict()` or `_parameters`. Under "
     "DeepCompileStrategy that gives this rank's shards; only an attribute of the module that owns it "
     "(`self.layer.weight`) gives the whole parameter, with its gradient. Read it that way, use the optimizer's "
     "`weight_decay` for a penalty on all weights and `self.clip_gradients` to clip, or move the code to a hook "
-    "outside of the step, such as `on_train_batch_end` (for an average of weights, say), where it can work on the "
-    "shards. Or it calls a copy (`copy.deepcopy`) that was made of a sharded module, which has shards only: copy "
-    "modules in `setup` or before, or inside of `trainer.strategy.full_parameters()`."
+    "outside of the step, such as `on_train_batch_end` (for an average of weights, say, or for "
+    "`target.load_state_dict(net.state_dict())`), where it can work on the shards. Or it calls a copy "
+    "(`copy.deepcopy`) that was made of a sharded module, which has shards only: copy modules in `setup` or before, "
+    "or inside of `trainer.strategy.full_parameters()`."
 )
 _TWICE = (
     "The step differentiates a gradient (`torch.autograd.grad(..., create_graph=True)`), for which PyTorch compiles no "
