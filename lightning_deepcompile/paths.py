@@ -99,6 +99,8 @@ class Agreement:
                 target=_look_out, args=(weakref.ref(self), self._stop), daemon=True, name="deepcompile paths"
             )
             self._lookout.start()
+            # At the interpreter's end, too: a thread that comes back from the store then would abort the process.
+            weakref.finalize(self, _end, self._stop, self._lookout)
         if self._place is not None:
             self._go_on(_END)
         self._at = (self._at[0] + 1, 0)
@@ -223,6 +225,12 @@ def _look_out(reference: weakref.ref[Agreement], stop: threading.Event) -> None:
         except (RuntimeError, dist.DistError):  # the store has ended, and with it all that could be asked
             return
         del agreement
+
+
+def _end(stop: threading.Event, thread: threading.Thread) -> None:
+    stop.set()
+    if thread is not threading.current_thread():  # which may be the last to know the agreement
+        thread.join(_ASK_SECONDS)
 
 
 def _first(text: str, names: Mapping[int, str]) -> str:
