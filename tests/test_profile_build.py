@@ -15,6 +15,7 @@ from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.profile.build import build_profile, explain, merge_profiles
 from lightning_deepcompile.profile.fit import fit_link
 from lightning_deepcompile.profile.probe import Mark, Run, StepProbe
+from lightning_deepcompile.program.schedule import Schedule
 
 
 def test_links_are_fitted() -> None:
@@ -42,21 +43,36 @@ def test_ranks_plan_with_the_slowest_times_and_the_least_budget() -> None:
         merge_profiles([fast, profile([replace(forward, structure="other")])])
 
 
-def test_a_hiccup_of_one_step_is_not_what_a_region_takes() -> None:
-    forward = schedule("forward", gather(0), wait(0), compute(0, 0), release(0), compute(1))
+def _step(program: str, *seconds: float) -> StepProbe:
+    moments = [0.0, *itertools.accumulate(seconds)]
+    run = Run(program, 0, [Mark(moment, moment) for moment in moments])
+    return StepProbe(torch.device("cpu"), None, [run], Mark(0.0, 0.0), Mark(moments[-1], moments[-1]), 1)
 
-    def step(*seconds: float) -> StepProbe:
-        moments = [0.0, *itertools.accumulate(seconds)]
-        run = Run("forward", 0, [Mark(moment, moment) for moment in moments])
-        return StepProbe(torch.device("cpu"), None, [run], Mark(0.0, 0.0), Mark(moments[-1], moments[-1]), 1)
 
-    # A gather and its wait, a region of 1 s, a release, and one of 2 s: memory was allocated in the first step.
-    observed, isolated = step(0.0, 0.5, 1.2, 0.0, 9.0), step(0.5, 0.5, 8.0, 0.0, 2.0)
-    schedules = {"forward": forward}
-    built = build_profile(
-        observed, isolated, schedules, schedules, world_size=2, hold_ratio=1.0, reduce_window=2, budget=None,
-        step_seconds=0.0, live={"forward": {"region_0": (0, 0, 0), "region_1": (0, 0, 0)}},
+def _built(observed: StepProbe, isolated: StepProbe, before: dict[str, Schedule], then: dict[str, Schedule]) -> Profile:
+    return build_profile(
+        observed, isolated, before, then, world_size=2, hold_ratio=1.0, reduce_window=2, budget=None,
+        step_seconds=0.0, live={name: {"region_0": (0, 0, 0), "region_1": (0, 0, 0)} for name in then},
     )  # fmt: skip
+
+
+def test_steps_that_ran_other_programs_are_no_profile() -> None:
+    """Steps that alternate, and a program that was compiled in the first step, which is not marked there."""
+    generator = schedule("generator", gather(0), wait(0), compute(0, 0), release(0), compute(1))
+    critic = replace(generator, name="critic")
+    first, second = (_step(name, 0.5, 0.5, 1.0, 0.0, 2.0) for name in ("generator", "critic"))
+    both = {"generator": generator, "critic": critic}
+    with pytest.raises(ProfileError, match=r"\['generator'\] ran.*one of the two profiled steps only"):
+        _built(first, second, both, both)
+    with pytest.raises(ProfileError, match=r"\['critic'\] ran.*one of the two profiled steps only"):
+        _built(replace(second, runs=[]), second, {"generator": generator}, both)
+
+
+def test_a_hiccup_of_one_step_is_not_what_a_region_takes() -> None:
+    schedules = {"forward": schedule("forward", gather(0), wait(0), compute(0, 0), release(0), compute(1))}
+    # A gather and its wait, a region of 1 s, a release, and one of 2 s: memory was allocated in the first step.
+    observed, isolated = _step("forward", 0.0, 0.5, 1.2, 0.0, 9.0), _step("forward", 0.5, 0.5, 8.0, 0.0, 2.0)
+    built = _built(observed, isolated, schedules, schedules)
     assert [built.regions[f"forward/region_{k}"].seconds for k in range(2)] == pytest.approx([1.2, 2.0])
     assert built.gather.seconds(SIZE, 2) == pytest.approx(1.0)
 

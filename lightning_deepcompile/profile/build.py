@@ -57,6 +57,12 @@ def build_profile(
     order = [run.program for run in isolated.runs if run.micro_batch == 0]
     if not order or {run.program for run in isolated.runs} - isolated_schedules.keys():
         raise ProfileError("The profiled step ran no program of the training step, or one that is not known.")
+    marked = {run.program for run in isolated.runs}
+    if others := {run.program for run in observed.runs} - marked | marked - schedules.keys():
+        raise ProfileError(
+            f"{sorted(others)} ran, or could be marked, in one of the two profiled steps only. A plan needs two "
+            'successive steps that run the same: CompileConfig(schedule=[..., {"step": n, ...}]) says which.'
+        )
     by_name: dict[str, list[Run]] = {}
     for run in isolated.runs:
         by_name.setdefault(run.program, []).append(run)
