@@ -167,6 +167,8 @@ def main(argv: list[str] | None = None) -> int:
 def _try(job: Job, rank: int) -> Result:
     """Trains once; all ranks return the same reason, rank 0 the numbers, too."""
     began = time.time()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     try:
         with torch._dynamo.config.patch(automatic_dynamic_shapes=False, fail_on_recompile_limit_hit=True):
             reason = run(job, rank)
@@ -175,11 +177,16 @@ def _try(job: Job, rank: int) -> Result:
     peak = None
     if not reason:
         peak = json.loads(Path(job.folder, f"{job.cases[0]}.rank{rank}.json").read_text()).get("peak_gib")
-    everybody = _gather((reason, peak, torch.cuda.memory_allocated() if torch.cuda.is_available() else 0))
+    left, most = (
+        (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else (0, 0)
+    )
+    everybody = _gather((reason, peak, left, most))
     reason = next((reason for reason, *_ in everybody if reason), "")
     numbers: Result = {} if reason or rank else collect(job, "")
-    numbers |= {"reason": reason, "seconds": time.time() - began, "left_gib": max(n for *_, n in everybody) / 2**30}
-    highest = max((peak for _, peak, _ in everybody if peak is not None), default=0)
+    left, most = (max(column) / 2**30 for column in list(zip(*everybody, strict=True))[2:])
+    # Of all steps, those before there was a plan included, and of trials that were refused.
+    numbers |= {"reason": reason, "seconds": time.time() - began, "left_gib": left, "most_gib": most}
+    highest = max((peak for _, peak, *_ in everybody if peak is not None), default=0)
     if highest > job.system.options["memory_budget"] / 2**30:
         numbers["reason"] = f"a peak of {highest:.2f} GiB was measured"
     return numbers
