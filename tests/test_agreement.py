@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -151,3 +154,26 @@ def test_a_rank_learns_that_the_others_have_gone_on_as_usual(paths: tuple[list[P
     assert isinstance(errors[1], ProgramMismatchError) and errors[0] is None
     assert "First difference" in str(errors[1])
     assert time.monotonic() - started < 30, "not when the timeout is over"
+
+
+def test_the_thread_ends_with_its_agreement_and_with_the_interpreter() -> None:
+    members = ranks(2, 20)
+    members[0].begin("training_step")
+    thread = members[0]._lookout
+    assert thread is not None and thread.is_alive()
+    members.clear()
+    gc.collect()
+    assert not thread.is_alive()
+    code = """
+import atexit
+threads = []
+atexit.register(lambda: print(*(thread.is_alive() for thread in threads)))  # registered first, called last
+import datetime
+import torch.distributed as dist
+from lightning_deepcompile.paths import Agreement
+agreement = Agreement(dist.HashStore(), 0, 2, datetime.timedelta(seconds=5), "x")
+agreement.begin("training_step")
+threads.append(agreement._lookout)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout.split() == ["False"], (run.stdout, run.stderr)
