@@ -6,8 +6,7 @@ into those: they belong to the host. Each loss between them is still one graph, 
 A metric that is called keeps its state in lists and attributes, which it takes apart and puts back in every call: as
 part of a graph some results are wrong (``MeanMetric()(loss)``), and each metric is compiled by itself many times.
 
-``self.all_gather`` is PyTorch's differentiable one, which refuses to be compiled: Dynamo would leave
-out the whole step.
+``self.all_gather`` is PyTorch's differentiable one, which refuses to be compiled: Dynamo would leave the step out.
 """
 
 from __future__ import annotations

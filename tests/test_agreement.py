@@ -26,9 +26,8 @@ class Program:
 
     @property
     def signature(self) -> str:
-        return "\n".join(
-            [f"{self.kind} program", *(f"{kind} {ids}" for kind, ids in self.sequence)][: 99 * len(self.sequence)]
-        )
+        lines = [f"{self.kind} program", *(f"{kind} {ids}" for kind, ids in self.sequence)]
+        return "\n".join(lines) if self.sequence else ""
 
 
 def ranks(count: int, timeout: float) -> list[Agreement]:
