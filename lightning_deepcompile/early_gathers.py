@@ -67,6 +67,11 @@ class EarlyGathers:
         self._look()
         return self._chunks if self._safe is None or (self._safe and self._leads) else []
 
+    @property
+    def ids(self) -> list[int]:
+        """Of the parameters that were gathered last."""
+        return [i for _, ids, _ in self._opening for i in ids]
+
     def lead(self) -> None:
         """Call instead of `launch` while the optimizer steps, when it has stepped on `chunks`, on all ranks alike.
 

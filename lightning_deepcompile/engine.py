@@ -199,7 +199,7 @@ class Engine:
             self._settings[name] = compat.step_settings(self.config.recompile_limit)
         self.gradients.follow_requires_grad()
         try:
-            with self.model.state.set("inside"), self._settings[name]:
+            with self.model.state.set("inside"), self._settings[name], self._opening.watching():
                 return self._compiled[name](*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, UnsupportedStepError):

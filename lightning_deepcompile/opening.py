@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from lightning_deepcompile.agreement import AnyRank
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.capture.freshness import Freshness
+from lightning_deepcompile.capture.sharding import ShardedParameter
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.early_gathers import EarlyGathers
 
@@ -58,11 +61,13 @@ class StepOpening:
         self._rewritten = False  # this rank's part of what was gathered while the optimizer stepped, since
         self._anybody = AnyRank(host_group, "whether parameters were written to")
         self._counts: list[int] | None = None  # of writes to what was gathered while the optimizer steps
+        self._opened: dict[str, list[int]] | None = None  # of writes to what was gathered before the step under way
         self.early = self.led = self.follows = False
         self.before: dict[str, int] = {}
 
     def begin(self, name: str) -> None:
         """Call before the step `name`, which trains nothing."""
+        self._opened = None
         # Ranks may evaluate different numbers of batches: none waits for another one's answer.
         self._fresh.begin(name, self._fresh.may_stay(name) and not self._fresh.written())
 
@@ -74,7 +79,7 @@ class StepOpening:
         """
         if isolated:
             self._fresh.doubt()
-        self._counts = None  # of an optimizer's step that failed
+        self._counts = self._opened = None  # of steps that failed
         early, self._launched = self._launched, False
         rewritten, self._rewritten = self._rewritten, False
         # A rank that gathered again alone would wait for the others: it may be the only one that has what was written.
@@ -83,8 +88,27 @@ class StepOpening:
         self._fresh.begin("training_step", stays)
         if stays and early:
             self._early.check()
+            self._opened = self._opened_counts()
         else:  # what was launched early is gone, and gathered again
             self.before = self._runtime.stats()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around a step's own code.
+
+        Raises:
+            RuntimeError: If it wrote to what was gathered before it began, other than by an optimizer.
+        """
+        yield
+        before, self._opened = self._opened, None
+        if before is None or before == (now := self._opened_counts()):
+            return
+        name = next(name for name, counts in now.items() if before.get(name) != counts)
+        raise RuntimeError(
+            f"A training step wrote to the parameter {name!r}, which had been gathered before the step began: it may "
+            "have computed with values from before. Write in a hook, such as `on_train_batch_end` (an average of "
+            "weights, or `target.load_state_dict(net.state_dict())`), or set CompileConfig(early_gathers=False)."
+        )
 
     def after_backward(self, last: bool) -> None:
         """Call after a backward pass; `last` before the optimizer steps."""
@@ -108,6 +132,7 @@ class StepOpening:
 
     def stepped(self) -> None:
         """Call when an optimizer has stepped, or parameters were written to: what is gathered is out of date."""
+        self._opened = None
         if self._counts is None:  # else it was gathered since
             self.forget()
 
@@ -134,5 +159,14 @@ class StepOpening:
         self._runtime.invalidate()
 
     def _head_counts(self) -> list[int]:
-        parameters = [self._model.by_name[shard.spec.name] for chunk in self._early.chunks() for shard in chunk.shards]
-        return [tensor._version for p in parameters for tensor in (p.leaf, p.dtensor, p.dtensor._local_tensor)]
+        names = [shard.spec.name for chunk in self._early.chunks() for shard in chunk.shards]
+        return [count for name in names for count in _writes(self._model.by_name[name])]
+
+    def _opened_counts(self) -> dict[str, list[int]]:
+        parameters = [self._model.by_id[i] for i in self._early.ids]
+        return {parameter.name: _writes(parameter) for parameter in parameters}
+
+
+def _writes(parameter: ShardedParameter) -> list[int]:
+    """How often PyTorch has seen somebody write to it."""
+    return [t._version for t in (parameter.leaf, parameter.dtensor, parameter.dtensor._local_tensor)]

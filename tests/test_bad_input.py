@@ -211,10 +211,7 @@ REFUSED: dict[str, tuple[type[Base], str]] = {
     "writes to a weight": (_WritesToWeight, "writes to the parameter 'head.weight'"),
     "renormalises an embedding": (_RenormsEmbedding, "writes to the parameter 'embed.weight'"),
     "reads parameters()": (_PenalisesAll, "reads parameters through `parameters()`"),
-    "copies a state dict": (
-        _CopiesInStep,
-        "on_train_batch_end` (for an average of weights, say, or for `target.load_st",
-    ),
+    "copies a state dict": (_CopiesInStep, "`target.load_state_dict(net.state_dict())`"),
     "writes to parameters()": (_AveragesInStep, "reads parameters through `parameters()`"),
 }
 

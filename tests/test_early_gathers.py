@@ -8,8 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from cases import CASES, Record, assert_same_training, same_bits_every_time, train
+from cases import CASES, Mlp, Record, assert_same_training, same_bits_every_time, train
 from multiprocess import RankError, run_ranks
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 STEPS = 6
@@ -122,6 +123,36 @@ def test_uncounted_writes_that_begin_late_end_training(inside: bool) -> None:
         return
     expected = _train([_Writes("data", 3)], world_size=1)
     for record in run_ranks(_sharded, 2, "data", 3, early=False):
+        assert_same_training(record, expected, params=True)
+
+
+class _WritesInside(Mlp):
+    """Shrinks its parameters in the course of a step, in code that is not compiled."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self._shrink()
+        return super().training_step(batch, batch_idx)
+
+    @torch.compiler.disable
+    def _shrink(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.9)
+
+
+def _train_inside(early: bool) -> Record:
+    from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+
+    config = CompileConfig(region_backend="eager", early_gathers=early, schedule=None)
+    strategy = DeepCompileStrategy(compile=config)
+    return train(_WritesInside, strategy, world_size=2, rank=int(os.environ["RANK"]), steps=STEPS)
+
+
+def test_writes_inside_of_a_step_end_training_rather_than_come_too_late() -> None:
+    with pytest.raises(RankError, match=r"wrote to the parameter '.*on_train_batch_end.*early_gathers=False"):
+        run_ranks(_train_inside, 2, True, timeout=90)
+    expected = train(_WritesInside, "auto", world_size=1, rank=0, data_world=2, steps=STEPS)
+    for record in run_ranks(_train_inside, 2, False):
         assert_same_training(record, expected, params=True)
 
 
