@@ -388,7 +388,7 @@ class Engine:
 
     def close(self) -> None:
         """Frees communicators and buffers, on all ranks together; the module cannot run afterwards."""
-        if not self.ended:  # else no peers are there
+        if not self.ended:  # else there are no peers to wait for
             self.runtime.close()
         self.ended = True
         self._agreement.close()

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_deepcompile.agreement import AnyRank
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.capture.freshness import Freshness
-from lightning_deepcompile.capture.sharding import ShardedParameter
+from lightning_deepcompile.capture.write_watch import writes_to
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.early_gathers import EarlyGathers
 
@@ -160,13 +160,8 @@ class StepOpening:
 
     def _head_counts(self) -> list[int]:
         names = [shard.spec.name for chunk in self._early.chunks() for shard in chunk.shards]
-        return [count for name in names for count in _writes(self._model.by_name[name])]
+        return [count for name in names for count in writes_to(self._model.by_name[name])]
 
     def _opened_counts(self) -> dict[str, list[int]]:
         parameters = [self._model.by_id[i] for i in self._early.ids]
-        return {parameter.name: _writes(parameter) for parameter in parameters}
-
-
-def _writes(parameter: ShardedParameter) -> list[int]:
-    """How often PyTorch has seen somebody write to it."""
-    return [t._version for t in (parameter.leaf, parameter.dtensor, parameter.dtensor._local_tensor)]
+        return {parameter.name: writes_to(parameter) for parameter in parameters}

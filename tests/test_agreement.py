@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -35,22 +36,27 @@ def ranks(count: int, timeout: float) -> list[Agreement]:
     return [Agreement(store, rank, count, timedelta(seconds=timeout), "test") for rank in range(count)]
 
 
-def check_together(members: list[Agreement], programs: list[Program]) -> list[BaseException | None]:
-    """Every member checks its program in a thread of its own; returns what each raised."""
+def together(members: list[Agreement], act: Callable[[int, Agreement], None]) -> list[BaseException | None]:
+    """Every member acts, given its rank, in a thread of its own; returns what each raised."""
     errors: list[BaseException | None] = [None] * len(members)
 
-    def run(rank: int) -> None:
+    def run(rank: int, member: Agreement) -> None:
         try:
-            members[rank].check(programs[rank])  # type: ignore[arg-type]
+            act(rank, member)
         except Exception as error:
             errors[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(members))]
+    threads = [threading.Thread(target=run, args=both) for both in enumerate(members)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
     return errors
+
+
+def check_together(members: list[Agreement], programs: list[Program]) -> list[BaseException | None]:
+    """Every member checks its program."""
+    return together(members, lambda rank, member: member.check(programs[rank]))  # type: ignore[arg-type]
 
 
 def test_equal_programs_agree_and_need_no_second_round() -> None:
@@ -106,24 +112,15 @@ def test_programs_without_collectives_and_single_ranks_do_not_wait() -> None:
 
 
 def _go(members: list[Agreement], *paths: list[Program]) -> list[BaseException | None]:
-    """Every member runs a step of its own programs, in a thread of its own."""
-    errors: list[BaseException | None] = [None] * len(members)
+    """Every member runs a step of its own programs."""
 
-    def run(rank: int) -> None:
-        try:
-            members[rank].begin("training_step")
-            for program in paths[rank]:
-                members[rank].check(program)  # type: ignore[arg-type]
-            members[rank].passed()
-        except Exception as error:
-            errors[rank] = error
+    def run(rank: int, member: Agreement) -> None:
+        member.begin("training_step")
+        for program in paths[rank]:
+            member.check(program)  # type: ignore[arg-type]
+        member.passed()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(members))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return errors
+    return together(members, run)
 
 
 FIRST, LEFT, RIGHT = (Program(name, [("gather", (number,))]) for number, name in enumerate(("first", "left", "right")))

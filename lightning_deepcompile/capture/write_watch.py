@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_deepcompile.capture.sharding import ShardedModel
+from lightning_deepcompile.capture.sharding import ShardedModel, ShardedParameter
 
-__all__ = ["WriteWatch"]
+__all__ = ["WriteWatch", "writes_to"]
 
 
 class WriteWatch:
@@ -27,3 +27,8 @@ class WriteWatch:
     def counts(self) -> list[int]:
         """The counts so far; equal lists mean that nothing was written in between."""
         return [tensor._version for tensor in self._tensors]
+
+
+def writes_to(parameter: ShardedParameter) -> list[int]:
+    """The counts of one parameter, and of writes to others in its flat buffer."""
+    return [tensor._version for tensor in (parameter.leaf, parameter.dtensor, parameter.dtensor._local_tensor)]

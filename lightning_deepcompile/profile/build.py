@@ -55,9 +55,9 @@ def build_profile(
     isolated.synchronize()
     observed.synchronize()
     order = [run.program for run in isolated.runs if run.micro_batch == 0]
-    if not order or {run.program for run in isolated.runs} - isolated_schedules.keys():
-        raise ProfileError("The profiled step ran no program of the training step, or one that is not known.")
     marked = {run.program for run in isolated.runs}
+    if not order or marked - isolated_schedules.keys():
+        raise ProfileError("The profiled step ran no program of the training step, or one that is not known.")
     if others := {run.program for run in observed.runs} - marked | marked - schedules.keys():
         raise ProfileError(
             f"{sorted(others)} ran, or could be marked, in one of the two profiled steps only. A plan needs two "
