@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_deepcompile.agreement import exchange
-from lightning_deepcompile.program.program import Program
+from lightning_deepcompile.program.program import LOCAL_ID, Program
 
 __all__ = ["Agreement", "ProgramMismatchError"]
 
@@ -126,7 +126,7 @@ class Agreement:
             ds_id: The parameter's id.
         """
         if self._world_size > 1:
-            self._go_on(f"code that was not compiled\ngather ({ds_id & 0xFFFFFFFF},)")
+            self._go_on(f"code that was not compiled\ngather ({ds_id & LOCAL_ID},)")
 
     def passed(self) -> None:
         """Call on all ranks where a step can be seen to have gone on: another rank may wait for this one behind it."""

@@ -29,6 +29,7 @@ from lightning_deepcompile.capture.grad_buffers import GradBuffer
 from lightning_deepcompile.capture.layout import ChunkLayout, ParamSpec, ShardLayout, assign_blocks, plan_chunks
 from lightning_deepcompile.capture.materialize import Materializer
 from lightning_deepcompile.capture.ranks import Ranks
+from lightning_deepcompile.program.program import LOCAL_ID
 
 __all__ = ["Layout", "Owner", "ShardedModel", "ShardedParameter", "collect_parameters", "lay_out", "shard_module"]
 
@@ -124,7 +125,7 @@ class ShardedModel:
     @property
     def names(self) -> dict[int, str]:
         """Names by local ids: those that are the same on all ranks."""
-        return {parameter.ds_id & 0xFFFFFFFF: parameter.name for parameter in self.parameters}
+        return {parameter.ds_id & LOCAL_ID: parameter.name for parameter in self.parameters}
 
     def holds(self, module: nn.Module) -> bool:
         """Whether these, in the memory that was given to them, are still all the parameters of `module`.

@@ -22,11 +22,13 @@ from torch import fx, nn
 
 from lightning_deepcompile import compat
 
-__all__ = ["ParamInfo", "Program", "ProgramKind", "RegionInfo", "RegionModule", "collective_sequence"]
+__all__ = ["LOCAL_ID", "ParamInfo", "Program", "ProgramKind", "RegionInfo", "RegionModule", "collective_sequence"]
 
 ProgramKind = Literal["forward", "backward", "inference"]
 
 _AT_BOUNDARY = 1 << 31
+LOCAL_ID = 0xFFFFFFFF
+"""The part of an id that is the same on all ranks: the rest is the runtime's number."""
 
 
 @dataclass(frozen=True)
@@ -179,4 +181,4 @@ def collective_sequence(program: Program) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _local(ids: Sequence[int]) -> tuple[int, ...]:
-    return tuple(i & 0xFFFFFFFF for i in ids)
+    return tuple(i & LOCAL_ID for i in ids)

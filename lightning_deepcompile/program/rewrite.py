@@ -16,7 +16,7 @@ from torch import fx
 
 from lightning_deepcompile.program.copies import OFFLOAD, RELOAD, WAIT_COPIES, CopyWriter, copied_numbers, strip_copies
 from lightning_deepcompile.program.graph import is_element, nbytes, output_node
-from lightning_deepcompile.program.program import Program
+from lightning_deepcompile.program.program import LOCAL_ID, Program
 from lightning_deepcompile.program.saved import read_saved
 from lightning_deepcompile.program.schedule import (
     COPIES,
@@ -54,7 +54,6 @@ Gathers = tuple[int, list[int], list[torch.dtype]]
 
 _MOVABLE = RELEASES | COPIES | STATE_COPIES | {"gather"}
 _WRITTEN = _MOVABLE | REDUCTIONS  # what a new schedule says anew
-_LOCAL = 0xFFFFFFFF
 
 
 def read_schedule(program: Program) -> Schedule:
@@ -67,7 +66,7 @@ def read_schedule(program: Program) -> Schedule:
         Its schedule; ids are numbered within the model.
     """
     instructions = tuple(_read(program, node, op) for node, op in instruction_nodes(program))
-    kept = tuple(i & _LOCAL for i in program.kept)
+    kept = tuple(i & LOCAL_ID for i in program.kept)
     # With numbers, by which instructions name parameters: they change with the model around a program.
     structure = [program.kind, *(f"{i.op} {i.ids} {_parameters(program, i)}" for i in _lowered(instructions))]
     regions = [program.region(node).info.key for node in program.regions()]
@@ -111,7 +110,7 @@ def waits_for_states(program: Program) -> bool:
 def _read(program: Program, node: fx.Node, op: Operation) -> Instruction:
     if op == "compute":
         ids = [source.args[0].args[1][source.args[1]] for source in node.all_input_nodes if _is_parameter(source)]
-        return Instruction(op, tuple(i & _LOCAL for i in dict.fromkeys(ids)), region=str(node.target))
+        return Instruction(op, tuple(i & LOCAL_ID for i in dict.fromkeys(ids)), region=str(node.target))
     if op == "end":
         return Instruction(op)
     if op in STATE_COPIES:
@@ -120,9 +119,9 @@ def _read(program: Program, node: fx.Node, op: Operation) -> Instruction:
         return Instruction(op, copied_numbers(node), tuple(nbytes(source) for source in node.args[1]))
     if op in ("gather_now", "reduce_now"):
         size = program.params[node.args[1]].gathered_bytes if op == "gather_now" else nbytes(node.args[0])
-        return Instruction(op, (node.args[1] & _LOCAL,), (size,))
+        return Instruction(op, (node.args[1] & LOCAL_ID,), (size,))
     ids = node.args[1] if op == "wait" or op in RELEASES else node.args[2]
-    local = tuple(i & _LOCAL for i in ids)
+    local = tuple(i & LOCAL_ID for i in ids)
     if op in REDUCTIONS:
         return Instruction(op, local, tuple(map(nbytes, node.args[1])), made=tuple(map(_maker, node.args[1])))
     return Instruction(op, local, tuple(program.params[i].gathered_bytes for i in ids))
@@ -145,7 +144,7 @@ def _digest(lines: list[str]) -> str:
 
 
 def _parameters(program: Program, instruction: Instruction) -> list[tuple[str, int]]:
-    serial = program.graph_id & ~_LOCAL
+    serial = program.graph_id & ~LOCAL_ID
     infos = [program.params[serial | i] for i in instruction.ids]
     return [(info.name, info.gathered_bytes) for info in infos]
 
@@ -170,7 +169,7 @@ def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
     """
     check_schedule(schedule)
     _check_same(program, schedule)
-    serial = program.graph_id & ~_LOCAL
+    serial = program.graph_id & ~LOCAL_ID
     kept = tuple(serial | i for i in schedule.kept)
     result = program.copy(kept=kept)
     graph = result.gm.graph
