@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
+import logging
+import re
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -24,26 +25,32 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 __all__ = [
     "INNER_CALL",
     "BoxedCallable",
+    "alias",
     "all_gather_into",
     "all_to_all_into",
     "capture",
     "capture_apart",
+    "compile_failures",
     "compile_region",
     "current_fake_mode",
     "fake_tensor",
-    "given_up",
     "graph_module",
     "held_weakly",
+    "hooks_saved_tensors",
     "inference_joint_passes",
     "is_checkpoint",
+    "is_tracing",
     "never_a_frame",
     "never_frames",
     "partition",
+    "plain_functions",
     "process_group",
     "real_tensors",
     "reduce_scatter_mean_into",
+    "root_cause",
     "start_compile_workers",
     "step_settings",
+    "storage_of",
     "storage_uses",
     "store",
     "with_code",
@@ -90,6 +97,7 @@ def capture(
     import torch._inductor.config as inductor_config
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.utils import detect_fake_mode
+    from torch._inductor import lowering  # noqa: F401 - decompositions of pooling look it up as an attribute
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
 
@@ -98,7 +106,8 @@ def capture(
         V.set_fake_mode(detect_fake_mode(example_inputs)),
         inductor_config.patch(fallback_random=True, shape_padding=False) if eager else contextlib.nullcontext(),
         # A view of a loss's input and its detached twin, both read behind a graph break, are replayed from one another.
-        functorch_config.patch(view_replay_for_aliased_outputs=False),
+        # Backward graphs are compiled at once: where that fails, the function can still run uncompiled.
+        functorch_config.patch(view_replay_for_aliased_outputs=False, force_non_lazy_backward_lowering=True),
     ):
         backend = aot_autograd(
             fw_compiler=forward,
@@ -175,6 +184,11 @@ def current_fake_mode() -> FakeTensorMode:
     if mode is None:
         raise RuntimeError("No fake tensor mode is active: a graph was lowered outside of a compilation.")
     return mode
+
+
+def is_tracing() -> bool:
+    """Whether a function is being compiled, so that what runs is a compiler's code, and not the function's."""
+    return TracingContext.try_get() is not None
 
 
 def fake_tensor(tensor: Tensor, like: Tensor) -> Tensor:
@@ -353,28 +367,95 @@ def start_compile_workers() -> None:
     maybe_warm_pool()
 
 
-def step_settings(recompile_limit: int) -> contextlib.AbstractContextManager[None]:
+def step_settings(recompile_limit: int, *, falls_back: bool) -> contextlib.AbstractContextManager[None]:
     """Dynamo's settings around a compiled step; to be made once, and entered for every step.
 
-    Integers on modules (``self.global_step``) become inputs instead of guards. A function that is compiled too often
-    runs as it is from then on, and all that it calls: see `given_up`.
+    Integers on modules (``self.global_step``) become inputs instead of guards. A function that cannot be compiled, or
+    that was compiled too often, runs as it is: see `compile_failures`. Backward graphs are compiled with their forward
+    graphs, so that a failure comes before anything has run.
 
     Each one made costs time, and memory that PyTorch 2.13 never frees.
 
     Args:
         recompile_limit: Compilations of one function before it is given up.
+        falls_back: Whether functions that cannot be compiled run as they are; else that is an error.
     """
-    return torch._dynamo.config.patch(recompile_limit=recompile_limit, allow_unspec_int_on_nn_module=True)
+    return torch._dynamo.config.patch(
+        recompile_limit=recompile_limit,
+        allow_unspec_int_on_nn_module=True,
+        suppress_errors=falls_back,
+        fail_on_recompile_limit_hit=not falls_back,
+    )
 
 
-def given_up() -> types.CodeType | None:
-    """The innermost function that is running uncompiled because Dynamo has compiled it too often, if there is one.
+class _Failures(logging.Filter):
+    """Takes what Dynamo logs of functions that it leaves uncompiled."""
 
-    Compiled functions run code that Dynamo wrote; what is kept with a function's own code is what was compiled of it.
+    def __init__(self, tell: Callable[[str, str, str | BaseException], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if found := _CONVERTED_NOT.match(record.getMessage()):
+            error = record.exc_info[1] if record.exc_info else None
+            if record.levelno < logging.WARNING:
+                return True  # a break of the graph where Dynamo cannot go on
+            self._tell(found["name"], f"{found['file']}:{found['line']}", error or "Dynamo gave no reason")
+            return False
+        if found := _HIT_LIMIT.search(record.getMessage()):
+            self._tell(found["name"], found["place"], f"compiled more than {found['limit']} times: {found['reason']}")
+            return False
+        return True
+
+
+_CONVERTED_NOT = re.compile(r"WON'T CONVERT (?P<name>\S+) (?P<file>.*) line (?P<line>\d+)")
+_HIT_LIMIT = re.compile(
+    r"hit config\.\w+ \((?P<limit>\d+)\)\s+function: '(?P<name>[^']*)' \((?P<place>.*)\)\s+last reason: (?P<reason>.*)"
+)
+
+
+@contextlib.contextmanager
+def compile_failures(tell: Callable[[str, str, str | BaseException], None]) -> Iterator[None]:
+    """Around a compiled step: Dynamo says which functions it leaves as they are, and why, in its log alone.
+
+    Args:
+        tell: Called with a function's name, ``file:line`` and the error, or the reason. What it raises ends the step.
     """
-    frame, limit = sys._getframe(1), torch._dynamo.config.recompile_limit
-    while frame is not None:
-        if len(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(frame.f_code)) >= limit:
-            return frame.f_code
-        frame = frame.f_back
-    return None
+    log, failures = logging.getLogger("torch._dynamo.convert_frame"), _Failures(tell)
+    log.addFilter(failures)
+    try:
+        yield
+    finally:
+        log.removeFilter(failures)
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The error that Dynamo wrapped in its own."""
+    while isinstance(inner := getattr(error, "inner_exception", None), BaseException):
+        error = inner
+    return error
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor of its own: no view, with a count of writes of its own."""
+    with torch.no_grad():
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+            tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The memory of a tensor; None where it has none of its own, as inside of a function transform."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or type(tensor) not in (Tensor, nn.Parameter):
+        return None
+    return tensor.untyped_storage() if tensor.layout is torch.strided else None
+
+
+def hooks_saved_tensors() -> bool:
+    """Whether hooks for saved tensors are on: of activation checkpointing, or a user's."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def plain_functions() -> contextlib.AbstractContextManager[None]:
+    """Inside, functions treat subclasses of tensors as if they had no ``__torch_function__``."""
+    return torch._C.DisableTorchFunctionSubclass()

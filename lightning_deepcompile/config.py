@@ -43,7 +43,10 @@ class CompileConfig:
         keep_last_block: Keep the last gathered block of a forward pass for the backward pass that starts with it,
             instead of gathering it twice in a row.
         recompile_limit: How often Dynamo may compile one function anew (new shapes, changed attributes) before it is
-            run as it is, with one warning. Where such a function computes with parameters that is an error.
+            run as it is, with one warning.
+        fallback: What happens to a function that cannot be compiled, or was compiled too often. ``"warn"``: it runs as
+            Python, as right as ever and about as fast as eager FSDP, with one warning that says which and why.
+            ``"error"``: that ends training.
         max_ctas: Upper limit of GPU thread blocks that a NCCL collective may occupy; 0 leaves the choice to NCCL.
         communication_sms: Multiprocessors of a GPU that are left to communication: a collective takes no more, and
             cuBLAS divides matrix products that may run beside one so that they fit onto the others. Without it each
@@ -106,9 +109,6 @@ class CompileConfig:
         plan: File of a plan. If it exists and fits, training starts with it, and with optimizer states where it has
             them, and does not profile; the plan of a run that did profile is written to it. ``"auto"``:
             ``deepcompile_plan.json`` in the Trainer's root directory.
-        traces: Folder of traced steps: a run that traces a step keeps the trace there, and the next one that has the
-            same code, model, shapes and surroundings begins without tracing. ``"auto"``: ``deepcompile_traces`` in the
-            Trainer's root directory. As with any cache of compiled code, whoever can write to it can run code.
 
     Raises:
         ValueError: If a value is out of range; the message names the argument and the value seen.
@@ -122,6 +122,7 @@ class CompileConfig:
     head_start: bool = True
     keep_last_block: bool = True
     recompile_limit: int = 16
+    fallback: Literal["warn", "error"] = "warn"
     max_ctas: int = 0
     communication_sms: int = 0
     symmetric_memory: bool | int | str = False
@@ -132,7 +133,6 @@ class CompileConfig:
     memory_budget: int | float | str | None = None
     recompute: Literal["always", "auto"] = "always"
     plan: str | None = None
-    traces: str | None = None
     offload: OffloadMode = "none"
     offload_activations: OffloadMode = "none"
     offload_parameters: OffloadMode = "none"
@@ -142,6 +142,8 @@ class CompileConfig:
     def __post_init__(self) -> None:
         if self.region_backend not in ("inductor", "eager"):
             raise ValueError(f"CompileConfig(region_backend={self.region_backend!r}): use 'inductor' or 'eager'.")
+        if self.fallback not in ("warn", "error"):
+            raise ValueError(f"CompileConfig(fallback={self.fallback!r}): use 'warn' or 'error'.")
         if self.embedding not in ("auto", "gather", "exchange"):
             raise ValueError(f"CompileConfig(embedding={self.embedding!r}): use 'auto', 'gather' or 'exchange'.")
         if self.reduce not in ("every", "boundary", "auto", None):
@@ -195,8 +197,7 @@ class CompileConfig:
     def in_folder(self, root: str) -> CompileConfig:
         """The settings of a run whose root directory is `root`, in which what is ``"auto"`` has its place."""
         plan = os.path.join(root, "deepcompile_plan.json") if self.plan == "auto" else self.plan
-        traces = os.path.join(root, "deepcompile_traces") if self.traces == "auto" else self.traces
-        return replace(self, plan=plan, traces=traces)
+        return replace(self, plan=plan)
 
 
 def _check_schedule(schedule: list[dict[str, Any]]) -> None:

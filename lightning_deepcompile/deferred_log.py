@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from lightning_deepcompile.step_numbers import plain
-
 __all__ = ["DeferredLog"]
 
 _Entry = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
@@ -60,5 +58,5 @@ class DeferredLog:
         entries = list(self._entries)
         self._entries.clear()
         for name, value, args, kwargs in entries:  # numpy's scalars come out of graphs as arrays
-            value = value.item() if isinstance(value, np.ndarray) and value.size == 1 else plain(value)
+            value = value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
             self._module.log(name, value, *args, **kwargs)

@@ -14,6 +14,7 @@ them later on, training stops.
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import torch
@@ -148,6 +149,27 @@ class EarlyGathers:
 
     @torch.no_grad()
     def _checksums(self) -> Tensor:
-        """One per block under watch: the sum of all bytes of its shards, taken as integers."""
+        """One per block under watch: of all bytes of its shards, taken as integers, and of where they are."""
         words = torch.empty(0, dtype=torch.int64, device=self._device)
-        return torch.stack([words.new_empty(0).set_(leaf.untyped_storage()).sum() for leaf in self._watched])
+        return torch.stack([_checksum(words.new_empty(0).set_(leaf.untyped_storage())) for leaf in self._watched])
+
+
+def _checksum(words: Tensor) -> Tensor:
+    """A number that changes when words change, or their order.
+
+    Made of sums of rows and of columns, each weighed with a number of its own: a sum alone would not see a permutation,
+    and to weigh every word would take as much memory again.
+    """
+    columns = math.isqrt(max(words.numel(), 1))
+    square = words[: words.numel() // columns * columns].view(-1, columns)
+    rest = words[square.numel() :]
+    return sum(_weighed(part) for part in (square.sum(0), square.sum(1), rest))
+
+
+def _weighed(sums: Tensor) -> Tensor:
+    weights = torch.arange(sums.numel(), device=sums.device).mul_(_ODD).add_(1)
+    return (sums * weights).sum()
+
+
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+"""Multiples of it are spread over all bits."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import inspect
 import logging
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,12 +24,15 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.capture.access import uninstall_access
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.capture.checks import check_module, check_same_model
+from lightning_deepcompile.capture.fallback import Fallbacks, why_not
 from lightning_deepcompile.capture.gradients import GradientSession
-from lightning_deepcompile.capture.graph_checks import UnsupportedStepError, explain
+from lightning_deepcompile.capture.graph_checks import explain
 from lightning_deepcompile.capture.lookups import exchange_lookups
+from lightning_deepcompile.capture.mentions import Mentions, mentions_of
 from lightning_deepcompile.capture.ranks import Ranks
 from lightning_deepcompile.capture.sharding import shard_module
 from lightning_deepcompile.capture.sync_batchnorm import trace_sync_batchnorm
+from lightning_deepcompile.capture.uncompiled import Uncompiled
 from lightning_deepcompile.clipping import Clipping
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.head_start import HeadStart
@@ -47,7 +53,6 @@ from lightning_deepcompile.runtime import load_extension
 from lightning_deepcompile.runtime.multiprocessors import PAIR, Multiprocessors
 from lightning_deepcompile.shortage_watch import ShortageWatch
 from lightning_deepcompile.summary import Summary
-from lightning_deepcompile.traces.step import compile_step
 from lightning_deepcompile.tuner import Tuner
 
 __all__ = ["Engine"]
@@ -135,7 +140,10 @@ class Engine:
         number = store.add(f"lightning_deepcompile/engines/{dist.get_rank()}", 1)
         meeting = (store, dist.get_rank(group), ranks.world_size, timeout, f"lightning_deepcompile/engine{number}")
         agreement = self._agreement = Agreement(*meeting, self.host_group, self.model.names)
-        self.model.state.check_read = compat.held_weakly(agreement.check_read)
+        self.fallbacks = Fallbacks(config.fallback, dist.get_rank(group))
+        self.uncompiled = uncompiled = self.model.state.path = Uncompiled(self.model.parameters, stays=stage < 3)
+        uncompiled.compare = compat.held_weakly(agreement.check_uncompiled)
+        uncompiled.noticed = self.fallbacks.noticed
         self._leaving = ActivationOffload(config, self.model, device, stage, host_bytes)
         relief = Relief(self.runtime, device, dist.get_rank(group))
         divides = config.communication_sms and device.type == "cuda"
@@ -164,10 +172,14 @@ class Engine:
         self.clipping = Clipping(self.model, self.gradients, device)
         self._local_shards: weakref.WeakKeyDictionary[Optimizer, LocalShards] = weakref.WeakKeyDictionary()
         self._compiled: dict[str, Callable[..., Any]] = {}
+        self._mentions: dict[str, Mentions] = {}
         self._settings: dict[str, contextlib.AbstractContextManager[None]] = {}
         self._last_step: dict[str, int] = {}
         self._stale_gradients = False
+        self._began = (0.0, 0.0)  # the last training step: when, and what programs had taken by then
+        self._uncompiled_share = 0.0
         self._opening = opening = StepOpening(config, self.capture, self.runtime, self.host_group, device, stage)
+        uncompiled.written = opening.rewritten
         self.tuner.opened = lambda: {"early_gathers": opening.early, "head_start": opening.led}
         self.tuner.retrace = functools.partial(self._compiled.pop, "training_step", None)
         self.ended = False
@@ -184,7 +196,7 @@ class Engine:
             What the method returns.
 
         Raises:
-            RuntimeError: If Dynamo has compiled too often what computes with parameters.
+            RuntimeError: If a part of it cannot be compiled, and the settings make that an error.
             UnsupportedStepError: If the step does with parameters what cannot be done with shards.
         """
         if not self.model.state.whole:
@@ -194,21 +206,43 @@ class Engine:
             self._begin_training_step()
         else:
             self._opening.begin(name)
+        self.uncompiled.clear()
         if name not in self._compiled:
-            self._compiled[name] = compile_step(getattr(self.module, name), self._backend, self.config, self.device)
-            self._settings[name] = compat.step_settings(self.config.recompile_limit)
+            self._compiled[name] = self._compile(name)
         self.gradients.follow_requires_grad()
+        self._began = time.perf_counter(), self.capture.program_seconds
         try:
-            with self.model.state.set("inside"), self._settings[name], self._opening.watching():
+            with (
+                self._settings[name],
+                self.fallbacks.watching(),
+                self._opening.watching(),
+                self.uncompiled.in_step(),
+                self.capture.preparing(self.uncompiled.settle),
+            ):
                 return self._compiled[name](*args, **kwargs)
-        except torch._dynamo.exc.BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, UnsupportedStepError):
-                raise error.inner_exception from None
-            raise
         except RuntimeError as error:
             if (explained := explain(error)) is None:
                 raise
             raise explained from error
+
+    def mentions(self, name: str) -> Mentions:
+        """What the code of the step `name` mentions."""
+        if name not in self._mentions:
+            self._mentions[name] = mentions_of(self.module, getattr(self.module, name))
+        return self._mentions[name]
+
+    def _compile(self, name: str) -> Callable[..., Any]:
+        step = getattr(self.module, name)
+        falls_back = self.config.fallback == "warn"
+        self._settings[name] = compat.step_settings(self.config.recompile_limit, falls_back=falls_back)
+        bounded = {n for n, value in vars(self.module).items() if isinstance(value, deque) and value.maxlen is not None}
+        reason = why_not(self.mentions(name), bounded)
+        if reason is None:
+            return torch.compile(compat.with_own_code(step), backend=self._backend)
+        code = getattr(inspect.unwrap(step), "__code__", None)
+        place = "?" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+        self.fallbacks.add(name, place, reason)
+        return step
 
     def _begin_training_step(self) -> None:
         self.tuner.begin_micro_batch()
@@ -267,7 +301,8 @@ class Engine:
         self._agreement.passed()
         self._opening.follows = follows
         try:
-            yield
+            with self.uncompiled.outside():
+                yield
         finally:
             self._opening.follows = False
             if optimizer in self._local_shards:
@@ -289,7 +324,8 @@ class Engine:
             self.runtime.release_states()  # what the forward pass did not wait for
         self.gradients.begin_now()
         try:
-            with self.model.state.set("inside"):  # eager code under activation checkpointing runs, and gathers, again
+            # Code under activation checkpointing runs, and gathers, again.
+            with self.uncompiled.in_step(), self.capture.preparing(self.uncompiled.settle):
                 result = run()
         except BaseException as error:
             self.gradients.abandon()
@@ -297,6 +333,9 @@ class Engine:
                 raise
             raise explained from error
         self.gradients.finish()
+        self.uncompiled.clear()
+        seconds = time.perf_counter() - self._began[0]
+        self._uncompiled_share = 1 - (self.capture.program_seconds - self._began[1]) / seconds
         self._opening.after_backward(last=self.gradients.update)
         self._last_step = {key: value - self._opening.before.get(key, 0) for key, value in self.runtime.stats().items()}
         return result
@@ -316,6 +355,7 @@ class Engine:
 
     def parameters_changed(self) -> None:
         """Call when parameters were written to: what is gathered is out of date, gradients may be dropped."""
+        self.uncompiled.clear()
         self._opening.stepped()
         self._stale_gradients = self._leaving.has_states = True
         self.tuner.end_step()
@@ -369,6 +409,8 @@ class Engine:
             offloaded_parameter_bytes=self._hosted.bytes,
             fetched_parameter_bytes=last.get("fetched_bytes", 0),
             offload_parameters_reason=self._hosted.reason,
+            uncompiled=tuple(f"{function}: {reason}" for function, reason in self.fallbacks.reasons.items()),
+            uncompiled_share=self._uncompiled_share if self.fallbacks.reasons else 0.0,
         )
 
     def release_memory(self) -> None:

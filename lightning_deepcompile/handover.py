@@ -22,11 +22,9 @@ from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.deferred_log import DeferredLog
 from lightning_deepcompile.device_mesh import MeshArgument, make_mesh
 from lightning_deepcompile.engine import Engine
-from lightning_deepcompile.format_strings import FormatStrings
 from lightning_deepcompile.host_calls import HostCalls
 from lightning_deepcompile.precision import DeepCompilePrecision
-from lightning_deepcompile.step_containers import StepContainers
-from lightning_deepcompile.step_numbers import StepNumbers
+from lightning_deepcompile.user_code.appends import Appends
 
 __all__ = ["Setting", "ShardedModule"]
 
@@ -83,18 +81,14 @@ class ShardedModule:
         engine: Its engine.
         log: Records what its steps log; compiled steps refer to it.
         host_calls: What its steps call outside of graphs; compiled steps refer to it.
-        containers: Stands in for lists and dicts that its steps fill; compiled steps refer to it.
-        numbers: Stands in for floats that its steps compute.
-        texts: Stands in for methods with f-strings; compiled steps refer to it.
+        appends: Stands in for lists that its steps append to; compiled steps refer to it.
     """
 
     setting: Setting
     engine: Engine
     log: DeferredLog
     host_calls: HostCalls
-    containers: StepContainers
-    numbers: StepNumbers
-    texts: FormatStrings
+    appends: Appends
 
     @classmethod
     def of(cls, module: nn.Module) -> ShardedModule | None:
@@ -146,10 +140,7 @@ class ShardedModule:
             if other.module is module:
                 other.close()
         log, host_calls = DeferredLog(module), HostCalls(module, after_toggle=engine.gradients.follow_requires_grad)
-        containers = StepContainers(module)
-        numbers = StepNumbers(module, engine.device, traced=lambda: engine.capture.frames)
-        texts = FormatStrings(module)
-        made = engine.model.state.keeper = cls(setting, engine, log, host_calls, containers, numbers, texts)
+        made = engine.model.state.keeper = cls(setting, engine, log, host_calls, Appends(module))
         return made
 
     def serves(self, module: nn.Module, setting: Setting) -> bool:

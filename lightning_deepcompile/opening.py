@@ -136,6 +136,11 @@ class StepOpening:
         if self._counts is None:  # else it was gathered since
             self.forget()
 
+    def rewritten(self) -> None:
+        """Call when code of a step has written to parameters, on all ranks: what was gathered before is out of date."""
+        self._opened = None
+        self.forget()
+
     def launch(self) -> None:
         """Call when an optimizer's step is over and the next training step uses its parameters; may gather them."""
         counts, self._counts = self._counts, None

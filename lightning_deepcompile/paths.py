@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_deepcompile.agreement import exchange
-from lightning_deepcompile.program.program import LOCAL_ID, Program
+from lightning_deepcompile.program.program import Program
 
 __all__ = ["Agreement", "ProgramMismatchError"]
 
@@ -119,14 +119,15 @@ class Agreement:
         if program.signature and self._world_size > 1:
             self._go_on(program.signature)
 
-    def check_read(self, ds_id: int) -> None:
-        """Does so for a parameter that code outside of programs reads.
+    def check_uncompiled(self, kind: str, ids: list[int]) -> None:
+        """Does so for what code outside of programs is about to communicate.
 
         Args:
-            ds_id: The parameter's id.
+            kind: ``"gather"`` or ``"reduce"``.
+            ids: Local ids of the parameters.
         """
         if self._world_size > 1:
-            self._go_on(f"code that was not compiled\ngather ({ds_id & LOCAL_ID},)")
+            self._go_on(f"code that was not compiled\n{kind} {tuple(ids)}")
 
     def passed(self) -> None:
         """Call on all ranks where a step can be seen to have gone on: another rank may wait for this one behind it."""

@@ -322,8 +322,8 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
 
     def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
         assert self._sharded is not None
-        log, host_calls, texts = self._sharded.log, self._sharded.host_calls, self._sharded.texts
-        containers, numbers = self._sharded.containers, self._sharded.numbers
+        log, host_calls = self._sharded.log, self._sharded.host_calls
+        appends = self._sharded.appends.deferred(self.engine.mentions(name).only_appended)
         context = {
             "training_step": self.precision_plugin.train_step_context,
             "validation_step": self.precision_plugin.val_step_context,
@@ -332,8 +332,8 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
         }[name]
         deferred = nullcontext() if name == "predict_step" else log.deferred()
         shown = self._progress.shown(self.engine.capture)
-        with context(), deferred, host_calls.outside_graphs(), texts.spelled_out(), shown:
-            return containers.run(lambda: numbers.run(name, lambda: self.engine.run_step(name, *args, **kwargs)))
+        with context(), deferred, host_calls.outside_graphs(), appends, shown:
+            return self.engine.run_step(name, *args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Runs the backward pass; ``.grad`` holds reduced gradients when Lightning calls ``on_after_backward``."""

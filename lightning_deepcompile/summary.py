@@ -40,6 +40,9 @@ class Summary:
         offloaded_parameter_bytes: Of the shards on this rank, those in host memory, padding included.
         fetched_parameter_bytes: What the last training step copied of them to the device for gathers.
         offload_parameters_reason: Why so many; empty where none may leave.
+        uncompiled: Functions that run as Python, ``name (file:line): reason``.
+        uncompiled_share: Part of the host's time in the last training step (forward and backward) that was not spent in
+            compiled programs; 0 where all is compiled.
     """
 
     world_size: int
@@ -68,6 +71,8 @@ class Summary:
     offloaded_parameter_bytes: int = 0
     fetched_parameter_bytes: int = 0
     offload_parameters_reason: str = ""
+    uncompiled: tuple[str, ...] = ()
+    uncompiled_share: float = 0.0
 
     @property
     def _ranks(self) -> str:
@@ -89,6 +94,10 @@ class Summary:
             ("sharded bytes per rank", format_bytes(self.sharded_bytes_per_rank)),
             ("compile time", f"{self.compile_seconds:.1f} s ({self.region_compile_seconds:.1f} s in regions)"),
         ]
+        if self.uncompiled:
+            share = f"{self.uncompiled_share:.0%} of the host's time in a step"
+            rows.append(("uncompiled functions", f"{len(self.uncompiled)}, {share}"))
+            rows += [("", function) for function in self.uncompiled]
         if self.exchanged_lookups:
             rows.append(("embeddings exchanged", str(self.exchanged_lookups)))
         if self.offload_reason:

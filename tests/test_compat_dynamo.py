@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.testing import CompileCounter
 
-from lightning_deepcompile import compat, compat_frames
+from lightning_deepcompile import compat
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -33,37 +33,59 @@ class Counter(nn.Module):
 def test_integers_of_a_module_are_inputs() -> None:
     counter, compiles = Counter(), []
     step = torch.compile(counter, backend=lambda gm, inputs: compiles.append(gm) or gm)
-    with compat.step_settings(3):
+    with compat.step_settings(3, falls_back=True):
         for expected in range(1, 8):
             assert float(step(torch.ones(()))) == expected
     assert len(compiles) <= 2
 
 
-def test_functions_that_were_compiled_too_often_are_found_where_they_run() -> None:
-    found = []
+def test_functions_that_are_left_uncompiled_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[tuple[str, str]] = []
 
-    @torch.compiler.disable
-    def look() -> None:
-        found.append(compat.given_up())
+    def tell(name: str, place: str, error: str | BaseException) -> None:
+        cause = compat.root_cause(error) if isinstance(error, BaseException) else None
+        told.append((f"{name} {place.rpartition('/')[2].partition(':')[0]}", str(cause or error)))
 
     def inner(x: Tensor, name: str) -> Tensor:
-        x = x + len(name)
-        look()
-        return x
+        return x + len(name)
+
+    def fails(gm: fx.GraphModule, inputs: Any) -> Any:
+        raise ValueError("no such backend")
 
     def outer(x: Tensor, name: str) -> Tensor:
         return inner(x, name) * 2
 
     step = torch.compile(outer, backend="eager")
     before = torch._dynamo.config.recompile_limit
-    with compat.step_settings(3):
-        for name in "abcdef":
-            step(torch.ones(()), name)
-        step(torch.ones(()), "a")
+    with compat.step_settings(3, falls_back=True), compat.compile_failures(tell):
+        for name in ("a", "ab", "abc", "abcd", "abcde"):
+            assert float(step(torch.ones(()), name)) == 2 * (1 + len(name))
+        assert [name for name, _ in told] == ["outer test_compat_dynamo.py"]
+        assert told[0][1].startswith("compiled more than 3 times: ") and "name" in told[0][1]
+        del told[:]
+        assert float(torch.compile(lambda x: outer(x, "a"), backend=fails)(torch.ones(()))) == 4
+        assert told[0] == ("<lambda> test_compat_dynamo.py", "no such backend")
     assert torch._dynamo.config.recompile_limit == before
-    names = [code and code.co_name for code in found]
-    assert names[:3] == [None] * 3 and set(names[3:-1]) == {"inner"}
-    assert names[-1] is None, "what was compiled goes on being used"
+    assert not [record for record in caplog.records if "_dynamo" in record.name]
+    with (
+        compat.step_settings(3, falls_back=False),
+        compat.compile_failures(tell),
+        pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no such backend"),
+    ):
+        torch.compile(lambda x: outer(x, "b"), backend=fails)(torch.ones(()))
+
+
+def test_tensors_have_aliases_and_storages() -> None:
+    tensor = torch.ones(4, 3).T
+    twin = compat.alias(tensor)
+    twin.mul_(2)
+    assert not twin._is_view() and tensor._version == 0 and float(tensor[2, 3]) == 2 and twin.stride() == (1, 3)
+    assert compat.storage_of(twin) is compat.storage_of(tensor)
+    assert compat.storage_of(torch.ones(2).to_sparse()) is None
+    torch.func.vmap(lambda row: (compat.storage_of(row), row)[1])(tensor)
+    assert not compat.hooks_saved_tensors() and not compat.is_tracing()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert compat.hooks_saved_tensors()
 
 
 def test_a_function_that_is_never_a_frame_is_traced_through() -> None:
@@ -121,7 +143,7 @@ def test_a_backend_that_is_held_weakly_is_freed() -> None:
 
 _WORKERS = """
 import time
-from lightning_deepcompile import compat, compat_frames
+from lightning_deepcompile import compat
 from torch._inductor.async_compile import AsyncCompile
 from torch.utils._triton import has_triton_package
 compat.start_compile_workers()
@@ -158,98 +180,3 @@ def test_dynamo_does_not_look_at_what_a_call_runs() -> None:
     assert float(layer(torch.ones(()))) == 3
     assert float(torch.compile(lambda x: layer(x), backend="eager", fullgraph=True)(torch.ones(()))) == 2
     assert looked and True not in looked
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = 2.0
-        self.linear = nn.Linear(3, 3)
-
-    def step(self, x: Tensor) -> Tensor:
-        if hasattr(self, "absent"):
-            return x
-        return torch.dropout(self.linear(x), 0.5, True) * self.factor
-
-
-def test_a_call_is_traced_without_running_and_its_guards_are_built_again() -> None:
-    module = Scaled()
-    step, x = compat.with_own_code(module.step), torch.ones(2, 3)
-    frame_of = compat_frames.apart(compat_frames.trace_frame)
-    before = torch.random.get_rng_state()
-    frame = frame_of(step, (x,), {})
-    assert torch.equal(torch.random.get_rng_state(), before)
-    assert [node.op for node in frame.graph.graph.nodes][-1] == "output"
-    assert Scaled.step.__code__ in frame.traced
-
-    state = compat_frames.FrameState.load(frame.state.dump())
-    assert state.as_traced(" ".join(guard.name for guard in state.guards)) == " ".join(
-        guard.name for guard in frame.state.guards
-    )
-    variables, seen = {"self": module, "x": x}, []
-
-    @compat_frames.apart
-    def build() -> Callable[[dict[str, Any]], bool]:
-        with compat_frames.compiling():
-            return compat_frames.build_guards(
-                step.__func__.__code__, state, step.__func__.__globals__, variables, seen.extend
-            )
-
-    with compat_frames.installed_globals(state, step.__func__.__globals__):
-        fits = build()
-    assert {"TENSOR_MATCH", "CONSTANT_MATCH", "TYPE_MATCH"} <= {entry.guard_type for entry in seen}
-    assert [entry.value for entry in seen if entry.name.endswith("factor")] == [2.0]
-    (looked,) = [compat_frames.attribute_found(entry) for entry in seen if entry.guard_type == "HASATTR"]
-    assert looked.endswith("False")
-    assert fits(variables)
-    assert not fits({"self": module, "x": torch.ones(3, 3)})
-    module.factor = 3.0
-    assert not fits(variables)
-    with torch.no_grad():
-        module.factor = 2.0
-        assert not fits(variables)
-        with pytest.raises(compat_frames.UntraceableError, match="its guards do not fit"):
-            build()
-
-
-def test_a_call_that_is_not_one_graph_is_not_traced() -> None:
-    def step(x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        return x
-
-    with pytest.raises(compat_frames.UntraceableError, match="graph_break"):
-        compat_frames.apart(compat_frames.trace_frame)(step, (torch.ones(2),), {})
-
-
-def test_settings_of_dynamo_are_words() -> None:
-    before = compat_frames.dynamo_settings()
-    assert " at 0x" not in before
-    with torch._dynamo.config.patch(specialize_float=not torch._dynamo.config.specialize_float):
-        assert compat_frames.dynamo_settings() != before
-    assert compat_frames.dynamo_settings() == before
-
-
-def test_modes_that_guards_do_not_know_are_told() -> None:
-    assert compat_frames.global_modes() == []
-    with torch.device("cpu"):
-        assert compat_frames.global_modes() == ["a torch function mode"]
-    with compat_frames.fake_mode():
-        assert compat_frames.global_modes() == ["a dispatch mode"]
-    with torch.autograd.graph.save_on_cpu():
-        assert compat_frames.global_modes() == ["hooks for saved tensors"]
-    found = []
-    torch.func.grad(lambda x: (found.extend(compat_frames.global_modes()), x.sum())[1])(torch.ones(2))
-    assert found == ["a function transform"]
-    handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
-    assert compat_frames.global_modes() == ["a hook of all modules"]
-    handle.remove()
-    assert compat_frames.global_modes() == []
-
-
-def test_fake_values_are_like_those_that_dynamo_makes() -> None:
-    mode, parameter = compat_frames.fake_mode(), nn.Parameter(torch.ones(4, 6)[:, ::2])
-    fake = compat_frames.fake_value(mode, parameter.detach().to("meta"), torch.device("cpu"), True, True)
-    expected = mode.from_tensor(parameter)
-    for value in (fake, expected):
-        assert isinstance(value, nn.Parameter) and value.fake_mode is mode and value.is_leaf and value.requires_grad
-        assert value.device == torch.device("cpu") and not value._is_view()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from multiprocess import run_ranks
 from test_handover import trainer_of
-from test_step_containers import ours
+from test_python_in_steps import ours
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection

@@ -11,9 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import logging
-import re
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_deepcompile import compat, compat_reading
+from lightning_deepcompile import compat
+from lightning_deepcompile.capture.mentions import mentions
+from lightning_deepcompile.capture.uncompiled import Uncompiled
 
 __all__ = ["StepState", "install_access", "sharded_class", "step_states", "uninstall_access"]
 
-_log = logging.getLogger(__name__)
-_LIBRARIES = re.compile(r"[/\\](torch|lightning|pytorch_lightning|lightning_deepcompile)[/\\]|<")
 # A parameter's leaf and its number are attributes of the module, side by side: Dynamo takes up, and guards on, every
 # container on the way to a value, and every value of one. The number is a text: integers of modules are inputs of a
 # compiled step (`compat.step_settings`), and symbols once another training has shown other ones.
@@ -36,96 +33,50 @@ _RNN_WEIGHTS = "_flat_weights"
 
 
 class StepState:
-    """Tells eager code what reading a parameter means.
+    """Tells eager code what reading a parameter means; shared by all modules of one strategy.
 
     Attributes:
-        inside: True while the strategy runs a training, validation, test or predict step: gather, for its arithmetic.
-        calling: True while a module that a user called outside of a step runs: gather, as it is stored.
+        path: Gathers for code that is not compiled; None while nothing may.
         whole: True while whole parameters are in place of the shards: nothing is gathered.
-        check_read: Called with the id of a parameter that uncompiled code in a step is about to gather.
         keeper: What runs the modules, which thereby lives as long as they do; None if whoever made it keeps it.
     """
 
-    __slots__ = ("_warned", "calling", "check_read", "inside", "keeper", "whole")
+    __slots__ = ("keeper", "path", "whole")
 
     def __init__(self) -> None:
         self.keeper: Any = None
-        self.check_read: Callable[[int], None] | None = None
-        self.inside = self.calling = self.whole = False
-        self._warned: set[int] = set()
+        self.path: Uncompiled | None = None
+        self.whole = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StepState, ()  # in another process nothing runs the modules
 
-    @torch.compiler.disable  # else Dynamo compiles it, and what it calls, for whoever reads a parameter
-    def check_uncompiled(self, ds_id: int, name: str) -> None:
-        """Says, once per parameter, that it is gathered outside of any program, and which line of whose code does it.
-
-        Args:
-            ds_id: The parameter's id.
-            name: Its local name.
-
-        Raises:
-            RuntimeError: If that is because of how often the code was compiled. Other ranks may have compiled it less
-                often, and would wait for other gathers.
-        """
-        code = compat.given_up()
-        if code is not None:
-            raise RuntimeError(
-                f"`{code.co_name}` ({code.co_filename}:{code.co_firstlineno}), which computes with the parameter "
-                f"{name!r}, was compiled more than {torch._dynamo.config.recompile_limit} times. Something that it "
-                "reads changes with every step: see the guard named above (`TORCH_LOGS=recompiles` lists all), keep it "
-                "out of the step or pass it as a tensor; or raise CompileConfig(recompile_limit=...) if there are that "
-                "many shapes."
-            )
-        if self.check_read is not None:
-            self.check_read(ds_id)
-        if ds_id in self._warned:
-            return
-        self._warned.add(ds_id)
-        frames = [frame for frame in traceback.extract_stack() if not _LIBRARIES.search(frame.filename)]
-        where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
-        _log.warning(
-            "The parameter %r is read by code that was not compiled (%s): it is gathered at once and alone, which is "
-            "correct and slow. TORCH_LOGS=graph_breaks says why Dynamo left that code out.",
-            name,
-            where,
-        )
-
     @contextlib.contextmanager
-    def set(self, attribute: str) -> Iterator[None]:
-        """One of the attributes is true for the duration; may be nested."""
-        before = getattr(self, attribute)
-        setattr(self, attribute, True)
+    def holding_whole(self) -> Iterator[None]:
+        """Inside, whole parameters are in place of the shards; may be nested."""
+        before, self.whole = self.whole, True
         try:
             yield
         finally:
-            setattr(self, attribute, before)
+            self.whole = before
 
 
-def _parameter_property(name: str, size: tuple[int, ...], dtype: torch.dtype) -> property:
+def _parameter_property(name: str, size: tuple[int, ...], dtype: torch.dtype, by_hand: bool) -> property:
     leaf_name, id_name = _LEAF.format(name), _ID.format(name)
     is_compiling, gather = torch.compiler.is_compiling, torch.ops.dc.gather  # the tracer looks each name up anew
-    at_compile_time, put_in_place = compat_reading.comptime, compat_reading.put_in_place
 
     @compat.never_a_frame
     def read(self: nn.Module) -> Tensor:
         # Compiled code always gathers: the tracer takes this branch as a constant, without a guard.
         if is_compiling():
-            other, key = None, name  # noqa: F841 - for `put_in_place`
-            at_compile_time(put_in_place)
-            if other is not None:
-                return other
             return gather(getattr(self, leaf_name), int(getattr(self, id_name)), size, dtype)
         # Eager code outside of a step and of the module's own call gets the shard: reading an attribute must never
         # start a collective that other ranks know nothing of.
         state, own = self.__dict__[_STATE], self._parameters[name]
-        if state.whole or not (state.inside or state.calling) or not isinstance(own, DTensor):
+        path = state.path
+        if path is None or path.is_idle or state.whole or not isinstance(own, DTensor):
             return own  # a tensor that `torch.func.functional_call` has put there, too
-        leaf, ds_id = getattr(self, leaf_name), int(getattr(self, id_name))
-        if state.inside:
-            state.check_uncompiled(ds_id, name)
-        return gather(leaf, ds_id, size, dtype if state.inside else leaf.dtype)
+        return path.read(self, own, by_hand=by_hand)
 
     return property(read, doc=f"The parameter `{name}`: gathered while it is computed with, else this rank's shard.")
 
@@ -142,7 +93,7 @@ def _call_property() -> property:
         if is_compiling():
             return own
         state = self.__dict__[_STATE]
-        return own if state.inside or state.calling else functools.partial(_call_gathering, self)
+        return own if state.path is None or state.whole else functools.partial(_call_gathering, self, own)
 
     def set_own(self: nn.Module, value: Callable[..., Any] | None) -> None:
         self.__dict__[compat.INNER_CALL] = value
@@ -151,9 +102,14 @@ def _call_property() -> property:
 
 
 @compat.never_a_frame
-def _call_gathering(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    with module.__dict__[_STATE].set("calling"):
-        return module(*args, **kwargs)
+def _call_gathering(module: nn.Module, own: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+    path = module.__dict__[_STATE].path
+    run = own or module._call_impl
+    if not path.is_idle:
+        return path.call(module, run, args, kwargs)
+    path.clear()  # nobody says when parameters change outside of steps
+    with path.in_step(stored=True):
+        return path.call(module, run, args, kwargs)
 
 
 def _rnn_weights(self: nn.Module) -> list[Tensor]:
@@ -214,7 +170,10 @@ def sharded_class(original: type[nn.Module], parameters: _Parameters) -> type[nn
     """
     key = (original, parameters)
     if key not in _classes:
-        body: dict[str, Any] = {parameter[0]: _parameter_property(*parameter) for parameter in parameters}
+        # Code that writes through `.data` must hold what keeps it; PyTorch's own modules do not.
+        library = original.__module__.partition(".")[0] == "torch"
+        by_hand = not library and "data" in mentions([original.forward]).names
+        body: dict[str, Any] = {name: _parameter_property(name, *rest, by_hand) for name, *rest in parameters}
         if original.__call__ is nn.Module.__call__:
             body[compat.INNER_CALL] = _call_property()
         if issubclass(original, nn.RNNBase):

@@ -125,6 +125,7 @@ class Capture:
     blocks: int = 0
     seconds: float = 0.0
     uncheckpointed: int = 0
+    _prepare: Callable[[], None] | None = None
     _frames: list[_Frame] = field(default_factory=list)
     _captured: int = 0  # numbers of graphs and of programs: those of forgotten ones are not given again
     _lowered: int = 0
@@ -238,6 +239,29 @@ class Capture:
             self._timing = False
             self.seconds += time.perf_counter() - start
 
+    @contextlib.contextmanager
+    def preparing(self, prepare: Callable[[], None]) -> Iterator[None]:
+        """Inside, programs call `prepare` before they run: code that is not compiled may have changed what they read.
+
+        Args:
+            prepare: What to call.
+        """
+        before, self._prepare = self._prepare, prepare
+        try:
+            yield
+        finally:
+            self._prepare = before
+
+    def _enter(self, program: Program) -> None:
+        if self._prepare is not None:
+            self._prepare()
+        self.agreement.check(program)
+
+    @property
+    def program_seconds(self) -> float:
+        """Time that the host spent in programs."""
+        return sum(executable.seconds for executable in self.executables)
+
     def replan(
         self,
         settings: PlanSettings | None = None,
@@ -305,7 +329,8 @@ class Capture:
             elif kind == "forward":
                 before = functools.partial(compat.held_weakly(self._opens), frame)
             plan = self._plan(frame, base)
-            executable = Executable(base, plan, before, self.agreement.check, self.guard, self.divider)
+            enter = compat.held_weakly(self._enter)
+            executable = Executable(base, plan, before, enter, self.guard, self.divider)
         self.executables.append(executable)
         frame.executables.append(executable)
         return executable

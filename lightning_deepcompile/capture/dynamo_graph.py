@@ -39,6 +39,8 @@ def name_of(node: fx.Node) -> str:
             name = name[2:-2] + ("_" if name in ("__and__", "__or__") else "")
         return name
     name = getattr(node.target, "__name__", "")
+    if name == "_get_data_attr":  # what Dynamo writes for `tensor.data`
+        return "data"
     return name if any(getattr(owner, name, None) is node.target for owner in (torch, operator, F)) else ""
 
 

@@ -1,4 +1,4 @@
-"""Steps that would train silently wrong on shards are refused while they are compiled, with the place named."""
+"""Graphs that would be wrong on shards are refused while they are compiled: their code runs as it is, or fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_deepcompile.capture.dynamo_graph import (
     name_of,
 )
 
-__all__ = ["UnsupportedStepError", "check_graph", "explain"]
+__all__ = ["UncompilableError", "UnsupportedStepError", "check_graph", "explain"]
 
 # Methods that end in an underscore, and write to no memory.
 _HARMLESS = frozenset({"requires_grad_", "and_", "or_"})
@@ -29,13 +29,17 @@ class UnsupportedStepError(RuntimeError):
     """A step does with its parameters what cannot be done with shards."""
 
 
+class UncompilableError(RuntimeError):
+    """A function does with its parameters what a graph cannot, and the uncompiled path can."""
+
+
 def check_graph(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     names: Mapping[int, str],
     replicated: Sequence[nn.Parameter] = (),
 ) -> None:
-    """Raises for a graph that writes to a gathered parameter, or reads a parameter without gathering it.
+    """Raises for a graph that writes to a gathered parameter, or that handles parameters as such.
 
     Args:
         gm: Dynamo's graph.
@@ -44,7 +48,8 @@ def check_graph(
         replicated: Parameters that are not sharded.
 
     Raises:
-        UnsupportedStepError: Names the parameter and the line.
+        UncompilableError: Names the parameter and the line, or the call, for which the function must run as it is.
+        UnsupportedStepError: For a parameter that would not be trained.
     """
     for value in example_inputs:
         stray = isinstance(value, nn.Parameter) and not isinstance(value, DTensor | FakeTensor)
@@ -55,27 +60,24 @@ def check_graph(
                 "it (`self.layer.weight`) rather than through another reference, and register what is to be trained."
             )
     if any(isinstance(value, DTensor) for value in example_inputs):
-        raise UnsupportedStepError(_UNGATHERED)
+        raise UncompilableError(
+            "it handles parameters themselves, not attributes of modules (`parameters()`, `named_parameters()`, "
+            "`state_dict()`)"
+        )
     _check_writes(gm, {}, names)
 
 
-_UNGATHERED = (
-    "The step reads parameters through `parameters()`, `named_parameters()`, `state_dict()` or `_parameters`. Under "
-    "DeepCompileStrategy that gives this rank's shards; only an attribute of the module that owns it "
-    "(`self.layer.weight`) gives the whole parameter, with its gradient. Read it that way, use the optimizer's "
-    "`weight_decay` for a penalty on all weights and `self.clip_gradients` to clip, or move the code to a hook "
-    "outside of the step, such as `on_train_batch_end` (for an average of weights, say, or for "
-    "`target.load_state_dict(net.state_dict())`), where it can work on the shards. Or it calls a copy "
-    "(`copy.deepcopy`) that was made of a sharded module, which has shards only: copy modules in `setup` or before, "
-    "or inside of `trainer.strategy.full_parameters()`."
+_MIXED = (
+    "A step computes with shards and whole tensors together. It has taken them off the parameters before the step "
+    "began, or calls a copy (`copy.deepcopy`) that was made of a sharded module, which has shards only: copy modules "
+    "in `setup` or before, or inside of `trainer.strategy.full_parameters()`."
 )
 _TWICE = (
-    "The step differentiates a gradient (`torch.autograd.grad(..., create_graph=True)`), for which PyTorch compiles no "
-    "graph. Compute the inner gradient by a function: `torch.func.grad`, `torch.func.jacrev` or `torch.func.vjp` of "
-    "the module's call, inside of the step."
+    "A compiled function is differentiated twice (`create_graph=True`), for which PyTorch compiles no graph. Its code "
+    "does not say so by that name: put `@torch.compiler.disable` on the step, or on the part that is differentiated."
 )
 _EXPLANATIONS = {
-    "mixed torch.Tensor and DTensor": _UNGATHERED,
+    "mixed torch.Tensor and DTensor": _MIXED,
     "does not currently support double backward": _TWICE,
 }
 
@@ -98,7 +100,7 @@ def _check_writes(gm: fx.GraphModule, inherited: Mapping[fx.Node, str], names: M
         elif node.op in ("call_function", "call_method"):
             for written in _written(node):
                 if written in gathered:
-                    raise UnsupportedStepError(_write_message(gathered[written], node))
+                    raise UncompilableError(_write_message(gathered[written], node))
             source = next(iter(node.all_input_nodes), None)
             if source in gathered and name_of(node) in VIEWS | {"data", "getattr"}:
                 gathered[node] = gathered[source]
@@ -129,9 +131,5 @@ def _nodes(value: Any) -> list[fx.Node]:
 
 def _write_message(parameter: str, node: fx.Node) -> str:
     lines = (node.meta.get("stack_trace") or "").strip().splitlines()
-    where = "\n".join(lines[-2:]) if lines else f"  {node.format_node()}"
-    return (
-        f"The step writes to the parameter {parameter!r} in place:\n{where}\nInside a step that is a gathered copy, "
-        "and what is written to it would be lost. Move the change to a hook outside of the step, such as "
-        "`on_train_batch_end`, where the parameter is this rank's shard and element-wise changes work."
-    )
+    where = " ".join(line.strip() for line in lines[-2:]) or node.format_node()
+    return f"it writes to the parameter {parameter!r} ({where})"

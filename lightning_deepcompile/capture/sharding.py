@@ -83,6 +83,11 @@ class ShardedParameter:
         here = mine.data_ptr() == self.local.data_ptr() and mine.device == self.local.device
         return mine.dtype == self.local.dtype and (here or mine.numel() == 0)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all of it, on the device, as steps compute with it."""
+        return self.ranks.shards == 1 and self.host is None and self.gather_dtype == self.leaf.dtype
+
     def distribute(self, rows: Tensor) -> DTensor:
         """This rank's `rows` of a tensor that is sharded like the parameter, as a DTensor; no communication."""
         return _distribute(rows, self.layout.spec.shape, self.ranks)
@@ -173,7 +178,7 @@ class ShardedModel:
         for parameter, whole in wholes.items():
             parameter.install(whole)
         try:
-            with self.state.set("whole"):
+            with self.state.holding_whole():
                 yield
         finally:
             for parameter, whole in wholes.items():

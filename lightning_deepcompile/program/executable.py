@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,7 @@ class Executable:
 
     Attributes:
         calls: Number of runs.
+        seconds: What they took of the host's time.
         opening: The gathers that the current schedule begins with.
         waits_for_states: Whether it waits for optimizer states that leave the device.
     """
@@ -46,6 +48,7 @@ class Executable:
     guard: Guard | None = None
     divider: Divider | None = None
     calls: int = 0
+    seconds: float = 0.0
     source: str = field(init=False, default="")
     opening: list[Gathers] = field(init=False)
     waits_for_states: bool = field(init=False)
@@ -90,8 +93,10 @@ class Executable:
         self.check(self._running)
         self.calls += 1
         self.before()
+        start = time.perf_counter()
         try:
             return self._run(args)
         finally:
+            self.seconds += time.perf_counter() - start
             if self.divider is not None:
                 self.divider.end()

@@ -252,12 +252,15 @@ def add_symbol_inputs(region: Region, sources: dict[str, fx.Node]) -> None:
     region.inputs[:0] = extra
 
 
-def _symbolic_sizes(nodes: list[fx.Node]) -> list[torch.SymInt]:
-    """All symbolic integers among the values of `nodes` and in their sizes and strides."""
+def _symbolic_sizes(nodes: list[fx.Node]) -> list[torch.SymInt | torch.SymFloat | torch.SymBool]:
+    """All symbolic numbers among the values of `nodes`, and the symbolic ones of their sizes and strides.
+
+    A number that is computed outside of a region is one of its inputs, and what Inductor writes for it are its symbols.
+    """
     found = []
     for node in nodes:
         value = node.meta.get("val")
         for leaf in value if isinstance(value, tuple | list) else (value,):
             sizes = (*leaf.shape, *leaf.stride(), leaf.storage_offset()) if isinstance(leaf, torch.Tensor) else (leaf,)
-            found += [size for size in sizes if isinstance(size, torch.SymInt)]
+            found += [size for size in sizes if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool)]
     return found

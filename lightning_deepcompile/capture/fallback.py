@@ -1,0 +1,124 @@
+"""Which functions of a step run uncompiled, and why: said once for each, or an error."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from typing import Literal
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.capture.graph_checks import UnsupportedStepError
+from lightning_deepcompile.capture.mentions import Mentions
+
+__all__ = ["Fallbacks", "why_not"]
+
+_log = logging.getLogger("lightning_deepcompile")
+_LIBRARIES = re.compile(r"[/\\](torch|lightning|pytorch_lightning|torchmetrics|lightning_deepcompile)[/\\]|^<")
+
+_SKIPPED = "Dynamo left it out of its graphs (TORCH_LOGS=graph_breaks says why)"
+_HINTS = {
+    "compiled more than": "Keep what changes with every step out of it, or pass it as a tensor; or raise "
+    "CompileConfig(recompile_limit=...) if there are that many shapes.",
+    "": "It is right and as fast as eager FSDP. CompileConfig(fallback='error') makes it an error.",
+}
+
+# Names of functions and arguments, and what they do that a compiled step cannot.
+_NAMES = {
+    "functional_call": "it calls modules with other tensors in the place of their parameters (`functional_call`)",
+    "swap_tensors": "it swaps tensors",
+}
+_KEYWORDS = {"create_graph": "it asks for a gradient that can be differentiated (`create_graph`)"}
+_TWICE = frozenset({"hessian", "hvp", "vhp"})  # of torch.autograd.functional
+
+
+def why_not(found: Mentions, bounded: set[str]) -> str | None:
+    """Why a step must run as it is, as a whole; None if nothing says so.
+
+    Args:
+        found: What its code mentions.
+        bounded: Attributes that are deques of bounded length: inside of graphs they would grow beyond it.
+    """
+    for name, reason in _NAMES.items():
+        if name in found.names:
+            return reason
+    for name, reason in _KEYWORDS.items():
+        if name in found.keywords:
+            return reason
+    if "autograd" in found.names and (twice := _TWICE & found.names):
+        return f"it differentiates twice (`torch.autograd.functional.{min(twice)}`)"
+    if names := bounded & (found.used | found.appended):
+        return f"it uses {min(names)!r}, a deque of bounded length"
+    return None
+
+
+class Fallbacks:
+    """Remembers which functions run uncompiled; one per engine.
+
+    Args:
+        mode: ``"warn"`` or ``"error"``, as `CompileConfig.fallback`.
+        rank: This rank: the first one says it.
+
+    Attributes:
+        reasons: Each function, ``name (file:line)``, with the first line of the reason.
+    """
+
+    def __init__(self, mode: Literal["warn", "error"], rank: int) -> None:
+        self._mode, self._rank = mode, rank
+        self.reasons: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around a compiled step."""
+        with compat.compile_failures(self._failed):
+            yield
+
+    def add(self, name: str, place: str, reason: str) -> None:
+        """A function runs as it is.
+
+        Args:
+            name: Its name.
+            place: Where it stands.
+            reason: Why; the first line is kept.
+
+        Raises:
+            RuntimeError: If settings say so.
+        """
+        function, first = f"{name} ({place})", reason.strip().partition("\n")[0]
+        if function in self.reasons:
+            return
+        hint = next(text for start, text in _HINTS.items() if first.startswith(start))
+        if self._mode == "error":
+            raise RuntimeError(
+                f"`{name}` ({place}) cannot be compiled: {first}. CompileConfig(fallback='warn') runs it as it is."
+            )
+        self.reasons[function] = first
+        if self._rank == 0:
+            _log.warning("`%s` (%s) runs uncompiled: %s. %s", name, place, first.rstrip("."), hint)
+
+    def noticed(self) -> None:
+        """Call where code that is not compiled reads a parameter: some function on the stack is left uncompiled."""
+        frame, innermost = sys._getframe(1), None
+        while frame is not None:
+            code = frame.f_code
+            if not _LIBRARIES.search(code.co_filename):
+                place = f"{code.co_filename}:{code.co_firstlineno}"
+                if f"{code.co_name} ({place})" in self.reasons:
+                    return
+                innermost = innermost or (code.co_name, place)
+            frame = frame.f_back
+        if innermost is not None:
+            self.add(*innermost, _SKIPPED)
+
+    def _failed(self, name: str, place: str, error: str | BaseException) -> None:
+        if isinstance(error, BaseException):
+            error = compat.root_cause(error)
+            if isinstance(error, UnsupportedStepError):
+                raise error
+            error = f"{type(error).__name__}: {error}"
+        self.add(name, place, error)
+
+
+compat.never_frames(Fallbacks)

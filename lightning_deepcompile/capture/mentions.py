@@ -1,0 +1,148 @@
+"""What the code of a step mentions, read from its bytecode: told before anything runs what must not be compiled.
+
+Some code means something else when it is compiled, and nothing tells by then: a gradient that is differentiated, modules
+that are called with other tensors in the place of their parameters, a ``deque`` of bounded length. Names show it.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Mentions", "mentions", "mentions_of"]
+
+_LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "torchmetrics", "lightning_deepcompile"})
+
+
+@dataclass
+class Mentions:
+    """What some functions, and those that they call, mention.
+
+    Attributes:
+        names: Global names, attributes and methods.
+        keywords: Names of keyword arguments in calls.
+        used: Attributes that are read for anything but a call of their ``append``.
+        appended: Attributes of which ``append`` is called.
+    """
+
+    names: set[str] = field(default_factory=set)
+    keywords: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
+    appended: set[str] = field(default_factory=set)
+
+    @property
+    def only_appended(self) -> set[str]:
+        """Attributes that are appended to and used for nothing else."""
+        return self.appended - self.used
+
+
+def mentions_of(module: nn.Module, step: Callable[..., Any]) -> Mentions:
+    """What a step of `module` mentions, with all that it may call of the module and its children, and of its helpers.
+
+    Args:
+        module: The LightningModule.
+        step: A bound method of it.
+    """
+    methods: dict[str, list[types.FunctionType]] = {}
+    kinds = {kind for child in module.modules() for kind in type(child).__mro__ if _is_users(kind)}
+    for kind in sorted(kinds, key=_label):
+        for name, value in vars(kind).items():
+            if (function := _function(value)) is not None:
+                methods.setdefault(name, []).append(function)
+    return mentions([step, *methods.get("forward", [])], methods)
+
+
+def mentions(
+    functions: Iterable[Callable[..., Any]], methods: dict[str, list[types.FunctionType]] | None = None
+) -> Mentions:
+    """What `functions` mention, with the functions of users that they name.
+
+    Args:
+        functions: Where to begin.
+        methods: Methods by name: one that is mentioned counts as called.
+    """
+    found, seen = Mentions(), set()
+    pending = [function for one in functions if (function := _function(one)) is not None]
+    while pending:
+        function = pending.pop()
+        if function.__code__ in seen:
+            continue
+        seen.add(function.__code__)
+        for code in _codes(function.__code__):
+            _read(code, found)
+            pending += _called(function, code, methods or {})
+    return found
+
+
+def _called(
+    function: types.FunctionType, code: types.CodeType, methods: dict[str, list[types.FunctionType]]
+) -> Iterator[types.FunctionType]:
+    closure = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    scope = {**function.__globals__, **{name: cell.cell_contents for name, cell in closure if _is_full(cell)}}
+    for name in (*code.co_names, *code.co_freevars):
+        yield from methods.get(name, ())
+        value = scope.get(name)
+        candidates = [value]
+        if inspect.ismodule(value) and _is_own(value.__name__):
+            candidates += [vars(value).get(other) for other in code.co_names]
+        for candidate in candidates:
+            found = _function(candidate)
+            if found is not None and _is_own(found.__module__):
+                yield found
+
+
+def _read(code: types.CodeType, found: Mentions) -> None:
+    found.names.update(code.co_names)
+    for constant in code.co_consts:  # the names of a call's keyword arguments are one constant
+        if isinstance(constant, tuple) and constant and all(isinstance(item, str) for item in constant):
+            found.keywords.update(constant)
+    attribute = None
+    for instruction in dis.get_instructions(code):
+        name = instruction.argval if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") else None
+        if attribute is not None:
+            (found.appended if name == "append" else found.used).add(attribute)
+        if instruction.opname in ("STORE_ATTR", "DELETE_ATTR"):
+            found.used.add(instruction.argval)
+        attribute = name
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _function(value: Any) -> types.FunctionType | None:
+    value = getattr(value, "__func__", value)
+    if isinstance(value, property):
+        value = value.fget
+    while hasattr(value, "__wrapped__"):
+        value = value.__wrapped__
+    return value if isinstance(value, types.FunctionType) else None
+
+
+def _is_users(kind: type) -> bool:
+    return issubclass(kind, nn.Module) and _is_own(kind.__module__)
+
+
+def _is_own(module: str | None) -> bool:
+    return module is not None and module.partition(".")[0] not in _LIBRARIES
+
+
+def _is_full(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:  # a function that is being defined
+        return False
+    return True
+
+
+def _label(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,1 +1,0 @@
-"""Traced steps that are kept between runs: what Dynamo made of a step, and what it must be compared with first."""

@@ -1,0 +1,216 @@
+"""Code that is not compiled trains as an unsharded process does: every way that parameters come into its hands."""
+
+from __future__ import annotations
+
+import functools
+import os
+import traceback
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import CASES, Base, Mlp, Record, assert_same_training, gpt, llama, train
+from multiprocess import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Build = Callable[[], Base]
+
+
+def uncompiled(build: Build) -> Base:
+    module = build()
+    module.training_step = torch.compiler.disable(module.training_step)
+    return module
+
+
+class Penalties(Mlp):
+    """Parameters in hand: through an attribute, from `parameters()`, in arithmetic and in methods."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        loss = loss + 1e-3 * sum(p.abs().sum() for p in self.parameters() if p.numel())
+        for name, p in self.named_parameters():
+            if p.dim() == 2 and "layers" in name:
+                loss = loss + 1e-2 * torch.linalg.matrix_norm(p - p.mean()) ** 2
+        weight = self.head.weight
+        assert weight.requires_grad and weight.is_leaf and isinstance(weight, nn.Parameter)
+        assert tuple(weight.shape) == (61, 13) and weight.dtype == torch.float32
+        return loss + (weight.T @ weight).trace() * 1e-3 + F.linear(weight, self.layers[0][0].weight).square().mean()
+
+
+class Writes(Mlp):
+    """Parameters are changed while the step runs, before and after they are used."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.layers[0][0].weight.data.mul_(0.5)
+        before = super().training_step(batch, batch_idx)
+        self.layers[1][0].weight.data.copy_(self.layers[1][0].weight.data.flip(0))
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.1, 0.1)
+            self.layers[2][2].weight[3] = 0.25
+            self.one_row.add_(0.1)
+        for p in self.layers[2].parameters():
+            p.data.lerp_(torch.ones_like(p), 0.1)
+        return super().training_step(batch, batch_idx) + before.detach()
+
+
+class MaxNorm(Base):
+    """Modules that change their own parameters in their forward pass."""
+
+    class Clamped(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data.clamp_(-0.2, 0.2)
+            return super().forward(x)
+
+    class Normalised(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.div_(self.weight.norm())
+            return F.linear(x, self.weight, self.bias)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, 13)
+        self.net = nn.Sequential(self.Clamped(13, 17), nn.Tanh(), self.Normalised(17, 61))
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return self.net(self.embed(tokens))
+
+
+class GradientPenalty(Mlp):
+    """The gradient of the loss by the embeddings is a part of the loss."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.embed(batch[:, :-1])
+        y = x
+        for layer in self.layers:
+            y = y + layer(y)
+        loss = F.cross_entropy(self.head(y).flatten(0, 1), batch[:, 1:].flatten())
+        (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        self.log("loss", loss)
+        return loss + 1e-3 * grad.square().mean()
+
+
+class Inner(Mlp):
+    """A step of gradient descent inside of the step, on other tensors than the parameters."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        net = self.layers[1]
+        x = self.embed(batch[:, :-1])
+        parameters = dict(net.named_parameters())
+        for _ in range(2):
+            inner = torch.func.functional_call(net, parameters, (x,)).square().mean()
+            grads = torch.autograd.grad(inner, list(parameters.values()), create_graph=True)
+            # What one process computes on all rows is the mean of what ranks compute: linear in the gradient.
+            parameters = {n: p - 0.0 * g for (n, p), g in zip(parameters.items(), grads, strict=True)}
+        out = torch.func.functional_call(net, parameters, (x,))
+        return super().training_step(batch, batch_idx) + 0.1 * out.mean()
+
+
+class Mixed(Mlp):
+    """Compiled and uncompiled code take turns, and use the same parameters."""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.scale + self.one_row
+        x = x + self.layers[0](x)
+        x = x + self.python(x)
+        x = x + self.layers[2](x) + self.layers[1](x)
+        return self.head(x)
+
+    @torch.compiler.disable
+    def python(self, x: Tensor) -> Tensor:
+        return self.layers[1](x) + F.linear(x, self.layers[0][0].weight[:13]) + self.layers[1](x).detach()
+
+
+class Hooked(Mlp):
+    """Hooks of modules, of which one replaces the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].register_forward_hook(lambda module, args, output: output * 1.5)
+        self.head.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+        self.layers[1][0].register_full_backward_hook(lambda module, grads, outputs: (grads[0] * 2.0,))
+
+
+class Reentrant(Mlp):
+    """Both kinds of activation checkpointing."""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.scale + self.one_row
+        for index, layer in enumerate(self.layers):
+            x = x + torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=index == 1)
+        return self.head(x)
+
+
+FORCED: dict[str, Build] = {
+    **CASES,
+    "gpt_tied": gpt(tied=True),
+    "llama_checkpointing": llama(checkpointing=True),
+    "penalties": Penalties,
+    "writes": Writes,
+    "max_norm": MaxNorm,
+    "gradient_penalty": GradientPenalty,
+    "inner": Inner,
+    "mixed": Mixed,
+    "hooked": Hooked,
+    "reentrant": Reentrant,
+}
+# What falls back by itself, in part or as a whole.
+BY_ITSELF: dict[str, Build] = {
+    name: FORCED[name] for name in ("penalties", "writes", "max_norm", "gradient_penalty", "inner", "mixed", "hooked")
+}
+# (forced or by itself, case, micro-batches per step, stage)
+Run = tuple[bool, str, int, int]
+RUNS: dict[int, list[Run]] = {
+    1: [(True, "mlp", 1, 3), (True, "writes", 1, 3), (False, "penalties", 1, 3)],
+    2: [
+        *[(True, name, 1, 3) for name in FORCED],
+        *[(False, name, 1, 3) for name in BY_ITSELF],
+        *[(True, name, 3, stage) for name in ("mlp", "writes", "gpt_tied") for stage in (1, 2, 3)],
+        *[(False, name, 3, stage) for name in ("mixed", "writes") for stage in (1, 2)],
+    ],
+    3: [(True, "mlp", 1, 3), (True, "writes", 3, 3), (False, "writes", 1, 3), (False, "mixed", 1, 3)],
+}
+
+
+def _train_all(runs: list[Run]) -> dict[Run, Record | str]:
+    from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+
+    results: dict[Run, Record | str] = {}
+    for run in runs:
+        forced, case, accumulate, stage = run
+        build = functools.partial(uncompiled, FORCED[case]) if forced else BY_ITSELF[case]
+        strategy = DeepCompileStrategy(stage=stage, compile=CompileConfig(region_backend="eager"))
+        try:
+            results[run] = train(
+                build,
+                strategy,
+                world_size=int(os.environ["WORLD_SIZE"]),
+                rank=int(os.environ["RANK"]),
+                accumulate=accumulate,
+                inspect=lambda trainer: trainer.strategy.summary(),
+            )
+        except Exception:
+            results[run] = traceback.format_exc()
+    return results
+
+
+@functools.cache
+def _sharded(world_size: int) -> list[dict[Run, Record | str]]:
+    return run_ranks(_train_all, world_size, RUNS[world_size], timeout=420)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("world_size", "run"), [(world, run) for world, runs in RUNS.items() for run in runs], ids=lambda value: str(value)
+)
+@pytest.mark.xdist_group("uncompiled")
+def test_equals_unsharded(world_size: int, run: Run) -> None:
+    _, case, accumulate, _ = run
+    expected = train(FORCED[case], "auto", world_size=1, rank=0, data_world=world_size, accumulate=accumulate)
+    for rank, results in enumerate(_sharded(world_size)):
+        actual = results[run]
+        if isinstance(actual, str):
+            pytest.fail(f"rank {rank}:\n{actual}")
+        assert_same_training(actual, expected, params=True)
+        assert actual.extra.uncompiled
