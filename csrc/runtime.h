@@ -117,6 +117,7 @@ class Runtime {
   std::vector<Tensor> wait_allgather_fused(int64_t graph_id, const Ids& ids);
   void release_param(int64_t graph_id, int64_t id, int64_t n_users);
   void release_params_fused(int64_t graph_id, const Ids& ids);
+  Tensor wait_allgather(int64_t graph_id, int64_t id);
   void release_params_at_boundary(int64_t graph_id, const Ids& ids);
   void reduce_grads_fused(int64_t graph_id, const Ids& ids, const std::vector<Tensor>& grads);
   void free_tensors(const std::vector<Tensor>& tensors);
