@@ -126,8 +126,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "numa_refusal",
       [](int64_t node, std::vector<int64_t> cpus) {
-        const ldc::NumaPreference here({.node = node, .cpus = std::move(cpus)});
-        return here.refusal();
+        return ldc::near_node({.node = node, .cpus = std::move(cpus)}, [] {});
       },
       "node"_a, "cpus"_a, "Why host memory may come from any NUMA node; empty where `node` is preferred.");
 
