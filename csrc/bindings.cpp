@@ -27,6 +27,10 @@ std::shared_ptr<Runtime> make_runtime(c10d::ProcessGroup& gather_group, c10d::Pr
   // Python drops the last reference with its lock held; the end of a runtime may wait for the device, so let go of it.
   Runtime* address = runtime.get();
   return {address, [runtime = std::move(runtime)](Runtime*) mutable {
+            if (runtime->is_copy()) {
+              static_cast<void>(new std::shared_ptr<Runtime>(std::move(runtime)));  // kept until the process ends
+              return;
+            }
             if (!PyGILState_Check()) return runtime.reset();
             const py::gil_scoped_release no_gil;
             runtime.reset();

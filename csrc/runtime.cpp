@@ -1,5 +1,7 @@
 #include "runtime.h"
 
+#include <unistd.h>
+
 #include "make_communicators.h"
 #include "same_on_all_ranks.h"
 #include "symmetric_communicator.h"
@@ -48,6 +50,7 @@ std::shared_ptr<Runtime> Runtime::create(Group gather_group, Group reduce_group,
     throw;
   }
 }
+      process_(getpid()),
 
 Runtime::Runtime(const Group& gather_group, const Group& reduce_group, const Group& replica_group, Device device,
                  const RuntimeOptions& options, int64_t serial)

@@ -1,4 +1,6 @@
 // How a runtime ends: with its peers, without waiting for them, or at once.
+#include <unistd.h>
+
 #include <chrono>
 
 #include "runtime.h"
@@ -25,7 +27,11 @@ void Runtime::retire(double wait_seconds) {
   for (const std::future<void>& end : shut_down(End::alone)) end.wait_until(limit);
 }
 
+bool Runtime::is_copy() const { return getpid() != process_; }
+
 std::vector<std::future<void>> Runtime::shut_down(End end) {
+  const std::lock_guard lock(mutex_);
+  if (is_copy()) return pending;  // its threads, its device and its peers are another process'; so may the mutex be
   const std::lock_guard lock(mutex_);
   std::vector<std::future<void>> pending;
   if (std::exchange(closed_, true)) return pending;
