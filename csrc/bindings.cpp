@@ -27,6 +27,10 @@ std::shared_ptr<Runtime> make_runtime(c10d::ProcessGroup& gather_group, c10d::Pr
   // Python drops the last reference with its lock held; the end of a runtime may wait for the device, so let go of it.
   Runtime* address = runtime.get();
   return {address, [runtime = std::move(runtime)](Runtime*) mutable {
+            if (runtime->is_copy()) {
+              static_cast<void>(new std::shared_ptr<Runtime>(std::move(runtime)));  // kept until the process ends
+              return;
+            }
             if (!PyGILState_Check()) return runtime.reset();
             const py::gil_scoped_release no_gil;
             runtime.reset();
@@ -126,8 +130,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "numa_refusal",
       [](int64_t node, std::vector<int64_t> cpus) {
-        const ldc::NumaPreference here({.node = node, .cpus = std::move(cpus)});
-        return here.refusal();
+        return ldc::near_node({.node = node, .cpus = std::move(cpus)}, [] {});
       },
       "node"_a, "cpus"_a, "Why host memory may come from any NUMA node; empty where `node` is preferred.");
 

@@ -29,7 +29,12 @@ void Executor::prefetch(const Ids& ids, const std::vector<Dtype>& dtypes) {
 Tensor Executor::allgather(int64_t id, Dtype dtype) {
   check_members({id});
   gathers_.launch({id}, {dtype});
-  return gathers_.view(id);
+  return gathers_.placeholder(id);
+}
+
+Tensor Executor::wait_copy(int64_t id) {
+  check_members({id});
+  return gathers_.copy(id);
 }
 
 std::vector<Tensor> Executor::wait(const Ids& ids) {

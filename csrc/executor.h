@@ -28,9 +28,11 @@ class Executor {
 
   /// Starts gathering what is absent, as one group. `dtypes`: empty, or one entry per id.
   void prefetch(const Ids& ids, const std::vector<Dtype>& dtypes);
-  /// The same for one parameter; returns its tensor, which is valid after wait().
+  /// The same for one parameter; returns what wait_copy() may be asked with.
   Tensor allgather(int64_t id, Dtype dtype);
   std::vector<Tensor> wait(const Ids& ids);
+  /// The same for one parameter, in memory of the caller's.
+  Tensor wait_copy(int64_t id);
   /// One of `n_users` uses is over; the last one releases.
   void release_use(int64_t id, int64_t n_users);
   void release(const Ids& ids);

@@ -1,8 +1,10 @@
 #include "gather.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 
 #include <algorithm>
+#include <limits>
 #include <map>
 
 #include "host_shards.h"
@@ -199,10 +201,12 @@ const GatherEngine::Gathered& GatherEngine::launched(int64_t id) const {
   return found->second;
 }
 
-const Tensor& GatherEngine::view(int64_t id) {
-  const Gathered& gathered = launched(id);
-  if (gathered.group->away.defined()) bring_back(*gathered.group);
-  return gathered.full;
+Tensor GatherEngine::placeholder(int64_t id) {
+  const PlainTensors plain;
+  const Tensor& full = launched(id).full;
+  const bool has_nan = full.is_floating_point() || full.is_complex();
+  const double value = has_nan ? std::numeric_limits<double>::quiet_NaN() : 0;
+  return allocate_with_relief(give_back_, [&] { return at::full({}, value, full.options()); }).expand(full.sizes());
 }
 
 Tensor GatherEngine::wait(int64_t id) {
@@ -210,6 +214,11 @@ Tensor GatherEngine::wait(int64_t id) {
   complete(*gathered.group);
   if (gathered.group->away.defined()) bring_back(*gathered.group);
   return gathered.full;
+}
+
+Tensor GatherEngine::copy(int64_t id) {
+  const PlainTensors plain;
+  return allocate_with_relief(give_back_, [&] { return wait(id).clone(); });  // relief may send the parameter away
 }
 
 void GatherEngine::complete(Group& group) {

@@ -44,11 +44,14 @@ class GatherEngine {
   /// the shard's dtype. A parameter that is already gathered as another dtype is an error.
   void launch(const Ids& ids, const std::vector<Dtype>& dtypes);
 
-  /// The whole parameter, in runtime memory: valid after wait() and until it is released. It must have been launched.
-  const Tensor& view(int64_t id);
+  /// Shape, dtype and device of what was launched, in one element of memory, not a number where there is such a thing.
+  Tensor placeholder(int64_t id);
 
-  /// Makes the current stream (CPU: the calling thread) wait until the parameter is there; once per group.
+  /// Makes the current stream (CPU: the calling thread) wait until the parameter is there; once per group. Returns the
+  /// whole parameter, in runtime memory: valid until it is released.
   Tensor wait(int64_t id);
+  /// The same, in memory of the caller's.
+  Tensor copy(int64_t id);
 
   /// The current stream has seen the last use. Absent and persistent parameters are left alone.
   void release(int64_t id);

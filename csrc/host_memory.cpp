@@ -7,6 +7,7 @@
 #include <ATen/core/CachingHostAllocator.h>
 #pragma GCC diagnostic pop
 #include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
 #include <unistd.h>
 
 #ifdef LDC_WITH_NCCL
@@ -33,7 +34,7 @@ HostMemory::HostMemory(Device device, int64_t limit, NumaPlace place, Allocate a
     : device_(device),
       limit_(limit > 0 ? limit : half_of_memory()),
       place_(std::move(place)),
-      node_(NumaPreference(place_).refusal().empty() ? place_.node : -1),
+      node_(near_node(place_, [] {}).empty() ? place_.node : -1),
       allocate_(std::move(allocate)) {
   if (!allocate_) {
     const auto options = at::TensorOptions().dtype(c10::kByte).pinned_memory(has_streams(device));
@@ -58,8 +59,11 @@ Tensor HostMemory::try_take(int64_t bytes, std::string_view purpose, std::string
   std::string reason;
   for (const bool last : {false, true}) {
     try {
-      const NumaPreference near(place_);
-      Tensor memory = allocate_(bytes);
+      Tensor memory;
+      near_node(place_, [&] {
+        const c10::DeviceGuard guard(device_);  // perhaps on another thread, whose current device is another one
+        memory = allocate_(bytes);
+      });
       held_ += bytes;
       return memory;
     } catch (const std::exception& error) {

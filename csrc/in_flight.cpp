@@ -23,9 +23,11 @@ InFlight::Watched::~Watched() {
 }
 
 void InFlight::Watched::queued() {
+  const Stream stream = current_stream(owner_.device_);
+  if (owner_.captured_ && owner_.captured_(stream)) return;  // and is forgotten
   const std::lock_guard lock(owner_.mutex_);
   Entry& entry = owner_.entries_.back();  // one thread at a time hands over
-  entry.done.record(current_stream(owner_.device_));
+  entry.done.record(stream);
   entry.queued = queued_ = true;
 }
 

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <deque>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <string_view>
@@ -16,7 +17,10 @@ namespace ldc {
 /// share a stream share a list, so that the first entry is the one that everything else waits for.
 class InFlight {
  public:
-  explicit InFlight(Device device) : device_(device) {}
+  /// `captured`: whether what goes to a stream becomes part of a graph. Such an operation is not one that finishes, and
+  /// nobody may ask for its event.
+  explicit InFlight(Device device, std::function<bool(const Stream&)> captured = {})
+      : device_(device), captured_(std::move(captured)) {}
   InFlight(const InFlight&) = delete;
   InFlight& operator=(const InFlight&) = delete;
 
@@ -55,6 +59,7 @@ class InFlight {
 
     /// Put together only for a message: this is made for every operation of every step.
     std::string what() const {
+      if (first.empty()) return std::string(operation);
       return c10::str(operation, " of '", first, "'", others > 0 ? c10::str(" and ", others, " more") : "");
     }
   };
@@ -62,6 +67,7 @@ class InFlight {
   void forget_done();  // with the mutex
 
   Device device_;
+  std::function<bool(const Stream&)> captured_;
   std::mutex mutex_;
   std::deque<Entry> entries_;
   std::vector<Event> spare_events_;

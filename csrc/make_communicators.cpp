@@ -7,12 +7,43 @@
 #include "same_on_all_ranks.h"
 #include "symmetric_communicator.h"
 #ifdef LDC_WITH_NCCL
+#include <exception>
+
 #include "cuda_peer_memory.h"
 #include "nccl_communicator.h"
+#include "watchdog.h"
 #endif
 
 namespace ldc {
 namespace {
+
+std::shared_ptr<InFlight> make_in_flight([[maybe_unused]] const std::string& kind, Device device) {
+#ifdef LDC_WITH_NCCL
+  if (kind == "nccl") return std::make_shared<InFlight>(device, &is_captured);
+#endif
+  return std::make_shared<InFlight>(device);
+}
+
+#ifdef LDC_WITH_NCCL
+/// Calls `action`, which communicates, with a watchdog for this time; raises what that one saw.
+template <typename Action>
+void watched(const std::shared_ptr<Communicator>& communicator, std::chrono::milliseconds limit, const Action& action) {
+  std::string failure;  // the watchdog's until it has stopped
+  Watchdog watchdog({communicator}, limit, [&](const std::string& reason) {
+    failure = reason;
+    communicator->abort();
+  });
+  std::exception_ptr error;
+  try {
+    action();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  watchdog.stop();
+  LDC_CHECK_WIRE(failure.empty(), failure);  // what came of the action after an abort means nothing
+  if (error) std::rethrow_exception(error);
+}
+#endif
 
 std::shared_ptr<Communicator> make_communicator(const std::string& kind, const Group& group, Device device,
                                                 const RuntimeOptions& options,
@@ -41,12 +72,14 @@ std::string resolve_kind(const std::string& wanted, Device device) {
 
 std::shared_ptr<Communicator> make_gather_communicator(const std::string& kind, const Group& group, Device device,
                                                        const RuntimeOptions& options, [[maybe_unused]] Stats& stats) {
-  const auto in_flight = std::make_shared<InFlight>(device);
+  const auto in_flight = make_in_flight(kind, device);
   std::shared_ptr<Communicator> plain = make_communicator(kind, group, device, options, in_flight);
 #ifdef LDC_WITH_NCCL
   if (kind == "nccl") {
-    require_same_on_all_ranks(*plain, device, "the bound of symmetric memory",
-                              {c10::str(options.symmetric_threshold, " bytes")});
+    watched(plain, options.limit(), [&] {
+      require_same_on_all_ranks(*plain, device, "the bound of symmetric memory",
+                                {c10::str(options.symmetric_threshold, " bytes")});
+    });
     if (options.symmetric_threshold == 0 || plain->world_size() == 1) return plain;
     auto memory = make_cuda_peer_memory(plain->rank(), plain->world_size(), device);
     return std::make_shared<SymmetricCommunicator>(std::move(plain), std::move(memory), in_flight, device,
@@ -63,10 +96,10 @@ std::shared_ptr<Communicator> make_gather_communicator(const std::string& kind, 
 std::shared_ptr<Communicator> make_reduce_communicator(const std::string& kind, const Group& group,
                                                        const Group& replicas, Device device,
                                                        const RuntimeOptions& options) {
-  std::shared_ptr<Communicator> shard = make_communicator(kind, group, device, options, std::make_shared<InFlight>(device));
+  std::shared_ptr<Communicator> shard = make_communicator(kind, group, device, options, make_in_flight(kind, device));
   if (!replicas) return shard;
   return std::make_shared<HybridCommunicator>(
-      std::move(shard), make_communicator(kind, replicas, device, options, std::make_shared<InFlight>(device)));
+      std::move(shard), make_communicator(kind, replicas, device, options, make_in_flight(kind, device)));
 }
 
 }  // namespace ldc

@@ -8,11 +8,14 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstring>
 #include <mutex>
 #include <span>
 #include <thread>
 #include <utility>
+
+#include "cuda_driver.h"
 
 namespace ldc {
 namespace {
@@ -27,6 +30,76 @@ ncclDataType_t nccl_dtype(ScalarType dtype) {
   }
 }
 
+/// What fails while something is given up: said, as nobody is left to handle it.
+void warn_of(const char* call, const char* error) noexcept {
+  try {
+    TORCH_WARN("lightning_deepcompile: ", call, ": ", error);
+  } catch (const std::exception&) {  // there is no memory for a message
+  }
+}
+
+void warn_of(ncclResult_t result, const char* call) noexcept {
+  if (result != ncclSuccess) warn_of(call, ncclGetErrorString(result));
+}
+
+/// As long as it lives, CUDA calls of this thread get on with graphs that other threads capture. By default a query of
+/// an event fails then, and ends their capture.
+class BesideCaptures {
+ public:
+  BesideCaptures() {
+    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode");
+  }
+  ~BesideCaptures() {
+    const cudaError_t result = cudaThreadExchangeStreamCaptureMode(&mode_);
+    if (result != cudaSuccess) warn_of("cudaThreadExchangeStreamCaptureMode", cudaGetErrorString(result));
+  }
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeThreadLocal;
+};
+
+/// An initialisation under way. It belongs to two threads, and whoever is the last to want it ends it.
+struct Creation {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool finished = false;
+  bool given_up = false;
+  ncclResult_t result = ncclInternalError;
+  ncclComm_t comm = nullptr;
+  std::string failure;  // before NCCL was called
+};
+
+/// ncclCommInitRankConfig, which waits for all ranks and cannot be told to stop: by a thread of its own, that stays
+/// where it is if a rank never comes. Empty: not within `limit`.
+std::shared_ptr<Creation> create_within(std::chrono::milliseconds limit, int rank, int world_size,
+                                        ncclUniqueId id, ncclConfig_t config, Device device) {
+  auto creation = std::make_shared<Creation>();
+  std::thread([creation, rank, world_size, id, config, device]() mutable {
+    ncclResult_t result = ncclInternalError;
+    ncclComm_t comm = nullptr;
+    std::string failure;
+    try {
+      const c10::DeviceGuard guard(device);
+      result = ncclCommInitRankConfig(&comm, world_size, id, rank, &config);
+    } catch (const std::exception& error) {
+      failure = message_of(error);
+    }
+    const std::lock_guard lock(creation->mutex);
+    creation->result = result;
+    creation->failure = std::move(failure);
+    creation->comm = comm;
+    creation->finished = true;
+    creation->changed.notify_all();
+    if (creation->given_up && comm != nullptr) warn_of(ncclCommAbort(comm), "ncclCommAbort");
+  }).detach();
+  std::unique_lock lock(creation->mutex);
+  if (creation->changed.wait_for(lock, limit, [&] { return creation->finished; })) return creation;
+  creation->given_up = true;
+  return nullptr;
+}
+
 class NcclCommunicator final : public Communicator {
  public:
   NcclCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group, Device device, const RuntimeOptions& options,
@@ -37,11 +110,14 @@ class NcclCommunicator final : public Communicator {
     config.blocking = 1;
     if (options.max_ctas > 0) config.maxCTAs = static_cast<int>(options.max_ctas);
     if (options.cta_cluster > 0) config.cgaClusterSize = static_cast<int>(options.cta_cluster);
-    const c10::DeviceGuard guard(device_);
-    ncclComm_t comm = nullptr;
-    check(ncclCommInitRankConfig(&comm, static_cast<int>(world_size()), unique_id, static_cast<int>(rank()), &config),
-          "ncclCommInitRankConfig", {});
-    comm_ = comm;
+    const auto created = create_within(options.limit(), static_cast<int>(rank()), static_cast<int>(world_size()),
+                                       unique_id, config, device_);
+    LDC_CHECK_WIRE(created, "the communicators of ", world_size(), " ranks were not there within ",
+                   static_cast<double>(options.limit().count()) / 1000, " s on rank ", rank(),
+                   ". Another rank died, hangs, or creates no runtime; or raise `timeout`.");
+    LDC_CHECK(created->failure.empty(), "ncclCommInitRankConfig: ", created->failure);
+    check(created->result, "ncclCommInitRankConfig", {});
+    comm_ = created->comm;
   }
 
   ~NcclCommunicator() override { abort(); }  // after close() there is nothing left to abort
@@ -78,6 +154,7 @@ class NcclCommunicator final : public Communicator {
 
   std::string diagnose(std::chrono::milliseconds limit) override {
     if (aborted_) return {};
+    const BesideCaptures beside;
     if (std::unique_lock lock(calls_, std::try_to_lock); lock.owns_lock()) {  // else a thread is inside: see below
       ncclResult_t state = ncclSuccess;
       if (ncclComm_t comm = comm_.load(); comm != nullptr && ncclCommGetAsyncError(comm, &state) == ncclSuccess &&
@@ -100,23 +177,31 @@ class NcclCommunicator final : public Communicator {
     std::unique_lock lock(calls_, 500ms);
     ncclComm_t comm = comm_.exchange(nullptr);
     if (comm == nullptr) return;
-    if (lock.owns_lock()) {
-      ncclCommAbort(comm);
-      return;
-    }
+    if (lock.owns_lock()) return warn_of(ncclCommAbort(comm), "ncclCommAbort");
     // NCCL tells that thread to return, and frees what it returns through: the second must wait for the first. Within
     // a group, as with every call that frees a communicator, it is left to the group's end.
-    const bool grouped = ncclGroupStart() == ncclSuccess;
-    ncclCommAbort(comm);
+    const ncclResult_t grouped = ncclGroupStart();
+    warn_of(grouped, "ncclGroupStart");
+    warn_of(ncclCommAbort(comm), "ncclCommAbort");
     // If the thread stays where it is, the communicator does, too; the open group is one of this thread alone.
-    if (grouped && lock.try_lock_for(10s)) ncclGroupEnd();
+    if (grouped == ncclSuccess && lock.try_lock_for(10s)) warn_of(ncclGroupEnd(), "ncclGroupEnd");
   }
 
   void close() override {
     const std::lock_guard lock(calls_);
+    if (comm_ == nullptr) return;
+    const c10::DeviceGuard guard(device_);
+    ncclResult_t finalized = ncclSuccess;
+    {
+      // All ranks come here, or have died. So it is an operation that a watchdog sees, and the communicator stays where
+      // abort() finds it.
+      const InFlight::Watched watched(*in_flight_, "the end of a communicator", {});
+      finalized = ncclCommFinalize(comm_);
+    }
     ncclComm_t comm = comm_.exchange(nullptr);
-    if (comm == nullptr) return;
-    const auto [finalized, destroyed] = end(comm, device_);
+    LDC_CHECK_WIRE(comm != nullptr, "the communicator of rank ", rank(), " of ", world_size(),
+                   " was aborted while it was ended. Another rank died, hangs, or did not end it.");
+    const ncclResult_t destroyed = ncclCommDestroy(comm);  // of this rank alone
     check(finalized, "ncclCommFinalize", {});
     check(destroyed, "ncclCommDestroy", {});
   }
@@ -149,7 +234,7 @@ class NcclCommunicator final : public Communicator {
    public:
     Bracket() : open_(ncclGroupStart() == ncclSuccess) {}
     ~Bracket() {
-      if (open_) ncclGroupEnd();
+      if (open_) warn_of(ncclGroupEnd(), "ncclGroupEnd");
     }
     Bracket(const Bracket&) = delete;
     Bracket& operator=(const Bracket&) = delete;
@@ -216,6 +301,13 @@ class NcclCommunicator final : public Communicator {
 };
 
 }  // namespace
+
+bool is_captured(const Stream& stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream.native_handle()), &status),
+             "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
 
 std::shared_ptr<Communicator> make_nccl_communicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group, Device device,
                                                      const RuntimeOptions& options, std::shared_ptr<InFlight> in_flight) {

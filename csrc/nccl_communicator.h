@@ -12,8 +12,11 @@
 
 namespace ldc {
 
+/// Whether what is queued on a CUDA stream becomes part of a graph instead of running.
+bool is_captured(const Stream& stream);
+
 /// Collective over `group`: rank 0 makes the unique id and the group broadcasts it. Of `options` it reads which thread
-/// blocks a collective takes: fewer leave more of the GPU to compute that runs beside.
+/// blocks a collective takes: fewer leave more of the GPU to compute that runs beside; and how long all this may take.
 ///
 /// Operations are queued on the current stream and done in its order. Outside torch's process groups nobody watches
 /// them: diagnose() tells a watchdog which operation is stuck, and abort() frees a rank that waits for a dead peer.

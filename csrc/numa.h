@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -12,29 +13,13 @@ struct NumaPlace {
   std::vector<int64_t> cpus;  // of the node
 };
 
-/// As long as it lives, memory that the kernel finds for the calling thread comes from a node, while that has any.
+/// Calls `action`; memory that the kernel finds for it comes from a node, while that has any. What it raises is raised
+/// here. Returns why memory may come from anywhere; empty if it does not, and without a node.
 ///
-/// By the thread's memory policy. Containers often forbid that; then the thread moves to the node's processors for a
-/// while, as the kernel takes memory that is near. A policy that the user gave the process (numactl) stays as it is.
-class NumaPreference {
- public:
-  explicit NumaPreference(const NumaPlace& place);
-  ~NumaPreference();
-  NumaPreference(const NumaPreference&) = delete;
-  NumaPreference& operator=(const NumaPreference&) = delete;
-
-  /// Why memory may come from anywhere; empty if it does not, and without a node.
-  const std::string& refusal() const { return refusal_; }
-
- private:
-  bool set_policy(int64_t node);
-  bool move_to(const std::vector<int64_t>& cpus);
-
-  std::vector<unsigned long> policy_nodes_;  // of the policy to go back to
-  int policy_ = 0;
-  bool has_policy_ = false;
-  std::vector<unsigned char> affinity_;  // to go back to; empty: it is unchanged
-  std::string refusal_;
-};
+/// By a memory policy. Containers often forbid that; then by being on the node's processors, as the kernel takes memory
+/// that is near. Both belong to a thread, so `action` runs on one of its own, which ends with it: to change the caller's
+/// and back again could fail half-way, and its affinity would be another one for ever. A policy that the user gave the
+/// process (numactl) stays as it is.
+std::string near_node(const NumaPlace& place, const std::function<void()>& action);
 
 }  // namespace ldc

@@ -53,10 +53,19 @@ Tensor OffloadEngine::offload(const Tensor& tensor, int64_t id) {
                 "(reload_tensor and wait_reload), or use another id.");
   const PlainTensors plain;
   Entry entry;
+  entry.host = pool_->acquire(tensor, out_);
+  // Whoever made the tensor may have another use for its memory as soon as this returns.
   entry.source = tensor.detach();
-  entry.host = pool_->acquire(entry.source, out_);
+  if (has_streams(device_)) entry.source = allocate_with_relief(give_back_, [&] { return tensor.detach().clone(); });
   copy_out(entry.source, entry.host, entry.done);
-  return entries_.emplace(id, std::move(entry)).first->second.host.tensor;
+  if (!has_streams(device_)) entry.source.reset();
+  // Memory that nobody touches costs nothing; the host tensor itself is what this call's result must not be, as whoever
+  // compiles the caller takes it for free once wait_offload() has returned.
+  const Tensor& host = entry.host.tensor;
+  const Tensor promised = at::empty_strided(host.sizes(), host.strides(), host.options());
+  entry.promised = promised.const_data_ptr();
+  entries_.emplace(id, std::move(entry));
+  return promised;
 }
 
 OffloadEngine::Entry& OffloadEngine::entry(std::string_view operation, int64_t id) {
@@ -67,7 +76,7 @@ OffloadEngine::Entry& OffloadEngine::entry(std::string_view operation, int64_t i
 
 Tensor OffloadEngine::wait_offload(int64_t id) {
   Entry& waited = entry("wait_offload", id);
-  if (!waited.target.defined()) waited.done.block(current_stream(device_));
+  waited.done.block(current_stream(device_));
   waited.source.reset();
   return with_own_storage(waited.host.tensor);
 }
@@ -76,22 +85,36 @@ Tensor OffloadEngine::reload(const Tensor& host, int64_t id) {
   Entry& back = entry("reload_tensor", id);
   LDC_CHECK_ARG(!back.target.defined(), "reload_tensor: id ", id, " is being reloaded already. Call wait_reload.");
   LDC_CHECK_ARG(host.defined() && host.device().is_cpu() && host.sizes() == back.host.tensor.sizes() &&
-                    host.const_data_ptr() == back.host.tensor.const_data_ptr(),
-                "reload_tensor: id ", id, " needs the tensor that offload_tensor returned for it.");
+                    (host.const_data_ptr() == back.host.tensor.const_data_ptr() ||
+                     host.const_data_ptr() == back.promised),
+                "reload_tensor: id ", id, " needs the tensor that offload_tensor returned for it, or wait_offload.");
   const PlainTensors plain;
   const Tensor& copy = back.host.tensor;
   back.target = device_tensor_like(copy);
   copy_in(back.target, back.host, back.done);
-  return back.target;
+  return back.target.detach();
 }
 
 Tensor OffloadEngine::wait_reload(int64_t id) {
   Entry& waited = entry("wait_reload", id);
   LDC_CHECK_ARG(waited.target.defined(), "wait_reload: id ", id, " is not being reloaded. Call reload_tensor first.");
   waited.done.block(current_stream(device_));
-  Tensor target = std::move(waited.target);
+  const PlainTensors plain;
+  // reload()'s result lies in the target, so that whoever compiles the caller takes that for free from here on.
+  Tensor own = allocate_with_relief(give_back_, [&] { return waited.target.clone(); });
   entries_.erase(id);
-  return with_own_storage(target);
+  return own;
+}
+
+bool OffloadEngine::owns(const c10::Storage& storage) const {
+  if (storage.data() == nullptr) return false;
+  // By address, as wait_offload() gives out the memory in a storage of its own.
+  const auto lies_in = [&](const Tensor& tensor) {
+    return tensor.defined() && tensor.storage().data() == storage.data();
+  };
+  return std::any_of(entries_.begin(), entries_.end(), [&](const auto& entry) {
+    return lies_in(entry.second.host.tensor) || lies_in(entry.second.target);
+  });
 }
 
 std::vector<Tensor> OffloadEngine::offload_group(const std::vector<Tensor>& tensors) {

@@ -7,8 +7,9 @@
 //
 // Order on the device, and what would break without it:
 //   source written → copy out       an event of the compute stream
-//   copy out → source freed         the engine holds the source until the compute stream has waited (wait_offload), as
-//                                   its memory returns to that stream's pool
+//   copy out → source freed         a single tensor is copied on the device first, and the engine holds that copy until
+//                                   the compute stream has waited (wait_offload), as its memory returns to that
+//                                   stream's pool; of a group it holds the tensors themselves
 //   copy out → copy in              the entry's `done` event
 //   target free → copy in           targets come from the compute stream's pool, which may still be using them
 //   copy in → target read           wait_reload; gathers wait for the shards that they read themselves
@@ -29,13 +30,18 @@ class OffloadEngine {
   OffloadEngine(Device device, Registry& registry, GatherEngine& gathers, Stats& stats,
                 std::shared_ptr<HostMemory> memory);
 
-  /// Starts copying to the host; returns the host tensor, to be read after wait_offload (and a device synchronisation).
+  /// Starts copying to the host; returns a host tensor like the one that wait_offload() will return, without its values.
+  /// The source is the caller's again.
   Tensor offload(const Tensor& tensor, int64_t id);
-  /// From here on the memory of the source may be used for something else.
+  /// The host tensor, to be read after a device synchronisation, and not to be written to before wait_reload().
   Tensor wait_offload(int64_t id);
-  /// Starts copying back what offload(id) returned; returns the device tensor, to be used after wait_reload.
+  /// Starts copying back what wait_offload(id) or offload(id) returned; returns a device tensor with the same values as
+  /// wait_reload()'s, from then on.
   Tensor reload(const Tensor& host, int64_t id);
+  /// The device tensor, which is the caller's.
   Tensor wait_reload(int64_t id);
+  /// Whether this storage is where a single tensor waits, or where it comes back to.
+  bool owns(const c10::Storage& storage) const;
 
   /// Starts copying a group of tensors to the host. Their memory stays theirs until wait_copies(). A tensor that could
   /// not come back with its strides stays where it is and is returned itself. So does one for which the host has no
@@ -67,8 +73,9 @@ class OffloadEngine {
 
  private:
   struct Entry {
-    Tensor source;         // until the compute stream has waited for the copy
+    Tensor source;         // a copy of the caller's, until the compute stream has waited for the copy to the host
     HostPool::Lease host;
+    const void* promised = nullptr;  // where offload()'s result lies: it may be given back instead of wait_offload()'s
     Tensor target;         // set by reload()
     Event done;
   };

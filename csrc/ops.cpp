@@ -4,12 +4,16 @@
 // same for a block of parameters in one host call. `gather` and `reduce` are functional: what tracing sees, correct as
 // they stand. Fake kernels and autograd for them are registered in Python.
 //
-// Tensors that allgather_param and wait_* return live in runtime memory: valid until the parameter is released.
+// Per-parameter forms may stand in functions that PyTorch compiles. A compiler gives the memory of what it has read for
+// the last time to somebody else, be it an argument or a result. So what they keep after they return is a copy, and what
+// they return is the caller's: a copy, or memory that the runtime does not look at again. That they do something, in the
+// order in which they are called, is registered in Python. Tensors that wait_allgather_fused returns live in runtime
+// memory, valid until the parameter is released, and reduce_grads_fused keeps gradients until they are reduced: those
+// are for programs, which know, and nothing is copied there.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "runtime.h"
-#include "views.h"
 
 namespace ldc {
 namespace {
@@ -23,12 +27,12 @@ Tensor allgather_param(const Tensor& /*param*/, int64_t graph_id, int64_t ds_id,
 }
 
 Tensor wait_allgather(const Tensor& /*v*/, int64_t graph_id, int64_t ds_id) {
-  return with_own_storage(Runtime::of(graph_id)->wait_allgather_fused(graph_id, {ds_id})[0]);
+  return Runtime::of(graph_id)->wait_allgather(graph_id, ds_id);
 }
 
 Tensor release_param(const Tensor& dummy, int64_t graph_id, int64_t ds_id, int64_t n_users) {
   Runtime::of(graph_id)->release_param(graph_id, ds_id, n_users);
-  return dummy.clone();  // a compiler gives the memory of an argument that nobody reads any more to somebody else
+  return dummy.clone();
 }
 
 void prefetch_params_fused(int64_t graph_id, at::TensorList /*params*/, std::vector<int64_t> ids,

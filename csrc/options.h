@@ -1,6 +1,7 @@
 // What one runtime can be told at its creation.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 
@@ -17,6 +18,10 @@ struct RuntimeOptions {
   int64_t cta_cluster = 0;            // NCCL: thread blocks per cluster, which lie side by side; 0 leaves it to NCCL
   int64_t symmetric_threshold = 0;    // bytes of a gathered group from which on it goes through symmetric memory; 0: none
   double timeout = 0;  // seconds that an operation may take; 0: 30 minutes, or what the process groups say
+  std::chrono::milliseconds limit() const {  // the same, for what no process group limits
+    constexpr double kDefault = 30 * 60;
+    return std::chrono::milliseconds(static_cast<int64_t>((timeout > 0 ? timeout : kDefault) * 1000));
+  }
   int64_t free_activation_threshold = 0;  // elements; free_tensors leaves smaller tensors alone
   int64_t host_limit = 0;  // most bytes of host memory for all that leaves the device; 0: half of the host's memory
   NumaPlace host_place;    // where host memory should lie

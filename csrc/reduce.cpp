@@ -82,6 +82,13 @@ void ReduceEngine::collect(int64_t id, const Tensor& grad) {
   Gradient gradient = gradients({id}, {grad})[0];
   if (dry_) return;
   gradient = held_.complete(std::move(gradient));
+  if (gradient.value.is_same(grad)) {  // else it is a sum, which belongs to this engine
+    const PlainTensors plain;
+    // As it travels, so that it is not copied again.
+    gradient.value = allocate_with_relief(give_back_, [&] {
+      return grad.detach().to(gradient.wire, /*non_blocking=*/false, /*copy=*/true, c10::MemoryFormat::Contiguous);
+    });
+  }
   const int64_t elements = gradient.param->shard.numel() * communicator_->world_size();
   if (bucket_elements_ + elements > bucket_size_) flush();
   if (elements >= bucket_size_) return reduce({std::move(gradient)});
@@ -263,6 +270,13 @@ int64_t ReduceEngine::relieve() {
 void ReduceEngine::relieve_with(const GiveBack& give_back) {
   give_back_ = give_back;
   arena_.relieve_with(give_back);
+}
+
+bool ReduceEngine::owns(const c10::Storage& storage) const {
+  return std::any_of(pending_.begin(), pending_.end(), [&](const Pending& pending) {
+    return std::any_of(pending.kept.begin(), pending.kept.end(),
+                       [&](const Tensor& gradient) { return gradient.storage().is_alias_of(storage); });
+  });
 }
 
 void ReduceEngine::drain() {

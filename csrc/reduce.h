@@ -14,7 +14,7 @@
 //   reductions done → optimizer         drain(), in finish_backward()
 // Single gradients (`collect`) gather in a bucket of at most `reduce_bucket_size` elements and travel as one group; a
 // larger one travels alone. Groups are split where their send buffers would exceed that size. Until drain() a gradient
-// that was handed over must not be written to.
+// that was handed to reduce() must not be written to; collect() and hold() copy theirs.
 //
 // Or gradients are held: added up whole on this rank, and reduced once with the last micro-batch's.
 //
@@ -44,7 +44,7 @@ class ReduceEngine {
 
   /// Reduces a group of whole gradients. An id may come several times in a backward, also within one call.
   void reduce(const Ids& ids, const std::vector<Tensor>& grads);
-  /// The same for one gradient, which may wait in the bucket for others.
+  /// The same for a copy of one gradient, which may wait in the bucket for others. The caller's tensor is his again.
   void collect(int64_t id, const Tensor& grad);
   /// Adds whole gradients to what this rank holds; what comes by reduce() or collect() later includes them.
   void hold(const Ids& ids, const std::vector<Tensor>& grads);
@@ -62,6 +62,9 @@ class ReduceEngine {
 
   /// Whether a group was handed over that nobody has waited for.
   bool in_flight() const { return !pending_.empty(); }
+
+  /// Whether a gradient that reduce() keeps lies in this storage.
+  bool owns(const c10::Storage& storage) const;
 
   /// Orders the current stream behind all pending reductions (CPU: completes them).
   void drain();

@@ -1,5 +1,7 @@
 #include "runtime.h"
 
+#include <unistd.h>
+
 #include "make_communicators.h"
 #include "same_on_all_ranks.h"
 #include "symmetric_communicator.h"
@@ -11,10 +13,6 @@ namespace {
 Device with_index(Device device) {
   if (!has_streams(device) || device.has_index()) return device;
   return c10::impl::VirtualGuardImpl(device.type()).getDevice();
-}
-
-std::chrono::milliseconds milliseconds(double seconds) {
-  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
 }  // namespace
@@ -52,6 +50,7 @@ std::shared_ptr<Runtime> Runtime::create(Group gather_group, Group reduce_group,
 Runtime::Runtime(const Group& gather_group, const Group& reduce_group, const Group& replica_group, Device device,
                  const RuntimeOptions& options, int64_t serial)
     : serial_(serial),
+      process_(getpid()),
       device_(device),
       communicator_kind_(resolve_kind(options.communicator, device)),
       gather_communicator_(make_gather_communicator(communicator_kind_, gather_group, device, options, stats_)),
@@ -74,10 +73,9 @@ Runtime::Runtime(const Group& gather_group, const Group& reduce_group, const Gro
   reductions_.relieve_with([this] { return give_back(); });
   offloads_.relieve_with([this] { return give_back(); });
   states_.relieve_with([this] { return give_back(); });
-  constexpr double kDefaultTimeout = 30 * 60;
   if (communicator_kind_ == "nccl") {
     watchdog_ = std::make_unique<Watchdog>(std::vector{gather_communicator_, reduce_communicator_},
-                                           milliseconds(options.timeout > 0 ? options.timeout : kDefaultTimeout),
+                                           options.limit(),
                                            [this](const std::string& reason) { give_up(reason); });
   }
 }

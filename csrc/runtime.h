@@ -8,9 +8,10 @@
 //
 // Lifetime: Python owns the Runtime (shared_ptr), the table holds a weak reference, an operator keeps it alive while it
 // runs. close() ends it together with the peers, retire() without waiting for them. A Runtime that is dropped without
-// either aborts instead, since its peers may be gone.
+// either aborts instead, since its peers may be gone. In a forked process it does not end at all.
 #pragma once
 
+#include <sys/types.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <atomic>
@@ -50,6 +51,9 @@ class Runtime {
   int64_t world_size() const { return gather_communicator_->world_size(); }
   int64_t rank() const { return gather_communicator_->rank(); }
   const std::string& communicator() const { return communicator_kind_; }
+  /// Whether this is what a forked process has of its parent's: it has no thread that this one's destructor could join,
+  /// and CUDA does not work there. It must not be destroyed.
+  bool is_copy() const;
 
   void register_param(int64_t id, std::string name, std::vector<int64_t> shape, const Tensor& shard,
                       const std::optional<Tensor>& grad, Dtype reduce_dtype, bool persistent);
@@ -113,6 +117,7 @@ class Runtime {
 
   // The operators (see ops.cpp for their schemas).
   Tensor allgather_param(int64_t graph_id, int64_t id, Dtype dtype);
+  Tensor wait_allgather(int64_t graph_id, int64_t id);
   void prefetch_params_fused(int64_t graph_id, const Ids& ids, const std::vector<Dtype>& dtypes);
   std::vector<Tensor> wait_allgather_fused(int64_t graph_id, const Ids& ids);
   void release_param(int64_t graph_id, int64_t id, int64_t n_users);
@@ -162,6 +167,7 @@ class Runtime {
   };
 
   const int64_t serial_;
+  const pid_t process_;
   const Device device_;
   std::string communicator_kind_;
   std::mutex mutex_;

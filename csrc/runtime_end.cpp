@@ -1,4 +1,6 @@
 // How a runtime ends: with its peers, without waiting for them, or at once.
+#include <unistd.h>
+
 #include <chrono>
 
 #include "runtime.h"
@@ -25,14 +27,16 @@ void Runtime::retire(double wait_seconds) {
   for (const std::future<void>& end : shut_down(End::alone)) end.wait_until(limit);
 }
 
+bool Runtime::is_copy() const { return getpid() != process_; }
+
 std::vector<std::future<void>> Runtime::shut_down(End end) {
-  const std::lock_guard lock(mutex_);
   std::vector<std::future<void>> pending;
+  if (is_copy()) return pending;  // its threads, its device and its peers are another process'; so may the mutex be
+  const std::lock_guard lock(mutex_);
   if (std::exchange(closed_, true)) return pending;
   forget_serial(serial_);
   if (end == End::aborted) abort();
   if (!aborted_) synchronize_device(device_);  // buffers and communicators are in use until the device is idle
-  watchdog_.reset();  // until here it frees this thread from operations that hang
   executors_.clear();
   offloads_.clear();
   if (!aborted_) {
@@ -46,6 +50,7 @@ std::vector<std::future<void>> Runtime::shut_down(End end) {
   for (Communicator* communicator : {gather_communicator_.get(), reduce_communicator_.get()}) {
     end == End::alone ? communicator->retire(pending) : communicator->close();
   }
+  watchdog_.reset();  // until here it frees this thread from what hangs
   return pending;
 }
 

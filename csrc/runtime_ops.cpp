@@ -10,6 +10,11 @@ Tensor Runtime::allgather_param(int64_t graph_id, int64_t id, Dtype dtype) {
   return executor(graph_id).allgather(id, dtype);
 }
 
+Tensor Runtime::wait_allgather(int64_t graph_id, int64_t id) {
+  const auto lock = enter();
+  return executor(graph_id).wait_copy(id);
+}
+
 void Runtime::prefetch_params_fused(int64_t graph_id, const Ids& ids, const std::vector<Dtype>& dtypes) {
   const auto lock = enter();
   LDC_CHECK_ARG(dtypes.empty() || dtypes.size() == ids.size(), "prefetch_params_fused: ", ids.size(), " ids but ",
@@ -57,9 +62,15 @@ void Runtime::free_tensors(const std::vector<Tensor>& tensors) {
   const auto lock = enter();
   const auto freeable = [&](const Tensor& tensor) { return tensor.defined() && tensor.numel() >= free_threshold_; };
   for (const Tensor& tensor : tensors) {
-    LDC_CHECK_ARG(!freeable(tensor) || !(registry_.owns(tensor.storage()) || gathers_.owns(tensor.storage())),
-                  "free_tensors: a tensor of shape ", tensor.sizes(), " is in use: it is a gathered parameter, a shard ",
-                  "or a gradient. Release parameters with release_param.");
+    if (!freeable(tensor)) continue;
+    const c10::Storage& storage = tensor.storage();
+    LDC_CHECK_ARG(!(registry_.owns(storage) || gathers_.owns(storage)), "free_tensors: a tensor of shape ",
+                  tensor.sizes(), " is in use: it is a gathered parameter, a shard or a gradient. Release parameters ",
+                  "with release_param.");
+    LDC_CHECK_ARG(!reductions_.owns(storage), "free_tensors: a tensor of shape ", tensor.sizes(), " is in use: it was ",
+                  "handed over to be reduced. Call end_backward first.");
+    LDC_CHECK_ARG(!offloads_.owns(storage), "free_tensors: a tensor of shape ", tensor.sizes(), " is in use: it is ",
+                  "offloaded. Call reload_tensor and wait_reload first (reload_tensors_fused and wait_copies_fused).");
   }
   if (profiling_) return;
   // Nobody but the compute stream reads an activation (copies to the host keep their source themselves), so its memory

@@ -40,6 +40,7 @@ __all__ = [
     "inference_joint_passes",
     "is_checkpoint",
     "is_tracing",
+    "mark_effectful",
     "never_a_frame",
     "never_frames",
     "partition",
@@ -330,6 +331,13 @@ def process_group(name: str) -> dist.ProcessGroup:
 def is_checkpoint(node: fx.Node) -> bool:
     """Whether `node` of a Dynamo graph runs a subgraph under activation checkpointing: ``(subgraph, *operands)``."""
     return node.op == "call_function" and node.target is torch.ops.higher_order.tag_activation_checkpoint
+
+
+def mark_effectful(operator: torch._ops.OpOverload) -> None:
+    """Makes AOTAutograd and Inductor keep all calls of an operator, in their order. Its schema must alias nothing."""
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+    _register_effectful_op(operator, _EffectType.ORDERED)
 
 
 def compile_region(

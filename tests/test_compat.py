@@ -190,6 +190,25 @@ def test_checkpoints_are_recognised_in_dynamos_graph() -> None:
     assert [n.target for n in body.graph.nodes if n.op == "call_function"] == [torch.sin]
 
 
+def test_calls_of_an_effectful_operator_stay_and_keep_their_order() -> None:
+    library = torch.library.Library("ldc_test_compat", "FRAGMENT")
+    library.define("log(Tensor x, int number) -> Tensor")
+    seen: list[int] = []
+    library.impl("log", lambda x, number: (seen.append(number), x.clone())[1], "CompositeExplicitAutograd")
+    torch.library.register_fake("ldc_test_compat::log", lambda x, number: torch.empty_like(x), lib=library)
+    operator = torch.ops.ldc_test_compat.log.default
+    torch.fx.node.has_side_effect(operator)
+    compat.mark_effectful(operator)
+
+    def function(x: Tensor) -> Tensor:
+        for number in (3, 1, 1, 2):
+            operator(x, number)
+        return x + 1
+
+    torch.compile(function, fullgraph=True)(torch.zeros(3))
+    assert seen == [3, 1, 1, 2]
+
+
 # Regions --------------------------------------------------------------------------------------------------------------
 
 

@@ -192,7 +192,7 @@ class _WithWeight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w.clone())  # `w` itself is the runtime's
+        ctx.save_for_backward(x, w)
         return x @ w.T
 
     @staticmethod

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from multiprocess import _free_port, run_ranks
+from multiprocess import _free_port, join, run_ranks
 
 TIMEOUT = 6.0
 MOMENTS = [0.0, 0.002, 0.007, 0.013, 0.029, 0.053, 0.107, 0.211, 0.401, 0.809]
@@ -141,3 +141,135 @@ def _in_flight() -> None:
 def test_many_groups_in_flight_do_not_end_the_process() -> None:
     """Gloo's threads used to free a string twice, about every ten thousand groups."""
     run_ranks(_in_flight, 1)
+
+
+def _step(dc: Any, ds_ids: list[int]) -> None:
+    ops, empty = torch.ops.dc, torch.empty(0)
+    dc.start_forward()
+    for i in ds_ids:
+        ops.wait_allgather(ops.allgather_param(empty, 0, i), 0, i)
+        ops.release_param(empty, 0, i, 1)
+    dc.end_forward()
+
+
+def _open(rank: int, world: int, device: torch.device, timeout: float) -> Any:
+    """A runtime with one parameter."""
+    from lightning_deepcompile import dc
+
+    dc.init(dist.group.WORLD, {}, 1000, device=device, timeout=timedelta(seconds=timeout))
+    dc.register_z3_param(0, [8 * world, 4], torch.ones(8, 4, device=device), None)
+    dc.register_graph_z3(0, [0])
+    _step(dc, [0])
+    return dc
+
+
+def _capture_beside_steps() -> None:
+    device = join("cuda")
+    dc = _open(0, 1, device, 5.0)  # the watchdog looks twice per second
+    x = torch.zeros(8, device=device)
+    for count in range(1, 4):
+        _step(dc, [0])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            x.add_(1)
+            time.sleep(1.2)
+        graph.replay()
+        assert x.eq(count).all()
+    dc.cleanup()
+
+
+@pytest.mark.gpu(1)
+def test_graphs_are_captured_beside_steps() -> None:
+    run_ranks(_capture_beside_steps, 1)
+
+
+def _idle(rank: int, port: int, results: Any, peer_is_dead: Any) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    faulthandler.enable()
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    dc = _open(rank, 2, device, TIMEOUT)
+    torch.cuda.synchronize()
+    results.put("idle")
+    peer_is_dead.wait()
+    try:
+        dc.cleanup()
+        answer = "ended"
+    except RuntimeError as error:
+        answer = f"{type(error).__name__} {error}"
+    results.put(answer)
+    results.close()
+    results.join_thread()
+    os._exit(0)
+
+
+@pytest.mark.gpu
+def test_the_end_waits_for_no_dead_rank() -> None:
+    context, port = mp.get_context("spawn"), _free_port()
+    results, dead = [context.Queue() for _ in range(2)], context.Event()
+    processes = [
+        context.Process(target=_idle, args=(rank, port, results[rank], dead), daemon=True) for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        for rank in range(2):
+            assert _answer(processes[rank], results[rank], 120) == "idle"
+        processes[1].kill()
+        processes[1].join()
+        dead.set()
+        answer = _answer(processes[0], results[0], TIMEOUT + 15)
+        assert answer == "ended" or "was aborted while it was ended" in answer, answer
+        processes[0].join(10)
+        assert processes[0].exitcode == 0
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+
+
+def _alone() -> str:
+    from lightning_deepcompile.runtime import load_extension
+
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:  # gets the number of the communicator, and creates none
+        dist.broadcast(torch.empty(128, dtype=torch.uint8), 0)
+        dist.barrier()
+        return ""
+    begun = time.monotonic()
+    with pytest.raises(dist.DistBackendError) as raised:
+        load_extension().Runtime(dist.group.WORLD, dist.group.WORLD, torch.device("cuda", 0), timeout=3.0)
+    assert time.monotonic() - begun < 20
+    dist.barrier()
+    return str(raised.value)
+
+
+@pytest.mark.gpu(1)
+def test_communicators_wait_for_no_rank_that_creates_none() -> None:
+    message, _ = run_ranks(_alone, 2)
+    assert "of 2 ranks were not there within 3 s on rank 0" in message, message
+
+
+def _forks(device_type: str) -> None:
+    device = join(device_type)
+    dc = _open(0, 1, device, 60.0)
+    child = os.fork()
+    if child == 0:
+        dc.cleanup()  # and drops it, as the interpreter's end does
+        os._exit(0)
+    ended, until = (0, -1), time.monotonic() + 30
+    while ended[0] == 0 and time.monotonic() < until:
+        ended = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.05)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0), "the forked process waits for a thread that it does not have"
+    _step(dc, [0])
+    dc.cleanup()
+
+
+@pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))])
+def test_a_forked_process_ends(device_type: str) -> None:
+    run_ranks(_forks, 1, device_type)

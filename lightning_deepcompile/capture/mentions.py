@@ -1,7 +1,7 @@
 """What the code of a step mentions, read from its bytecode: told before anything runs what must not be compiled.
 
-Some code means something else when it is compiled, and nothing tells by then: a gradient that is differentiated, modules
-that are called with other tensors in the place of their parameters, a ``deque`` of bounded length. Names show it.
+Some code means something else when it is compiled, and nothing tells by then: a gradient that is differentiated,
+modules called with other tensors in the place of their parameters, a ``deque`` of bounded length. Names show it.
 """
 
 from __future__ import annotations

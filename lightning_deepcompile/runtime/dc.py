@@ -13,6 +13,11 @@ A step is::
     ...                             # reduce_grad
     dc.end_backward(graph_id=0)     # for every graph; gradients are complete afterwards
     optimizer.step()                # on the shards; the next start_forward() gathers anew
+
+The operators may stand in functions that `torch.compile` compiles, with any backend: every call happens, in the order
+of the calls, whether somebody reads its result or not. What they take and return is the caller's. Values come from
+those that wait: what ``allgather_param`` and ``offload_tensor`` return stands for a tensor, without its values.
+``torch.ops.dc.free_tensors`` is refused there.
 """
 
 from __future__ import annotations
@@ -305,7 +310,8 @@ def free_tensors(tensors: Sequence[Tensor]) -> None:
     """Gives up tensors of at least ``free_activation_threshold`` elements: each becomes an empty tensor.
 
     Raises:
-        ValueError: If one of them is a gathered or registered tensor.
+        ValueError: If one of them is in use: a gathered or registered tensor, one of a group of gradients that is being
+            reduced, or one that is offloaded.
     """
     _front.runtime.free_tensors(list(tensors))
 

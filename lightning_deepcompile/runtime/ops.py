@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_deepcompile.compat import mark_effectful
+
 __all__ = ["gather_op", "reduce_op", "register"]
 
 
@@ -37,12 +39,13 @@ def _fake_reduce(grad: Tensor, ds_id: int, shard_size: list[int], dtype: torch.d
 
 
 def _fake_allgather_param(param: Tensor, graph_id: int, ds_id: int, dtype: torch.dtype | None = None) -> Tensor:
-    full = _like_gathered(ds_id, dtype)
-    return param.new_empty(full.shape, dtype=full.dtype)
+    full = _extension().like_gathered(ds_id, dtype)
+    return param.new_empty((), dtype=full.dtype, device=_extension().device_of(graph_id)).expand(full.shape)
 
 
-def _like_gathered(ds_id: int, dtype: torch.dtype | None) -> Tensor:
-    return _extension().like_gathered(ds_id, dtype)
+def _fake_wait_allgather(v: Tensor, graph_id: int, ds_id: int) -> Tensor:
+    full = _extension().like_gathered(ds_id, v.dtype)
+    return v.new_empty(full.shape, device=_extension().device_of(graph_id))
 
 
 def _extension() -> Any:
@@ -69,16 +72,24 @@ def _fake_nothing(*args: Any) -> None:
     return None
 
 
+def _refuse_to_free(tensors: list[Tensor], graph_id: int = 0) -> None:
+    raise ValueError(
+        f"torch.ops.dc.free_tensors cannot be compiled (got {len(tensors)} tensors): a compiler gives the memory of a "
+        "tensor that was freed to others, as if it were still there. Call lightning_deepcompile.dc.free_tensors, which "
+        "runs between two compiled parts; what a compiled part alone reads is freed by the compiler."
+    )
+
+
 # Operators per parameter: what a user's own compiled code may contain. The fused ones are written into programs, after
 # all tracing.
 _FAKES = {
     "allgather_param": _fake_allgather_param,
-    "wait_allgather": _fake_same,
+    "wait_allgather": _fake_wait_allgather,
     "release_param": _fake_same,
     "prefetch_params_fused": _fake_nothing,
     "reduce_grad": _fake_reduce_grad,
     "end_backward": _fake_nothing,
-    "free_tensors": _fake_nothing,
+    "free_tensors": _refuse_to_free,
     "offload_tensor": _fake_offload,
     "wait_offload": _fake_same,
     "reload_tensor": _fake_reload,
@@ -88,7 +99,7 @@ _FAKES = {
     "gather": _fake_gather,
     "reduce": _fake_reduce,
 }
-_WITHOUT_RESULT = ("prefetch_params_fused", "end_backward", "free_tensors", "offload_parameter", "reload_parameter")
+_FUNCTIONS = ("gather", "reduce")
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -106,6 +117,10 @@ def register() -> None:
     """Registers fake kernels and derivatives; the extension must be loaded. Repeated calls do nothing."""
     for name, fake in _FAKES.items():
         torch.library.register_fake(f"dc::{name}", fake)
-    for name in _WITHOUT_RESULT:  # else a graph's dead code elimination drops them
-        torch.fx.node.has_side_effect(getattr(torch.ops.dc, name).default)
+    for name in _FAKES.keys() - set(_FUNCTIONS):
+        # Else dead code elimination drops them where nobody reads their result, equal ones become one, and nothing
+        # keeps them in their order.
+        operator = getattr(torch.ops.dc, name).default
+        torch.fx.node.has_side_effect(operator)
+        mark_effectful(operator)
     torch.library.register_autograd("dc::gather", _gather_backward, setup_context=_save_for_backward)

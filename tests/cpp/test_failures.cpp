@@ -1,6 +1,7 @@
 // What goes wrong between ranks: they differ, one is gone, and communication is given up.
 #include <thread>
 
+#include "in_flight.h"
 #include "same_on_all_ranks.h"
 #include "support.h"
 #include "watchdog.h"
@@ -31,6 +32,22 @@ void test_watchdog() {
   watchdog.stop();
   watchdog.stop();
   EXPECT(calls == 1 && reason == "gather of 'w' is stuck");
+}
+
+/// What becomes part of a graph does not run now, and nobody may ask for its events.
+void test_captured_operations_are_not_watched() {
+  bool captured = true;
+  InFlight in_flight(kCpu, [&](const Stream&) { return captured; });
+  const auto hand_over = [&] {
+    InFlight::Watched watched(in_flight, "gather", {});
+    EXPECT(in_flight.first() == "gather");
+    watched.queued();
+  };
+  hand_over();
+  EXPECT(in_flight.first().empty());
+  captured = false;
+  hand_over();
+  EXPECT(in_flight.first() == "gather" && in_flight.idle());
 }
 
 /// Ends, as NCCL's, when the device does: it waits inside all of `asked`, until each is aborted.
@@ -64,6 +81,7 @@ void test_abort_together() {
 void test_failures() {
   test_ranks_that_differ();
   test_watchdog();
+  test_captured_operations_are_not_watched();
   test_abort_together();
 }
 

@@ -7,6 +7,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <csignal>
 
 #include "fake_device.h"
@@ -127,31 +128,33 @@ int policy() {
   return syscall(SYS_get_mempolicy, &mode, nullptr, 0, nullptr, 0) == 0 ? mode : -1;
 }
 
-void test_numa_preference() {
+/// Calls of sched_setaffinity that succeed before all fail; negative: no limit.
+int moves_left = -1;
+
+void test_memory_near_a_node() {
   constexpr int kDefault = 0, kPreferred = 1;
   const int before = policy();
   const auto processors = allowed_processors();
-  {
-    const NumaPreference here({.node = 0, .cpus = processors});
-    EXPECT(here.refusal().empty() || before > kDefault);  // with a policy of the user's own it stays
+  std::string inner = "policy of its own";
+  const std::string refusal = near_node({.node = 0, .cpus = processors}, [&] {
     EXPECT(policy() == kPreferred || policy() == before);
-    if (policy() == kPreferred) {
-      const NumaPreference inner({.node = 0, .cpus = processors});
-      EXPECT(inner.refusal().find("policy of its own") != std::string::npos);
-    }
-  }
-  EXPECT(policy() == before && allowed_processors() == processors);
+    if (policy() == kPreferred) inner = near_node({.node = 0, .cpus = processors}, [] {});
+  });
+  EXPECT(refusal.empty() || before > kDefault);  // with a policy of the user's own it stays
+  EXPECT(inner.find("policy of its own") != std::string::npos);
   if (before == kDefault) {
     // A node that is not there: the thread moves to its processors, or it is said that there are none.
-    {
-      const NumaPreference nowhere({.node = 1000, .cpus = {}});
-      EXPECT(nowhere.refusal().find("no processor of node 1000") != std::string::npos);
-      const NumaPreference moved({.node = 1000, .cpus = {processors.at(0), 16000, -1}});
-      EXPECT(moved.refusal().empty() && allowed_processors() == std::vector{processors.at(0)});
-    }
-    EXPECT(policy() == before && allowed_processors() == processors);
+    EXPECT(near_node({.node = 1000, .cpus = {}}, [] {}).find("no processor of node 1000") != std::string::npos);
+    moves_left = 1;  // there is no way back
+    EXPECT(near_node({.node = 1000, .cpus = {processors.at(0), 16000, -1}}, [&] {
+             EXPECT(allowed_processors() == std::vector{processors.at(0)});
+           }).empty());
+    moves_left = -1;
   }
-  EXPECT(NumaPreference({}).refusal().empty());
+  EXPECT(policy() == before && allowed_processors() == processors);
+  EXPECT(refuses("from there", [] { near_node({.node = 0}, [] { throw std::runtime_error("from there"); }); }));
+  bool called = false;
+  EXPECT(near_node({}, [&] { called = true; }).empty() && called);
 }
 
 /// A tensor may go, and with it what is copied there, when the device does not answer any more.
@@ -190,9 +193,20 @@ void test_host_memory() {
   test_states_are_reserved_or_not_at_all();
   test_tensors_stay_where_the_host_refuses();
   test_one_limit_for_tensors_and_states();
-  test_numa_preference();
+  test_memory_near_a_node();
   test_a_lost_device_ends_no_process();
   test_no_room_for_a_signal_pad();
 }
 
 }  // namespace ldc::testing
+
+/// The system's, unless a test makes it fail.
+extern "C" int sched_setaffinity(pid_t pid, size_t size, const cpu_set_t* set) noexcept {
+  using ldc::testing::moves_left;
+  if (moves_left == 0) {
+    errno = EINVAL;
+    return -1;
+  }
+  if (moves_left > 0) --moves_left;
+  return syscall(SYS_sched_setaffinity, pid, size, set) < 0 ? -1 : 0;
+}
