@@ -168,6 +168,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("world_size", &Runtime::world_size)
       .def_property_readonly("rank", &Runtime::rank)
       .def_property_readonly("communicator", &Runtime::communicator, "'nccl' or 'process_group'.")
+      .def("share_shards", &Runtime::share_shards, NoGil(),
+           "On one rank: parameters that are gathered as they are stored are their shards, and cost nothing.")
       .def("register_param", &Runtime::register_param, "ds_id"_a, "name"_a, "shape"_a, "shard"_a,
            "grad"_a = py::none(), "reduce_dtype"_a = py::none(), "persistent"_a = false, NoGil(),
            "Register a parameter: its shard, and its gradient shard with memory (whose size is remembered) or None.")

@@ -138,6 +138,7 @@ void GatherEngine::launch(const Ids& ids, const std::vector<Dtype>& dtypes) {
   std::vector<Param*> params;
   std::vector<ScalarType> targets;
   select(ids, dtypes, params, targets);
+  if (shares_) share(params, targets);
   if (params.empty()) return;
 
   const PlainTensors plain;
@@ -192,6 +193,27 @@ void GatherEngine::launch(const Ids& ids, const std::vector<Dtype>& dtypes) {
   stats_.gathers += group->resident;
   stats_.gather_groups += 1;
   stats_.gathered_bytes += bytes;
+}
+
+void GatherEngine::share(std::vector<Param*>& params, std::vector<ScalarType>& targets) {
+  auto group = std::make_shared<Group>();
+  group->waited = true;
+  group->number = ++launched_;
+  size_t left = 0;
+  for (size_t i = 0; i < params.size(); ++i) {
+    Param& param = *params[i];
+    if (param.shard.scalar_type() == targets[i] && !param.host.defined() && !param.arriving) {
+      gathered_.emplace(param.id, Gathered{group, param.shard.view(param.shape)});
+      group->resident += 1;
+    } else {
+      params[left] = params[i];
+      targets[left++] = targets[i];
+    }
+  }
+  params.resize(left);
+  targets.resize(left);
+  stats_.gathers += group->resident;
+  stats_.gather_groups += group->resident > 0 ? 1 : 0;
 }
 
 const GatherEngine::Gathered& GatherEngine::launched(int64_t id) const {

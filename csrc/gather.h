@@ -81,6 +81,9 @@ class GatherEngine {
   /// Whether gathered parameters live in this storage.
   bool owns(const c10::Storage& storage) const;
 
+  /// From now on a rank that is alone gathers nothing that it has as it is wanted: what is gathered is the shard itself.
+  void share_shards() { shares_ = communicator_->world_size() == 1; }
+
   /// Dry: shapes and memory as ever, but nothing travels and contents are undefined.
   void set_dry(bool dry);
 
@@ -96,7 +99,7 @@ class GatherEngine {
 
  private:
   struct Group {
-    Arena::Lease slot;     // the gathered parameters; empty while they are `away`
+    Arena::Lease slot;     // the gathered parameters; empty while they are `away`, and where they are shards
     Tensor away;           // the same in host memory, where relieve() sent them
     Arena::Lease staging;  // cast shards; on devices with streams it is back in the arena once the group is launched
     Arena::Lease fetched;  // shards that came from host memory; on devices with streams the engine keeps it
@@ -119,6 +122,8 @@ class GatherEngine {
   /// Selects what launch() has to gather, and checks the rest.
   void select(const Ids& ids, const std::vector<Dtype>& dtypes, std::vector<Param*>& params,
               std::vector<ScalarType>& targets);
+  /// Those of the lists that need no gather are gathered; the lists keep the others.
+  void share(std::vector<Param*>& params, std::vector<ScalarType>& targets);
   /// The shards, on the device: copies of those that live in host memory, valid on the gather stream.
   std::vector<Tensor> fetch_shards(const std::vector<Param*>& params, Arena::Lease& fetched);
   /// Casts shards where the target differs. Returns what goes on the wire. Runs on the gather stream.
@@ -141,6 +146,7 @@ class GatherEngine {
   Stats& stats_;
   bool sync_before_, sync_after_;
   bool dry_ = false;
+  bool shares_ = false;
   Stream stream_;
   Stream copies_;  // from host memory
   Arena arena_;

@@ -5,6 +5,7 @@
 #include "in_flight.h"
 #include "process_group_communicator.h"
 #include "same_on_all_ranks.h"
+#include "solo_communicator.h"
 #include "symmetric_communicator.h"
 #ifdef LDC_WITH_NCCL
 #include <exception>
@@ -52,6 +53,7 @@ std::shared_ptr<Communicator> make_communicator(const std::string& kind, const G
   if (kind == "nccl") return make_nccl_communicator(group, device, options, std::move(in_flight));
 #endif
   const std::chrono::milliseconds timeout(static_cast<int64_t>(options.timeout * 1000));
+  if (group->getSize() == 1) return std::make_shared<SoloCommunicator>();
   return std::make_shared<ProcessGroupCommunicator>(group, device, timeout);
 }
 

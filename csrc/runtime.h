@@ -50,6 +50,7 @@ class Runtime {
   Device device() const { return device_; }
   int64_t world_size() const { return gather_communicator_->world_size(); }
   int64_t rank() const { return gather_communicator_->rank(); }
+  void share_shards();
   const std::string& communicator() const { return communicator_kind_; }
   /// Whether this is what a forked process has of its parent's: it has no thread that this one's destructor could join,
   /// and CUDA does not work there. It must not be destroyed.

@@ -5,6 +5,11 @@
 
 namespace ldc {
 
+void Runtime::share_shards() {
+  const auto lock = enter();
+  gathers_.share_shards();
+}
+
 Tensor Runtime::allgather_param(int64_t graph_id, int64_t id, Dtype dtype) {
   const auto lock = enter();
   return executor(graph_id).allgather(id, dtype);

@@ -123,6 +123,8 @@ class Engine:
             timeout=timeout.total_seconds(),
             **host_options(limit, device, group),
         )
+        if config.memory_budget is None and not config.offloads:
+            self.runtime.share_shards()  # else plans count on the memory of what is gathered
         # Garbage is collected at another time on every rank, which must not wait for the others then; at exit it may.
         at_exit = functools.partial(self.runtime.retire, _EXIT_SECONDS)
         atexit.register(at_exit)

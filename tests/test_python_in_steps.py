@@ -117,7 +117,7 @@ def contents(module: Fills) -> list[Any]:
 
 
 def ours() -> DeepCompileStrategy:
-    return DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
+    return DeepCompileStrategy(compile=CompileConfig(region_backend="eager", recompile_limit=3))
 
 
 def text(module: Any, loss: Tensor, index: int) -> None:
