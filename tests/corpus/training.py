@@ -59,7 +59,9 @@ def _strategy(how: How) -> Any:
     if how == "single":
         return "auto"
     if how == "ddp":
-        return DDPStrategy(find_unused_parameters=True, process_group_backend="gloo", timeout=_WAIT)
+        return DDPStrategy(
+            find_unused_parameters=True, broadcast_buffers=False, process_group_backend="gloo", timeout=_WAIT
+        )
     backend: Any = "inductor" if how == "inductor" else "eager"
     return DeepCompileStrategy(compile=CompileConfig(region_backend=backend), timeout=_WAIT)
 
@@ -106,7 +108,7 @@ def train_on_ranks(names: list[str], how: How) -> dict[str, list[Record] | str]:
         failed = ""
         with tempfile.TemporaryDirectory() as folder:
             try:
-                run_ranks(_train_all, 2, left, how, folder, timeout=60 + 10 * len(left))
+                run_ranks(_train_all, 2, left, how, folder, timeout=60 + (60 if how == "inductor" else 10) * len(left))
             except RankError as error:
                 failed = str(error)
             for number, name in enumerate(left):
