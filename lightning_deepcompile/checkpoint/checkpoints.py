@@ -164,7 +164,8 @@ class Checkpoints:
             Lightning's checkpoint. Its tensors are in host memory, or in a memory-mapped file.
 
         Raises:
-            ValueError: If there is no checkpoint or a broken one.
+            FileNotFoundError: If there is nothing.
+            ValueError: If there is something else, or a broken checkpoint.
             RuntimeError: If it holds another number of optimizers.
         """
         self._finish_together()
@@ -218,8 +219,9 @@ class Checkpoints:
             if kind == "sharded":
                 return ShardedCheckpoint.open(path, weights_only)
             if kind != "file" and _is_plain(self._strategy.checkpoint_io):
-                found = "there is nothing" if kind is None else f"the directory has no '{META}' (an interrupted save?)"
-                raise ValueError(
+                missing = kind is None
+                found = "there is nothing" if missing else f"the directory has no '{META}' (an interrupted save?)"
+                raise (FileNotFoundError if missing else ValueError)(
                     f"The path {os.fspath(path)!r} does not point to a valid checkpoint: {found}. Make sure that it "
                     "points to a directory with a sharded checkpoint or to a file with a full one."
                 )
