@@ -252,7 +252,7 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
             syncs_layers=self._layer_sync is not None,
             timeout=self._timeout,
         )
-        sharded = ShardedModule.of(module)
+        sharded = ShardedModule.of(module) or self._sharded  # a module without parameters keeps nothing
         # What one rank cannot go on with, none does: whether a user moved a module, say, is decided on every rank.
         if not self.reduce_boolean_decision(sharded is not None and sharded.serves(module, setting)):
             if self._sharded is not None and self._sharded.engine.module is not module:

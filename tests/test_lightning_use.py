@@ -1,0 +1,61 @@
+"""What users do with a Trainer and a module around a training: it works as with Lightning's own strategies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from cases import Mlp, Tokens
+from multiprocess import run_ranks
+from test_handover import trainer_of
+from test_unmodified import ours
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+
+def data(rows: int = 4, batches: int = 2) -> DataLoader[Tensor]:
+    return DataLoader(Tokens(batches, rows, 0, 1), batch_size=rows)
+
+
+class Evaluated(Mlp):
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.logits(batch[:, :-1])
+
+
+class Nothing(pl.LightningModule):
+    """Has no parameters."""
+
+    automatic_optimization = False
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("mean", batch.float().mean(), sync_dist=True)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("trained", batch.float().mean())
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return batch * 2
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def _without_parameters() -> None:
+    module, trainer = Nothing(), trainer_of(ours())
+    (metrics,) = trainer.test(module, data(), verbose=False)
+    engine = trainer.strategy.engine
+    assert metrics["mean"] == pytest.approx(float(data().dataset.data.float().mean()), rel=1e-5)
+    predicted = trainer.predict(module, data())
+    assert torch.equal(torch.cat(predicted), data().dataset.data * 2)
+    assert trainer.strategy.engine is engine, "nothing is set up anew"
+    trainer.fit(module, data())
+    assert "trained" in trainer.callback_metrics
+
+
+def test_a_module_without_parameters() -> None:
+    run_ranks(_without_parameters, 2)
