@@ -59,3 +59,32 @@ def _without_parameters() -> None:
 
 def test_a_module_without_parameters() -> None:
     run_ranks(_without_parameters, 2)
+
+
+class Unoptimized(Evaluated):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_a_training_without_an_optimizer_is_saved_and_resumed(form: str, tmp_path: Path) -> None:
+    def trainer(epochs: int) -> pl.Trainer:
+        strategy = ours()
+        strategy._checkpoints.sharded = form == "sharded"
+        return pl.Trainer(
+            strategy=strategy, accelerator="cpu", devices=1, max_epochs=epochs, logger=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+
+    first, second = trainer(1), trainer(2)
+    first.fit(Unoptimized(), data())
+    path = first.checkpoint_callback.best_model_path
+    second.fit(Unoptimized(), data(), ckpt_path=path)
+    assert second.current_epoch == 2
+    if form == "full":
+        alone = pl.Trainer(
+            accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False, enable_checkpointing=False
+        )
+        alone.fit(Unoptimized(), data(), ckpt_path=path)
+    with pytest.raises(RuntimeError, match="configured 1 optimizers but the checkpoint contains 0"):
+        trainer(2).fit(Evaluated(), data(), ckpt_path=path)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.distributed.tensor import DTensor
@@ -113,6 +113,8 @@ class Checkpoints:
     def optimizer_state(self, optimizer: Optimizer | LightningOptimizer) -> dict[str, Any]:
         """As `module_state`, for an optimizer."""
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if isinstance(plain, _MockOptimizer):
+            return plain.state_dict()
         engine = self._strategy.engine
         if self.sharded:
             return sharded_optimizer_state(plain, engine.module, engine.model)
@@ -199,8 +201,9 @@ class Checkpoints:
         """Copies the optimizer states of a loaded checkpoint into the optimizers; see `load_optimizer_state`."""
         self._check_number_of_optimizers(checkpoint)
         engine = self._strategy.engine
+        states = filter(None, checkpoint["optimizer_states"])
         with raise_together("Loading the optimizers' states"):
-            for optimizer, state in zip(self._strategy.optimizers, checkpoint["optimizer_states"], strict=True):
+            for optimizer, state in zip(self._optimizers(), states, strict=True):
                 load_optimizer_state(optimizer, state, engine.module, engine.model, engine.offload_of(optimizer))
 
     def remove(self, filepath: str | os.PathLike[str]) -> None:
@@ -257,13 +260,18 @@ class Checkpoints:
         if isinstance(checkpoint, ShardedCheckpoint):
             found = checkpoint.optimizers
         else:
-            found = len(checkpoint["optimizer_states"]) if "optimizer_states" in checkpoint else None
-        configured = len(self._strategy.optimizers)
+            states = checkpoint.get("optimizer_states")
+            found = None if states is None else len([state for state in states if state])
+        configured = len(self._optimizers())
         if found is not None and found != configured:
             raise RuntimeError(
                 f"You have configured {configured} optimizers but the checkpoint contains {found} optimizers to load. "
                 "Resume with the optimizers that it was saved with."
             )
+
+    def _optimizers(self) -> list[Optimizer]:
+        """Those with a state: where there are none Lightning has a stand-in, which saves nothing."""
+        return [optimizer for optimizer in self._strategy.optimizers if not isinstance(optimizer, _MockOptimizer)]
 
     def _whole(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Gathers weights that a callback put in place of the module's: an average of them is sharded, too."""
