@@ -377,15 +377,16 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
 
     def teardown(self) -> None:
         """Frees what only steps need; the model stays sharded on its device for the next entry point."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.teardown()
-        if self._sharded is not None:
-            self.engine.release_memory()
-        self.precision_plugin.teardown()
-        if self.accelerator is not None:
-            self.accelerator.teardown()
-        self.checkpoint_io.teardown()
-        self._checkpoints.finish()
+        with self._outside_inference:  # which it leaves behind it
+            if self.cluster_environment is not None:
+                self.cluster_environment.teardown()
+            if self._sharded is not None:
+                self.engine.release_memory()
+            self.precision_plugin.teardown()
+            if self.accelerator is not None:
+                self.accelerator.teardown()
+            self.checkpoint_io.teardown()
+            self._checkpoints.finish()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

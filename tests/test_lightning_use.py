@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -11,8 +12,9 @@ from cases import Mlp, Tokens
 from multiprocess import run_ranks
 from test_handover import trainer_of
 from test_unmodified import ours
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 
 def data(rows: int = 4, batches: int = 2) -> DataLoader[Tensor]:
@@ -88,3 +90,48 @@ def test_a_training_without_an_optimizer_is_saved_and_resumed(form: str, tmp_pat
         alone.fit(Unoptimized(), data(), ckpt_path=path)
     with pytest.raises(RuntimeError, match="configured 1 optimizers but the checkpoint contains 0"):
         trainer(2).fit(Evaluated(), data(), ckpt_path=path)
+
+
+class Counting(Evaluated):
+    """Buffers and a metric that steps write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(13)
+        self.mean = MeanMetric()
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return super().logits(tokens) + self.norm(self.embed(tokens).transpose(1, 2)).mean()
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        super().test_step(batch, batch_idx)
+        self.mean.update(batch.float().mean())
+        self.log("mean", self.mean)
+
+
+def in_inference_mode(strategy: Any, folder: Path) -> list[Any]:
+    """A module that was trained, and one that is sharded there, and trained afterwards."""
+    torch.manual_seed(3)
+    module, trainer = Counting(), trainer_of(strategy())
+    trainer.fit(module, data())
+    trainer.save_checkpoint(folder / "before")
+    untrained, other = Counting(), trainer_of(strategy())
+    results: list[Any] = []
+    with torch.inference_mode():
+        results += trainer.test(module, data(), ckpt_path=folder / "before", verbose=False)
+        trainer.save_checkpoint(folder / "after")
+        results += trainer.predict(module, data(), ckpt_path=folder / "after")
+        assert torch.is_inference_mode_enabled()
+        results += other.test(untrained, data(), verbose=False)
+    assert not torch.is_inference_mode_enabled()
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, data())
+    other.fit(untrained, data())
+    results += trainer.test(module, data(), verbose=False) + other.test(untrained, data(), verbose=False)
+    return results
+
+
+def test_a_trainer_in_the_users_inference_mode(tmp_path: Path) -> None:
+    expected, actual = (in_inference_mode(strategy, tmp_path) for strategy in (lambda: "auto", ours))
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

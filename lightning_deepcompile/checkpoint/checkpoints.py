@@ -103,6 +103,8 @@ class Checkpoints:
             with raise_together("Saving an earlier checkpoint"):
                 self._background.finish()
 
+    @torch.no_grad()
+    @torch.inference_mode(False)  # in which PyTorch cannot detach DTensors
     def module_state(self) -> dict[str, Any]:
         """The module's state dict: DTensors if sharded; else whole tensors on rank 0 and nothing elsewhere."""
         engine = self._strategy.engine
@@ -110,6 +112,8 @@ class Checkpoints:
             return sharded_state_dict(engine.module)
         return full_state_dict(engine.module, engine.model, keep=self._strategy.is_global_zero)
 
+    @torch.no_grad()
+    @torch.inference_mode(False)
     def optimizer_state(self, optimizer: Optimizer | LightningOptimizer) -> dict[str, Any]:
         """As `module_state`, for an optimizer."""
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
