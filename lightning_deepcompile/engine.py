@@ -29,6 +29,7 @@ from lightning_deepcompile.capture.sharding import shard_module
 from lightning_deepcompile.capture.sync_batchnorm import trace_sync_batchnorm
 from lightning_deepcompile.clipping import Clipping
 from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.failures import Failures
 from lightning_deepcompile.head_start import HeadStart
 from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.offload.host_memory import host_limit, host_options
@@ -134,6 +135,7 @@ class Engine:
         # Engines are made in the same order on all ranks; a number of its own keeps one's keys from another's.
         number = store.add(f"lightning_deepcompile/engines/{dist.get_rank()}", 1)
         meeting = (store, dist.get_rank(group), ranks.world_size, timeout, f"lightning_deepcompile/engine{number}")
+        self.failures = Failures(store, dist.get_rank(group), meeting[-1])
         agreement = self._agreement = Agreement(*meeting, self.host_group, self.model.names)
         self.model.state.check_read = compat.held_weakly(agreement.check_read)
         self._leaving = ActivationOffload(config, self.model, device, stage, host_bytes)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_deepcompile.agreement import exchange
+from lightning_deepcompile.failures import failure_key
 from lightning_deepcompile.program.program import LOCAL_ID, Program
 
 __all__ = ["Agreement", "ProgramMismatchError"]
@@ -178,17 +179,32 @@ class Agreement:
         while True:
             left = deadline - time.monotonic()
             try:
-                self._store.wait([f"{key}/{other}"], timedelta(seconds=max(min(left, _ASK_SECONDS), 0.01)))
-                return self._store.get(f"{key}/{other}").decode()
+                if self._appears(f"{key}/{other}", min(left, _ASK_SECONDS)):
+                    return self._store.get(f"{key}/{other}").decode()
+                failed, gone_on = self._store.check([failure_key(self._prefix)]), self._has_gone_on(key, other)
             except (RuntimeError, dist.DistError) as error:
-                if isinstance(error, dist.DistNetworkError) or left <= _ASK_SECONDS:
-                    raise TimeoutError(
-                        f"Rank {self._rank} has come to `{_first(text, self._names)}`, which is new here; rank {other} "
-                        f"did not do so within {self._timeout}. Ranks must take the same path through the model: look "
-                        "for conditions on the rank or on its data."
-                    ) from error
-                if self._has_gone_on(key, other):
-                    raise self._mismatch(text, next(iter(place.next), "something else"), other) from error
+                raise self._left(other, text) from error
+            if gone_on:
+                raise self._mismatch(text, next(iter(place.next), "something else"), other)
+            if failed or left <= _ASK_SECONDS:
+                raise self._left(other, text)
+
+    def _appears(self, key: str, seconds: float) -> bool:
+        """As the store's own `wait`, which has the socket print a warning each time that it gives up."""
+        deadline, pause = time.monotonic() + seconds, 0.001
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        return True
+
+    def _left(self, other: int, text: str) -> TimeoutError:
+        return TimeoutError(
+            f"Rank {self._rank} has come to `{_first(text, self._names)}`, which is new here; rank {other} "
+            f"did not do so within {self._timeout}. Ranks must take the same path through the model: look "
+            "for conditions on the rank or on its data."
+        )
 
     def _has_gone_on(self, key: str, other: int) -> bool:
         if not self._store.check([f"{key}/at{other}"]):

@@ -31,6 +31,7 @@ from lightning_deepcompile.compile_progress import CompileProgress
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.device_mesh import MeshArgument, check_mesh
 from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.failures import shorten
 from lightning_deepcompile.fsdp_arguments import (
     ShardingStrategyName,
     checkpointing_policy,
@@ -372,8 +373,10 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
         super().on_exception(exception)
         if self._sharded is not None:
             self.engine.tuner.explain(exception)
+            self.engine.failures.explain(exception)
             self.engine.abort()
         self.end_started_processes()
+        shorten(exception)
 
     def teardown(self) -> None:
         """Frees what only steps need; the model stays sharded on its device for the next entry point."""
