@@ -377,6 +377,7 @@ class Engine:
         """Gives back what is only needed while steps run."""
         if self.residency is not None:
             self.residency.retire()
+        self._agreement.rest()
         if self.ended:
             return
         self.gradients.forget_held_back()
@@ -393,7 +394,7 @@ class Engine:
         if not self.ended:  # else there are no peers to wait for
             self.runtime.close()
         self.ended = True
-        self._agreement.close()
+        self._agreement.rest()
         self._retire()
 
 

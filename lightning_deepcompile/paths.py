@@ -8,11 +8,12 @@ store, without collectives; a rank that has gone on the usual way meanwhile says
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch
@@ -80,8 +81,8 @@ class Agreement:
         self._at = (0, 0)  # steps begun, and how far this one has come: one tuple, as a thread reads it
         self._rounds = 0
         self._waits = False
-        self._stop = threading.Event()
         self._lookout: threading.Thread | None = None
+        self._end_lookout: Callable[[], object] = lambda: None
 
     def begin(self, name: str) -> None:
         """Call when a step begins, on all ranks.
@@ -96,12 +97,13 @@ class Agreement:
         if self._world_size == 1:
             return
         if self._lookout is None:
+            stop = threading.Event()
             self._lookout = threading.Thread(
-                target=_look_out, args=(weakref.ref(self), self._stop), daemon=True, name="deepcompile paths"
+                target=_look_out, args=(weakref.ref(self), stop), daemon=True, name="deepcompile paths"
             )
             self._lookout.start()
             # At the interpreter's end, too: a thread that comes back from the store then would abort the process.
-            weakref.finalize(self, _end, self._stop, self._lookout)
+            self._end_lookout = weakref.finalize(self, _end, stop, self._lookout)
         if self._place is not None:
             self._go_on(_END)
         self._at = (self._at[0] + 1, 0)
@@ -138,9 +140,14 @@ class Agreement:
         self._steps.clear()
         self._place = None
 
-    def close(self) -> None:
-        """Ends the thread; call when there are no more steps."""
-        self._stop.set()
+    def rest(self) -> None:
+        """Ends the thread; call when there are no more steps for now."""
+        if self._lookout is None:
+            return
+        self._end_lookout()
+        self._lookout = None
+        with contextlib.suppress(RuntimeError, dist.DistError):  # the store has ended, and so has who would look
+            self._say_where()  # to a rank that is not that far, and is going to ask
 
     def _go_on(self, text: str) -> None:
         place = self._place = self._place or _Place()
@@ -214,9 +221,12 @@ class Agreement:
 
     def tell(self) -> None:
         """Says where this rank is, if another one waits for it and this one does not."""
-        key, (steps, events) = f"{self._prefix}/round{self._rounds}", self._at
-        if not self._waits and self._store.check([f"{key}/asked"]):
-            self._store.set(f"{key}/at{self._rank}", f"{steps} {events}")
+        if not self._waits and self._store.check([f"{self._prefix}/round{self._rounds}/asked"]):
+            self._say_where()
+
+    def _say_where(self) -> None:
+        steps, events = self._at
+        self._store.set(f"{self._prefix}/round{self._rounds}/at{self._rank}", f"{steps} {events}")
 
     def _mismatch(self, mine: str, theirs: str, other: int) -> ProgramMismatchError:
         pairs = zip([*mine.splitlines(), "nothing"], [*theirs.splitlines(), "nothing"], strict=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,29 @@ def test_a_trainer_in_the_users_inference_mode(tmp_path: Path) -> None:
     expected, actual = (in_inference_mode(strategy, tmp_path) for strategy in (lambda: "auto", ours))
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def _threads() -> list[bool]:
+    """Whether the thread is there while steps run, by entry point; after each there is none."""
+
+    class Looks(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            seen.append(running())
+
+        on_validation_batch_end = on_train_batch_end
+
+    def running() -> bool:
+        return any(thread.name.startswith("deepcompile") for thread in threading.enumerate())
+
+    seen: list[bool] = []
+    module, trainer = Evaluated(), trainer_of(ours(), Looks())
+    for entry in (trainer.fit, trainer.validate):
+        entry(module, data())
+        assert not running()
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, data())
+    return seen
+
+
+def test_no_thread_outlives_a_training() -> None:
+    assert run_ranks(_threads, 2) == [[True] * 6] * 2
