@@ -30,6 +30,7 @@ __all__ = [
     "capture_apart",
     "compile_region",
     "current_fake_mode",
+    "error_of_traced_code",
     "fake_tensor",
     "given_up",
     "graph_module",
@@ -378,3 +379,21 @@ def given_up() -> types.CodeType | None:
             return frame.f_code
         frame = frame.f_back
     return None
+
+
+def error_of_traced_code(error: BaseException) -> Exception | None:
+    """What code would have raised that was traced, a ``ValueError``, say, if the tracer made `error` of it; else None.
+
+    Args:
+        error: Of a compiled function's call. Those that the tracer makes are RuntimeErrors, so for one of these there
+            is nothing to put right.
+    """
+    cause: BaseException | None = error
+    while isinstance(cause, torch._dynamo.exc.TorchDynamoException):
+        cause = cause.__cause__ or cause.__context__
+    if not isinstance(error, torch._dynamo.exc.TorchRuntimeError) or isinstance(cause, RuntimeError):
+        return None
+    if not isinstance(cause, Exception):
+        return None
+    cause.add_note("from user code:\n" + "".join(error.real_stack.format()))
+    return cause.with_traceback(None)

@@ -208,6 +208,8 @@ class Engine:
                 raise error.inner_exception from None
             raise
         except RuntimeError as error:
+            if (own := compat.error_of_traced_code(error)) is not None:
+                raise own from None
             if (explained := explain(error)) is None:
                 raise
             raise explained from error
