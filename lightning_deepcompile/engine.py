@@ -26,6 +26,7 @@ from lightning_deepcompile.capture.graph_checks import UnsupportedStepError, exp
 from lightning_deepcompile.capture.lookups import exchange_lookups
 from lightning_deepcompile.capture.ranks import Ranks
 from lightning_deepcompile.capture.sharding import shard_module
+from lightning_deepcompile.capture.successors import Successors
 from lightning_deepcompile.capture.sync_batchnorm import trace_sync_batchnorm
 from lightning_deepcompile.clipping import Clipping
 from lightning_deepcompile.config import CompileConfig
@@ -38,7 +39,7 @@ from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.opening import StepOpening
-from lightning_deepcompile.optimizers import LocalShards, check_optimizer
+from lightning_deepcompile.optimizers import LocalShards, check_optimizer, take_over
 from lightning_deepcompile.paths import Agreement
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.plan.settings import PlanSettings
@@ -128,7 +129,9 @@ class Engine:
             uninstall_access(child)
         trace_sync_batchnorm(module)
         dtypes = {"gather_dtype": gather_dtype, "reduce_dtype": reduce_dtype}
+        self.successors = Successors(module)
         self.model = shard_module(module, self.runtime, ranks, hosted=self._hosted.chunks, **dtypes)
+        self.successors.settle(engine.successors for engine in previous)
         holds_back = config.reduction(stage) != "every"
         self.gradients = GradientSession(self.runtime, self.model, group, holds_back=holds_back)
         store = compat.store()
@@ -240,14 +243,20 @@ class Engine:
         """Makes `optimizer` step on this rank's shards; see `LocalShards`.
 
         Args:
-            optimizer: Built from the module's (sharded) parameters.
+            optimizer: Built from the module's parameters, sharded or as they were before.
 
         Raises:
             ValueError: For optimizers that need whole tensors, and for parameters that are not the module's; with
-                offloading, for those that cannot step on a part of their parameters at a time.
+                offloading, for those that cannot step on a part of their parameters at a time, or have states already.
             MemoryBudgetError: If their states shall live in host memory, which does not hold them.
         """
         if optimizer not in self._local_shards:
+            if take_over(optimizer, self.model, self.successors) and self.residency is not None:
+                raise ValueError(
+                    f"{type(optimizer).__name__} has stepped before the module was sharded, so its states cannot be "
+                    f"offloaded (CompileConfig(offload={self.config.offload!r})). Build it in `configure_optimizers`, "
+                    "or use offload='none'."
+                )
             check_optimizer(optimizer, self.model)
             parts: Any = HeadStart.of(optimizer, self._opening)
             if self.residency is not None:
@@ -397,6 +406,8 @@ class Engine:
             self.runtime.close()
         self.ended = True
         self._agreement.rest()
+        for shards in self._local_shards.values():
+            shards.detach()
         self._retire()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from cases import Mlp, Tokens
+from cases import Mlp, Tokens, full
 from multiprocess import run_ranks
 from test_handover import trainer_of
 from test_unmodified import ours
@@ -162,3 +162,57 @@ def _threads() -> list[bool]:
 
 def test_no_thread_outlives_a_training() -> None:
     assert run_ranks(_threads, 2) == [[True] * 6] * 2
+
+
+def early(step: bool = False, other: bool = False) -> Mlp:
+    """An optimizer that is built, and may have stepped, before the module is sharded; two names for one parameter."""
+
+    class Early(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head.weight = self.embed.weight
+            parameters = [{"params": self.head.parameters(), "lr": 0.01}]
+            parameters.append(
+                {"params": [p for p in self.parameters() if all(p is not h for h in self.head.parameters())]}
+            )
+            self.made = torch.optim.AdamW(parameters, lr=0.05, eps=1e-3)
+            if step:
+                loss = super().training_step(Tokens(1, 4, 0, 1).data, 0)
+                loss.backward()
+                self.made.step()
+                self.made.zero_grad()
+            if other:
+                self.made.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+        def log(self, *args: Any, **kwargs: Any) -> None:
+            if self._trainer is not None:
+                super().log(*args, **kwargs)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return self.made
+
+    return Early()
+
+
+def _early(strategies: list[Any] | None = None) -> list[dict[str, Tensor]]:
+    results = []
+    for step in (False, True):
+        torch.manual_seed(3)
+        module = early(step)
+        for strategy in strategies or [ours(), ours(stage=1)]:
+            trainer = trainer_of(strategy)
+            trainer.fit(module, data())
+            assert {p for group in module.made.param_groups for p in group["params"]} == set(module.parameters())
+        results.append({name: full(parameter) for name, parameter in module.named_parameters()})
+    return results
+
+
+def test_an_optimizer_may_be_built_before_the_module_is_sharded() -> None:
+    expected = _early(["auto", "auto"])
+    for results in run_ranks(_early, 2):
+        for actual, wanted in zip(results, expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=r"AdamW holds a parameter of shape \(3,\) that is not the module's"):
+        trainer_of(ours()).fit(early(other=True), data())
+    with pytest.raises(ValueError, match="AdamW has stepped before.*offload='all'"):
+        trainer_of(ours(offload="all")).fit(early(step=True), data())
