@@ -7,6 +7,7 @@ treat their subclasses as what they are.
 from __future__ import annotations
 
 import contextlib
+import copy
 import subprocess
 from datetime import timedelta
 from typing import Any
@@ -69,6 +70,13 @@ class ProcessStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._outside_inference = contextlib.ExitStack()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled or copied of it: not the processes that it started."""
+        launcher = copy.copy(self._launcher)
+        if isinstance(launcher, _SubprocessScriptLauncher):
+            launcher.procs = []
+        return super().__getstate__() | {"_launcher": launcher, "_outside_inference": contextlib.ExitStack()}
 
     @property
     def root_device(self) -> torch.device:

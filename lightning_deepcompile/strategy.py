@@ -301,6 +301,11 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
             )
         return self._sharded.engine
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled or copied of it: its settings, as before `setup`."""
+        fresh = {"_sharded": None, "_progress": CompileProgress(), "_optimizers": []}
+        return super().__getstate__() | fresh
+
     # Running ----------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from multiprocess import run_ranks
 from test_handover import trainer_of
 from test_unmodified import ours
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
@@ -216,3 +219,46 @@ def test_an_optimizer_may_be_built_before_the_module_is_sharded() -> None:
         trainer_of(ours()).fit(early(other=True), data())
     with pytest.raises(ValueError, match="AdamW has stepped before.*offload='all'"):
         trainer_of(ours(offload="all")).fit(early(step=True), data())
+
+
+class Tied(Evaluated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(13, 13, batch_first=True)
+        self.head.weight = self.embed.weight
+        self.embed.weight.mark = "kept"
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return super().logits(tokens) + self.head(self.rnn(self.embed(tokens))[0])
+
+
+def _pickled(folder: Path) -> None:
+    module, trainer = Tied(), trainer_of(ours())
+    trainer.fit(module, data())
+    for saved in (module, trainer):
+        read = pickle.loads(pickle.dumps(saved))
+        plain = read if saved is module else read.lightning_module
+        assert type(plain) is Tied and type(plain.head) is nn.Linear
+        for (name, parameter), own in zip(plain.named_parameters(), module.parameters(), strict=True):
+            assert torch.equal(full(parameter), full(own)), name
+    assert copy.deepcopy(trainer).strategy.strategy_name == "deepcompile"
+    assert type(copy.copy(module.head)) is type(module.head)
+
+
+def test_a_trained_module_and_its_trainer_are_pickled(tmp_path: Path) -> None:
+    run_ranks(_pickled, 2, tmp_path)
+    torch.manual_seed(3)
+    module, trainer = Tied(), trainer_of(ours())
+    trainer.fit(module, data())
+    torch.save(module, tmp_path / "module.pt")
+    read = torch.load(tmp_path / "module.pt", weights_only=False)
+    assert {type(part).__module__ for part in read.modules()}.isdisjoint({type(module.head).__module__})
+    assert not any(isinstance(parameter, DTensor) for parameter in read.parameters())
+    assert read.head.weight is read.embed.weight and read.embed.weight.mark == "kept"
+    assert read.head.weight.data_ptr() != module.head.weight.to_local().data_ptr()
+    expected, actual = (trainer_of(s).test(m, data(), verbose=False) for s, m in (("auto", read), (ours(), module)))
+    assert actual[0]["val"] == pytest.approx(expected[0]["val"], rel=1e-5)
+    trainer_of("auto").fit(read, data())
+    again = pickle.loads(pickle.dumps(trainer))
+    again.fit_loop.max_epochs = 2
+    again.fit(again.lightning_module, data())
