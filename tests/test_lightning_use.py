@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,8 @@ def test_a_training_without_an_optimizer_is_saved_and_resumed(form: str, tmp_pat
             accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False, enable_checkpointing=False
         )
         alone.fit(Unoptimized(), data(), ckpt_path=path)
-    with pytest.raises(RuntimeError, match="configured 1 optimizers but the checkpoint contains 0"):
-        trainer(2).fit(Evaluated(), data(), ckpt_path=path)
+        with pytest.raises(RuntimeError, match="configured 1 optimizers but the checkpoint contains 0"):
+            trainer(2).fit(Evaluated(), data(), ckpt_path=path)
 
 
 class Counting(Evaluated):
@@ -262,3 +263,56 @@ def test_a_trained_module_and_its_trainer_are_pickled(tmp_path: Path) -> None:
     again = pickle.loads(pickle.dumps(trainer))
     again.fit_loop.max_epochs = 2
     again.fit(again.lightning_module, data())
+
+
+class Loads(Evaluated):
+    """Reads and writes checkpoints in a hook that comes before, or right after, the strategy is set up."""
+
+    def __init__(self, hook: str = "", path: str = "") -> None:
+        super().__init__()
+        self.hook, self.path = hook, path
+
+    def use(self, hook: str) -> None:
+        if hook != self.hook:
+            return
+        strategy, path = self.trainer.strategy, Path(self.path)
+        other = type(self).load_from_checkpoint(path / "full")
+        assert type(other) is Loads and type(other.head.weight) is nn.Parameter
+        for form in ("full", "sharded"):
+            strategy.load_model_state_dict(strategy.load_checkpoint(path / form))
+        for (name, one), wanted in zip(self.named_parameters(), other.parameters(), strict=True):
+            assert torch.equal(full(one), wanted), name
+        self.trainer.save_checkpoint(path / f"in {hook}")
+
+    def setup(self, stage: str) -> None:
+        self.use("setup")
+
+    def configure_model(self) -> None:
+        self.use("configure_model")
+
+    def on_fit_start(self) -> None:
+        self.use("on_fit_start")
+
+
+def _before_the_strategy_is_set_up(folder: str) -> None:
+    for form in ("full", "sharded"):
+        torch.manual_seed(3)
+        module, trainer = Loads(), trainer_of(ours())
+        trainer.strategy._checkpoints.sharded = form == "sharded"
+        trainer.strategy.connect(module)
+        trainer.save_checkpoint(Path(folder, form))
+        while not Path(folder, form).exists():  # the ranks meet when they fit
+            time.sleep(0.01)
+        trainer.fit(module, data(), ckpt_path=Path(folder, form))
+    for hook in ("setup", "configure_model", "on_fit_start"):
+        module, trainer = Loads(hook, folder), trainer_of(ours())
+        trainer.fit(module, data())
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, data())  # sharded already
+        trainer.strategy.barrier()
+        state = torch.load(Path(folder, f"in {hook}"))["state_dict"]
+        assert state["head.weight"].shape == (61, 13)
+
+
+def test_checkpoints_before_the_strategy_is_set_up(tmp_path: Path) -> None:
+    run_ranks(_before_the_strategy_is_set_up, 2, str(tmp_path))

@@ -236,7 +236,7 @@ def _pickled(parameter: Any, twins: MutableMapping[Tensor, nn.Parameter]) -> nn.
 
 def _shallow_copy(self: nn.Module) -> nn.Module:
     """As `copy.copy` does it, which else would ask for what is pickled."""
-    new = type(self).__new__(type(self))
+    new = object.__new__(type(self))
     new.__dict__.update(self.__dict__)
     return new
 
@@ -272,6 +272,8 @@ def sharded_class(original: type[nn.Module], parameters: _Parameters) -> type[nn
         if not hasattr(original, "__copy__"):
             body["__copy__"] = _shallow_copy
         body["__reduce_ex__"] = _reduced
+        # Users make another one of ``type(self)``, as `load_from_checkpoint` does: that is a plain one.
+        body["__new__"] = lambda cls, *args, **kwargs: original(*args, **kwargs)
         body["_apply"] = _apply_of(original)
         name = label = f"Sharded{original.__name__}"
         if label in globals():
