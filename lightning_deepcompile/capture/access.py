@@ -237,7 +237,7 @@ def _pickled(parameter: Any, twins: MutableMapping[Tensor, nn.Parameter]) -> nn.
 def _shallow_copy(self: nn.Module) -> nn.Module:
     """As `copy.copy` does it, which else would ask for what is pickled."""
     new = object.__new__(type(self))
-    new.__dict__.update(self.__dict__)
+    new.__setstate__(type(self).__mro__[1].__reduce_ex__(self, 4)[2])
     return new
 
 
