@@ -10,6 +10,7 @@ Here a signal is only noted. At the end of a batch hosts ask each other, and all
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,11 @@ class _BatchLoop(_TrainingEpochLoop):
 
     _stops: AnyRank
     _answer: Callable[[], bool] | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {name: value for name, value in vars(self).items() if name not in ("_stops", "_answer")}
+        # What is read is Lightning's own loop, as it was before there were ranks to ask.
+        return copyreg._reconstructor, (_TrainingEpochLoop, object, None), state  # type: ignore[attr-defined]
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         """Ends the batch; who was told to stop waits for the next one's beginning, where all do."""

@@ -52,8 +52,9 @@ class CheckpointStrategy(ProcessStrategy):
         """Reads a full or sharded checkpoint, which this strategy, FSDP or a single device saved."""
         checkpoint = self._checkpoints.load(checkpoint_path, weights_only)
         assert self.lightning_module is not None
-        if is_averaged(self.lightning_module.trainer):
-            distribute_states(checkpoint, self._checkpoints.model, self.lightning_module)
+        model = self._checkpoints.model
+        if model is not None and is_averaged(self.lightning_module.trainer):
+            distribute_states(checkpoint, model, self.lightning_module)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

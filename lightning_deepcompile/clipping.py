@@ -39,8 +39,9 @@ class Clipping:
         Returns:
             The norm before; a 0-dim tensor, equal on all ranks.
         """
+        parameters = list(parameters)
         sharded, replicated = self._local_grads(parameters)
-        norm = self._total(sharded, replicated)
+        norm = self._total(sharded, replicated, _norm_dtype(parameters))
         if sharded or replicated:
             # As torch.nn.utils.clip_grad_norm_: no branch on the norm, for which the host would have to wait.
             torch._foreach_mul_(sharded + replicated, torch.clamp(limit / (norm + 1e-6), max=1.0))
@@ -48,7 +49,8 @@ class Clipping:
 
     def total_norm(self, parameters: Iterable[Tensor]) -> Tensor:
         """The 2-norm of gradients over all ranks, which are left as they are; arguments as of `norm`."""
-        return self._total(*self._local_grads(parameters))
+        parameters = list(parameters)
+        return self._total(*self._local_grads(parameters), _norm_dtype(parameters))
 
     def value(self, parameters: Iterable[Tensor], limit: float) -> None:
         """Clamps every element of the gradients to ``[-limit, limit]``; arguments as of `norm`."""
@@ -57,11 +59,11 @@ class Clipping:
             torch._foreach_clamp_min_(sharded + replicated, -limit)
             torch._foreach_clamp_max_(sharded + replicated, limit)
 
-    def _total(self, sharded: list[Tensor], replicated: list[Tensor]) -> Tensor:
-        total = _square_sum(sharded, self.device)
+    def _total(self, sharded: list[Tensor], replicated: list[Tensor], dtype: torch.dtype) -> Tensor:
+        total = _square_sum(sharded, self.device, dtype)
         if self.model.ranks.shards > 1:
             dist.all_reduce(total, group=self.model.ranks.shard_group)
-        return (total + _square_sum(replicated, self.device)).sqrt()
+        return (total + _square_sum(replicated, self.device, dtype)).sqrt()
 
     @torch.no_grad()
     def _local_grads(self, parameters: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -74,7 +76,13 @@ class Clipping:
         return sharded, replicated
 
 
-def _square_sum(tensors: list[Tensor], device: torch.device) -> Tensor:
+def _norm_dtype(parameters: Iterable[Tensor]) -> torch.dtype:
+    """What norms are computed in; of parameters, as a rank may lack gradients, and ranks must agree."""
+    return torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
+
+
+def _square_sum(tensors: list[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
     if not tensors:
-        return torch.zeros((), device=device)
-    return torch.stack([norm.float() for norm in torch._foreach_norm(tensors)]).square().sum()
+        return torch.zeros((), dtype=dtype, device=device)
+    # In that dtype from the start: a norm in fp16 is infinite from 65520 on.
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype)).square().sum()

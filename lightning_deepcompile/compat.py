@@ -33,6 +33,7 @@ __all__ = [
     "compile_failures",
     "compile_region",
     "current_fake_mode",
+    "error_of_traced_code",
     "fake_tensor",
     "graph_module",
     "held_weakly",
@@ -467,3 +468,21 @@ def hooks_saved_tensors() -> bool:
 def plain_functions() -> contextlib.AbstractContextManager[None]:
     """Inside, functions treat subclasses of tensors as if they had no ``__torch_function__``."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def error_of_traced_code(error: BaseException) -> Exception | None:
+    """What code would have raised that was traced, a ``ValueError``, say, if the tracer made `error` of it; else None.
+
+    Args:
+        error: Of a compiled function's call. Those that the tracer makes are RuntimeErrors, so for one of these there
+            is nothing to put right.
+    """
+    cause: BaseException | None = error
+    while isinstance(cause, torch._dynamo.exc.TorchDynamoException):
+        cause = cause.__cause__ or cause.__context__
+    if not isinstance(error, torch._dynamo.exc.TorchRuntimeError) or isinstance(cause, RuntimeError):
+        return None
+    if not isinstance(cause, Exception):
+        return None
+    cause.add_note("from user code:\n" + "".join(error.real_stack.format()))
+    return cause.with_traceback(None)

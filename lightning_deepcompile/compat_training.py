@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["is_accumulated", "run_first_after_step", "unhooked_step", "unscale"]
 
@@ -38,10 +39,11 @@ def unscale(scaler: ShardedGradScaler, optimizer: Optimizer) -> None:
         found[device] = value.reshape(()).clamp(max=1)
 
 
-def run_first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> None:
+def run_first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle:
     """Registers a step post hook of `optimizer` that runs before those that it has already."""
     handle = optimizer.register_step_post_hook(hook)
     optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    return handle
 
 
 @contextlib.contextmanager

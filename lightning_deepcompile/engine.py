@@ -31,10 +31,12 @@ from lightning_deepcompile.capture.lookups import exchange_lookups
 from lightning_deepcompile.capture.mentions import Mentions, mentions_of
 from lightning_deepcompile.capture.ranks import Ranks
 from lightning_deepcompile.capture.sharding import shard_module
+from lightning_deepcompile.capture.successors import Successors
 from lightning_deepcompile.capture.sync_batchnorm import trace_sync_batchnorm
 from lightning_deepcompile.capture.uncompiled import Uncompiled
 from lightning_deepcompile.clipping import Clipping
 from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.failures import Failures
 from lightning_deepcompile.head_start import HeadStart
 from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.offload.host_memory import host_limit, host_options
@@ -43,7 +45,7 @@ from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.opening import StepOpening
-from lightning_deepcompile.optimizers import LocalShards, check_optimizer
+from lightning_deepcompile.optimizers import LocalShards, check_optimizer, take_over
 from lightning_deepcompile.paths import Agreement
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.plan.settings import PlanSettings
@@ -134,13 +136,16 @@ class Engine:
             uninstall_access(child)
         trace_sync_batchnorm(module)
         dtypes = {"gather_dtype": gather_dtype, "reduce_dtype": reduce_dtype}
+        self.successors = Successors(module)
         self.model = shard_module(module, self.runtime, ranks, hosted=self._hosted.chunks, **dtypes)
+        self.successors.settle(engine.successors for engine in previous)
         holds_back = config.reduction(stage) != "every"
         self.gradients = GradientSession(self.runtime, self.model, group, holds_back=holds_back)
         store = compat.store()
         # Engines are made in the same order on all ranks; a number of its own keeps one's keys from another's.
         number = store.add(f"lightning_deepcompile/engines/{dist.get_rank()}", 1)
         meeting = (store, dist.get_rank(group), ranks.world_size, timeout, f"lightning_deepcompile/engine{number}")
+        self.failures = Failures(store, dist.get_rank(group), meeting[-1])
         agreement = self._agreement = Agreement(*meeting, self.host_group, self.model.names)
         self.fallbacks = Fallbacks(config.fallback, dist.get_rank(group))
         self.uncompiled = uncompiled = self.model.state.path = Uncompiled(self.model.parameters, stays=stage < 3)
@@ -223,6 +228,8 @@ class Engine:
             ):
                 return self._compiled[name](*args, **kwargs)
         except RuntimeError as error:
+            if (own := compat.error_of_traced_code(error)) is not None:
+                raise own from None
             if (explained := explain(error)) is None:
                 raise
             raise explained from error
@@ -272,14 +279,20 @@ class Engine:
         """Makes `optimizer` step on this rank's shards; see `LocalShards`.
 
         Args:
-            optimizer: Built from the module's (sharded) parameters.
+            optimizer: Built from the module's parameters, sharded or as they were before.
 
         Raises:
             ValueError: For optimizers that need whole tensors, and for parameters that are not the module's; with
-                offloading, for those that cannot step on a part of their parameters at a time.
+                offloading, for those that cannot step on a part of their parameters at a time, or have states already.
             MemoryBudgetError: If their states shall live in host memory, which does not hold them.
         """
         if optimizer not in self._local_shards:
+            if take_over(optimizer, self.model, self.successors) and self.residency is not None:
+                raise ValueError(
+                    f"{type(optimizer).__name__} has stepped before the module was sharded, so its states cannot be "
+                    f"offloaded (CompileConfig(offload={self.config.offload!r})). Build it in `configure_optimizers`, "
+                    "or use offload='none'."
+                )
             check_optimizer(optimizer, self.model)
             parts: Any = HeadStart.of(optimizer, self._opening)
             if self.residency is not None:
@@ -419,6 +432,7 @@ class Engine:
         """Gives back what is only needed while steps run."""
         if self.residency is not None:
             self.residency.retire()
+        self._agreement.rest()
         if self.ended:
             return
         self.gradients.forget_held_back()
@@ -435,7 +449,9 @@ class Engine:
         if not self.ended:  # else there are no peers to wait for
             self.runtime.close()
         self.ended = True
-        self._agreement.close()
+        self._agreement.rest()
+        for shards in self._local_shards.values():
+            shards.detach()
         self._retire()
 
 

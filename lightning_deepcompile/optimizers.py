@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 from lightning_deepcompile import compat_training
 from lightning_deepcompile.capture.checks import check_no_hooks
 from lightning_deepcompile.capture.gradients import GradientSession
-from lightning_deepcompile.capture.sharding import ShardedModel
+from lightning_deepcompile.capture.sharding import ShardedModel, ShardedParameter
+from lightning_deepcompile.capture.successors import Successors
 from lightning_deepcompile.offload.chunks import Parts
 from lightning_deepcompile.offload.states import StateOffload
 
-__all__ = ["LocalShards", "check_optimizer"]
+__all__ = ["LocalShards", "check_optimizer", "take_over"]
 
 # Optimizers whose update of one element depends on the whole tensor (or on all of them): on shards they would compute
 # something else without saying so.
@@ -31,11 +32,43 @@ _WHOLE_TENSOR_OPTIMIZERS = frozenset(
 )
 
 
+def take_over(optimizer: Optimizer, model: ShardedModel, successors: Successors) -> bool:
+    """Makes an optimizer that was built before the module was sharded hold what took its parameters' places.
+
+    Args:
+        optimizer: Its groups and its state are changed in place; a state of a parameter's shape becomes this rank's
+            rows of it.
+        model: How the parameters are sharded.
+        successors: What they are now.
+
+    Returns:
+        Whether it had states of such parameters.
+    """
+    states = False
+    for group in optimizer.param_groups:
+        for place, old in enumerate(group["params"]):
+            new = successors.of(old)
+            if new is None:
+                continue
+            group["params"][place] = new
+            if old in optimizer.state:
+                states = True
+                entries = optimizer.state.pop(old)
+                optimizer.state[new] = {k: _rows(v, old, model.by_parameter.get(new)) for k, v in entries.items()}
+    return states
+
+
+def _rows(value: Any, whole: Tensor, parameter: ShardedParameter | None) -> Any:
+    if not isinstance(value, Tensor) or parameter is None or value.shape != whole.shape:
+        return value
+    return parameter.rows(value).to(parameter.local.device, copy=True)
+
+
 def check_optimizer(optimizer: Optimizer, model: ShardedModel) -> None:
     """Raises for optimizers that cannot step on shards.
 
     Args:
-        optimizer: Built from the module's (sharded) parameters.
+        optimizer: Holds the module's (sharded) parameters.
         model: How they are sharded.
 
     Raises:
@@ -54,8 +87,7 @@ def check_optimizer(optimizer: Optimizer, model: ShardedModel) -> None:
             if parameter not in known:
                 raise ValueError(
                     f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is not the "
-                    "module's, or was taken before the module was sharded. Build optimizers in "
-                    "`configure_optimizers` from `self.parameters()`."
+                    "module's. Build optimizers in `configure_optimizers` from `self.parameters()`."
                 )
             check_no_hooks(parameter, model.by_parameter[parameter].name if parameter in model.by_parameter else "")
 
@@ -88,13 +120,23 @@ class LocalShards:
         self._inner = 0  # calls of ``super().step(closure)`` under way
         self._swapped: dict[Tensor, Tensor] = {}
         self._plain_state = False  # some make their states before they step, from the module's parameters
-        optimizer.register_step_pre_hook(self._on_step)
-        compat_training.run_first_after_step(optimizer, self._on_stepped)  # users' hooks shall see their parameters
+        self._hooks = (
+            optimizer.register_step_pre_hook(self._on_step),
+            # Users' hooks shall see their parameters.
+            compat_training.run_first_after_step(optimizer, self._on_stepped),
+        )
 
     @property
     def offload(self) -> StateOffload | None:
         """What lets the optimizer step chunk by chunk, if its states may leave the device."""
         return self._parts if isinstance(self._parts, StateOffload) else None
+
+    def detach(self) -> None:
+        """Leaves the optimizer alone from now on, which holds the module's parameters."""
+        if self._optimizer() is not None:
+            self.restore()
+        for hook in self._hooks:
+            hook.remove()
 
     def __enter__(self) -> None:
         self.restore()

@@ -8,17 +8,19 @@ store, without collectives; a rank that has gone on the usual way meanwhile says
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from lightning_deepcompile.agreement import exchange
+from lightning_deepcompile.failures import failure_key
 from lightning_deepcompile.program.program import Program
 
 __all__ = ["Agreement", "ProgramMismatchError"]
@@ -79,8 +81,8 @@ class Agreement:
         self._at = (0, 0)  # steps begun, and how far this one has come: one tuple, as a thread reads it
         self._rounds = 0
         self._waits = False
-        self._stop = threading.Event()
         self._lookout: threading.Thread | None = None
+        self._end_lookout: Callable[[], object] = lambda: None
 
     def begin(self, name: str) -> None:
         """Call when a step begins, on all ranks.
@@ -95,12 +97,13 @@ class Agreement:
         if self._world_size == 1:
             return
         if self._lookout is None:
+            stop = threading.Event()
             self._lookout = threading.Thread(
-                target=_look_out, args=(weakref.ref(self), self._stop), daemon=True, name="deepcompile paths"
+                target=_look_out, args=(weakref.ref(self), stop), daemon=True, name="deepcompile paths"
             )
             self._lookout.start()
             # At the interpreter's end, too: a thread that comes back from the store then would abort the process.
-            weakref.finalize(self, _end, self._stop, self._lookout)
+            self._end_lookout = weakref.finalize(self, _end, stop, self._lookout)
         if self._place is not None:
             self._go_on(_END)
         self._at = (self._at[0] + 1, 0)
@@ -138,9 +141,14 @@ class Agreement:
         self._steps.clear()
         self._place = None
 
-    def close(self) -> None:
-        """Ends the thread; call when there are no more steps."""
-        self._stop.set()
+    def rest(self) -> None:
+        """Ends the thread; call when there are no more steps for now."""
+        if self._lookout is None:
+            return
+        self._end_lookout()
+        self._lookout = None
+        with contextlib.suppress(RuntimeError, dist.DistError):  # the store has ended, and so has who would look
+            self._say_where()  # to a rank that is not that far, and is going to ask
 
     def _go_on(self, text: str) -> None:
         place = self._place = self._place or _Place()
@@ -179,17 +187,32 @@ class Agreement:
         while True:
             left = deadline - time.monotonic()
             try:
-                self._store.wait([f"{key}/{other}"], timedelta(seconds=max(min(left, _ASK_SECONDS), 0.01)))
-                return self._store.get(f"{key}/{other}").decode()
+                if self._appears(f"{key}/{other}", min(left, _ASK_SECONDS)):
+                    return self._store.get(f"{key}/{other}").decode()
+                failed, gone_on = self._store.check([failure_key(self._prefix)]), self._has_gone_on(key, other)
             except (RuntimeError, dist.DistError) as error:
-                if isinstance(error, dist.DistNetworkError) or left <= _ASK_SECONDS:
-                    raise TimeoutError(
-                        f"Rank {self._rank} has come to `{_first(text, self._names)}`, which is new here; rank {other} "
-                        f"did not do so within {self._timeout}. Ranks must take the same path through the model: look "
-                        "for conditions on the rank or on its data."
-                    ) from error
-                if self._has_gone_on(key, other):
-                    raise self._mismatch(text, next(iter(place.next), "something else"), other) from error
+                raise self._left(other, text) from error
+            if gone_on:
+                raise self._mismatch(text, next(iter(place.next), "something else"), other)
+            if failed or left <= _ASK_SECONDS:
+                raise self._left(other, text)
+
+    def _appears(self, key: str, seconds: float) -> bool:
+        """As the store's own `wait`, which has the socket print a warning each time that it gives up."""
+        deadline, pause = time.monotonic() + seconds, 0.001
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        return True
+
+    def _left(self, other: int, text: str) -> TimeoutError:
+        return TimeoutError(
+            f"Rank {self._rank} has come to `{_first(text, self._names)}`, which is new here; rank {other} "
+            f"did not do so within {self._timeout}. Ranks must take the same path through the model: look "
+            "for conditions on the rank or on its data."
+        )
 
     def _has_gone_on(self, key: str, other: int) -> bool:
         if not self._store.check([f"{key}/at{other}"]):
@@ -199,9 +222,12 @@ class Agreement:
 
     def tell(self) -> None:
         """Says where this rank is, if another one waits for it and this one does not."""
-        key, (steps, events) = f"{self._prefix}/round{self._rounds}", self._at
-        if not self._waits and self._store.check([f"{key}/asked"]):
-            self._store.set(f"{key}/at{self._rank}", f"{steps} {events}")
+        if not self._waits and self._store.check([f"{self._prefix}/round{self._rounds}/asked"]):
+            self._say_where()
+
+    def _say_where(self) -> None:
+        steps, events = self._at
+        self._store.set(f"{self._prefix}/round{self._rounds}/at{self._rank}", f"{steps} {events}")
 
     def _mismatch(self, mine: str, theirs: str, other: int) -> ProgramMismatchError:
         pairs = zip([*mine.splitlines(), "nothing"], [*theirs.splitlines(), "nothing"], strict=False)

@@ -65,6 +65,10 @@ class DeepCompilePrecision(FSDPPrecision):
         self.engine: Engine | None = None
         self.mixed_precision: MixedPrecisionDtypes | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled or copied of it: as before `attach`."""
+        return self.__dict__ | {"engine": None}
+
     @classmethod
     def convert(cls, plugin: Precision | None) -> DeepCompilePrecision:
         """Makes the matching plugin from the one that Lightning built for its ``precision=`` flag.

@@ -6,6 +6,8 @@ treat their subclasses as what they are.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import subprocess
 from datetime import timedelta
 from typing import Any
@@ -67,6 +69,14 @@ class ProcessStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout = timeout
+        self._outside_inference = contextlib.ExitStack()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled or copied of it: not the processes that it started."""
+        launcher = copy.copy(self._launcher)
+        if isinstance(launcher, _SubprocessScriptLauncher):
+            launcher.procs = []
+        return super().__getstate__() | {"_launcher": launcher, "_outside_inference": contextlib.ExitStack()}
 
     @property
     def root_device(self) -> torch.device:
@@ -96,6 +106,7 @@ class ProcessStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Sets the device up and joins the process group."""
+        self._leave_inference_mode()
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -110,6 +121,15 @@ class ProcessStrategy(ParallelStrategy):
             timeout=self._timeout,
             device_id=device if device.type != "cpu" else None,
         )
+
+    def _leave_inference_mode(self) -> None:
+        """Until teardown, as a user may call the Trainer inside of one.
+
+        What is made in it, a gathered parameter or a metric's state, could not be used where anything is trained.
+        """
+        self._outside_inference.close()
+        if torch.is_inference_mode_enabled():
+            self._outside_inference.enter_context(torch.inference_mode(False))
 
     def set_world_ranks(self) -> None:
         """Tells the environment and Lightning's loggers which rank this is."""

@@ -31,6 +31,7 @@ from lightning_deepcompile.compile_progress import CompileProgress
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.device_mesh import MeshArgument, check_mesh
 from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.failures import shorten
 from lightning_deepcompile.fsdp_arguments import (
     ShardingStrategyName,
     checkpointing_policy,
@@ -252,7 +253,7 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
             syncs_layers=self._layer_sync is not None,
             timeout=self._timeout,
         )
-        sharded = ShardedModule.of(module)
+        sharded = ShardedModule.of(module) or self._sharded  # a module without parameters keeps nothing
         # What one rank cannot go on with, none does: whether a user moved a module, say, is decided on every rank.
         if not self.reduce_boolean_decision(sharded is not None and sharded.serves(module, setting)):
             if self._sharded is not None and self._sharded.engine.module is not module:
@@ -299,6 +300,11 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
                 "The strategy is not set up yet: it shards the model when `trainer.fit` (or another entry) runs."
             )
         return self._sharded.engine
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled or copied of it: its settings, as before `setup`."""
+        fresh = {"_sharded": None, "_progress": CompileProgress(), "_optimizers": []}
+        return super().__getstate__() | fresh
 
     # Running ----------------------------------------------------------------------------------------------------------
 
@@ -372,20 +378,23 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
         super().on_exception(exception)
         if self._sharded is not None:
             self.engine.tuner.explain(exception)
+            self.engine.failures.explain(exception)
             self.engine.abort()
         self.end_started_processes()
+        shorten(exception)
 
     def teardown(self) -> None:
         """Frees what only steps need; the model stays sharded on its device for the next entry point."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.teardown()
-        if self._sharded is not None:
-            self.engine.release_memory()
-        self.precision_plugin.teardown()
-        if self.accelerator is not None:
-            self.accelerator.teardown()
-        self.checkpoint_io.teardown()
-        self._checkpoints.finish()
+        with self._outside_inference:  # which it leaves behind it
+            if self.cluster_environment is not None:
+                self.cluster_environment.teardown()
+            if self._sharded is not None:
+                self.engine.release_memory()
+            self.precision_plugin.teardown()
+            if self.accelerator is not None:
+                self.accelerator.teardown()
+            self.checkpoint_io.teardown()
+            self._checkpoints.finish()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -51,7 +51,7 @@ def _broken(folder: Path) -> None:
         return strategy.load_checkpoint(path, **kwargs)
 
     # Not whole.
-    with pytest.raises(ValueError, match="does not point to a valid checkpoint"):
+    with pytest.raises(FileNotFoundError, match="does not point to a valid checkpoint: there is nothing"):
         load(folder / "nothing")
     with pytest.raises(ValueError, match="interrupted save"):
         load(folder)

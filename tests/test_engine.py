@@ -341,3 +341,29 @@ def test_products_that_inductor_pads(mesh: DeviceMesh, monkeypatch: pytest.Monke
     assert bool(padded) == (region_backend == "inductor")
     for parameter, expected in zip(module.parameters(), plain, strict=True):
         torch.testing.assert_close(parameter.grad.to_local(), expected, rtol=1e-5, atol=1e-7)
+
+
+class Dtypes(nn.Module):
+    """Gradients whose values, or whose norm, no other dtype holds; a 0-dim parameter is not sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+        self.short = nn.Parameter(torch.ones(8, 8, dtype=torch.float16))
+        self.single = nn.Parameter(torch.tensor(1.0))
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return (self.scale * x).sum() + (self.short.float() * 3e4).sum() + self.single
+
+
+def test_gradients_and_norms_keep_their_dtypes_digits_and_range(mesh: DeviceMesh) -> None:
+    engine = Engine(Dtypes(), mesh, CompileConfig(region_backend="eager"))
+    x = torch.tensor([1e9 + 1 / 3], dtype=torch.float64)
+    engine.backward(engine.run_step("training_step", x).backward)
+    assert engine.module.scale.grad.dtype is torch.float64 and engine.module.scale.grad == x[0]
+    assert engine.module.short.grad.dtype is torch.float16 and engine.module.single.grad == 1
+    norm = engine.clipping.total_norm([engine.module.short])
+    assert norm.dtype is torch.float32 and float(norm) == pytest.approx(8 * 3e4, rel=1e-4)
+    norm = engine.clipping.norm(engine.module.parameters(), 1.0)
+    assert norm.dtype is torch.float64 and float(norm) == pytest.approx(float(x[0]), rel=1e-7)
+    assert float(engine.module.scale.grad) == pytest.approx(1.0, rel=1e-7)

@@ -17,7 +17,7 @@ from tracing import Captured, Simulator, capture
 
 from lightning_deepcompile.program.extract import symbol_sources
 from lightning_deepcompile.program.graph import is_compute, is_gather, is_reduce, is_view, output_node, source_gather
-from lightning_deepcompile.program.lower import RegionCompiler
+from lightning_deepcompile.program.lower import RegionCompiler, lower
 from lightning_deepcompile.program.normalize import normalize
 from lightning_deepcompile.program.program import Program, collective_sequence
 from lightning_deepcompile.program.regions import Region, cut_regions
@@ -328,3 +328,18 @@ def test_a_value_that_needs_a_size_of_a_computed_tensor_stays_behind_it() -> Non
     actual, _ = _run(captured, program, captured.args)
     expected = Simulator(captured.full).interpret(captured.forward, captured.args)
     torch.testing.assert_close(actual[0], expected[0])
+
+
+def test_constants_are_told_apart_by_their_names() -> None:
+    g = Graph()
+    root = nn.Module()
+    root.a, root.a_b = nn.Module(), torch.full((2,), 2.0)
+    root.a.b = torch.full((2,), 1.0)
+    constants = [g.graph.get_attr(name) for name in ("a.b", "a_b")]
+    for node in constants:
+        node.meta["val"] = torch.empty(2, device="meta")
+    g.graph.output(tuple(constants))
+    graphs = fx.GraphModule(root, g.graph)
+    compiler = RegionCompiler("eager")
+    program = lower(graphs, name="p", kind="inference", graph_id=0, params={}, compile_region=compiler)
+    assert [float(value[0]) for value in program.gm()] == [1.0, 2.0]

@@ -11,6 +11,7 @@ from cases import VOCAB, Base, Record, assert_close, assert_same_training, train
 from multiprocess import run_ranks
 from torch import Tensor, fx, nn
 
+from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.program.normalize import normalize
 from lightning_deepcompile.runtime import load_extension
 
@@ -64,8 +65,6 @@ def _look(trainer: Any) -> tuple[int, list[str], float]:
 
 
 def _train_all(accelerator: str) -> dict[str, Record]:
-    from lightning_deepcompile import CompileConfig, DeepCompileStrategy
-
     def run(build: type[Base], backend: str, stage: int = 3, **options: Any) -> Record:
         config = CompileConfig(region_backend=backend, schedule=None)
         return train(
@@ -116,3 +115,20 @@ def test_statistics_keep_their_order() -> None:
         node.meta["val"] = torch.empty(shape)
     normalize(graph)
     assert second.kwargs == {"after": first} and first.kwargs == {}
+
+
+class OneRow(Branches):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.norms[0](self.embed(batch[:1, 0])).sum()
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_one_value_per_channel_is_refused_as_by_pytorch(sync: bool) -> None:
+    messages = []
+    for strategy in ("auto", DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))):
+        options = {"sync_batchnorm": sync} if strategy != "auto" else {}
+        with pytest.raises(ValueError, match="Expected more than 1 value per channel when training") as caught:
+            train(OneRow, strategy, world_size=1, rank=0, **options)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    assert "training_step" in caught.value.__notes__[0]

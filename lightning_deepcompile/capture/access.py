@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import copyreg
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.mentions import mentions
@@ -39,14 +41,16 @@ class StepState:
         path: Gathers for code that is not compiled; None while nothing may.
         whole: True while whole parameters are in place of the shards: nothing is gathered.
         keeper: What runs the modules, which thereby lives as long as they do; None if whoever made it keeps it.
+        twins: What is pickled of parameters.
     """
 
-    __slots__ = ("keeper", "path", "whole")
+    __slots__ = ("keeper", "path", "twins", "whole")
 
     def __init__(self) -> None:
         self.keeper: Any = None
         self.path: Uncompiled | None = None
         self.whole = False
+        self.twins: MutableMapping[Tensor, nn.Parameter] = WeakTensorKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StepState, ()  # in another process nothing runs the modules
@@ -129,7 +133,7 @@ def _deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
             memo[id(parameter)] = twin
     original = type(self).__mro__[1]
     memo[id(self)] = new = original.__new__(original)
-    state = dict(self.__reduce_ex__(4)[2])  # what the module wants to be copied of it
+    state = dict(original.__reduce_ex__(self, 4)[2])  # what the module wants to be copied of it
     _remove_access(state)
     new.__setstate__(copy.deepcopy(state, memo))
     return new
@@ -148,6 +152,49 @@ def _apply_of(original: type[nn.Module]) -> Callable[..., nn.Module]:
         return original._apply(self, changed, recurse)
 
     return _apply
+
+
+def _reduced(self: nn.Module, protocol: Any) -> Any:
+    """What is pickled: a module of the class that it was, which steps know nothing of.
+
+    Its parameters are whole and plain if one rank has all of them, else DTensors with this rank's shards.
+    """
+    original = type(self).__mro__[1]
+    reduced = original.__reduce_ex__(self, protocol)
+    if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+        return reduced
+    function, arguments, attributes, *rest = reduced
+    twins = attributes[_STATE].twins
+    attributes = dict(attributes)
+    attributes["_parameters"] = {
+        name: _pickled(parameter, twins) if isinstance(parameter, DTensor) else parameter
+        for name, parameter in attributes["_parameters"].items()
+    }
+    _remove_access(attributes)
+    if arguments == (type(self),):  # `copyreg.__newobj__`, which makes nothing of another class
+        return copyreg._reconstructor, (original, object, None), attributes, *rest  # type: ignore[attr-defined]
+    arguments = tuple(original if argument is type(self) else argument for argument in arguments)
+    return function, arguments, attributes, *rest
+
+
+def _pickled(parameter: Any, twins: MutableMapping[Tensor, nn.Parameter]) -> nn.Parameter:
+    if parameter.device_mesh.size() > 1:
+        return parameter
+    # One for all names of a parameter, so that they are one again in what is read.
+    twin = twins.get(parameter)
+    if twin is None:
+        twin = twins[parameter] = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
+    twin.data = parameter.detach().to_local()
+    twin.requires_grad_(parameter.requires_grad)
+    twin.__dict__.update(parameter.__dict__)
+    return twin
+
+
+def _shallow_copy(self: nn.Module) -> nn.Module:
+    """As `copy.copy` does it, which else would ask for what is pickled."""
+    new = object.__new__(type(self))
+    new.__setstate__(type(self).__mro__[1].__reduce_ex__(self, 4)[2])
+    return new
 
 
 _Parameters = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
@@ -181,6 +228,11 @@ def sharded_class(original: type[nn.Module], parameters: _Parameters) -> type[nn
             body["_update_flat_weights"] = lambda self: None  # outside of graphs it would gather each weight again
         if not hasattr(original, "__deepcopy__"):
             body["__deepcopy__"] = _deep_copy
+        if not hasattr(original, "__copy__"):
+            body["__copy__"] = _shallow_copy
+        body["__reduce_ex__"] = _reduced
+        # Users make another one of ``type(self)``, as `load_from_checkpoint` does: that is a plain one.
+        body["__new__"] = lambda cls, *args, **kwargs: original(*args, **kwargs)
         body["_apply"] = _apply_of(original)
         name = label = f"Sharded{original.__name__}"
         if label in globals():

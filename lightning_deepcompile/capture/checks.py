@@ -22,8 +22,8 @@ def check_module(module: nn.Module, ours: Set[nn.Parameter] = frozenset()) -> No
         ours: Parameters that are DTensors because this strategy has sharded them before.
 
     Raises:
-        ValueError: For a model without parameters, or with complex or uninitialised ones, or such that have hooks, or
-            will have sparse gradients.
+        ValueError: For a model with complex or uninitialised parameters, or such that have hooks, or will have sparse
+            gradients.
         TypeError: For a model that FSDP, `fully_shard` or tensor parallelism already distributes.
     """
     for path, child in module.named_modules():
@@ -46,10 +46,6 @@ def check_module(module: nn.Module, ours: Set[nn.Parameter] = frozenset()) -> No
                 f"The parameter {owners[0].fqn!r} is lazy. Run one forward pass before handing the model to the "
                 "Trainer."
             )
-    if not any(parameter.numel() for parameter in parameters):
-        raise ValueError(
-            f"{type(module).__name__} has no parameters to shard. Build the layers in `__init__` or `configure_model`."
-        )
     for parameter, owners in parameters.items():
         name = owners[0].fqn
         if isinstance(parameter, DTensor) and parameter not in ours:

@@ -232,11 +232,13 @@ class GradientSession:
         if not stashed:
             return
         with torch.no_grad():
-            flat = torch.cat([_flat_or_zeros(p) for p in stashed])
-            used = torch.tensor([float(p.grad is not None) for p in stashed], device=flat.device)
+            flats = _flat_or_zeros(stashed)
+            device = next(iter(flats.values())).device
+            used = torch.tensor([float(p.grad is not None) for p in stashed], device=device)
             if self._model.ranks.world_size > 1:
                 try:
-                    dist.all_reduce(flat, group=self._group)
+                    for flat in flats.values():
+                        dist.all_reduce(flat, group=self._group)
                     dist.all_reduce(used, group=self._group)
                 except RuntimeError as error:
                     raise RuntimeError(
@@ -244,10 +246,12 @@ class GradientSession:
                         f"{dist.get_rank(self._group)} of {dist.get_world_size(self._group)}: {error} If another rank "
                         "failed, look at its error first."
                     ) from error
-            flat.div_(self._model.ranks.world_size)
-            pieces = flat.split([p.numel() for p in stashed])
-            for (p, before), piece, users in zip(stashed.items(), pieces, used.tolist(), strict=True):
-                grad = piece.view_as(p).to(p.dtype, copy=True) if users else None
+            places = dict.fromkeys(flats, 0)
+            for (p, before), users in zip(stashed.items(), used.tolist(), strict=True):
+                dtype, size = _summed_in(p), p.numel()
+                piece = flats[dtype][places[dtype] : places[dtype] + size] / self._model.ranks.world_size
+                places[dtype] += size
+                grad = piece.view_as(p).to(p.dtype) if users else None
                 p.grad = before if grad is None else grad if before is None else before.add_(grad)
 
     def _protect_held(self, reset: list[ShardedParameter]) -> None:
@@ -264,6 +268,15 @@ class GradientSession:
                 buffer.renew(self._runtime)
 
 
-def _flat_or_zeros(parameter: nn.Parameter) -> Tensor:
-    grad = parameter.grad
-    return torch.zeros(parameter.numel(), device=parameter.device) if grad is None else grad.reshape(-1).float()
+def _summed_in(parameter: nn.Parameter) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _flat_or_zeros(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, Tensor]:
+    """The parameters' gradients one after another, by the dtype in which they are summed."""
+    pieces: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        grad = parameter.new_zeros(parameter.numel()) if parameter.grad is None else parameter.grad.reshape(-1)
+        dtype = _summed_in(parameter)
+        pieces.setdefault(dtype, []).append(grad.to(dtype))
+    return {dtype: torch.cat(grads) for dtype, grads in pieces.items()}

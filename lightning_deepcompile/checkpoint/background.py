@@ -40,6 +40,9 @@ class BackgroundSaves:
         self._pending: list[Future[None]] = []
         self._group: dist.ProcessGroup | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BackgroundSaves, ()  # a copy has nothing to write
+
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group of the actions; the first use is a collective."""

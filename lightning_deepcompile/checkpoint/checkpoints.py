@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.distributed.tensor import DTensor
@@ -33,8 +34,10 @@ from lightning_deepcompile.checkpoint.optimizer_state import (
 )
 from lightning_deepcompile.checkpoint.sharded import ShardedCheckpoint, save_sharded
 from lightning_deepcompile.checkpoint.together import raise_together
+from lightning_deepcompile.handover import ShardedModule
 
 if TYPE_CHECKING:
+    from lightning_deepcompile.engine import Engine
     from lightning_deepcompile.strategy import DeepCompileStrategy
 
 __all__ = ["Checkpoints", "StateDictType", "with_default"]
@@ -85,9 +88,16 @@ class Checkpoints:
         self._strategy = strategy
 
     @property
-    def model(self) -> ShardedModel:
-        """The sharded model."""
-        return self._strategy.engine.model
+    def model(self) -> ShardedModel | None:
+        """The sharded model; None as long as the module is as the user built it."""
+        engine = self._engine()
+        return None if engine is None else engine.model
+
+    def _engine(self) -> Engine | None:
+        module, sharded = self._strategy.lightning_module, self._strategy._sharded
+        if sharded is None or sharded.engine.module is not module:  # before `setup`; another Trainer may have been here
+            sharded = None if module is None else ShardedModule.of(module)
+        return None if sharded is None else sharded.engine
 
     def finish(self) -> None:
         """Waits for what is still being written.
@@ -103,16 +113,26 @@ class Checkpoints:
             with raise_together("Saving an earlier checkpoint"):
                 self._background.finish()
 
+    @torch.no_grad()
+    @torch.inference_mode(False)  # in which PyTorch cannot detach DTensors
     def module_state(self) -> dict[str, Any]:
         """The module's state dict: DTensors if sharded; else whole tensors on rank 0 and nothing elsewhere."""
-        engine = self._strategy.engine
+        engine = self._engine()
+        if engine is None:
+            module = self._strategy.lightning_module
+            assert module is not None
+            return module.state_dict() if self.sharded or self._strategy.is_global_zero else {}
         if self.sharded:
             return sharded_state_dict(engine.module)
         return full_state_dict(engine.module, engine.model, keep=self._strategy.is_global_zero)
 
+    @torch.no_grad()
+    @torch.inference_mode(False)
     def optimizer_state(self, optimizer: Optimizer | LightningOptimizer) -> dict[str, Any]:
         """As `module_state`, for an optimizer."""
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if isinstance(plain, _MockOptimizer):
+            return plain.state_dict()
         engine = self._strategy.engine
         if self.sharded:
             return sharded_optimizer_state(plain, engine.module, engine.model)
@@ -132,6 +152,8 @@ class Checkpoints:
                 f"`{name}.save_checkpoint(..., storage_options=...)` is not supported because `{name}` does not hand "
                 "them to a `CheckpointIO` on every rank. Configure a `CheckpointIO` plugin instead."
             )
+        if not dist.is_initialized() and not strategy.is_global_zero:
+            return  # the ranks do not know of each other yet, and have the same to write
         path = strategy.broadcast(filepath)
         checkpoint = self._with_known_precision_keys(checkpoint)
         if self.sharded:
@@ -139,7 +161,7 @@ class Checkpoints:
             is_global_zero, background = strategy.is_global_zero, self._background
             save_sharded(checkpoint, path, is_global_zero=is_global_zero, background=background)
             module = strategy.lightning_module
-            if module is not None and module.trainer.state.status != TrainerStatus.RUNNING:
+            if self._engine() is None or (module and module.trainer.state.status != TrainerStatus.RUNNING):
                 self._finish_together()  # nothing goes on meanwhile
             return
         checkpoint = self._whole(checkpoint)
@@ -164,7 +186,8 @@ class Checkpoints:
             Lightning's checkpoint. Its tensors are in host memory, or in a memory-mapped file.
 
         Raises:
-            ValueError: If there is no checkpoint or a broken one.
+            FileNotFoundError: If there is nothing.
+            ValueError: If there is something else, or a broken checkpoint.
             RuntimeError: If it holds another number of optimizers.
         """
         self._finish_together()
@@ -177,7 +200,7 @@ class Checkpoints:
             if fitting:
                 self._check_number_of_optimizers(opened)
         if isinstance(opened, ShardedCheckpoint):
-            ranks = strategy.engine.model.ranks
+            ranks = None if self.model is None else self.model.ranks
             checkpoint = opened.load(ranks, self._is_sharded_here(), with_optimizers=fitting)
         else:
             checkpoint = opened
@@ -189,17 +212,25 @@ class Checkpoints:
 
     def load_module(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Copies the state dict of a loaded checkpoint into the shards; see `load_state_dict`."""
-        engine = self._strategy.engine
+        engine, module = self._engine(), self._strategy.lightning_module
         with raise_together("Loading the model's state"):
-            load_state_dict(engine.module, checkpoint["state_dict"], engine.model, strict=strict)
-        engine.parameters_changed()
+            if engine is None:
+                assert module is not None
+                module.load_state_dict(checkpoint["state_dict"], strict=strict)
+            else:
+                load_state_dict(engine.module, checkpoint["state_dict"], engine.model, strict=strict)
+        if engine is not None:
+            engine.parameters_changed()
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Copies the optimizer states of a loaded checkpoint into the optimizers; see `load_optimizer_state`."""
         self._check_number_of_optimizers(checkpoint)
+        if not checkpoint["optimizer_states"]:  # saved before a training
+            return
         engine = self._strategy.engine
+        states = filter(None, checkpoint["optimizer_states"])
         with raise_together("Loading the optimizers' states"):
-            for optimizer, state in zip(self._strategy.optimizers, checkpoint["optimizer_states"], strict=True):
+            for optimizer, state in zip(self._optimizers(), states, strict=True):
                 load_optimizer_state(optimizer, state, engine.module, engine.model, engine.offload_of(optimizer))
 
     def remove(self, filepath: str | os.PathLike[str]) -> None:
@@ -218,8 +249,9 @@ class Checkpoints:
             if kind == "sharded":
                 return ShardedCheckpoint.open(path, weights_only)
             if kind != "file" and _is_plain(self._strategy.checkpoint_io):
-                found = "there is nothing" if kind is None else f"the directory has no '{META}' (an interrupted save?)"
-                raise ValueError(
+                missing = kind is None
+                found = "there is nothing" if missing else f"the directory has no '{META}' (an interrupted save?)"
+                raise (FileNotFoundError if missing else ValueError)(
                     f"The path {os.fspath(path)!r} does not point to a valid checkpoint: {found}. Make sure that it "
                     "points to a directory with a sharded checkpoint or to a file with a full one."
                 )
@@ -240,7 +272,9 @@ class Checkpoints:
 
     def _is_sharded_here(self) -> Callable[[str, torch.Size], bool]:
         """Whether a tensor that belongs to a name in a checkpoint is distributed like a parameter of this model."""
-        engine = self._strategy.engine
+        engine = self._engine()
+        if engine is None:
+            return lambda name, shape: False
         shapes = {plain_name(o.fqn): p.layout.spec.shape for p in engine.model.parameters for o in p.owners}
         whole = {plain_name(name) for name in engine.module.state_dict()} - shapes.keys()
 
@@ -253,21 +287,27 @@ class Checkpoints:
 
     def _check_number_of_optimizers(self, checkpoint: ShardedCheckpoint | Mapping[str, Any]) -> None:
         if isinstance(checkpoint, ShardedCheckpoint):
-            found = checkpoint.optimizers
+            found = checkpoint.optimizers or None
         else:
-            found = len(checkpoint["optimizer_states"]) if "optimizer_states" in checkpoint else None
-        configured = len(self._strategy.optimizers)
+            states = checkpoint.get("optimizer_states")
+            found = len([state for state in states if state]) if states else None
+        configured = len(self._optimizers())
         if found is not None and found != configured:
             raise RuntimeError(
                 f"You have configured {configured} optimizers but the checkpoint contains {found} optimizers to load. "
                 "Resume with the optimizers that it was saved with."
             )
 
+    def _optimizers(self) -> list[Optimizer]:
+        """Those with a state: where there are none Lightning has a stand-in, which saves nothing."""
+        return [optimizer for optimizer in self._strategy.optimizers if not isinstance(optimizer, _MockOptimizer)]
+
     def _whole(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Gathers weights that a callback put in place of the module's: an average of them is sharded, too."""
         state = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
         if not state or not any(isinstance(value, DTensor) for value in state.values()):
             return checkpoint
+        assert self.model is not None
         return checkpoint | {"state_dict": whole_state_dict(state, self.model, keep=self._strategy.is_global_zero)}
 
     def _with_known_precision_keys(self, checkpoint: dict[str, Any]) -> dict[str, Any]:

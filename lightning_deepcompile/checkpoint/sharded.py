@@ -179,12 +179,12 @@ class ShardedCheckpoint:
         return count if count or "lr_schedulers" in self.meta else None
 
     def load(
-        self, ranks: Ranks, is_sharded: Callable[[str, torch.Size], bool], *, with_optimizers: bool
+        self, ranks: Ranks | None, is_sharded: Callable[[str, torch.Size], bool], *, with_optimizers: bool
     ) -> dict[str, Any]:
         """Reads this rank's part into host memory; a collective.
 
         Args:
-            ranks: Who reads what.
+            ranks: Who reads what; None if nothing is sharded.
             is_sharded: Tells by a parameter's or buffer's name and a tensor's shape whether to read this rank's rows
                 only.
             with_optimizers: Whether to read optimizer states.
@@ -208,7 +208,9 @@ class ShardedCheckpoint:
             shape, dtype = stored.size, stored.properties.dtype
             name = str(path[1] if path[0] in (self.model_key, CURRENT_STATE) else path[2])
             rows_only = shape.numel() > 0 and len(shape) > 0 and is_sharded(name, shape)
-            flat[key] = _empty_rows(shape, dtype, ranks) if rows_only else torch.empty(shape, dtype=dtype)
+            flat[key] = (
+                _empty_rows(shape, dtype, ranks) if rows_only and ranks is not None else torch.empty(shape, dtype=dtype)
+            )
         try:
             dcp.load(flat, storage_reader=_Reader(self.path, self.weights_only), planner=_Planner(self.weights_only))
         except CheckpointException as error:

@@ -179,6 +179,8 @@ class _Builder:
         if node.op == "get_attr":
             value = attribute(self._parent, node)
             name = f"constant_{str(node.target).replace('.', '_')}"
+            while getattr(self._root, name, value) is not value:  # `a.b` beside `a_b`
+                name += "_"
             setattr(self._root, name, value)
             copy = self._graph.get_attr(name)
         else:
