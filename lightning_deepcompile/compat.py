@@ -43,6 +43,7 @@ __all__ = [
     "is_tracing",
     "mark_effectful",
     "never_a_frame",
+    "never_code",
     "never_frames",
     "partition",
     "plain_functions",
@@ -265,8 +266,13 @@ def never_a_frame(function: Callable[..., Any]) -> Callable[..., Any]:
     As it does with PyTorch's own ``Module.__call__``: behind a graph break, a function that all modules share would
     otherwise be compiled for each of them, which soon exceeds the recompile limit.
     """
-    torch._dynamo.eval_frame.skip_code(function.__code__)
+    never_code(function.__code__)
     return function
+
+
+def never_code(code: types.CodeType) -> None:
+    """As `never_a_frame`, for all functions of that code; copies of the code have to be named by themselves."""
+    torch._dynamo.eval_frame.skip_code(code)
 
 
 def never_frames(kind: type[T]) -> type[T]:

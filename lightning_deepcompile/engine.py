@@ -8,6 +8,7 @@ import functools
 import inspect
 import logging
 import time
+import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.capture.access import uninstall_access
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.capture.checks import check_module, check_same_model
-from lightning_deepcompile.capture.fallback import Fallbacks, why_not
+from lightning_deepcompile.capture.fallback import BROKEN_TEXT, Fallbacks, why_not
 from lightning_deepcompile.capture.gradients import GradientSession
 from lightning_deepcompile.capture.graph_checks import explain
 from lightning_deepcompile.capture.lookups import exchange_lookups
@@ -93,7 +94,8 @@ class Engine:
         previous: Sequence[Engine] = (),
     ) -> None:
         extension = load_extension()
-        check_module(module, {parameter for engine in previous for parameter in engine.model.by_parameter})
+        sharded_before = {parameter for engine in previous for parameter in engine.model.by_parameter}
+        check_module(module, sharded_before, world_size=mesh.size())
         ranks = Ranks(mesh)
         group = ranks.group
         check_same_model(module, group)
@@ -245,13 +247,16 @@ class Engine:
         falls_back = self.config.fallback == "warn"
         self._settings[name] = compat.step_settings(self.config.recompile_limit, falls_back=falls_back)
         bounded = {n for n, value in vars(self.module).items() if isinstance(value, deque) and value.maxlen is not None}
-        reason = why_not(self.mentions(name), bounded)
-        if reason is None:
-            return torch.compile(compat.with_own_code(step), backend=self._backend)
+        found = self.mentions(name)
         code = getattr(inspect.unwrap(step), "__code__", None)
-        place = "?" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
-        self.fallbacks.add(name, place, reason)
-        return step
+        if (reason := why_not(found, bounded)) is not None:
+            self.fallbacks.add(name, _place(code), reason)
+            return step
+        own = compat.with_own_code(step)
+        for broken in found.broken_texts:
+            self.fallbacks.add(broken.co_name, _place(broken), BROKEN_TEXT)
+            compat.never_code(own.__code__ if broken is code else broken)
+        return torch.compile(own, backend=self._backend)
 
     def _begin_training_step(self) -> None:
         self.tuner.begin_micro_batch()
@@ -297,8 +302,9 @@ class Engine:
             parts: Any = HeadStart.of(optimizer, self._opening)
             if self.residency is not None:
                 parts = self.residency.attach(optimizer, parts)
-            after_step = self.parameters_changed
-            self._local_shards[optimizer] = LocalShards(optimizer, self.model, self.gradients, after_step, parts)
+            self._local_shards[optimizer] = LocalShards(
+                optimizer, self.model, self.gradients, self.parameters_changed, self.uncompiled.inside, parts
+            )
 
     def offload_of(self, optimizer: Optimizer) -> StateOffload | None:
         """What keeps states of `optimizer` in host memory, if it was attached and the settings ask for it."""
@@ -436,6 +442,7 @@ class Engine:
         if self.ended:
             return
         self.gradients.forget_held_back()
+        self.uncompiled.clear()
         self._opening.forget()
         self.runtime.clear_arena()
 
@@ -453,6 +460,10 @@ class Engine:
         for shards in self._local_shards.values():
             shards.detach()
         self._retire()
+
+
+def _place(code: types.CodeType | None) -> str:
+    return "?" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def _retire(runtime: Any, at_exit: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -100,6 +101,7 @@ class LocalShards:
         model: How the parameters are sharded.
         gradients: Knows their gradients.
         after_step: Called after each step, however it was started.
+        around_closure: In which a user's closure runs.
         parts: Divides the optimizer's steps, if they are divided.
     """
 
@@ -109,12 +111,13 @@ class LocalShards:
         model: ShardedModel,
         gradients: GradientSession,
         after_step: Callable[[], None],
+        around_closure: Callable[[], AbstractContextManager[None]],
         parts: Parts | None = None,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)  # whose hooks keep this object alive
         self._model = model
         self._gradients = gradients
-        self._after_step = after_step
+        self._after_step, self._around_closure = after_step, around_closure
         self._parts = parts
         self._stepped = False  # with a closure: whether the step under way has called its closure
         self._inner = 0  # calls of ``super().step(closure)`` under way
@@ -192,7 +195,8 @@ class LocalShards:
             )
         # It runs the forward and the backward pass and users' hooks, which shall see the parameters.
         self.restore()
-        result = None if closure is None else closure()
+        with self._around_closure():
+            result = None if closure is None else closure()
         self.__enter__()
         self._stepped = True
         if self._parts is not None:

@@ -80,7 +80,6 @@ def _hidden() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
-        (nn.Module, ValueError, "no parameters"),
         (lambda: _Holder(nn.Parameter(torch.ones(2, dtype=torch.complex64))), ValueError, "'weight' is complex"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), ValueError, "lazy"),
         (
@@ -129,16 +128,6 @@ class _RankDependentPlan(Mlp):
             self.trainer.strategy.engine.replan(kept)
 
 
-class _Counter(Mlp):
-    """Every step looks different to the compiler."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.tag = f"batch {batch_idx}"
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) * len(self.tag + "x")
-
-
 class _ReturnsNone(Mlp):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         return None
@@ -154,38 +143,10 @@ class _Foreign(Mlp):
         return torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
 
 
-class _WritesToWeight(Mlp):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            self.head.weight.view(-1)[:5].clamp_(-1, 1)
-        return super().training_step(batch, batch_idx)
-
-
 class _RenormsEmbedding(Mlp):
     def __init__(self) -> None:
         super().__init__()
         self.embed.max_norm = 1.0
-
-
-class _PenalisesAll(Mlp):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + 0.1 * sum(p.square().sum() for p in self.parameters())
-
-
-class _AveragesInStep(Mlp):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            for p in self.head.parameters():
-                p.mul_(0.9)
-        return super().training_step(batch, batch_idx)
-
-
-class _CopiesInStep(Mlp):
-    """As a target network is brought up to date."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.layers[1].load_state_dict(self.layers[0].state_dict())
-        return super().training_step(batch, batch_idx)
 
 
 class _Integers(Mlp):
@@ -207,12 +168,7 @@ REFUSED: dict[str, tuple[type[Base], str]] = {
     "returns None": (_ReturnsNone, "None"),
     "different paths": (_RankDependentPath, "would go on differently"),
     "different plans": (_RankDependentPlan, "`keep head.weight, head.bias`"),
-    "recompiles without end": (_Counter, "recompile_limit"),
-    "writes to a weight": (_WritesToWeight, "writes to the parameter 'head.weight'"),
-    "renormalises an embedding": (_RenormsEmbedding, "writes to the parameter 'embed.weight'"),
-    "reads parameters()": (_PenalisesAll, "reads parameters through `parameters()`"),
-    "copies a state dict": (_CopiesInStep, "`target.load_state_dict(net.state_dict())`"),
-    "writes to parameters()": (_AveragesInStep, "reads parameters through `parameters()`"),
+    "renormalises an embedding": (_RenormsEmbedding, "'embed' was made with max_norm=1.0"),
 }
 
 
@@ -284,11 +240,8 @@ def _parts(build: type[Base]) -> tuple[str, float]:
 def test_ranks_that_part_do_not_mix_up_what_they_gather(build: type[Base]) -> None:
     """Both ways are known to all ranks, and communicate as many bytes."""
     results = run_ranks(_parts, 2, build)
-    for rank, (text, seconds) in enumerate(results):
-        if rank == 0 and build is _PartingAlone:
-            assert "Connection closed by peer" in text  # its program runs when the other's error ends it
-        else:
-            assert "ProgramMismatchError" in text and "layers.0" in text and "layers.1" in text, text
+    for text, seconds in results:  # a rank that was inside of a collective by then tells the other's error
+        assert "ProgramMismatchError" in text and "layers.0" in text and "layers.1" in text, text
         assert seconds < 60
 
 

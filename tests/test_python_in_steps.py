@@ -210,7 +210,8 @@ class Collects(Fills):
 def test_lists_that_steps_append_to_stay_in_the_graph() -> None:
     strategy = ours()
     module = run(strategy, None, Collects)
-    assert len(module.outputs) == STEPS and strategy.summary().uncompiled == ()
+    assert len(module.outputs) == STEPS
+    assert not [one for one in strategy.summary().uncompiled if one.startswith("training_step")]
     calls = [e.calls for e in strategy.engine.capture.executables if e.program.kind == "forward"]
     assert sum(calls) == STEPS and len(calls) <= 2, "one graph in every step, compiled once, or twice with a symbol"
 
@@ -309,15 +310,31 @@ class Prints(Fills):
         self.list.append(f"{index:03d}: {loss.item():.3f}")
 
 
-def test_steps_that_print() -> None:
-    expected, module = run("auto", lambda *_: None, Prints), run(ours(), lambda *_: None, Prints)
-    assert module.list == expected.list and len(module.list) == 30
+class Says(Fills):
+    """Its helper alone does so; the step is compiled."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        say(self.list, loss, batch_idx)
+        return loss
+
+
+def say(texts: list[str], loss: Tensor, index: int) -> None:
+    texts.append(f"{index:03d}: {float(loss):.3f}")
+
+
+@pytest.mark.parametrize(("build", "texts"), [(Prints, 30), (Says, 20)])
+def test_steps_that_print(build: type[Fills], texts: int) -> None:
+    strategy = ours()
+    expected, module = run("auto", lambda *_: None, build), run(strategy, lambda *_: None, build)
+    assert module.list == expected.list and len(module.list) == texts
+    assert strategy.summary().graphs > 0 and any("f-string" in reason for reason in strategy.summary().uncompiled)
 
 
 def on_first_rank(module: Any, loss: Tensor, index: int) -> None:
     if module.global_rank == 0:
         average(module, loss, index)
-        append(module, loss, index)
+        module.list.append(loss.item())
 
 
 def _on_first_rank() -> tuple[int, int]:

@@ -112,8 +112,11 @@ def _call_gathering(module: nn.Module, own: Callable[..., Any] | None, *args: An
     if not path.is_idle:
         return path.call(module, run, args, kwargs)
     path.clear()  # nobody says when parameters change outside of steps
-    with path.in_step(stored=True):
-        return path.call(module, run, args, kwargs)
+    try:
+        with path.in_step(stored=True):
+            return path.call(module, run, args, kwargs)
+    finally:
+        path.clear()
 
 
 def _rnn_weights(self: nn.Module) -> list[Tensor]:

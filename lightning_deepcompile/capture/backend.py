@@ -11,6 +11,7 @@ import functools
 import gc
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -162,6 +163,7 @@ class Capture:
         self._frames.append(frame)
         if self.config.region_backend == "inductor" and any(getattr(x, "is_cuda", False) for x in example_inputs):
             compat.start_compile_workers()  # they sleep when nothing was compiled for a while
+        captured = gm
         with self._timed():
             names = {ds_id: info.name for ds_id, info in self.params.items()}
             check_graph(gm, example_inputs, names, self.model.replicated)
@@ -180,7 +182,7 @@ class Capture:
                 self.blocks += len(frame.blocks)
             compile_graph = compat.held_weakly(self._compile)
             with tracing_blocks(frame.blocks):
-                return compat.capture(
+                compiled = compat.capture(
                     gm,
                     example_inputs,
                     forward=functools.partial(compile_graph, frame, "forward"),
@@ -189,6 +191,7 @@ class Capture:
                     partitioner=functools.partial(_partition, frame),
                     eager=eager,
                 )
+            return compiled if frame.ids else _unless_elsewhere(self, compiled, captured)
 
     @property
     def frames(self) -> int:
@@ -238,6 +241,11 @@ class Capture:
                 gc.enable()
             self._timing = False
             self.seconds += time.perf_counter() - start
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step of this capture's module, or its backward pass, is under way."""
+        return self._prepare is not None
 
     @contextlib.contextmanager
     def preparing(self, prepare: Callable[[], None]) -> Iterator[None]:
@@ -419,6 +427,23 @@ def _partition(
 def _saved_bytes(forward: Program) -> int:
     """Bytes of what a forward program makes and returns: nearly all of it is saved for backward."""
     return sum(nbytes(n) for n in output_node(forward.gm.graph).all_input_nodes if n.op != "placeholder")
+
+
+def _unless_elsewhere(
+    capture: Capture, compiled: Callable[..., Any], graph: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A graph without parameters, which Dynamo may also run in steps that are not this capture's.
+
+    Where a function was compiled too often, Dynamo takes whatever fits that it has of the functions that it calls,
+    whoever compiled it. A graph with parameters never fits another module's.
+    """
+    held_weakly = weakref.ref(capture)
+
+    def run(*args: Any) -> Any:
+        alive = held_weakly()
+        return (graph if alive is None or not alive.in_step else compiled)(*args)
+
+    return run
 
 
 def _nothing() -> None:

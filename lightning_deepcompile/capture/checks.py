@@ -14,16 +14,17 @@ from lightning_deepcompile.capture.sharding import collect_parameters
 __all__ = ["check_module", "check_no_hooks", "check_same_model"]
 
 
-def check_module(module: nn.Module, ours: Set[nn.Parameter] = frozenset()) -> None:
+def check_module(module: nn.Module, ours: Set[nn.Parameter] = frozenset(), *, world_size: int = 1) -> None:
     """Raises for models that this strategy cannot shard.
 
     Args:
         module: The model as the user built it.
         ours: Parameters that are DTensors because this strategy has sharded them before.
+        world_size: Ranks that train it.
 
     Raises:
-        ValueError: For a model with complex or uninitialised parameters, or such that have hooks, or will have sparse
-            gradients.
+        ValueError: For a model with complex or uninitialised parameters, or such that have hooks, will have sparse
+            gradients, or are renormalised by each rank as its own batch wants it.
         TypeError: For a model that FSDP, `fully_shard` or tensor parallelism already distributes.
     """
     for path, child in module.named_modules():
@@ -33,7 +34,16 @@ def check_module(module: nn.Module, ours: Set[nn.Parameter] = frozenset()) -> No
                 f"The module {path or 'itself'!r} ({type(child).__name__}) is already distributed by FSDP or DDP. "
                 "DeepCompileStrategy shards the model itself: remove the wrapping (`FSDP(...)`, `fully_shard(...)`)."
             )
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
+        if not isinstance(child, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if child.max_norm is not None and world_size > 1:
+            raise ValueError(
+                f"{type(child).__name__} {path!r} was made with max_norm={child.max_norm}: each of {world_size} ranks "
+                "would renormalise the rows that its own batch looks up, and ranks would no longer agree on the "
+                "weight (nor would they under DDP). Leave max_norm out, and renormalise all rows in "
+                "`on_train_batch_start`: `torch.renorm` of `embedding.weight` under `torch.no_grad()`."
+            )
+        if child.sparse and child.weight.requires_grad:
             raise ValueError(
                 f"{type(child).__name__} {path!r} was made with sparse=True: its gradient would be sparse, which "
                 "cannot be reduced to shards. Use sparse=False, with SGD or Adam in place of SparseAdam; only the rows "

@@ -13,15 +13,19 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.capture.graph_checks import UnsupportedStepError
 from lightning_deepcompile.capture.mentions import Mentions
 
-__all__ = ["Fallbacks", "why_not"]
+__all__ = ["BROKEN_TEXT", "Fallbacks", "why_not"]
 
 _log = logging.getLogger("lightning_deepcompile")
 _LIBRARIES = re.compile(r"[/\\](torch|lightning|pytorch_lightning|torchmetrics|lightning_deepcompile)[/\\]|^<")
 
 _SKIPPED = "Dynamo left it out of its graphs (TORCH_LOGS=graph_breaks says why)"
+BROKEN_TEXT = "an f-string reads a tensor behind a number (f'{i}: {loss.item()}'), of which Dynamo makes another text"
+"""Why a function with such an f-string is not compiled: Dynamo forgets that the number is formatted already."""
+
 _HINTS = {
     "compiled more than": "Keep what changes with every step out of it, or pass it as a tensor; or raise "
     "CompileConfig(recompile_limit=...) if there are that many shapes.",
+    BROKEN_TEXT: "Read the tensor in a line before the f-string.",
     "": "It is right and as fast as eager FSDP. CompileConfig(fallback='error') makes it an error.",
 }
 

@@ -17,6 +17,10 @@ from torch import nn
 
 __all__ = ["Mentions", "mentions", "mentions_of"]
 
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL")
+_READERS = ("item", "tolist", "cpu", "numpy", "float", "int", "bool")
+"""What reads numbers from a tensor, for which Dynamo ends a graph."""
+
 _LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "torchmetrics", "lightning_deepcompile"})
 
 
@@ -29,12 +33,14 @@ class Mentions:
         keywords: Names of keyword arguments in calls.
         used: Attributes that are read for anything but a call of their ``append``.
         appended: Attributes of which ``append`` is called.
+        broken_texts: Functions with an f-string that reads a tensor behind a part that is formatted already.
     """
 
     names: set[str] = field(default_factory=set)
     keywords: set[str] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
     appended: set[str] = field(default_factory=set)
+    broken_texts: set[types.CodeType] = field(default_factory=set)
 
     @property
     def only_appended(self) -> set[str]:
@@ -76,6 +82,8 @@ def mentions(
         seen.add(function.__code__)
         for code in _codes(function.__code__):
             _read(code, found)
+            if _breaks_a_text(code):
+                found.broken_texts.add(code)
             pending += _called(function, code, methods or {})
     return found
 
@@ -110,6 +118,18 @@ def _read(code: types.CodeType, found: Mentions) -> None:
         if instruction.opname in ("STORE_ATTR", "DELETE_ATTR"):
             found.used.add(instruction.argval)
         attribute = name
+
+
+def _breaks_a_text(code: types.CodeType) -> bool:
+    formatted = False
+    for instruction in dis.get_instructions(code):
+        if instruction.opname.startswith("FORMAT_"):
+            formatted = True
+        elif instruction.opname == "BUILD_STRING":
+            formatted = False
+        elif formatted and instruction.opname in _LOADS and instruction.argval in _READERS:
+            return True
+    return False
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

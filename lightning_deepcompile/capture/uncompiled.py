@@ -102,12 +102,13 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.path, ctx.parameters = inputs[0], inputs[1]
+        # A graph that the path keeps must not keep the path: nothing finds cycles through autograd's nodes.
+        ctx.reduce, ctx.parameters = compat.held_weakly(inputs[0].reduce), inputs[1]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, None, None, *ctx.path.reduce(ctx.parameters, grads))
+        return (None, None, None, *ctx.reduce(ctx.parameters, grads))
 
 
 class Uncompiled:
@@ -144,6 +145,7 @@ class Uncompiled:
         self._noticed: set[_Parameter] = set()
         self._in_step = parameter_class(self)
         self._worn: type[DTensor] = DTensor
+        self._around: type[DTensor] = DTensor  # what is worn around `outside`
 
     # Around code -----------------------------------------------------------------------------------------------------
 
@@ -167,11 +169,24 @@ class Uncompiled:
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
         """Around what a step calls that handles parameters as shards: optimizers, above all."""
-        worn = self._worn
+        worn, around = self._worn, self._around
         self.settle()
+        self._around = worn
         self._dress(DTensor)
         try:
             yield
+        finally:
+            self._dress(worn)
+            self._around = around
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Around what is called within `outside` and belongs to the step again: an optimizer's closure."""
+        worn = self._worn
+        self._dress(self._around)
+        try:
+            yield
+            self.settle()
         finally:
             self._dress(worn)
 
