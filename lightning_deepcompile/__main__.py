@@ -197,7 +197,7 @@ def _communicators(build: Report, devices: Report, backends: Report) -> Report:
 def _missing(torch_error: str, build: Report, devices: Report, communicators: Report) -> list[str]:
     missing = []
     if torch_error:
-        missing.append(f'PyTorch does not load ({torch_error}): pip install "torch>=2.11,<2.14".')
+        missing.append(f'PyTorch does not load ({torch_error}): pip install "torch>=2.11,<2.16".')
     lightning, lightning_error = _import("lightning.pytorch.strategies") if not torch_error else (None, "")
     if lightning_error:
         missing.append(f'Lightning does not load ({lightning_error}): pip install "lightning>=2.6,<2.7".')

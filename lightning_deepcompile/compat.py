@@ -1,4 +1,4 @@
-"""Every private part of PyTorch that this package leans on, in one place, with what differs between 2.11 and 2.13.
+"""Every private part of PyTorch that this package leans on, in one place, with what differs from 2.11 to 2.15.
 
 Each function has a test that fails when PyTorch moves what it uses.
 """

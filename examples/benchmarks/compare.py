@@ -134,6 +134,7 @@ class Comparison:
             spawned=time.time(),
             deadline=self._deadline,
             profile=profile,
+            memory=self._arguments.memory,
         )
 
     def _run_group(self, job: Job, label: str, keep: Callable[[report.Result], None]) -> tuple[WorkerGroup, str | None]:
@@ -213,6 +214,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--case-limit", type=float, default=240.0, help="seconds without progress that end a group")
     parser.add_argument("--cache-dir", type=Path, help="keep Inductor's caches here (default: a temporary folder)")
     parser.add_argument("--warm", action="store_true", help="also measure deepcompile's start with warm caches")
+    parser.add_argument("--memory", action="store_true", help="on CPUs, measure memory in place of times")
     parser.add_argument("--profile", action="append", default=[], metavar="SYSTEM:CASE", help="trace a step on rank 0")
     arguments = parser.parse_args(argv)
     gpus = report.count_gpus()

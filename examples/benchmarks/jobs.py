@@ -10,10 +10,13 @@ from typing import Any
 
 SYSTEMS = {
     "deepcompile": "Lightning Trainer, DeepCompileStrategy with its defaults (or the options named after @)",
+    "deepcompile-uncompiled": "as deepcompile, with the step kept away from the compiler (`torch.compiler.disable`): "
+    "what runs where a function cannot be compiled",
     "fsdp": "Lightning Trainer, FSDPStrategy(auto_wrap_policy={LlamaDecoderLayer}, FULL_SHARD, limit_all_gathers, "
     "forward_prefetch, backward_prefetch=BACKWARD_PRE, use_orig_params)",
     "fsdp2": "plain loop, fully_shard per block and root, every block compiled, default prefetch, "
     "gradients reduced every micro-batch",
+    "fsdp2-eager": "as fsdp2, nothing compiled",
     "fsdp2-noreshard": "as fsdp2, parameters stay gathered until the step's last backward, gradients reduced once a "
     "step (FSDP2's fastest setting, at the price of memory)",
     "deepspeed": "plain loop, deepspeed.initialize, ZeRO-3, eager: overlap_comm, buckets and prefetch of one block, "
@@ -25,7 +28,7 @@ SYSTEMS = {
     "roofline": "no training: the bound described in roofline.py",
 }
 DEEPSPEED = ("deepspeed", "deepspeed-deepcompile")
-WITH_OPTIONS = ("deepcompile", *DEEPSPEED)
+WITH_OPTIONS = ("deepcompile", "deepcompile-uncompiled", *DEEPSPEED)
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ SHAPES = {
     "llama3-1b": Shape(hidden=2048, intermediate=8192, heads=32, kv_heads=8, vocab=128256, layers=16),
     "llama3-8b": Shape(hidden=4096, intermediate=14336, heads=32, kv_heads=8, vocab=128256, layers=32),
     "llama3-70b": Shape(hidden=8192, intermediate=28672, heads=64, kv_heads=8, vocab=128256, layers=80),
+    "small": Shape(hidden=512, intermediate=1408, heads=8, kv_heads=4, vocab=8192, layers=16),
     "tiny": Shape(hidden=64, intermediate=160, heads=4, kv_heads=2, vocab=259, layers=2),
 }
 
@@ -106,7 +110,7 @@ class System:
         are made how many micro-batches a step has.
         """
         return self.kind in DEEPSPEED or (
-            self.kind == "deepcompile" and self.options.get("schedule", "auto") is not None
+            self.kind.startswith("deepcompile") and self.options.get("schedule", "auto") is not None
         )
 
     @classmethod
@@ -140,6 +144,7 @@ class Job:
         spawned: ``time.time()`` at the start of the workers.
         deadline: ``time.time()`` after which no further case is started.
         profile: The case to profile, if any.
+        memory: On CPUs, measure the most memory in use, of the first case; it slows steps down.
     """
 
     system: System
@@ -155,6 +160,7 @@ class Job:
     spawned: float
     deadline: float
     profile: Case | None = None
+    memory: bool = False
 
     def save(self, path: Path) -> None:
         """Writes the job as JSON."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import re
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,23 @@ def agree(flag: bool, device: torch.device) -> bool:
     votes = torch.tensor([float(flag)], device=device)
     dist.all_reduce(votes)
     return votes.item() > 0
+
+
+class CpuMemory:
+    """Follows what PyTorch allocates on the CPU from now on. Steps take longer meanwhile."""
+
+    def __init__(self) -> None:
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self._profile.start()
+
+    def stop(self) -> float:
+        """Ends it; returns the most that was in use, in GiB."""
+        self._profile.stop()
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            self._profile.export_chrome_trace(file.name)
+            events = json.loads(Path(file.name).read_text())["traceEvents"]
+        changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
+        return max(itertools.accumulate(size for _, size in changes)) / _GIB
 
 
 def _file_name(text: str) -> str:
@@ -136,6 +155,7 @@ class Recorder:
 
     def __init__(self, job: Job, rank: int) -> None:
         self._job, self._rank, self._folder = job, rank, Path(job.folder)
+        self._memory = CpuMemory() if job.memory and job.device == "cpu" else None
 
     def start(self, case: Case) -> None:
         """Notes that a case begins, so that the driver knows what a dead group was doing."""
@@ -145,6 +165,8 @@ class Recorder:
 
     def save(self, case: Case, record: dict[str, Any]) -> None:
         """Writes the numbers of a finished case; the file appears whole or not at all."""
+        if self._memory is not None:
+            record["peak_gib"], self._memory = self._memory.stop(), None
         path = self._folder / f"{case}.rank{self._rank}.json"
         path.with_suffix(".part").write_text(json.dumps(record))
         path.with_suffix(".part").rename(path)

@@ -27,10 +27,12 @@ COMPILE_COUNTERS = ("graphs", "regions_compiled", "regions_total", "compile_seco
 
 def make_strategy(job: Job) -> Strategy:
     """The strategy of a Lightning system."""
-    if job.system.kind == "deepcompile":
+    if job.system.kind.startswith("deepcompile"):
         from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
-        return DeepCompileStrategy(compile=CompileConfig(**job.system.options), timeout=TIMEOUT)
+        uncompiled = job.system.kind == "deepcompile-uncompiled"
+        options = {"fallback": "warn" if uncompiled else "error", **job.system.options}
+        return DeepCompileStrategy(compile=CompileConfig(**options), timeout=TIMEOUT)
     if job.system.kind == "fsdp":
         # The remaining fast settings are defaults: full shard, backward prefetch, limited gathers, original parameters.
         return FSDPStrategy(auto_wrap_policy={LlamaDecoderLayer}, forward_prefetch=True, timeout=TIMEOUT)
@@ -85,7 +87,7 @@ class CaseCallback(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: LlamaModule) -> None:
         record = pl_module.meter.record()
-        if self._job.system.kind == "deepcompile":
+        if self._job.system.kind.startswith("deepcompile"):
             record["summary"] = asdict(trainer.strategy.summary())
             counters = {key: record["summary"][key] for key in COMPILE_COUNTERS}
             record["compiled"] = {key: count - self._compiled.get(key, 0) for key, count in counters.items()}
@@ -131,7 +133,10 @@ def run_lightning(job: Job, rank: int, recorder: Recorder) -> None:
         logger=False,
         use_distributed_sampler=False,
     )
-    trainer.fit(LlamaModule(job, rank))
+    module = LlamaModule(job, rank)
+    if job.system.kind == "deepcompile-uncompiled":
+        module.training_step = torch.compiler.disable(module.training_step)
+    trainer.fit(module)
 
 
 def start_process_group(job: Job, rank: int) -> torch.device:
@@ -156,7 +161,8 @@ def run_fsdp2(job: Job, rank: int, recorder: Recorder) -> None:
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype),
     }
     for block in model.model.layers:
-        block.compile(dynamic=False)
+        if job.system.kind != "fsdp2-eager":
+            block.compile(dynamic=False)
         fully_shard(block, reshard_after_forward=not keep, **sharding)
     fully_shard(model, **sharding)
     optimizer = adamw(model.parameters())

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jobs import DEEPSPEED, Job
+from jobs import DEEPSPEED, SYSTEMS, Job
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     if rank == 0:
         Path(job.folder, "environment.json").write_text(json.dumps(_describe()))
-    runners = {"fsdp2": run_fsdp2, "fsdp2-noreshard": run_fsdp2, "roofline": run_roofline}
+    runners = {kind: run_fsdp2 for kind in SYSTEMS if kind.startswith("fsdp2")} | {"roofline": run_roofline}
     if job.system.kind in DEEPSPEED:
         from deepspeed_runner import run_deepspeed  # DeepSpeed may not be installed
 

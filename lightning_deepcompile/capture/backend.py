@@ -429,9 +429,7 @@ def _saved_bytes(forward: Program) -> int:
     return sum(nbytes(n) for n in output_node(forward.gm.graph).all_input_nodes if n.op != "placeholder")
 
 
-def _unless_elsewhere(
-    capture: Capture, compiled: Callable[..., Any], graph: Callable[..., Any]
-) -> Callable[..., Any]:
+def _unless_elsewhere(capture: Capture, compiled: Callable[..., Any], graph: Callable[..., Any]) -> Callable[..., Any]:
     """A graph without parameters, which Dynamo may also run in steps that are not this capture's.
 
     Where a function was compiled too often, Dynamo takes whatever fits that it has of the functions that it calls,
