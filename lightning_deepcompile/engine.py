@@ -50,6 +50,7 @@ from lightning_deepcompile.optimizers import LocalShards, check_optimizer, take_
 from lightning_deepcompile.paths import Agreement
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.plan.settings import PlanSettings
+from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.relief import Relief
 from lightning_deepcompile.runtime import load_extension
@@ -103,6 +104,7 @@ class Engine:
         self.device = device = torch.device(
             mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None
         )
+        self._memory = PeakMemory(device)
         self.host_group = ranks.new_host_group(timeout=timeout)
         gather_group = reduce_group = ranks.shard_group
         if mesh.device_type == "cpu" and mesh.size() > 1:
@@ -172,9 +174,11 @@ class Engine:
         self._backend = compat.held_weakly(self.capture.__call__)
         self.residency: Residency | None = None
         if config.offload != "none":
-            self.residency = Residency(config, self.model, self.runtime, group, device, host_bytes)
+            self.residency = Residency(config, self.model, self.runtime, group, device, self._memory, host_bytes)
         trade = StateTrade(self.residency, self._hosted.describe)
-        self.tuner = Tuner(self.capture, self.runtime, group, device, relief, ShortageWatch(*meeting), trade)
+        self.tuner = Tuner(
+            self.capture, self.runtime, group, device, self._memory, relief, ShortageWatch(*meeting), trade
+        )
         if config.offload_activations != "none":
             states = self.residency
             self.tuner.host_room = lambda: host_bytes - (0 if states is None else states.host_bytes)
@@ -430,6 +434,7 @@ class Engine:
             offloaded_parameter_bytes=self._hosted.bytes,
             fetched_parameter_bytes=last.get("fetched_bytes", 0),
             offload_parameters_reason=self._hosted.reason,
+            peak_bytes=self._memory.highest,
             uncompiled=tuple(f"{function}: {reason}" for function, reason in self.fallbacks.reasons.items()),
             uncompiled_share=self._uncompiled_share if self.fallbacks.reasons else 0.0,
         )

@@ -40,6 +40,8 @@ class Summary:
         offloaded_parameter_bytes: Of the shards on this rank, those in host memory, padding included.
         fetched_parameter_bytes: What the last training step copied of them to the device for gathers.
         offload_parameters_reason: Why so many; empty where none may leave.
+        peak_bytes: The most device memory in use since the module was sharded. Planning starts the allocator's peak
+            anew when it measures: ``torch.cuda.max_memory_allocated()`` is of the time since then. 0 on CPUs.
         uncompiled: Functions that run as Python, ``name (file:line): reason``.
         uncompiled_share: Part of the host's time in the last training step (forward and backward) that was not spent in
             compiled programs; 0 where all is compiled.
@@ -71,6 +73,7 @@ class Summary:
     offloaded_parameter_bytes: int = 0
     fetched_parameter_bytes: int = 0
     offload_parameters_reason: str = ""
+    peak_bytes: int = 0
     uncompiled: tuple[str, ...] = ()
     uncompiled_share: float = 0.0
 
@@ -94,6 +97,8 @@ class Summary:
             ("sharded bytes per rank", format_bytes(self.sharded_bytes_per_rank)),
             ("compile time", f"{self.compile_seconds:.1f} s ({self.region_compile_seconds:.1f} s in regions)"),
         ]
+        if self.peak_bytes:
+            rows.append(("most device memory", format_bytes(self.peak_bytes)))
         if self.uncompiled:
             share = f"{self.uncompiled_share:.0%} of the host's time in a step"
             rows.append(("uncompiled functions", f"{len(self.uncompiled)}, {share}"))

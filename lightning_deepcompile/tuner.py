@@ -32,6 +32,7 @@ from lightning_deepcompile.plan.state_trade import Planned
 from lightning_deepcompile.plan_store import PlanStore
 from lightning_deepcompile.profile.build import describe_spread
 from lightning_deepcompile.profile.instrument import instrument
+from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.printer import format_bytes
@@ -66,6 +67,7 @@ class Tuner:
         runtime: ``_C.Runtime`` that executes them.
         group: The ranks.
         device: Where programs run.
+        memory: Of that device.
         relief: Knows whether this rank was short of memory.
         watch: Tells all ranks.
         states: Places optimizer states together with plans.
@@ -88,11 +90,13 @@ class Tuner:
         runtime: Any,
         group: dist.ProcessGroup,
         device: torch.device,
+        memory: PeakMemory,
         relief: Relief,
         watch: ShortageWatch,
         states: StateTrade,
     ) -> None:
-        self._capture, self._runtime, self._group, self._device = capture, runtime, group, device
+        self._capture, self._runtime, self._group = capture, runtime, group
+        self._device, self._memory = device, memory
         self._relief, self._watch, self._states = relief, watch, states
         self._recomputation = Recomputation(capture, states)
         self._config = capture.config
@@ -186,7 +190,7 @@ class Tuner:
         isolated = moment == _ISOLATED
         # Of this object it may know nothing: programs with marks outlive a training that ends during a round.
         drain = functools.partial(self._runtime.free_grads, []) if isolated else None
-        self._probe = self._probes[moment] = StepProbe(self._device, drain)
+        self._probe = self._probes[moment] = StepProbe(self._device, self._memory, drain)
         if moment in (_OBSERVED, _ISOLATED):
             self._schedules[moment] = instrument(self._training(), self._probe)
 
@@ -233,8 +237,7 @@ class Tuner:
         self._previous = (self._capture.passes, self._planned)
         before = self._capture_schedules()
         self._run_plan(planned, self._passes)
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        self._memory.restart()
         same = self._capture_schedules() == before and not self._states.movement
         if all(self._exchange(same)):  # which of its activations leave is decided by each rank
             self._finish_round(outcome="unchanged")
@@ -309,7 +312,7 @@ class Tuner:
         return min((t for t in times if t > 0), default=0.0)
 
     def _peak(self) -> int | None:
-        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+        return self._memory.latest if self._device.type == "cuda" else None
 
     def _verify(self) -> None:
         after = self._fastest(_TIMED, _VERIFIED)

@@ -74,9 +74,13 @@ def test_evaluation_around_a_fit() -> None:
         assert torch.equal(predictions, whole[:, rank].flatten(0, 1))
 
 
-def _low_precision(precision: str) -> tuple[list[float], set[torch.dtype], set[torch.dtype], set[torch.dtype]]:
+def _low_precision(
+    precision: str, compiled: bool = True
+) -> tuple[list[float], set[torch.dtype], set[torch.dtype], set[torch.dtype]]:
     torch.manual_seed(3)
     module = Mlp()
+    if not compiled:
+        module.training_step = torch.compiler.disable(module.training_step)
     # AdamW's epsilon is 0 in fp16.
     module.optimizer_class = torch.optim.SGD if precision == "16-true" else torch.optim.AdamW
     losses: list[Tensor] = []
@@ -104,11 +108,12 @@ def _low_precision(precision: str) -> tuple[list[float], set[torch.dtype], set[t
 @pytest.mark.parametrize(
     ("precision", "stored"), [("bf16-true", torch.bfloat16), ("bf16-mixed", torch.float32), ("16-true", torch.float16)]
 )
-def test_low_precision_trains_as_alone(precision: str, stored: torch.dtype) -> None:
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "uncompiled"])
+def test_low_precision_trains_as_alone(precision: str, stored: torch.dtype, compiled: bool) -> None:
     expected, *dtypes = _low_precision(precision)
     moments = set() if precision == "16-true" else {stored}
     assert dtypes == [{stored}, {stored}, moments]
-    for losses, *dtypes in run_ranks(_low_precision, WORLD, precision):
+    for losses, *dtypes in run_ranks(_low_precision, WORLD, precision, compiled):
         assert dtypes == [{stored}, {stored}, moments]
         # Autograd and the compiler round at different places: a few units in the last place of 8 or 11 bits.
         assert losses == pytest.approx(expected, rel=2e-2)

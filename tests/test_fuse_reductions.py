@@ -30,6 +30,7 @@ from lightning_deepcompile.plan.reductions import merge_reductions
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.profile.instrument import instrument
+from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.live import live_bytes
 from lightning_deepcompile.program.printer import format_program
@@ -200,7 +201,7 @@ def test_profiled_programs_reduce_every_gradient_at_once(mesh: DeviceMesh) -> No
     original = [read_schedule(e.program) for e in executables]
     engine.capture.replan(plan=[merge_some(s, lambda: True) for s in original])
     assert len(_groups(original)) > len(_groups([read_schedule(e.program) for e in executables])) == 1
-    isolated = instrument(executables, StepProbe(torch.device("cpu"), lambda: None))
+    isolated = instrument(executables, StepProbe(torch.device("cpu"), PeakMemory(torch.device("cpu")), lambda: None))
     assert _groups(list(isolated.values())) == _groups(original)
     engine.close()
 

@@ -14,6 +14,7 @@ from lightning_deepcompile.plan.costs import Contention, Link, Profile, ProfileE
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.profile.build import build_profile, explain, merge_profiles
 from lightning_deepcompile.profile.fit import fit_link
+from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.profile.probe import Mark, Run, StepProbe
 from lightning_deepcompile.program.schedule import Schedule
 
@@ -46,7 +47,15 @@ def test_ranks_plan_with_the_slowest_times_and_the_least_budget() -> None:
 def _step(program: str, *seconds: float) -> StepProbe:
     moments = [0.0, *itertools.accumulate(seconds)]
     run = Run(program, 0, [Mark(moment, moment) for moment in moments])
-    return StepProbe(torch.device("cpu"), None, [run], Mark(0.0, 0.0), Mark(moments[-1], moments[-1]), 1)
+    return StepProbe(
+        torch.device("cpu"),
+        PeakMemory(torch.device("cpu")),
+        None,
+        [run],
+        Mark(0.0, 0.0),
+        Mark(moments[-1], moments[-1]),
+        1,
+    )
 
 
 def _built(observed: StepProbe, isolated: StepProbe, before: dict[str, Schedule], then: dict[str, Schedule]) -> Profile:

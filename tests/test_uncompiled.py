@@ -6,6 +6,7 @@ import functools
 import os
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -190,17 +191,28 @@ BY_ITSELF: dict[str, Build] = {
         "hooked",
     )
 }
-# (forced or by itself, case, micro-batches per step, stage)
-Run = tuple[bool, str, int, int]
+TRAINER: dict[str, dict[str, Any]] = {
+    "clip by norm": {"gradient_clip_val": 0.05},
+    "clip by value": {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"},
+}
+COMPILE: dict[str, dict[str, Any]] = {
+    "hosted": {"offload_parameters": "all"},
+    "all hosted": {"offload_parameters": "all", "offload": "all", "offload_chunk": 4_000},
+}
+# (forced or by itself, case, micro-batches per step, stage, of what the two above set)
+Run = tuple[bool, str, int, int, str]
 RUNS: dict[int, list[Run]] = {
-    1: [(True, "mlp", 1, 3), (True, "writes", 1, 3), (False, "penalties", 1, 3)],
+    1: [(True, "mlp", 1, 3, ""), (True, "writes", 1, 3, ""), (False, "penalties", 1, 3, "")],
     2: [
-        *[(True, name, 1, 3) for name in FORCED],
-        *[(False, name, 1, 3) for name in BY_ITSELF],
-        *[(True, name, 3, stage) for name in ("mlp", "writes", "gpt_tied") for stage in (1, 2, 3)],
-        *[(False, name, 3, stage) for name in ("mixed", "writes") for stage in (1, 2)],
+        *[(True, name, 1, 3, "") for name in FORCED],
+        *[(False, name, 1, 3, "") for name in BY_ITSELF],
+        *[(True, name, 3, stage, "") for name in ("mlp", "writes", "gpt_tied") for stage in (1, 2, 3)],
+        *[(False, name, 3, stage, "") for name in ("mixed", "writes") for stage in (1, 2)],
+        *[(True, name, 3, 3, setting) for name in ("mlp", "gpt_tied") for setting in (*TRAINER, *COMPILE)],
+        *[(False, "mixed", 1, 3, setting) for setting in (*TRAINER, *COMPILE)],
     ],
-    3: [(True, "mlp", 1, 3), (True, "writes", 3, 3), (False, "writes", 1, 3), (False, "mixed", 1, 3)],
+    3: [(True, "mlp", 1, 3, ""), (True, "writes", 3, 3, ""), (False, "writes", 1, 3, ""), (False, "mixed", 1, 3, "")],
+    4: [(True, "mlp", 1, 3, ""), (True, "gpt_tied", 3, 2, ""), (False, "mixed", 3, 3, "clip by norm")],
 }
 
 
@@ -209,10 +221,10 @@ def _train_all(runs: list[Run]) -> dict[Run, Record | str]:
 
     results: dict[Run, Record | str] = {}
     for run in runs:
-        forced, case, accumulate, stage = run
+        forced, case, accumulate, stage, setting = run
         build = functools.partial(uncompiled, FORCED[case]) if forced else BY_ITSELF[case]
         # Of so few compilations, models that come later find those of earlier ones in the functions that they share.
-        config = CompileConfig(region_backend="eager", recompile_limit=3)
+        config = CompileConfig(region_backend="eager", recompile_limit=3, **COMPILE.get(setting, {}))
         strategy = DeepCompileStrategy(stage=stage, compile=config)
         try:
             results[run] = train(
@@ -222,6 +234,7 @@ def _train_all(runs: list[Run]) -> dict[Run, Record | str]:
                 rank=int(os.environ["RANK"]),
                 accumulate=accumulate,
                 inspect=lambda trainer: trainer.strategy.summary(),
+                **TRAINER.get(setting, {}),
             )
         except Exception:
             results[run] = traceback.format_exc()
@@ -239,8 +252,16 @@ def _sharded(world_size: int) -> list[dict[Run, Record | str]]:
 )
 @pytest.mark.xdist_group("uncompiled")
 def test_equals_unsharded(world_size: int, run: Run) -> None:
-    _, case, accumulate, _ = run
-    expected = train(FORCED[case], "auto", world_size=1, rank=0, data_world=world_size, accumulate=accumulate)
+    _, case, accumulate, _, setting = run
+    expected = train(
+        FORCED[case],
+        "auto",
+        world_size=1,
+        rank=0,
+        data_world=world_size,
+        accumulate=accumulate,
+        **TRAINER.get(setting, {}),
+    )
     for rank, results in enumerate(_sharded(world_size)):
         actual = results[run]
         if isinstance(actual, str):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_deepcompile import compat_training
+from lightning_deepcompile import compat, compat_training
 from lightning_deepcompile.capture.grad_buffers import GradBuffer
 from lightning_deepcompile.capture.graph_checks import UnsupportedStepError
 from lightning_deepcompile.capture.sharding import ShardedModel, ShardedParameter
@@ -221,7 +221,7 @@ class GradientSession:
     def _merge(self, parameter: ShardedParameter, rows: Tensor) -> None:
         present = self.local_grad(parameter.dtensor)
         if present is None:
-            parameter.dtensor.grad = parameter.distribute(rows.to(parameter.local.dtype))
+            parameter.dtensor.grad = compat.with_local(parameter.dtensor, rows.to(parameter.local.dtype))
         else:
             with torch.no_grad():
                 present.add_(rows)

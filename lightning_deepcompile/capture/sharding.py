@@ -101,7 +101,9 @@ class ShardedParameter:
         """This rank's rows of `tensor`, of the parameter's shape: a DTensor of any placement, or a whole tensor."""
         if isinstance(tensor, DTensor):
             with torch.no_grad():
-                return tensor.redistribute(self.ranks.mesh, self.ranks.placements).to_local()
+                if tensor.placements != self.ranks.placements:
+                    tensor = tensor.redistribute(self.ranks.mesh, self.ranks.placements)
+                return tensor.to_local()
         low, high = self.layout.rows_of(self.ranks.shard_rank)
         return tensor.detach()[low:high]
 

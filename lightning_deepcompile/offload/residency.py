@@ -35,6 +35,7 @@ from lightning_deepcompile.plan.offload import (
 from lightning_deepcompile.plan.state_trade import StateMemory
 from lightning_deepcompile.plan.visits import LEAST_SLOTS
 from lightning_deepcompile.profile.memory import memory_limit
+from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.printer import format_bytes
 
 __all__ = ["Residency"]
@@ -55,6 +56,7 @@ class Residency:
         runtime: ``_C.Runtime`` that copies.
         group: The ranks.
         device: Where states are stepped.
+        memory: Of that device.
         limit: Bytes of host memory that this rank may use; the same on all ranks.
 
     Attributes:
@@ -69,10 +71,11 @@ class Residency:
         runtime: Any,
         group: dist.ProcessGroup,
         device: torch.device,
+        memory: PeakMemory,
         limit: int,
     ) -> None:
         self._config, self._model, self._runtime = config, model, runtime
-        self._group, self._device, self._limit = group, device, limit
+        self._group, self._device, self._memory, self._limit = group, device, memory, limit
         self._chunk_bytes = parse_budget(config.offload_chunk, total=1, name="offload_chunk")
         self._attached: list[tuple[weakref.ref[Optimizer], StateOffload]] = []
         self._observing = False
@@ -136,8 +139,8 @@ class Residency:
             self._coming = 0
             self._runtime.synchronize_states()  # what nobody uses any more is freed
         undecided = self._config.offload == "auto" and self.decision is None
-        if undecided and not self._observing and self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if undecided and not self._observing:
+            self._memory.restart()
         self._observing = True
 
     def set_slots(self, slots: int) -> None:
@@ -275,8 +278,7 @@ class Residency:
         hosted = [self._hosted_bytes(local) for _, local, _ in sizes]  # shards that come and go with their states
         largest = max((size + shard for (*_, size), shard in zip(sizes, hosted, strict=True)), default=0)
         if self._device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._device)
-            stepping = torch.cuda.memory_allocated(self._device)
+            peak, stepping = self._memory.latest, self._memory.current
         else:
             grads = sum(buffer.flat.numel() * buffer.flat.itemsize for buffer in self._model.grad_buffers)
             peak = stepping = self._model.device_bytes + grads

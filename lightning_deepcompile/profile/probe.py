@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from lightning_deepcompile.profile.peak_memory import PeakMemory
+
 __all__ = ["Mark", "ProgramMarks", "Run", "StepProbe"]
 
 
@@ -64,6 +66,7 @@ class StepProbe:
 
     Args:
         device: Where the programs run.
+        memory: Of that device.
         drain: Makes the compute stream wait for all reductions; None lets them overlap as ever.
 
     Attributes:
@@ -75,6 +78,7 @@ class StepProbe:
     """
 
     device: torch.device
+    memory: PeakMemory
     drain: Callable[[], None] | None = None
     runs: list[Run] = field(default_factory=list)
     start: Mark | None = None
@@ -130,8 +134,7 @@ class StepProbe:
         event.record()
         allocated = peak = 0
         if memory:
-            allocated, peak = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
+            allocated, peak = self.memory.current, self.memory.restart()
         return Mark(now, time.perf_counter(), event, allocated, peak)
 
     def marks_of(self, program: str) -> ProgramMarks:

@@ -1,0 +1,45 @@
+"""The most device memory that was in use: within an interval of a measurement, and since training began."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["PeakMemory"]
+
+
+class PeakMemory:
+    """Reads the allocator's peak in intervals, and keeps the highest of them.
+
+    PyTorch's allocator keeps one peak for everybody. A measurement must start it anew, so
+    ``torch.cuda.max_memory_allocated()`` reports the time since the last one; this object reports all of it.
+
+    Args:
+        device: Where the memory is; on CPUs nothing counts it, and all figures are 0.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = 0  # the highest peak of the intervals that are over
+
+    @property
+    def current(self) -> int:
+        """Bytes in use."""
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+
+    @property
+    def latest(self) -> int:
+        """The most bytes in use since the last `restart`."""
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
+
+    @property
+    def highest(self) -> int:
+        """The most bytes in use since this object was made."""
+        return max(self._before, self.latest)
+
+    def restart(self) -> int:
+        """Begins an interval; returns what `latest` was until now."""
+        latest = self.latest
+        self._before = max(self._before, latest)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        return latest
