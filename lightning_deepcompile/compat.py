@@ -38,13 +38,16 @@ __all__ = [
     "graph_module",
     "held_weakly",
     "hooks_saved_tensors",
+    "in_function_transform",
     "inference_joint_passes",
     "is_checkpoint",
     "is_tracing",
+    "keeping_graphs",
     "mark_effectful",
     "never_a_frame",
     "never_code",
     "never_frames",
+    "outside_transforms",
     "partition",
     "plain_functions",
     "process_group",
@@ -469,6 +472,28 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 def hooks_saved_tensors() -> bool:
     """Whether hooks for saved tensors are on: of activation checkpointing, or a user's."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def keeping_graphs() -> contextlib.AbstractContextManager[Any]:
+    """Around a backward pass with ``retain_graph=True``, which AOTAutograd refuses where it donates saved tensors.
+
+    No region is told of donated buffers (`compile_region`).
+    """
+    import torch._functorch.config as functorch_config
+
+    return functorch_config.patch(donated_buffer=False)
+
+
+def in_function_transform() -> bool:
+    """Whether the code runs inside of ``torch.func.grad``, ``vmap`` or the like."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Inside, tensors are not those of ``torch.func.grad``, ``vmap`` or the like, though their code runs."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack() if in_function_transform() else contextlib.nullcontext()
 
 
 def plain_functions() -> contextlib.AbstractContextManager[None]:

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_deepcompile import compat
 from lightning_deepcompile.averaging import shard_averages
 from lightning_deepcompile.batch_loop import let_host_run_ahead
 from lightning_deepcompile.capture.activation_checkpointing import CheckpointingPolicy
@@ -273,6 +274,8 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
         for optimizer in self.optimizers:
             if not isinstance(optimizer, _MockOptimizer):  # Lightning's, where there is nothing to optimize
                 self.engine.attach_optimizer(optimizer)
+        manual = not self.lightning_module.automatic_optimization
+        self.engine.capture.several_backward_passes = manual and len(self.optimizers) > 1
 
     def model_to_device(self) -> None:
         """Does nothing: sharding moves the model."""
@@ -346,9 +349,10 @@ class DeepCompileStrategy(Inspection, CheckpointStrategy):
         module, plugin = self.lightning_module, self.precision_plugin
         assert module is not None
         check_backward_inputs(module, kwargs)
+        keeping = compat.keeping_graphs() if kwargs.get("retain_graph") else nullcontext()
         self.pre_backward(closure_loss)
         loss = plugin.pre_backward(closure_loss, module)
-        with self._progress.shown(self.engine.capture):
+        with self._progress.shown(self.engine.capture), keeping:
             self.engine.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
         loss = plugin.post_backward(loss, module)
         self.post_backward(loss)

@@ -21,7 +21,7 @@ from torch import fx
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.causal_mask import recognize_causal_masks
 from lightning_deepcompile.capture.gradients import GradientSession
-from lightning_deepcompile.capture.graph_checks import check_graph
+from lightning_deepcompile.capture.graph_checks import check_graph, check_losses_are_apart
 from lightning_deepcompile.capture.inlining import computed_with, inline_blocks
 from lightning_deepcompile.capture.lookups import LookupExchange
 from lightning_deepcompile.capture.partition import (
@@ -105,6 +105,7 @@ class Capture:
         exchanged: Look-ups of rows that were made exchanges.
         blocks: Blocks that were not traced by themselves but with their equals.
         uncheckpointed: How many of the last blocks that the model checkpoints are not computed again in backward.
+        several_backward_passes: Whether a step has several, with optimizers' steps in between.
         seconds: Time spent in compilation after Dynamo: tracing with AOTAutograd, partitioning, regions.
     """
 
@@ -126,6 +127,7 @@ class Capture:
     blocks: int = 0
     seconds: float = 0.0
     uncheckpointed: int = 0
+    several_backward_passes: bool = False
     _prepare: Callable[[], None] | None = None
     _frames: list[_Frame] = field(default_factory=list)
     _captured: int = 0  # numbers of graphs and of programs: those of forgotten ones are not given again
@@ -167,6 +169,8 @@ class Capture:
         with self._timed():
             names = {ds_id: info.name for ds_id, info in self.params.items()}
             check_graph(gm, example_inputs, names, self.model.replicated)
+            if self.several_backward_passes:
+                check_losses_are_apart(gm)
             if self.config.recognize_causal_masks:
                 self.causal_masks += recognize_causal_masks(gm)
             if self.lookups is not None:

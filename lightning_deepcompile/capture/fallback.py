@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from typing import Literal
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.capture.graph_checks import UnsupportedStepError
+from lightning_deepcompile.capture.graph_checks import UncompilableError, UnsupportedStepError
 from lightning_deepcompile.capture.mentions import Mentions
 
-__all__ = ["BROKEN_TEXT", "Fallbacks", "why_not"]
+__all__ = ["BROKEN_TEXT", "Fallbacks", "needs_plain_tensors", "why_not"]
 
 _log = logging.getLogger("lightning_deepcompile")
 _LIBRARIES = re.compile(r"[/\\](torch|lightning|pytorch_lightning|torchmetrics|lightning_deepcompile)[/\\]|^<")
+
+_RESUMED = re.compile(r"^torch_dynamo_resume_in_(.*)_at_\d+$")  # Dynamo's name of what follows a break
 
 _SKIPPED = "Dynamo left it out of its graphs (TORCH_LOGS=graph_breaks says why)"
 BROKEN_TEXT = "an f-string reads a tensor behind a number (f'{i}: {loss.item()}'), of which Dynamo makes another text"
@@ -35,6 +37,10 @@ _NAMES = {
     "swap_tensors": "it swaps tensors",
 }
 _KEYWORDS = {"create_graph": "it asks for a gradient that can be differentiated (`create_graph`)"}
+_PARAMETERS = frozenset({"parameters", "named_parameters", "weight", "bias"})
+_TRANSFORMS = frozenset(
+    {"vmap", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "hvp", "grad_and_value", "functional_call"}
+)  # of torch.func
 _TWICE = frozenset({"hessian", "hvp", "vhp"})  # of torch.autograd.functional
 
 
@@ -51,11 +57,22 @@ def why_not(found: Mentions, bounded: set[str]) -> str | None:
     for name, reason in _KEYWORDS.items():
         if name in found.keywords:
             return reason
+    if {"autograd", "grad"} <= found.names and (taken := _PARAMETERS & found.names):
+        return f"it takes gradients by parameters by itself (`torch.autograd.grad`, with `{min(taken)}`)"
     if "autograd" in found.names and (twice := _TWICE & found.names):
         return f"it differentiates twice (`torch.autograd.functional.{min(twice)}`)"
     if names := bounded & (found.used | found.appended):
         return f"it uses {min(names)!r}, a deque of bounded length"
     return None
+
+
+def needs_plain_tensors(found: Mentions) -> bool:
+    """Whether the code hands parameters to function transforms, which take neither subclasses nor hooks of autograd.
+
+    Args:
+        found: What its code mentions.
+    """
+    return bool(_TRANSFORMS & found.names) or {"func", "grad"} <= found.names
 
 
 class Fallbacks:
@@ -121,8 +138,8 @@ class Fallbacks:
             error = compat.root_cause(error)
             if isinstance(error, UnsupportedStepError):
                 raise error
-            error = f"{type(error).__name__}: {error}"
-        self.add(name, place, error)
+            error = str(error) if isinstance(error, UncompilableError) else f"{type(error).__name__}: {error}"
+        self.add(_RESUMED.sub(r"\1", name), place, error)
 
 
 compat.never_frames(Fallbacks)

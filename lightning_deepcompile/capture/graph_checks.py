@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
@@ -65,6 +65,29 @@ def check_graph(
             "`state_dict()`)"
         )
     _check_writes(gm, {}, names)
+
+
+def check_losses_are_apart(gm: fx.GraphModule) -> None:
+    """Raises for a graph that a second backward pass may go through, which eagerly would be a graph of its own.
+
+    The discriminator's loss and the fake images of a GAN, say: their backward is one compiled function, which the first
+    pass frees, and whose parameters an optimizer's step changes.
+
+    Args:
+        gm: Dynamo's graph, of a step with several backward passes.
+
+    Raises:
+        UncompilableError: If it returns a loss (one number with a gradient) and something else with a gradient.
+    """
+    (output,) = (node for node in gm.graph.nodes if node.op == "output")
+    values = [node.meta.get("example_value") for node in output.all_input_nodes]
+    differentiable = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
+    if len(differentiable) > 1 and any(value.numel() == 1 for value in differentiable):
+        shapes = ", ".join(str(tuple(value.shape)) for value in differentiable if value.numel() != 1) or "another loss"
+        raise UncompilableError(
+            f"it computes a loss and other tensors with gradients ({shapes}) before a backward pass, and each backward "
+            "pass needs a graph of its own (`detach` what is not differentiated later, or compute it then)"
+        )
 
 
 _MIXED = (

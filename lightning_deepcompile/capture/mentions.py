@@ -140,11 +140,11 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _function(value: Any) -> types.FunctionType | None:
-    value = getattr(value, "__func__", value)
     if isinstance(value, property):
         value = value.fget
+    value = getattr(value, "__func__", value)
     while hasattr(value, "__wrapped__"):
-        value = value.__wrapped__
+        value = getattr(value.__wrapped__, "__func__", value.__wrapped__)
     return value if isinstance(value, types.FunctionType) else None
 
 

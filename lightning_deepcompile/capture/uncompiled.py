@@ -8,7 +8,8 @@ take, what was compiled too often, what a user keeps out of graphs. It reads par
   again. One node per block reduces its gradients when the last of them is there. The pattern is FSDP2's.
 * Other code holds the parameter itself: ``self.layer.weight`` of another module, or what ``self.parameters()`` gives.
   While a step runs it is a DTensor that computes as the whole parameter does (`parameter_class`). What is written to it
-  is kept: in stored precision, on this rank's rows.
+  is kept: in stored precision, on this rank's rows. C functions that read it nevertheless leave a whole gradient on it,
+  which is reduced before autograd sees it.
 
 Everything here follows from the order in which code reads parameters, never from when memory happens to be freed, so
 that ranks that run the same code gather alike. `Agreement` compares them like any path.
@@ -29,6 +30,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_deepcompile import compat
+from lightning_deepcompile.capture.graph_checks import UnsupportedStepError
 from lightning_deepcompile.program.program import LOCAL_ID
 
 __all__ = ["Uncompiled", "parameter_class"]
@@ -122,6 +124,8 @@ class Uncompiled:
         compare: Called with what is about to communicate, ``"gather"`` or ``"reduce"`` and local ids; the ranks'.
         written: Called when code wrote to parameters: what programs have gathered is out of date.
         noticed: Called when code that is not compiled gathers a block for the first time.
+        hands_out_plain: Whether all code gets plain whole tensors where it reads an attribute: see
+            `capture.fallback.needs_plain_tensors`.
         gathered: How many blocks were gathered so far.
     """
 
@@ -143,9 +147,12 @@ class Uncompiled:
         self.noticed: Callable[[], None] | None = None
         self.gathered = 0
         self._noticed: set[_Parameter] = set()
-        self._in_step = parameter_class(self)
+        self.hands_out_plain = False
+        self._accumulators: dict[_Parameter, Any] = {}  # nodes of autograd that live as long as somebody keeps them
+        self._in_step, self._at_rest = parameter_class(self), resting_class(self)
         self._worn: type[DTensor] = DTensor
-        self._around: type[DTensor] = DTensor  # what is worn around `outside`
+        self._dress(self._at_rest)
+        self._around = self._at_rest  # what is worn around `outside`
 
     # Around code -----------------------------------------------------------------------------------------------------
 
@@ -172,7 +179,7 @@ class Uncompiled:
         worn, around = self._worn, self._around
         self.settle()
         self._around = worn
-        self._dress(DTensor)
+        self._dress(self._at_rest)
         try:
             yield
         finally:
@@ -241,7 +248,8 @@ class Uncompiled:
             parameter: Its parameter.
             by_hand: Whether the module's own code treats the parameter as one, and not as a tensor to compute with.
         """
-        if by_hand or not self._calls or self._calls[-1] is not module:
+        own = bool(self._calls) and self._calls[-1] is module
+        if not self.hands_out_plain and (by_hand or not own):
             return parameter
         return self.value(self._by_tensor[parameter])
 
@@ -252,7 +260,10 @@ class Uncompiled:
             parameter: The parameter.
             stored: Whether as it is stored; by default as the code that runs computes with it.
         """
-        stored = self._stored if stored is None else stored
+        with compat.outside_transforms():
+            return self._value(parameter, self._stored if stored is None else stored)
+
+    def _value(self, parameter: _Parameter, stored: bool) -> Tensor:
         if parameter.gather_dtype == parameter.leaf.dtype:
             stored = False  # the same, and one of them is enough
         block = self._gather(parameter, stored)
@@ -275,7 +286,8 @@ class Uncompiled:
         """
         same = parameter.gather_dtype == parameter.leaf.dtype
         if parameter not in self._held:
-            self._held[parameter] = self._gather(parameter, stored=not same).whole[parameter]
+            with compat.outside_transforms():
+                self._held[parameter] = self._gather(parameter, stored=not same).whole[parameter]
         if not same:  # what was gathered for computing will not show what is written
             self._evict((self._members[parameter][0], False))
         return self._held[parameter]
@@ -374,6 +386,11 @@ class Uncompiled:
         inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         places = [self._edges.get(self.of(one), []) if self.is_ours(one) else [one] for one in inputs]
         flat = list(itertools.chain.from_iterable(places))
+        if not flat:
+            raise UnsupportedStepError(
+                "`torch.autograd.grad` is called for parameters that compiled code has used: their gradients never "
+                "leave its graphs. Put `@torch.compiler.disable` on the step, or on what computes with them."
+            )
         grads = iter(run(**{**arguments, "inputs": flat, "allow_unused": True}))
         found = []
         for one, place in zip(inputs, places, strict=True):
@@ -391,7 +408,7 @@ class Uncompiled:
     @property
     def is_idle(self) -> bool:
         """Whether no step runs."""
-        return self._worn is DTensor
+        return self._worn is self._at_rest
 
     def is_ours(self, value: Any) -> bool:
         """Whether `value` is one of the parameters."""
@@ -410,7 +427,9 @@ class Uncompiled:
     def saving(self) -> contextlib.AbstractContextManager[Any]:
         """Around code that computes with whole parameters: autograd saves handles of them."""
         # Under activation checkpointing nothing is saved that would be worth a handle, and its own hooks must see all.
-        if not torch.is_grad_enabled() or compat.hooks_saved_tensors():
+        # Function transforms refuse hooks.
+        no_hooks = self.hands_out_plain or compat.in_function_transform() or compat.hooks_saved_tensors()
+        if not torch.is_grad_enabled() or no_hooks:
             return contextlib.nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
@@ -427,15 +446,78 @@ class Uncompiled:
         return whole.as_strided(saved.size, saved.stride, saved.offset)
 
     def _dress(self, kind: type[DTensor]) -> None:
-        if kind is not self._worn:
-            self._worn = kind
-            for tensor in self._by_tensor:
-                tensor.__class__ = kind
+        if kind is self._worn:
+            return
+        self._worn = kind
+        for tensor, parameter in self._by_tensor.items():
+            if kind is self._in_step and parameter not in self._accumulators and tensor.requires_grad:
+                self._watch(parameter)
+            tensor.__class__ = kind
+
+    def _watch(self, parameter: _Parameter) -> None:
+        """Reduces whole gradients that come to the parameter itself, of C functions that took it for a plain tensor."""
+        path, tensor = weakref.ref(self), parameter.dtensor
+
+        def reduce(grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...] | None:
+            (grad,), alive = grads, path()
+            if alive is None or grad is None or isinstance(grad, DTensor):
+                return None
+            with torch.no_grad(), compat.plain_functions():
+                (shard,) = alive.reduce([parameter], [grad])
+                leaf = parameter.leaf
+                leaf.grad = shard if leaf.grad is None else leaf.grad + shard  # which is merged when the pass is over
+                return (compat.with_local(tensor, torch.zeros_like(parameter.local)),)
+
+        with torch.enable_grad():
+            node = torch.autograd.graph.get_gradient_edge(tensor).node
+        node.register_prehook(reduce)
+        self._accumulators[parameter] = node
 
 
 for _function in (_Whole.forward, _Whole.setup_context, _Whole.backward):
     compat.never_a_frame(_function)
 compat.never_frames(Uncompiled)
+
+
+def resting_class(path: Uncompiled) -> type[DTensor]:
+    """The class that a model's parameters have while no step runs: DTensors whose values can be assigned, too.
+
+    PyTorch's ``parameter.data = ...`` would give a DTensor other storage and leave its values as they are.
+
+    Args:
+        path: What gathers them.
+    """
+    held_weakly = weakref.ref(path)
+    data = DTensor.data
+
+    class ShardedTensor(DTensor):
+        """A sharded parameter."""
+
+        __slots__ = ()
+
+        @property
+        def data(self) -> Tensor:  # type: ignore[override]
+            return data.__get__(self)
+
+        @data.setter
+        def data(self, value: Tensor) -> None:
+            path = held_weakly()
+            if path is None or value.shape != self.shape or (value.dtype, value.device) != (self.dtype, self.device):
+                data.__set__(self, value)
+                return
+            parameter = path.of(self)
+            with torch.no_grad():
+                parameter.local.copy_(parameter.rows(value))
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+            twin = nn.Parameter(self.detach().clone(), self.requires_grad)
+            memo[id(self)] = twin
+            return twin
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+    return ShardedTensor
 
 
 def parameter_class(path: Uncompiled) -> type[DTensor]:

@@ -57,6 +57,22 @@ class Gan(TwoPlayers):
         return {"loss": (g_loss + d_loss).detach()}
 
 
+@case("retained graph", noisy)
+class Retained(TwoPlayers):
+    """One optimizer, and two backward passes through the same features."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        real, noise, _ = batch
+        optimizer, _ = self.optimizers()
+        fake = self.generator(noise)
+        first, second = fake.square().mean(), (fake - real).abs().mean()
+        optimizer.zero_grad()
+        self.manual_backward(first, retain_graph=True)
+        self.manual_backward(second)
+        optimizer.step()
+        return {"loss": first.detach() + second.detach()}
+
+
 @case("gan, zero_grad first", noisy)
 class PlainGan(TwoPlayers):
     """Without toggling: the generator's loss leaves gradients in the discriminator, which are zeroed."""

@@ -74,17 +74,6 @@ class EarlyExit(Perceptron):
         return loss / depth
 
 
-@case("skipped batches", rows, same=True, steps=5)
-class SkippedBatches(Perceptron):
-    """A step without a loss where the loss is too high, as after a spike."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        if not torch.isfinite(loss) or batch_idx == 2:
-            return None
-        return loss
-
-
 @case("numpy in the loss", rows, reference="ddp")
 class Numpy(Perceptron):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

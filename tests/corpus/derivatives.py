@@ -115,7 +115,7 @@ class AdversarialExamples(Perceptron):
         return self.loss((x.detach() + 0.1 * gradient.sign(), y))
 
 
-@case("meta-learning", rows)
+@case("meta-learning", rows, reference="ddp")
 class Maml(Perceptron):
     """A step of gradient descent inside of the loss."""
 

@@ -146,7 +146,7 @@ class Tasks(Small):
         return sum(torch.exp(-self.log_vars[name]) * loss + self.log_vars[name] for name, loss in losses.items())
 
 
-@case("gradients by hand", rows)
+@case("gradients by hand", rows, same=True)
 class ByHand(Perceptron):
     """`autograd.grad` of the loss, handed to the parameters, and a plain update without an optimizer's step."""
 
