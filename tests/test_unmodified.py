@@ -216,16 +216,6 @@ class Elsewhere(Mlp):
         return self.last(self.embed(tokens))
 
 
-class Penalty(Mlp):
-    """Differentiates a gradient, as a penalty on it does."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        weights = torch.ones(13, requires_grad=True)
-        loss = (self.head(weights * self.embed(batch).tanh())).square().mean()
-        (slope,) = torch.autograd.grad(loss, weights, create_graph=True)
-        return loss + slope.square().sum()
-
-
 class CopiedLater(Mlp):
     """Makes a teacher of itself when it is sharded already."""
 
@@ -244,7 +234,6 @@ class CopiedLater(Mlp):
         (Whole, {}, ValueError, "Adafactor needs whole parameters"),
         (Elsewhere, {}, UnsupportedStepError, r"shape \(61, 13\) that no module.*self.layer.weight"),
         (Adversarial, {"stage": 1}, UnsupportedStepError, "autograd.grad.*reduce='every'"),
-        (Penalty, {}, UnsupportedStepError, "create_graph=True.*torch.func.grad"),
         (CopiedLater, {}, UnsupportedStepError, "deepcopy.*`setup` or before"),
     ],
 )

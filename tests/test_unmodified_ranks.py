@@ -44,7 +44,7 @@ class Bank(Mlp):
 
 
 class Hyper(Mlp):
-    """One layer's parameters are computed by another one, in a compiled graph and outside; it is read itself, too."""
+    """One layer's parameters are computed by another one; it is read itself, too. It runs uncompiled as a whole."""
 
     def logits(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -62,7 +62,7 @@ class Hyper(Mlp):
 WORKS: dict[str, tuple[Callable[[], Mlp], int]] = {
     "contrastive": (Contrastive, 2),
     "bank": (Bank, 2),
-    "hyper": (Hyper, 5),
+    "hyper": (Hyper, 0),
 }
 
 
