@@ -1,5 +1,6 @@
 # make demo    trains a small GPT on two processes (or on every GPU)
 # make test    the test suite             make lint    ruff
+# make test-all  the same, with all 200 of the random modules, compiled and not
 # make build   installs and compiles      make clean   removes what was built, and $(VENV)
 # make test-gpu  only what needs GPUs, two for each test and as many tests at a time as there are pairs
 # make sanitize  the C++ runtime's own tests, and random calls of its operators, under ASan and UBSan (minutes)
@@ -21,7 +22,7 @@ ifneq ($(shell $(IDENTITY) 2>/dev/null),$(shell cat $(STAMP) 2>/dev/null))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: demo test test-gpu lint sanitize build clean
+.PHONY: demo test test-all test-gpu lint sanitize build clean
 .DEFAULT_GOAL := build
 
 build: $(STAMP)
@@ -31,6 +32,9 @@ demo: build
 
 test: build
 	$(PY) -m pytest -q $$($(PY) -c 'import xdist' 2>/dev/null && printf %s '-n2 --dist loadgroup') $(PYTEST_ARGS)
+
+test-all: export TEST_ALL = 1
+test-all: test
 
 test-gpu: build
 	$(PY) -m pytest -q -m gpu -n $$($(PY) -c 'import torch; print(max(1, torch.cuda.device_count() // 2))') $(PYTEST_ARGS)
