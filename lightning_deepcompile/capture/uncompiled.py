@@ -314,7 +314,7 @@ class Uncompiled:
     def _gather_block(self, members: list[_Parameter], stored: bool) -> _Block:
         dtypes = [p.leaf.dtype if stored else p.gather_dtype for p in members]
         block = _Block(members, dtypes)
-        with torch.no_grad():
+        with torch.no_grad(), compat.below_autograd():
             for parameter, dtype in zip(members, dtypes, strict=True):
                 held = self._held.get(parameter)
                 whole = held if held is not None and held.dtype == dtype else None
