@@ -34,7 +34,6 @@ __all__ = [
     "compile_failures",
     "compile_region",
     "current_fake_mode",
-    "error_of_traced_code",
     "fake_tensor",
     "graph_module",
     "held_weakly",
@@ -60,7 +59,6 @@ __all__ = [
     "storage_of",
     "storage_uses",
     "store",
-    "with_code",
     "with_local",
     "with_own_code",
 ]
@@ -233,18 +231,12 @@ def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
     function = getattr(method, "__func__", method)
     if not isinstance(function, types.FunctionType):
         return method
-    copy = with_code(function, function.__code__.replace())
-    return copy if method is function else types.MethodType(copy, method.__self__)
-
-
-def with_code(function: types.FunctionType, code: types.CodeType) -> types.FunctionType:
-    """A copy of a function that runs `code`, which has the same variables."""
-    name = function.__name__
+    name, code = function.__name__, function.__code__.replace()
     copy = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__dict__.update(function.__dict__)
     copy.__doc__, copy.__qualname__, copy.__module__ = function.__doc__, function.__qualname__, function.__module__
-    return copy
+    return copy if method is function else types.MethodType(copy, method.__self__)
 
 
 def held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -508,21 +500,3 @@ def below_autograd() -> contextlib.AbstractContextManager[Any]:
 def plain_functions() -> contextlib.AbstractContextManager[None]:
     """Inside, functions treat subclasses of tensors as if they had no ``__torch_function__``."""
     return torch._C.DisableTorchFunctionSubclass()
-
-
-def error_of_traced_code(error: BaseException) -> Exception | None:
-    """What code would have raised that was traced, a ``ValueError``, say, if the tracer made `error` of it; else None.
-
-    Args:
-        error: Of a compiled function's call. Those that the tracer makes are RuntimeErrors, so for one of these there
-            is nothing to put right.
-    """
-    cause: BaseException | None = error
-    while isinstance(cause, torch._dynamo.exc.TorchDynamoException):
-        cause = cause.__cause__ or cause.__context__
-    if not isinstance(error, torch._dynamo.exc.TorchRuntimeError) or isinstance(cause, RuntimeError):
-        return None
-    if not isinstance(cause, Exception):
-        return None
-    cause.add_note("from user code:\n" + "".join(error.real_stack.format()))
-    return cause.with_traceback(None)

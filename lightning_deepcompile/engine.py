@@ -235,8 +235,6 @@ class Engine:
             ):
                 return self._compiled[name](*args, **kwargs)
         except RuntimeError as error:
-            if (own := compat.error_of_traced_code(error)) is not None:
-                raise own from None
             if (explained := explain(error)) is None:
                 raise
             raise explained from error
