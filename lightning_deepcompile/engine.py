@@ -25,7 +25,7 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.capture.access import uninstall_access
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.capture.checks import check_module, check_same_model
-from lightning_deepcompile.capture.fallback import BROKEN_TEXT, Fallbacks, needs_plain_tensors, why_not
+from lightning_deepcompile.capture.fallback import BROKEN_TEXT, Fallbacks, why_not
 from lightning_deepcompile.capture.gradients import GradientSession
 from lightning_deepcompile.capture.graph_checks import explain
 from lightning_deepcompile.capture.lookups import exchange_lookups
@@ -220,7 +220,7 @@ class Engine:
         else:
             self._opening.begin(name)
         self.uncompiled.clear()
-        self.uncompiled.hands_out_plain = needs_plain_tensors(self.mentions(name))
+        self.uncompiled.hands_out_plain = self.mentions(name).transforms
         if name not in self._compiled:
             self._compiled[name] = self._compile(name)
         self.gradients.follow_requires_grad()

@@ -13,7 +13,7 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.capture.graph_checks import UncompilableError, UnsupportedStepError
 from lightning_deepcompile.capture.mentions import Mentions
 
-__all__ = ["BROKEN_TEXT", "Fallbacks", "needs_plain_tensors", "why_not"]
+__all__ = ["BROKEN_TEXT", "Fallbacks", "why_not"]
 
 _log = logging.getLogger("lightning_deepcompile")
 _LIBRARIES = re.compile(r"[/\\](torch|lightning|pytorch_lightning|torchmetrics|lightning_deepcompile)[/\\]|^<")
@@ -38,9 +38,6 @@ _NAMES = {
 }
 _KEYWORDS = {"create_graph": "it asks for a gradient that can be differentiated (`create_graph`)"}
 _PARAMETERS = frozenset({"parameters", "named_parameters", "weight", "bias"})
-_TRANSFORMS = frozenset(
-    {"vmap", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "hvp", "grad_and_value", "functional_call"}
-)  # of torch.func
 _TWICE = frozenset({"hessian", "hvp", "vhp"})  # of torch.autograd.functional
 
 
@@ -64,15 +61,6 @@ def why_not(found: Mentions, bounded: set[str]) -> str | None:
     if names := bounded & (found.used | found.appended):
         return f"it uses {min(names)!r}, a deque of bounded length"
     return None
-
-
-def needs_plain_tensors(found: Mentions) -> bool:
-    """Whether the code hands parameters to function transforms, which take neither subclasses nor hooks of autograd.
-
-    Args:
-        found: What its code mentions.
-    """
-    return bool(_TRANSFORMS & found.names) or {"func", "grad"} <= found.names
 
 
 class Fallbacks:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 __all__ = ["Mentions", "mentions", "mentions_of"]
@@ -33,6 +34,7 @@ class Mentions:
         keywords: Names of keyword arguments in calls.
         used: Attributes that are read for anything but a call of their ``append``.
         appended: Attributes of which ``append`` is called.
+        transforms: Whether functions of ``torch.func`` are among them.
         broken_texts: Functions with an f-string that reads a tensor behind a part that is formatted already.
     """
 
@@ -40,6 +42,7 @@ class Mentions:
     keywords: set[str] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
     appended: set[str] = field(default_factory=set)
+    transforms: bool = False
     broken_texts: set[types.CodeType] = field(default_factory=set)
 
     @property
@@ -84,7 +87,11 @@ def mentions(
             _read(code, found)
             if _breaks_a_text(code):
                 found.broken_texts.add(code)
-            pending += _called(function, code, methods or {})
+            for called in _called(function, code, methods or {}):
+                if _is_own(called.__module__):
+                    pending.append(called)
+                else:
+                    found.transforms |= called.__module__.startswith("torch._functorch")
     return found
 
 
@@ -101,7 +108,7 @@ def _called(
             candidates += [vars(value).get(other) for other in code.co_names]
         for candidate in candidates:
             found = _function(candidate)
-            if found is not None and _is_own(found.__module__):
+            if found is not None and found.__module__ is not None:
                 yield found
 
 
@@ -113,6 +120,8 @@ def _read(code: types.CodeType, found: Mentions) -> None:
     attribute = None
     for instruction in dis.get_instructions(code):
         name = instruction.argval if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") else None
+        if name == "vmap" or (attribute == "func" and name is not None and hasattr(torch.func, name)):
+            found.transforms = True
         if attribute is not None:
             (found.appended if name == "append" else found.used).add(attribute)
         if instruction.opname in ("STORE_ATTR", "DELETE_ATTR"):

@@ -124,8 +124,8 @@ class Uncompiled:
         compare: Called with what is about to communicate, ``"gather"`` or ``"reduce"`` and local ids; the ranks'.
         written: Called when code wrote to parameters: what programs have gathered is out of date.
         noticed: Called when code that is not compiled gathers a block for the first time.
-        hands_out_plain: Whether all code gets plain whole tensors where it reads an attribute: see
-            `capture.fallback.needs_plain_tensors`.
+        hands_out_plain: Whether all code gets plain whole tensors where it reads an attribute, for function transforms,
+            which take neither subclasses nor hooks of autograd.
         gathered: How many blocks were gathered so far.
     """
 
