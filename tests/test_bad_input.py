@@ -245,6 +245,19 @@ def test_ranks_that_part_do_not_mix_up_what_they_gather(build: type[Base]) -> No
         assert seconds < 60
 
 
+class _OneUncompiled(Mlp):
+    """One rank keeps its code away from the compiler."""
+
+    def on_train_start(self) -> None:
+        if os.environ["RANK"] == "1":
+            self.logits = torch.compiler.disable(self.logits)
+
+
+def test_ranks_of_which_one_does_not_compile_hear_of_it() -> None:
+    for text, seconds in run_ranks(_parts, 2, _OneUncompiled):
+        assert "would go on differently" in text and seconds < 60, text
+
+
 def _integers() -> tuple[list[float], list[int]]:
     values: list[int] = []
 
