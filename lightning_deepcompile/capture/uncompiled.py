@@ -456,20 +456,20 @@ class Uncompiled:
 
     def _watch(self, parameter: _Parameter) -> None:
         """Reduces whole gradients that come to the parameter itself, of C functions that took it for a plain tensor."""
-        path, tensor = weakref.ref(self), parameter.dtensor
+        path, held_weakly = weakref.ref(self), weakref.ref(parameter)  # nothing finds cycles through autograd's nodes
 
         def reduce(grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...] | None:
-            (grad,), alive = grads, path()
-            if alive is None or grad is None or isinstance(grad, DTensor):
+            (grad,), alive, parameter = grads, path(), held_weakly()
+            if alive is None or parameter is None or grad is None or isinstance(grad, DTensor):
                 return None
             with torch.no_grad(), compat.plain_functions():
                 (shard,) = alive.reduce([parameter], [grad])
                 leaf = parameter.leaf
                 leaf.grad = shard if leaf.grad is None else leaf.grad + shard  # which is merged when the pass is over
-                return (compat.with_local(tensor, torch.zeros_like(parameter.local)),)
+                return (compat.with_local(parameter.dtensor, torch.zeros_like(parameter.local)),)
 
         with torch.enable_grad():
-            node = torch.autograd.graph.get_gradient_edge(tensor).node
+            node = torch.autograd.graph.get_gradient_edge(parameter.dtensor).node
         node.register_prehook(reduce)
         self._accumulators[parameter] = node
 
@@ -491,7 +491,7 @@ def resting_class(path: Uncompiled) -> type[DTensor]:
     data = DTensor.data
 
     class ShardedTensor(DTensor):
-        """A sharded parameter."""
+        """A sharded parameter, or an alias of one."""
 
         __slots__ = ()
 
@@ -502,20 +502,29 @@ def resting_class(path: Uncompiled) -> type[DTensor]:
         @data.setter
         def data(self, value: Tensor) -> None:
             path = held_weakly()
-            if path is None or value.shape != self.shape or (value.dtype, value.device) != (self.dtype, self.device):
+            parameter = None if path is None else path._by_tensor.get(self)
+            same = value.shape == self.shape and (value.dtype, value.device) == (self.dtype, self.device)
+            if parameter is None or not same:
                 data.__set__(self, value)
                 return
-            parameter = path.of(self)
             with torch.no_grad():
                 parameter.local.copy_(parameter.rows(value))
 
-        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-            twin = nn.Parameter(self.detach().clone(), self.requires_grad)
-            memo[id(self)] = twin
+        def detach(self) -> Tensor:
+            alias = DTensor.detach(self)
+            alias.__class__ = ShardedTensor  # which ``nn.Parameter(...)`` asks for
+            return alias
+
+        # Copies, and what is pickled, know nothing of the path.
+        def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+            memo[id(self)] = twin = self._plain(DTensor.detach(self).clone())
             return twin
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+            return self._plain(DTensor.detach(self)).__reduce_ex__(protocol)
+
+        def _plain(self, value: Tensor) -> Tensor:
+            return nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value
 
     return ShardedTensor
 
