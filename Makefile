@@ -1,6 +1,6 @@
 # make demo    trains a small GPT on two processes (or on every GPU)
 # make test    the test suite             make lint    ruff
-# make test-all  the same, with all 200 of the random modules, compiled and not
+# make test-all  the same, with tests marked `extensive` and all 200 of the random modules, compiled and not
 # make build   installs and compiles      make clean   removes what was built, and $(VENV)
 # make test-gpu  only what needs GPUs, two for each test and as many tests at a time as there are pairs
 # make sanitize  the C++ runtime's own tests, and random calls of its operators, under ASan and UBSan (minutes)

@@ -54,9 +54,14 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` where there are fewer GPUs than they need (two, if they do not say), and says so."""
+    """Skips tests marked `gpu` where there are fewer GPUs than they need (two, if they do not say), and says so.
+
+    So with those marked `extensive`, unless all are wanted.
+    """
     found = torch.cuda.device_count()
     for item in items:
+        if item.get_closest_marker("extensive") is not None and "TEST_ALL" not in os.environ:
+            item.add_marker(pytest.mark.skip(reason="runs with TEST_ALL=1 (make test-all)"))
         if (marker := item.get_closest_marker("gpu")) is None:
             continue
         needed = marker.args[0] if marker.args else 2

@@ -242,6 +242,7 @@ def test_compare_measures_every_system_that_runs_without_gpus(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.extensive
 def test_a_system_that_fails_or_stands_still_leaves_the_others_alone(tmp_path: Path) -> None:
     code, results, printed = run_compare(
         tmp_path / "a", "--systems", "deepcompile@no_such_option=1,ddp", "--cases", "16x1x1"

@@ -102,7 +102,7 @@ def test_what_is_written_between_steps_is_not_lost(
         assert record.extra == verdict
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("inside", [pytest.param(False, marks=pytest.mark.extensive), True])
 def test_one_rank_may_write_alone(inside: bool) -> None:
     """What the ranks gathered before is out of date on all of them, also between the micro-batches of a step."""
     for accumulate, kinds in ((1, [{}]), (3, [{"stage": 1}, {"stage": 2}])):

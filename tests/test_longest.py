@@ -77,6 +77,7 @@ def test_a_command_line_says_what_it_misses(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.slow
+@pytest.mark.extensive
 def test_a_rank_without_memory_ends_a_trial_alone(tmp_path: Path) -> None:
     """The others wait inside of a collective: all are started again, and go on with the next length."""
     script = tmp_path / "fake.py"

@@ -347,6 +347,7 @@ def _many_steps(steps: int) -> tuple[list[float], list[int], int]:
 
 
 @pytest.mark.slow
+@pytest.mark.extensive
 def test_many_steps_need_no_more_memory_and_two_runs_are_equal() -> None:
     first, second = (run_ranks(_many_steps, WORLD, steps) for steps in (600, 100))
     for (losses, memory, graphs), (again, _, _) in zip(first, second, strict=True):
