@@ -191,11 +191,11 @@ class Agreement:
                     return self._store.get(f"{key}/{other}").decode()
                 failed, gone_on = self._store.check([failure_key(self._prefix)]), self._has_gone_on(key, other)
             except (RuntimeError, dist.DistError) as error:
-                raise self._left(other, text) from error
+                raise self._left(other, text, "has ended") from error
             if gone_on:
                 raise self._mismatch(text, next(iter(place.next), "something else"), other)
             if failed or left <= _ASK_SECONDS:
-                raise self._left(other, text)
+                raise self._left(other, text, "has failed" if failed else f"did not do so within {self._timeout}")
 
     def _appears(self, key: str, seconds: float) -> bool:
         """As the store's own `wait`, which has the socket print a warning each time that it gives up."""
@@ -207,11 +207,11 @@ class Agreement:
             pause = min(2 * pause, 0.02)
         return True
 
-    def _left(self, other: int, text: str) -> TimeoutError:
+    def _left(self, other: int, text: str, what: str) -> TimeoutError:
         return TimeoutError(
             f"Rank {self._rank} has come to `{_first(text, self._names)}`, which is new here; rank {other} "
-            f"did not do so within {self._timeout}. Ranks must take the same path through the model: look "
-            "for conditions on the rank or on its data."
+            f"{what}. Ranks must take the same path through the model: look for conditions on the rank or on its data, "
+            "and at the other rank's error first, if there is one."
         )
 
     def _has_gone_on(self, key: str, other: int) -> bool:

@@ -254,8 +254,10 @@ class _OneUncompiled(Mlp):
 
 
 def test_ranks_of_which_one_does_not_compile_hear_of_it() -> None:
-    for text, seconds in run_ranks(_parts, 2, _OneUncompiled):
-        assert "would go on differently" in text and seconds < 60, text
+    results = run_ranks(_parts, 2, _OneUncompiled)
+    assert any("would go on differently" in text for text, _ in results)
+    for text, seconds in results:  # a rank that ends takes the store with it, where others would read its error
+        assert "must take the same path" in text and seconds < 60, text
 
 
 def _integers() -> tuple[list[float], list[int]]:
