@@ -19,6 +19,7 @@ STEPS = 6
 class _Writes(pl.Callback):
     """Shrinks every parameter with each batch from `first` on: after it, or in a hook of the optimizer's step.
 
+    The way ``"permuted"`` turns the rows round instead, which no sum shows.
     Or, the way ``"first rank"``, the shards of that rank alone, with every other batch.
     """
 
@@ -43,6 +44,10 @@ class _Writes(pl.Callback):
                         (parameter.to_local() if isinstance(parameter, DTensor) else parameter).mul_(0.9)
             elif self.way == "data":
                 parameter.data.mul_(0.9)
+            elif self.way == "permuted":  # which leaves every sum as it is
+                values = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).data
+                if values.dim() > 1:
+                    values.copy_(values.flip(-1))
             else:
                 with torch.no_grad():
                     parameter.mul_(0.9)
@@ -87,6 +92,7 @@ def _early(trainer: pl.Trainer) -> Any:
         ("no_grad", 3, False, (True, True)),
         ("data", 0, False, (False, True)),
         ("data", STEPS, False, (True, True)),
+        ("permuted", 0, False, (False, True)),
         ("no_grad", 0, True, (True, False)),
         ("no_grad", 3, True, (True, True)),
         ("data", 0, True, (True, False)),
