@@ -394,6 +394,8 @@ def step_settings(recompile_limit: int, *, falls_back: bool) -> contextlib.Abstr
     return torch._dynamo.config.patch(
         recompile_limit=recompile_limit,
         allow_unspec_int_on_nn_module=True,
+        # Else a parameter that is frozen, or trained again, goes unnoticed (PyTorch 2.11, Python 3.12).
+        skip_tensor_guards_with_matching_dict_tags=False,
         suppress_errors=falls_back,
         fail_on_recompile_limit_hit=not falls_back,
     )

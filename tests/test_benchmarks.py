@@ -301,8 +301,8 @@ def test_deepspeed_trains_as_ddp_does(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_exhausted_time_budget_skips_what_is_left(tmp_path: Path) -> None:
-    code, results, _ = run_compare(tmp_path, "--systems", "ddp", "--cases", "16x1x1,32x1x1", "--time-budget", "1")
-    assert code == 0
+    code, results, printed = run_compare(tmp_path, "--systems", "ddp", "--cases", "16x1x1,32x1x1", "--time-budget", "1")
+    assert code == 0, printed
     assert [r["status"] for r in results["results"]] == ["ok", "skipped"]
     assert "time budget" in results["results"][1]["reason"]
 

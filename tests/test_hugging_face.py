@@ -65,7 +65,7 @@ if torch.__version__ < "2.12":
     GRAPHS |= {"T5": 4, "Whisper": 5}
 if Version(transformers.__version__) < Version("5.23"):
     # Layers dropped at random, also with a probability of 0, and an operator for experts that cannot be traced.
-    GRAPHS |= {"BART": 16, "Whisper": 20, "Mixtral": 50}
+    GRAPHS |= {"BART": 16, "Whisper": 20, "Mixtral": 100}
 
 
 class Batches(Dataset[dict[str, Tensor]]):
