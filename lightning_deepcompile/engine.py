@@ -129,8 +129,9 @@ class Engine:
             timeout=timeout.total_seconds(),
             **host_options(limit, device, group),
         )
-        if config.memory_budget is None and not config.offloads:
-            self.runtime.share_shards()  # else plans count on the memory of what is gathered
+        shares = config.memory_budget is None and not config.offloads  # else plans count on the memory of gathers
+        if shares:
+            self.runtime.share_shards()
         # Garbage is collected at another time on every rank, which must not wait for the others then; at exit it may.
         at_exit = functools.partial(self.runtime.retire, _EXIT_SECONDS)
         atexit.register(at_exit)
@@ -170,6 +171,7 @@ class Engine:
             lookups=exchange_lookups(config, self.model, stage, reduce_dtype, self.host_group),
             guard=compat.held_weakly(relief.guard),
             divider=divider,
+            nothing_moves=shares and mesh.size() == 1,
         )
         self._backend = compat.held_weakly(self.capture.__call__)
         self.residency: Residency | None = None

@@ -122,7 +122,7 @@ frame0.forward [lower -> zero3 -> prefetch]: 5 regions, 3 distinct
 
 
 def test_programs_read_as_they_run(mesh: DeviceMesh) -> None:
-    engine = make_engine(mesh, prefetch_blocks=1)
+    engine = make_engine(mesh, prefetch_blocks=1, memory_budget=1 << 40)  # without one, a rank alone cuts nothing
     one_step(engine, TOKENS, sgd(engine))
     programs = engine.programs()
     assert re.sub(r"\d+ ops", "N ops", programs["frame0.forward"]) == FORWARD
@@ -147,9 +147,19 @@ def test_programs_read_as_they_run(mesh: DeviceMesh) -> None:
     engine.close()
 
 
+def test_nothing_is_cut_where_nothing_moves(mesh: DeviceMesh) -> None:
+    engine = make_engine(mesh)
+    one_step(engine, TOKENS, sgd(engine))
+    assert {name: e.count("compute") for name, e in engine.programs().items()} == {
+        "frame0.forward": 1,
+        "frame0.backward": 1,
+    }
+    engine.close()
+
+
 @pytest.mark.parametrize("ahead", [0, 1, 2, 9])
 def test_launches_stay_within_the_distance(mesh: DeviceMesh, ahead: int) -> None:
-    engine = make_engine(mesh, prefetch_blocks=ahead)
+    engine = make_engine(mesh, prefetch_blocks=ahead, memory_budget=1 << 40)
     one_step(engine, TOKENS, sgd(engine))
     for text in engine.programs().values():
         alive, most, waited = set(), 0, set()

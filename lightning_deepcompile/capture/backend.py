@@ -98,6 +98,8 @@ class Capture:
         lookups: Which embeddings are looked up by exchange; None: none.
         guard: What planned programs call for a region; see `Executable`.
         divider: Told where programs compute; see `Executable`.
+        nothing_moves: Whether parameters are read where they are, and gradients stay where they are written, if they
+            are whole: graphs without equal blocks are not cut then.
 
     Attributes:
         executables: One per program, in order of compilation.
@@ -120,6 +122,7 @@ class Capture:
     lookups: LookupExchange | None = None
     guard: Guard | None = None
     divider: Divider | None = None
+    nothing_moves: bool = False
     executables: list[Executable] = field(default_factory=list)
     saved_parameters: int = 0
     causal_masks: int = 0
@@ -329,6 +332,7 @@ class Capture:
                 params=self.params,
                 compile_region=self.regions,
                 progress=self.progress,
+                cuts=self._cuts(frame),
             )
             history = (*base.history, UNCHECKPOINTED) if self.uncheckpointed else base.history
             base = replace(base, frame=frame.index, history=history)
@@ -346,6 +350,10 @@ class Capture:
         self.executables.append(executable)
         frame.executables.append(executable)
         return executable
+
+    def _cuts(self, frame: _Frame) -> bool:
+        """Whether the graphs of `frame` are cut: for what moves between regions, or to compile equal blocks once."""
+        return not self.nothing_moves or bool(frame.blocks) or not all(self.model.by_id[i].is_whole for i in frame.ids)
 
     def _opens(self, frame: _Frame) -> None:
         self._opening = self._opening or frame

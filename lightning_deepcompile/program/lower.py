@@ -88,6 +88,7 @@ def lower(
     params: dict[int, ParamInfo],
     compile_region: Callable[[ExtractedRegion, ProgramKind], compat.BoxedCallable],
     progress: Callable[[str], None] | None = None,
+    cuts: bool = True,
 ) -> Program:
     """Lowers `gm` to a program in its functional form: regions between ``dc.gather`` and ``dc.reduce``.
 
@@ -99,6 +100,7 @@ def lower(
         params: Parameters by id.
         compile_region: Compiles a region, usually a `RegionCompiler`.
         progress: Told which region is being compiled.
+        cuts: Whether the graph is cut between blocks. If not, it is one region, which the compiler sees whole.
 
     Returns:
         The program. It is correct as it stands (each gather and reduction blocks); passes schedule it.
@@ -107,7 +109,9 @@ def lower(
     normalize(graph)
     symbols = symbol_sources(graph)
     named = {info.name: info for info in params.values()}
-    regions = cut_regions(graph, lambda key: (named[key] if isinstance(key, str) else params[key]).block)
+    regions = cut_regions(
+        graph, lambda key: (named[key] if isinstance(key, str) else params[key]).block if cuts else ""
+    )
     for region in regions:
         add_symbol_inputs(region, symbols)
     compiled = []
