@@ -13,18 +13,18 @@ from lightning_deepcompile._autoload import install as _install
 
 if TYPE_CHECKING:
     from lightning_deepcompile.config import CompileConfig
-    from lightning_deepcompile.precision import DeepCompilePrecision
     from lightning_deepcompile.runtime import dc
-    from lightning_deepcompile.strategy import DeepCompileStrategy
     from lightning_deepcompile.summary import Summary
+    from lightning_deepcompile.trainer.precision import DeepCompilePrecision
+    from lightning_deepcompile.trainer.strategy import DeepCompileStrategy
 
 __version__ = "0.1.0"
 __all__ = ["CompileConfig", "DeepCompilePrecision", "DeepCompileStrategy", "Summary", "__version__", "dc"]
 
 _HOMES = {
     "CompileConfig": "lightning_deepcompile.config",
-    "DeepCompilePrecision": "lightning_deepcompile.precision",
-    "DeepCompileStrategy": "lightning_deepcompile.strategy",
+    "DeepCompilePrecision": "lightning_deepcompile.trainer.precision",
+    "DeepCompileStrategy": "lightning_deepcompile.trainer.strategy",
     "Summary": "lightning_deepcompile.summary",
     "dc": "lightning_deepcompile.runtime",
 }

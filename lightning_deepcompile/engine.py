@@ -22,42 +22,42 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.capture.access import uninstall_access
 from lightning_deepcompile.capture.backend import Capture
-from lightning_deepcompile.capture.checks import check_module, check_same_model
 from lightning_deepcompile.capture.fallback import BROKEN_TEXT, Fallbacks, why_not
-from lightning_deepcompile.capture.gradients import GradientSession
 from lightning_deepcompile.capture.graph_checks import explain
 from lightning_deepcompile.capture.lookups import exchange_lookups
-from lightning_deepcompile.capture.mentions import Mentions, mentions_of
-from lightning_deepcompile.capture.ranks import Ranks
-from lightning_deepcompile.capture.sharding import shard_module
-from lightning_deepcompile.capture.successors import Successors
 from lightning_deepcompile.capture.sync_batchnorm import trace_sync_batchnorm
-from lightning_deepcompile.capture.uncompiled import Uncompiled
-from lightning_deepcompile.clipping import Clipping
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.failures import Failures
-from lightning_deepcompile.head_start import HeadStart
 from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.offload.host_memory import host_limit, host_options
 from lightning_deepcompile.offload.parameters import decide_hosted
 from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.offload.trade import StateTrade
-from lightning_deepcompile.opening import StepOpening
-from lightning_deepcompile.optimizers import LocalShards, check_optimizer, take_over
-from lightning_deepcompile.paths import Agreement
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.printer import format_program
-from lightning_deepcompile.relief import Relief
+from lightning_deepcompile.ranks.failures import Failures
+from lightning_deepcompile.ranks.order import Agreement
+from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.runtime import load_extension
 from lightning_deepcompile.runtime.multiprocessors import PAIR, Multiprocessors
-from lightning_deepcompile.shortage_watch import ShortageWatch
+from lightning_deepcompile.sharding.access import uninstall_access
+from lightning_deepcompile.sharding.checks import check_module, check_same_model
+from lightning_deepcompile.sharding.gradients import GradientSession
+from lightning_deepcompile.sharding.mentions import Mentions, mentions_of
+from lightning_deepcompile.sharding.shards import shard_module
+from lightning_deepcompile.sharding.successors import Successors
+from lightning_deepcompile.sharding.uncompiled import Uncompiled
+from lightning_deepcompile.step.clipping import Clipping
+from lightning_deepcompile.step.head_start import HeadStart
+from lightning_deepcompile.step.opening import StepOpening
+from lightning_deepcompile.step.optimizers import LocalShards, check_optimizer, take_over
 from lightning_deepcompile.summary import Summary
-from lightning_deepcompile.tuner import Tuner
+from lightning_deepcompile.tuning.relief import Relief
+from lightning_deepcompile.tuning.shortage_watch import ShortageWatch
+from lightning_deepcompile.tuning.tuner import Tuner
 
 __all__ = ["Engine"]
 

@@ -45,7 +45,7 @@ def register_strategies(registry: Registry) -> None:
 def _make_strategy(**init_params: Any) -> Any:
     # Imported when the strategy is asked for: registering happens while Lightning itself is being imported.
     try:
-        from lightning_deepcompile.strategy import DeepCompileStrategy
+        from lightning_deepcompile import DeepCompileStrategy
     except ModuleNotFoundError as error:
         if error.name != "lightning":
             raise

@@ -33,7 +33,12 @@ __all__ = ["GPUS", "RankError", "join", "run_ranks"]
 GPUS = max(1, min(2, torch.cuda.device_count()))
 """Ranks of tests that two GPUs suit best and that one GPU can run, too: those marked ``gpu(1)``."""
 
-_IMPORTED = ["torch._inductor.compile_fx", "lightning_deepcompile.strategy", "transformers.modeling_utils", "cases"]
+_IMPORTED = [
+    "torch._inductor.compile_fx",
+    "lightning_deepcompile.trainer.strategy",
+    "transformers.modeling_utils",
+    "cases",
+]
 
 
 class RankError(AssertionError):

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.capture.access import uninstall_access
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.sharding.access import uninstall_access
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))

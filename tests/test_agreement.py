@@ -14,7 +14,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lightning_deepcompile.paths import Agreement, ProgramMismatchError
+from lightning_deepcompile.ranks.order import Agreement, ProgramMismatchError
 
 
 @dataclass
@@ -166,7 +166,7 @@ threads = []
 atexit.register(lambda: print(*(thread.is_alive() for thread in threads)))  # registered first, called last
 import datetime
 import torch.distributed as dist
-from lightning_deepcompile.paths import Agreement
+from lightning_deepcompile.ranks.order import Agreement
 agreement = Agreement(dist.HashStore(), 0, 2, datetime.timedelta(seconds=5), "x")
 agreement.begin("training_step")
 threads.append(agreement._lookout)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_deepcompile import CompileConfig, DeepCompilePrecision, DeepCompileStrategy
-from lightning_deepcompile.capture.activation_checkpointing import checkpoint_activations
+from lightning_deepcompile.trainer.activation_checkpointing import checkpoint_activations
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_trainer_resolves_the_name_without_an_import_of_the_package(metadata: Pa
         "assert {m for m in sys.modules if m.startswith('lightning_d')} == "
         "{'lightning_deepcompile', 'lightning_deepcompile._autoload'}\n"
         "from lightning.pytorch import Trainer\n"
-        "assert 'lightning_deepcompile.strategy' not in sys.modules\n"
+        "assert 'lightning_deepcompile.trainer.strategy' not in sys.modules\n"
         f"for name in {NAMES}:\n"
         "    trainer = Trainer(strategy=name, accelerator='cpu', devices=1, logger=False)\n"
         "    assert type(trainer.strategy).__name__ == 'DeepCompileStrategy', trainer.strategy\n"

@@ -18,8 +18,8 @@ from multiprocess import RankError, run_ranks
 from torch import Tensor, nn
 
 from lightning_deepcompile import CompileConfig, DeepCompilePrecision, DeepCompileStrategy
-from lightning_deepcompile.capture.checks import check_module
 from lightning_deepcompile.plan.settings import PlanSettings
+from lightning_deepcompile.sharding.checks import check_module
 
 
 def test_missing_extension_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:

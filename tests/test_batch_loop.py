@@ -15,7 +15,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from multiprocess import run_ranks
 
-from lightning_deepcompile.batch_loop import let_host_run_ahead
+from lightning_deepcompile.trainer.batch_loop import let_host_run_ahead
 
 
 def test_lightning_asks_and_stops_where_we_expect_it() -> None:

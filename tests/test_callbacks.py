@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
-from lightning_deepcompile.compile_progress import CompileProgress
+from lightning_deepcompile.trainer.progress import CompileProgress
 
 WORLD, ROWS = 2, 2
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from lightning_deepcompile import compat, compat_training
+from lightning_deepcompile import compat
 
 aten = torch.ops.aten
 
@@ -340,8 +340,8 @@ def test_a_step_without_hooks_steps_and_calls_none(kind: type[torch.optim.Optimi
     optimizer, calls = kind([parameter], lr=0.5), []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("second"))
-    compat_training.run_first_after_step(optimizer, lambda *_: calls.append("first"))
-    with compat_training.unhooked_step(optimizer) as step:
+    compat.run_first_after_step(optimizer, lambda *_: calls.append("first"))
+    with compat.unhooked_step(optimizer) as step:
         step(optimizer)
     assert calls == [] and bool((parameter < 1).all())
     optimizer.step()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_deepcompile.deferred_log import DeferredLog
+from lightning_deepcompile.user_code.log import DeferredLog
 
 
 class Recorded(nn.Module):

@@ -17,7 +17,7 @@ from test_simulate import SIZE, compute, profile, reduce, reduce_late, schedule
 from torch.distributed.device_mesh import DeviceMesh
 from tracing import capture
 
-from lightning_deepcompile import CompileConfig, DeepCompileStrategy, measuring, tuner
+from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.plan.admit import admitted
 from lightning_deepcompile.plan.context import PlanContext
@@ -37,6 +37,7 @@ from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import collective_sequence
 from lightning_deepcompile.program.rewrite import read_schedule, reschedule
 from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Schedule, ScheduleError, check_schedule
+from lightning_deepcompile.tuning import measuring, tuner
 
 # Decisions ------------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_deepcompile.capture.layout import ALIGNMENT, ParamSpec, assign_blocks, plan_chunks
+from lightning_deepcompile.sharding.layout import ALIGNMENT, ParamSpec, assign_blocks, plan_chunks
 
 
 @st.composite

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
-from lightning_deepcompile.capture.materialize import Materializer, has_meta_tensors
+from lightning_deepcompile.sharding.materialize import Materializer, has_meta_tensors
 
 
 class Block(nn.Module):

@@ -38,7 +38,7 @@ from lightning_deepcompile.program.lower import RegionCompiler
 from lightning_deepcompile.program.program import ProgramKind
 from lightning_deepcompile.program.repeatable import is_repeatable
 from lightning_deepcompile.program.schedule import Schedule
-from lightning_deepcompile.shortage_watch import ShortageWatch
+from lightning_deepcompile.tuning.shortage_watch import ShortageWatch
 
 STEPS = 36
 FAILS = 12  # in which step a rank is short: the plan was made at step 5, and measured by step 8
@@ -240,9 +240,9 @@ def _train_with_shortages(folder: str) -> dict[str, Any]:
         messages: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: messages.append(record.getMessage())  # noqa: B023
-        logging.getLogger("lightning_deepcompile.tuner").addHandler(handler)
+        logging.getLogger("lightning_deepcompile.tuning.tuner").addHandler(handler)
         losses, peaks, away = _losses(engine, Shortages(kind, calls) if rank == 1 else None)
-        logging.getLogger("lightning_deepcompile.tuner").removeHandler(handler)
+        logging.getLogger("lightning_deepcompile.tuning.tuner").removeHandler(handler)
         dist.barrier()
         results[case] = {
             "equal": losses == expected,

@@ -31,7 +31,7 @@ from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.plan.plan_file import PLAN_VERSION
 from lightning_deepcompile.plan.simulate import arena_bytes
 from lightning_deepcompile.program.rewrite import read_schedule
-from lightning_deepcompile.tuner import Tuner
+from lightning_deepcompile.tuning.tuner import Tuner
 
 PLANNED = ["zero3", "prefetch", "fuse", "unshard", "keep_whole", "proactive_prefetch"]
 EARLY = [{"step": 0, "passes": ["zero3", "prefetch"]}, {"step": 3, "passes": PLANNED}]
@@ -50,7 +50,7 @@ def test_a_round_profiles_plans_swaps_and_measures(mesh: Any, caplog: pytest.Log
     engine, optimizer = make_planner(mesh)
     plain = make_engine(mesh)
     plain_optimizer = sgd(plain)
-    with caplog.at_level(logging.INFO, "lightning_deepcompile.tuner"):
+    with caplog.at_level(logging.INFO, "lightning_deepcompile.tuning.tuner"):
         for step in range(ROUND + 1):
             assert one_step(engine, TOKENS, optimizer) == one_step(plain, TOKENS, plain_optimizer), f"step {step}"
     (done,) = engine.report()

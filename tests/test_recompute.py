@@ -26,7 +26,7 @@ from lightning_deepcompile.plan.prediction import Prediction
 from lightning_deepcompile.plan.recompute import Checkpoint, choose_recompute
 from lightning_deepcompile.plan.state_trade import Planned
 from lightning_deepcompile.program.schedule import Instruction, Schedule
-from lightning_deepcompile.tuner import Tuner
+from lightning_deepcompile.tuning.tuner import Tuner
 
 LINK = Link(0.0, 10.0)
 FORWARD = Schedule(

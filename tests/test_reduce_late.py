@@ -23,7 +23,7 @@ from test_simulate import SIZE, compute, profile, reduce, schedule
 from torch.distributed.device_mesh import DeviceMesh
 from tracing import Simulator
 
-from lightning_deepcompile import CompileConfig, DeepCompileStrategy, measuring, tuner
+from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Contention, Link, Profile
@@ -38,6 +38,7 @@ from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import collective_sequence
 from lightning_deepcompile.program.rewrite import read_schedule, reschedule
 from lightning_deepcompile.program.schedule import Instruction
+from lightning_deepcompile.tuning import measuring, tuner
 
 LIMIT = timedelta(seconds=60)  # a collective that takes longer is named by the watchdog
 ACCUMULATE, STEPS = 3, 11  # a round of planning, that profiles step 3, and two steps more

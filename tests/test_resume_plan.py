@@ -11,7 +11,7 @@ from cases import Mlp, Tokens
 from torch.utils.data import DataLoader
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
-from lightning_deepcompile.tuner import Tuner
+from lightning_deepcompile.tuning.tuner import Tuner
 
 SAVED = 7  # steps before the checkpoint: a schedule that counted them would be over when training resumes
 ROUND = 10  # steps until a round that profiles step 3 is over

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_deepcompile.plan.leaner import Shortage
 from lightning_deepcompile.profile.build import limit_memory
-from lightning_deepcompile.tuner import Tuner
+from lightning_deepcompile.tuning.tuner import Tuner
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from transformers.optimization import Adafactor
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
-from lightning_deepcompile.capture.graph_checks import UnsupportedStepError
+from lightning_deepcompile.sharding.errors import UnsupportedStepError
 
 ROWS, STEPS = 12, 4
 

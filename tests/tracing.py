@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.capture.access import StepState, install_access
 from lightning_deepcompile.capture.inlining import computed_with
-from lightning_deepcompile.capture.layout import assign_blocks
 from lightning_deepcompile.capture.partition import partition
-from lightning_deepcompile.capture.sharding import collect_parameters
 from lightning_deepcompile.program.lower import RegionCompiler, lower
 from lightning_deepcompile.program.program import ParamInfo, Program, ProgramKind
 from lightning_deepcompile.program.saved import mark_saved, number_saved
 from lightning_deepcompile.runtime import load_extension
+from lightning_deepcompile.sharding.access import StepState, install_access
+from lightning_deepcompile.sharding.layout import assign_blocks
+from lightning_deepcompile.sharding.shards import collect_parameters
 
 __all__ = ["Captured", "Simulator", "capture"]
 

@@ -20,7 +20,6 @@ from torch import fx
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.causal_mask import recognize_causal_masks
-from lightning_deepcompile.capture.gradients import GradientSession
 from lightning_deepcompile.capture.graph_checks import check_graph, check_losses_are_apart
 from lightning_deepcompile.capture.inlining import computed_with, inline_blocks
 from lightning_deepcompile.capture.lookups import LookupExchange
@@ -30,10 +29,8 @@ from lightning_deepcompile.capture.partition import (
     partition,
     show_to_compiler,
 )
-from lightning_deepcompile.capture.sharding import ShardedModel
 from lightning_deepcompile.capture.templates import Instance, call_repeats, tracing_blocks
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.paths import Agreement
 from lightning_deepcompile.plan.copy_placement import fit_copies, offload_saved
 from lightning_deepcompile.plan.pass_manager import DEFAULT_PASSES, Pass, apply_passes
 from lightning_deepcompile.plan.recompute import Checkpoint
@@ -46,6 +43,9 @@ from lightning_deepcompile.program.program import ParamInfo, Program, ProgramKin
 from lightning_deepcompile.program.rewrite import Gathers, read_schedule, reschedule
 from lightning_deepcompile.program.saved import mark_saved, number_saved
 from lightning_deepcompile.program.schedule import Schedule
+from lightning_deepcompile.ranks.order import Agreement
+from lightning_deepcompile.sharding.gradients import GradientSession
+from lightning_deepcompile.sharding.shards import ShardedModel
 
 __all__ = ["Capture"]
 
@@ -270,7 +270,7 @@ class Capture:
     def _enter(self, program: Program) -> None:
         if self._prepare is not None:
             self._prepare()
-        self.agreement.check(program)
+        self.agreement.check(program.signature)
 
     @property
     def program_seconds(self) -> float:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Literal
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.capture.graph_checks import UncompilableError, UnsupportedStepError
-from lightning_deepcompile.capture.mentions import Mentions
+from lightning_deepcompile.capture.graph_checks import UncompilableError
+from lightning_deepcompile.sharding.errors import UnsupportedStepError
+from lightning_deepcompile.sharding.mentions import Mentions
 
 __all__ = ["BROKEN_TEXT", "Fallbacks", "why_not"]
 

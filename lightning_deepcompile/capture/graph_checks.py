@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from lightning_deepcompile import compat
@@ -18,15 +17,12 @@ from lightning_deepcompile.capture.dynamo_graph import (
     gathered_id,
     name_of,
 )
+from lightning_deepcompile.sharding.errors import UnsupportedStepError
 
-__all__ = ["UncompilableError", "UnsupportedStepError", "check_graph", "explain"]
+__all__ = ["UncompilableError", "check_graph", "check_losses_are_apart", "explain"]
 
 # Methods that end in an underscore, and write to no memory.
 _HARMLESS = frozenset({"requires_grad_", "and_", "or_"})
-
-
-class UnsupportedStepError(RuntimeError):
-    """A step does with its parameters what cannot be done with shards."""
 
 
 class UncompilableError(RuntimeError):
@@ -52,7 +48,7 @@ def check_graph(
         UnsupportedStepError: For a parameter that would not be trained.
     """
     for value in example_inputs:
-        stray = isinstance(value, nn.Parameter) and not isinstance(value, DTensor | FakeTensor)
+        stray = isinstance(value, nn.Parameter) and not isinstance(value, DTensor | compat.FakeTensor)
         if stray and value.requires_grad and not any(value is known for known in replicated):
             raise UnsupportedStepError(
                 f"The step reads a parameter of shape {tuple(value.shape)} that no module of the LightningModule "

@@ -19,10 +19,11 @@ from torch import fx
 from torch.nn import functional as F
 
 from lightning_deepcompile.capture.dynamo_graph import calls_gather, gathered_id
-from lightning_deepcompile.capture.ranks import Ranks
-from lightning_deepcompile.capture.sharding import ShardedModel, ShardedParameter
 from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.runtime.lookups import lookup_ops
+from lightning_deepcompile.sharding.parameter import ShardedParameter
+from lightning_deepcompile.sharding.shards import ShardedModel
 
 __all__ = ["LookupExchange", "exchange_lookups"]
 

@@ -123,10 +123,10 @@ def _of_parameters_alone(graph: fx.Graph) -> set[fx.Node]:
 
 def _must_run_once(node: fx.Node) -> bool:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, compat.OpOverload):
         return target is not operator.getitem
-    name = target._schema.name.partition("::")[2]
-    return name in _PRODUCTS or torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable
+    name = compat.schema_of(target).name.partition("::")[2]
+    return name in _PRODUCTS or torch.Tag.nondeterministic_seeded in target.tags or compat.schema_of(target).is_mutable
 
 
 def partition(
@@ -173,9 +173,9 @@ def hide_from_passes(gm: fx.GraphModule) -> None:
 
 def _viewed(node: fx.Node) -> fx.Node:
     """What `node` is a view of, of views of views; itself if it is none."""
-    while isinstance(node.target, torch._ops.OpOverload):
-        returns = node.target._schema.returns
-        if node.target._schema.is_mutable or not returns or returns[0].alias_info is None:
+    while isinstance(node.target, compat.OpOverload):
+        returns = compat.schema_of(node.target).returns
+        if compat.schema_of(node.target).is_mutable or not returns or returns[0].alias_info is None:
             break
         node = node.args[0]
     return node
@@ -205,7 +205,7 @@ def _prepare_uncheckpointed(gm: fx.GraphModule) -> None:
 class _Hidden:
     """Stands for an operator that a pass shall not recognise."""
 
-    def __init__(self, operator_: torch._ops.OpOverload) -> None:
+    def __init__(self, operator_: compat.OpOverload) -> None:
         self.operator, self.overloadpacket = operator_, operator_.overloadpacket  # what the partitioner knows it by
         self.__name__ = operator_.__name__
         self.__module__ = operator_.__module__
@@ -227,7 +227,7 @@ def _hide_randomness(gm: fx.GraphModule) -> None:
     Computed again in backward (activation checkpointing), it would first save the state of the random generator and set
     it back: host time, and a state for each layer, for nothing.
     """
-    certain: dict[torch._ops.OpOverload, _Certain] = {}
+    certain: dict[compat.OpOverload, _Certain] = {}
     for node in gm.graph.nodes:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not is_random(node):
             node.target = certain.setdefault(node.target, _Certain(node.target))

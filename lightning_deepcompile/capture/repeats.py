@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses import FakeTensor
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.dynamo_graph import CONSTANTS, calls_gather, gathered_id
@@ -133,16 +132,16 @@ def _modes(graph: fx.Graph) -> dict[fx.Node, _Modes] | None:
     modes, autocast, gradients = {}, 0, None
     for node in graph.nodes:
         modes[node] = _Modes(autocast, gradients)
-        known = node.meta.get("example_value") is not None or isinstance(node.target, torch._ops.OpOverload)
+        known = node.meta.get("example_value") is not None or isinstance(node.target, compat.OpOverload)
         if node.op != "call_function" or known:
             continue
-        if node.target is torch.amp.autocast_mode._enter_autocast:
+        if node.target is compat.ENTER_AUTOCAST:
             autocast += 1
-        elif node.target is torch.amp.autocast_mode._exit_autocast:
+        elif node.target is compat.EXIT_AUTOCAST:
             autocast -= 1
-        elif node.target is torch._C._set_grad_enabled:
+        elif node.target is compat.SET_GRADIENTS:
             gradients = None if node.args == (True,) else False
-        elif node.target is not torch._C._log_api_usage_once:
+        elif node.target is not compat.LOG_USE:
             return None
     return modes
 
@@ -287,7 +286,7 @@ def _plain(gm: fx.GraphModule, value: Any, names: dict[fx.Node, Any], ids: dict[
 def _value(node: fx.Node) -> object:
     """What is known of a tensor that enters or leaves a block."""
     value = node.meta.get("example_value")
-    if type(value) is not FakeTensor:
+    if type(value) is not compat.FakeTensor:
         raise _Unequal
     sizes = (*value.shape, *value.stride(), value.storage_offset())
     if value.layout is not torch.strided or not all(type(size) is int for size in sizes):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_deepcompile import compat
 from lightning_deepcompile.runtime.statistics import gather_statistics
 
 __all__ = ["TracedSyncBatchNorm", "trace_sync_batchnorm"]
@@ -27,7 +27,7 @@ class TracedSyncBatchNorm(nn.SyncBatchNorm):
         self._check_non_zero_input_channels(input)
         group, ranks = self.__dict__[_GROUP]
         if not self.training or ranks == 1:
-            return _BatchNorm.forward(self, input)
+            return compat.BatchNorm.forward(self, input)
         values = input if input.dtype is torch.float64 else input.float()
         others = [dim for dim in range(input.dim()) if dim != 1]
         per_channel = [1, -1, *[1] * (input.dim() - 2)]

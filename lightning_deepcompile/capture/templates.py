@@ -241,9 +241,9 @@ def _check(node: fx.Node) -> None:
     """Raises for an operator whose every call counts."""
     if node.op != "call_function" or node.target is operator.getitem:
         return
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, compat.OpOverload):
         raise UnsuitableBlockError(f"it calls {node.target}")
-    if node.target._schema.is_mutable:
+    if compat.schema_of(node.target).is_mutable:
         raise UnsuitableBlockError(f"it writes to memory ({node.target})")
     if is_random(node):
         raise UnsuitableBlockError(f"it draws random numbers ({node.target})")

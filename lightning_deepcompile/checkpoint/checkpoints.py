@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_deepcompile.capture.sharding import ShardedModel
 from lightning_deepcompile.checkpoint.background import BackgroundSaves
 from lightning_deepcompile.checkpoint.file import FileCheckpointIO, explain_weights_only
 from lightning_deepcompile.checkpoint.location import META, find_kind, remove, resolve
@@ -33,12 +33,10 @@ from lightning_deepcompile.checkpoint.optimizer_state import (
     sharded_optimizer_state,
 )
 from lightning_deepcompile.checkpoint.sharded import ShardedCheckpoint, save_sharded
-from lightning_deepcompile.checkpoint.together import raise_together
-from lightning_deepcompile.handover import ShardedModule
-
-if TYPE_CHECKING:
-    from lightning_deepcompile.engine import Engine
-    from lightning_deepcompile.strategy import DeepCompileStrategy
+from lightning_deepcompile.compat.lightning import NoOptimizer, WrappingCheckpointIO
+from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.ranks.exchange import raise_together
+from lightning_deepcompile.sharding.shards import ShardedModel
 
 __all__ = ["Checkpoints", "StateDictType", "with_default"]
 
@@ -46,6 +44,33 @@ StateDictType = Literal["full", "sharded"]
 
 # Under these keys other strategies keep the state of their gradient scaler.
 _PRECISION_KEYS = ("MixedPrecision", "FSDPPrecision")
+
+
+class ShardedStrategy(Protocol):
+    """What checkpoints need of a strategy."""
+
+    checkpoint_io: CheckpointIO
+    optimizers: list[Optimizer]
+    precision_plugin: Precision
+
+    @property
+    def lightning_module(self) -> pl.LightningModule | None:
+        """The user's module."""
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the strategy that was set up."""
+
+    @property
+    def engine_of_module(self) -> Engine | None:
+        """The engine that the module runs with, also before the strategy is set up; None if it is not sharded."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Rank `src`'s object, on all ranks."""
 
 
 class Checkpoints:
@@ -66,7 +91,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        strategy: DeepCompileStrategy,
+        strategy: ShardedStrategy,
         state_dict_type: StateDictType = "full",
         save_distributed_checkpoint: bool | None = None,
         async_save: bool = False,
@@ -94,10 +119,7 @@ class Checkpoints:
         return None if engine is None else engine.model
 
     def _engine(self) -> Engine | None:
-        module, sharded = self._strategy.lightning_module, self._strategy._sharded
-        if sharded is None or sharded.engine.module is not module:  # before `setup`; another Trainer may have been here
-            sharded = None if module is None else ShardedModule.of(module)
-        return None if sharded is None else sharded.engine
+        return self._strategy.engine_of_module
 
     def finish(self) -> None:
         """Waits for what is still being written.
@@ -131,7 +153,7 @@ class Checkpoints:
     def optimizer_state(self, optimizer: Optimizer | LightningOptimizer) -> dict[str, Any]:
         """As `module_state`, for an optimizer."""
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if isinstance(plain, _MockOptimizer):
+        if isinstance(plain, NoOptimizer):
             return plain.state_dict()
         engine = self._strategy.engine
         if self.sharded:
@@ -300,7 +322,7 @@ class Checkpoints:
 
     def _optimizers(self) -> list[Optimizer]:
         """Those with a state: where there are none Lightning has a stand-in, which saves nothing."""
-        return [optimizer for optimizer in self._strategy.optimizers if not isinstance(optimizer, _MockOptimizer)]
+        return [optimizer for optimizer in self._strategy.optimizers if not isinstance(optimizer, NoOptimizer)]
 
     def _whole(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Gathers weights that a callback put in place of the module's: an average of them is sharded, too."""
@@ -322,13 +344,13 @@ def with_default(checkpoint_io: CheckpointIO | None) -> CheckpointIO:
     """`checkpoint_io`, or what is used if the user configured none; also inside a wrapper such as AsyncCheckpointIO."""
     if checkpoint_io is None:
         return FileCheckpointIO()
-    if isinstance(checkpoint_io, _WrappingCheckpointIO):
+    if isinstance(checkpoint_io, WrappingCheckpointIO):
         checkpoint_io.checkpoint_io = FileCheckpointIO()  # ignored if there is one
     return checkpoint_io
 
 
 def _is_plain(checkpoint_io: CheckpointIO) -> bool:
     """Whether checkpoints are plain files, rather than what a plugin of the user makes of them."""
-    while isinstance(checkpoint_io, _WrappingCheckpointIO) and checkpoint_io.checkpoint_io is not None:
+    while isinstance(checkpoint_io, WrappingCheckpointIO) and checkpoint_io.checkpoint_io is not None:
         checkpoint_io = checkpoint_io.checkpoint_io
     return type(checkpoint_io) in (FileCheckpointIO, TorchCheckpointIO)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.capture.ranks import Ranks
-from lightning_deepcompile.capture.sharding import ShardedModel, ShardedParameter
+from lightning_deepcompile.ranks.ranks import Ranks
+from lightning_deepcompile.sharding.parameter import ShardedParameter
+from lightning_deepcompile.sharding.shards import ShardedModel
 
 __all__ = [
     "CURRENT_STATE",
@@ -116,14 +117,12 @@ class _Destination(Tensor):
     parameter: ShardedParameter
     filled: bool
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = compat.NO_TORCH_FUNCTION
 
     @staticmethod
     def of(parameter: ShardedParameter) -> _Destination:
         local = parameter.local
-        destination = Tensor._make_wrapper_subclass(
-            _Destination, parameter.layout.spec.shape, dtype=local.dtype, device=local.device
-        )
+        destination = compat.stand_in(_Destination, parameter.layout.spec.shape, local.dtype, local.device)
         destination.parameter, destination.filled = parameter, False
         return destination
 

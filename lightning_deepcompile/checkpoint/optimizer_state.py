@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.capture.sharding import ShardedModel, ShardedParameter
 from lightning_deepcompile.checkpoint.module_state import gather, plain_name
-from lightning_deepcompile.checkpoint.together import gather_objects
 from lightning_deepcompile.offload.states import StateOffload
+from lightning_deepcompile.ranks.exchange import gather_objects
+from lightning_deepcompile.sharding.parameter import ShardedParameter
+from lightning_deepcompile.sharding.shards import ShardedModel
 
 __all__ = ["full_optimizer_state", "load_optimizer_state", "sharded_optimizer_state"]
 

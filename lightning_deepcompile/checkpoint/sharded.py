@@ -20,18 +20,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsspec.core import url_to_fs
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
-from lightning_deepcompile.capture.ranks import Ranks
 from lightning_deepcompile.checkpoint.background import BackgroundSaves, copy_to_host
 from lightning_deepcompile.checkpoint.file import open_synced
 from lightning_deepcompile.checkpoint.location import META, commit, discard, local_path, remove, staging_path
 from lightning_deepcompile.checkpoint.module_state import CURRENT_STATE
-from lightning_deepcompile.checkpoint.together import raise_together
+from lightning_deepcompile.compat.checkpoint import FsspecReader
+from lightning_deepcompile.ranks.exchange import raise_together
+from lightning_deepcompile.ranks.ranks import Ranks
 
 __all__ = ["ShardedCheckpoint", "save_sharded"]
 

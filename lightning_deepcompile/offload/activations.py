@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_deepcompile.capture.sharding import ShardedModel
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.plan.offload import pinned_bytes
 from lightning_deepcompile.plan.simulate import arena_bytes
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule
+from lightning_deepcompile.sharding.shards import ShardedModel
 
 __all__ = ["ActivationOffload"]
 

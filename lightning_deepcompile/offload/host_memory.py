@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_deepcompile.agreement import exchange
 from lightning_deepcompile.offload.numa import node_of_device
 from lightning_deepcompile.plan.budget import parse_budget
+from lightning_deepcompile.ranks.exchange import exchange
 from lightning_deepcompile.runtime import load_extension
 
 __all__ = ["available_host_memory", "host_limit", "host_options"]

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lightning_deepcompile.agreement import exchange
-from lightning_deepcompile.capture.layout import ChunkLayout
-from lightning_deepcompile.capture.ranks import Ranks
-from lightning_deepcompile.capture.sharding import lay_out
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.plan.budget import parse_budget
 from lightning_deepcompile.plan.host_shards import ShardNeed, choose_shards
 from lightning_deepcompile.plan.offload import check_host
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.program.printer import format_bytes
+from lightning_deepcompile.ranks.exchange import exchange
+from lightning_deepcompile.ranks.ranks import Ranks
+from lightning_deepcompile.sharding.layout import ChunkLayout
+from lightning_deepcompile.sharding.shards import lay_out
 
 __all__ = ["HostedShards", "decide_hosted"]
 

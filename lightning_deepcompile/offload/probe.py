@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_deepcompile import compat_training
+from lightning_deepcompile import compat
 
 __all__ = ["StateSizes", "can_leave", "changed_settings", "probe_states", "settings_of"]
 
@@ -63,7 +63,7 @@ def can_leave(value: Any, parameter: Tensor) -> bool:
 def settings_of(group: Mapping[str, Any]) -> Settings:
     """What a step may read, and must not change differently for each chunk."""
     return {
-        key: (value, value._version if isinstance(value, Tensor) else None)
+        key: (value, compat.version_of(value) if isinstance(value, Tensor) else None)
         for key, value in group.items()
         if key != "params"
     }
@@ -108,7 +108,7 @@ def probe_states(optimizer: Optimizer, device: torch.device) -> StateSizes:
                 small.grad = torch.zeros_like(small)
                 optimizer.param_groups = [{**group, "params": [small]}]
                 try:
-                    with compat_training.unhooked_step(optimizer) as step:
+                    with compat.unhooked_step(optimizer) as step:
                         for _ in range(2):
                             step(optimizer)
                 except Exception as error:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_deepcompile.agreement import exchange
+from lightning_deepcompile.ranks.exchange import exchange
 
 __all__ = ["reserve"]
 

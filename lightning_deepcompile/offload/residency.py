@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_deepcompile.agreement import exchange
-from lightning_deepcompile.capture.sharding import ShardedModel
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.offload.chunks import Parts
 from lightning_deepcompile.offload.probe import probe_states
@@ -37,6 +35,8 @@ from lightning_deepcompile.plan.visits import LEAST_SLOTS
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.printer import format_bytes
+from lightning_deepcompile.ranks.exchange import exchange
+from lightning_deepcompile.sharding.shards import ShardedModel
 
 __all__ = ["Residency"]
 

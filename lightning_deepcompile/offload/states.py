@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_deepcompile import compat, compat_training
+from lightning_deepcompile import compat
 from lightning_deepcompile.offload.chunks import Chunk, GroupChanges, Parts, make_chunks
 from lightning_deepcompile.offload.probe import StateSizes, can_leave
 from lightning_deepcompile.plan.visits import LEAST_SLOTS, round_slots
@@ -132,13 +132,13 @@ class StateOffload:
             home: (-1 - k, tensor)
             for k, tensors in enumerate(fetched)
             for home, version, tensor in zip(self._expected[k], self._versions[k], tensors, strict=True)
-            if home._version == version  # else somebody has written to it since
+            if compat.version_of(home) == version  # else somebody has written to it since
         }
         self._place_chunks(round_slots(self.slots, len(fetched)))
         sizes = [self._home_bytes(chunk) for chunk in self._chunks]
         self._runtime.begin_states(max((size for size in sizes if size <= self._chunk_bytes), default=0))
         self._fetch(0)
-        with compat_training.unhooked_step(optimizer) as step:
+        with compat.unhooked_step(optimizer) as step:
             for _ in self._chunks[1:]:
                 self._enter()
                 step(optimizer, *args, **kwargs)
@@ -180,7 +180,7 @@ class StateOffload:
         """Tells the runtime what the next step begins with, and out of which slots it left: programs can fetch it."""
         left = [(homes, slots) for homes, slots in left if homes] if self.alone else []
         chunks, slots_of = [homes for homes, _ in left], [slots for _, slots in left]
-        self._versions = [[home._version for home in homes] for homes in chunks]
+        self._versions = [[compat.version_of(home) for home in homes] for homes in chunks]
         known = [home for homes in self._expected for home in homes]
         new = [home for homes in chunks for home in homes]
         same = [len(c) for c in chunks] == [len(c) for c in self._expected] and all(map(operator.is_, known, new))

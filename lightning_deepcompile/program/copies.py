@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from lightning_deepcompile import compat
 from lightning_deepcompile.program.graph import output_node
 
 __all__ = ["OFFLOAD", "RELOAD", "WAIT_COPIES", "CopyWriter", "copied_numbers", "strip_copies"]
@@ -86,7 +87,7 @@ class CopyWriter:
         hosts = [self._hosts[n] for n in numbers]
         self.graph.call_function(torch.ops.dc.wait_copies_fused.default, (self.graph_id, hosts))
 
-    def _call(self, target: torch._ops.OpOverload, sources: list[fx.Node]) -> list[fx.Node]:
+    def _call(self, target: compat.OpOverload, sources: list[fx.Node]) -> list[fx.Node]:
         call = self.graph.call_function(target, (self.graph_id, sources))
         elements = []
         for position, source in enumerate(sources):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lightning_deepcompile import compat
 from lightning_deepcompile.runtime.lookups import looked_up, lookup_ops
 from lightning_deepcompile.runtime.ops import gather_op, reduce_op
 
@@ -67,19 +68,19 @@ def is_view(node: fx.Node) -> bool:
 
 @functools.cache
 def _target_is_view(target: Any) -> bool:
-    if target is aten._unsafe_view.default:
+    if target is compat.UNSAFE_VIEW:
         return True
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, compat.OpOverload):
         return False
-    returns = target._schema.returns
+    returns = compat.schema_of(target).returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def is_random(node: fx.Node) -> bool:
     """Whether `node` draws random numbers."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, compat.OpOverload):
         return False
-    schema = node.target._schema
+    schema = compat.schema_of(node.target)
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return schema.name.startswith("prims::inductor_")  # what Inductor replaces random operators by
     arguments = {argument.name: argument.default_value for argument in schema.arguments}

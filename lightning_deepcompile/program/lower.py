@@ -126,7 +126,7 @@ def lower(
 
 
 def _brief(node: fx.Node) -> str:
-    return node.target._schema.name.partition("::")[2].replace("_", " ")
+    return compat.schema_of(node.target).name.partition("::")[2].replace("_", " ")
 
 
 class _Builder:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from lightning_deepcompile import compat
+
 __all__ = ["is_repeatable"]
 
 _PLAIN_PYTHON = ("_operator", "builtins", "math", "torch")
@@ -28,18 +30,18 @@ def _only_computes(node: fx.Node) -> bool:
     if node.op != "call_function":
         return True
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        if target.namespace not in ("aten", "prims") or target._schema.is_mutable:
+    if isinstance(target, compat.OpOverload):
+        if target.namespace not in ("aten", "prims") or compat.schema_of(target).is_mutable:
             return False
         return torch.Tag.nondeterministic_seeded not in target.tags or _without_dropout(node, target)
     return getattr(target, "__module__", "") in _PLAIN_PYTHON
 
 
-def _without_dropout(node: fx.Node, target: torch._ops.OpOverload) -> bool:
+def _without_dropout(node: fx.Node, target: compat.OpOverload) -> bool:
     """Whether an attention operator, which may drop, drops nothing, or drops what its forward pass has drawn."""
-    names = [argument.name for argument in target._schema.arguments]
+    names = [argument.name for argument in compat.schema_of(target).arguments]
     if "dropout_p" not in names:
         return False
-    defaults = {argument.name: argument.default_value for argument in target._schema.arguments}
+    defaults = {argument.name: argument.default_value for argument in compat.schema_of(target).arguments}
     given = defaults | dict(zip(names, node.args, strict=False)) | node.kwargs
     return "philox_seed" in names or given["dropout_p"] == 0

@@ -198,7 +198,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 look_up.register_autograd(_backward, setup_context=_remember)
 
 
-def lookup_ops() -> tuple[torch._ops.OpOverload, ...]:
+def lookup_ops() -> tuple[compat.OpOverload, ...]:
     """The operators of this module, as they stand in graphs."""
     names = torch.ops.lightning_deepcompile
     return names.most_indices.default, names.look_up.default, names.look_up_gradient.default
@@ -227,7 +227,7 @@ def _check(indices: Tensor, rows: int, name: str) -> None:
     fits = ((indices >= 0) & (indices < rows)).all()
     text = f"An index into {name!r} is out of range: it has {rows} rows."
     if indices.is_cuda:
-        torch._assert_async(fits, text)
+        compat.assert_on_device(fits, text)
     elif not fits:
         raise IndexError(f"{text} Seen: {int(indices.min())} to {int(indices.max())}.")
 

@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_deepcompile import compat
 from lightning_deepcompile.compat import mark_effectful
 
 __all__ = ["gather_op", "reduce_op", "register"]
 
 
-def gather_op() -> torch._ops.OpOverload:
+def gather_op() -> compat.OpOverload:
     """The operator ``dc::gather(shard, ds_id, size, dtype)``: a full parameter from its shards."""
     return torch.ops.dc.gather.default
 
 
-def reduce_op() -> torch._ops.OpOverload:
+def reduce_op() -> compat.OpOverload:
     """The operator ``dc::reduce(grad, ds_id, shard_size, dtype)``: this rank's shard of the mean gradient."""
     return torch.ops.dc.reduce.default
 

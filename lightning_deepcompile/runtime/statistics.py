@@ -75,7 +75,7 @@ def _gather_backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None, None, N
 gather_statistics.register_autograd(_gather_backward, setup_context=_remember_group)
 
 
-def statistics_ops() -> tuple[torch._ops.OpOverload, ...]:
+def statistics_ops() -> tuple[compat.OpOverload, ...]:
     """The operators of this module, as they stand in graphs."""
     names = torch.ops.lightning_deepcompile
     return names.gather_statistics.default, names.sum_statistics_gradients.default

@@ -1,0 +1,118 @@
+"""Autograd and tensors: modes, hooks, function transforms, memory, and counts of writes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "NO_TORCH_FUNCTION",
+    "after_backward",
+    "assert_on_device",
+    "is_accumulated",
+    "stand_in",
+    "version_of",
+    "alias",
+    "below_autograd",
+    "has_hooks",
+    "hooks_saved_tensors",
+    "in_function_transform",
+    "outside_transforms",
+    "plain_functions",
+    "storage_of",
+    "storage_uses",
+]
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor of its own: no view, with a count of writes of its own."""
+    with torch.no_grad():
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+            tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The memory of a tensor; None where it has none of its own, as inside of a function transform."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or type(tensor) not in (Tensor, nn.Parameter):
+        return None
+    return tensor.untyped_storage() if tensor.layout is torch.strided else None
+
+
+def storage_uses(tensor: Tensor) -> int:
+    """How many tensors share the memory of `tensor`, itself included; temporary Python objects count, too."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def hooks_saved_tensors() -> bool:
+    """Whether hooks for saved tensors are on: of activation checkpointing, or a user's."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def in_function_transform() -> bool:
+    """Whether the code runs inside of ``torch.func.grad``, ``vmap`` or the like."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Inside, tensors are not those of ``torch.func.grad``, ``vmap`` or the like, though their code runs."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack() if in_function_transform() else contextlib.nullcontext()
+
+
+def below_autograd() -> contextlib.AbstractContextManager[Any]:
+    """Inside, operators run without autograd, and without the Python that derivatives of custom ones are written in.
+
+    ``torch.no_grad()`` runs that nevertheless: some 70 us for each call.
+    """
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def plain_functions() -> contextlib.AbstractContextManager[None]:
+    """Inside, functions treat subclasses of tensors as if they had no ``__torch_function__``."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def is_accumulated(leaf: Tensor) -> bool:
+    """Whether the backward pass under way adds to the gradient of `leaf`, if its nodes give it one.
+
+    Args:
+        leaf: A leaf that needs gradients.
+    """
+    with torch.enable_grad():
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+    return torch._C._will_engine_execute_node(node)
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Has `call` called when the backward pass under way has set all gradients."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether somebody has registered a hook for the gradient of a tensor."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often PyTorch has seen writes to the memory of `tensor`."""
+    return tensor._version
+
+
+def stand_in(kind: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of a subclass with a ``__torch_dispatch__`` that looks like one of that shape, and has no memory."""
+    return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
+
+
+def assert_on_device(fits: Tensor, text: str) -> None:
+    """Ends the program with `text` unless the 0-dim `fits` is true; the host does not wait for it."""
+    torch._assert_async(fits, text)
+
+
+NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
+"""What a subclass's ``__torch_function__`` is if functions treat it as they treat tensors."""

@@ -1,0 +1,65 @@
+"""torch.distributed: names that changed, the rendezvous store, local tensors of DTensors."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "all_gather_into",
+    "all_to_all_into",
+    "process_group",
+    "reduce_scatter_mean_into",
+    "local_of",
+    "store",
+    "with_local",
+]
+
+
+def with_local(tensor: DTensor, local: Tensor) -> DTensor:
+    """A DTensor like `tensor` with another local tensor, which may be on another device than the mesh.
+
+    ``DTensor.from_local`` would copy it to the mesh's device.
+    """
+    return DTensor(local, tensor._spec, requires_grad=False)
+
+
+def local_of(tensor: DTensor) -> Tensor:
+    """The local tensor of a DTensor itself, of which ``to_local`` makes another one."""
+    return tensor._local_tensor
+
+
+def store() -> dist.Store:
+    """The key-value store that the ranks of the default process group met at."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The process group of that name (``group.group_name``), as the tracer's graphs hold it."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
+
+
+def all_gather_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Gathers `tensor` of every rank, one behind the other, into `output`; a collective of `group`.
+
+    torch 2.13 has another name for ``all_gather_into_tensor``, and warns of that one.
+    """
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, tensor, group=group)
+
+
+def all_to_all_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Sends the n-th of `tensor`'s equal parts to rank n, whose part for this rank comes to the same place."""
+    dist.all_to_all_single(output, tensor, group=group)
+
+
+def reduce_scatter_mean_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """This rank's part of the mean of every rank's `tensor`; a collective of `group`. Gloo knows no means."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    mean = tensor.is_cuda
+    scatter(output, tensor, op=dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM, group=group)
+    if not mean:
+        output.div_(group.size())

@@ -1,0 +1,186 @@
+"""Dynamo: what it compiles, what it leaves alone, what it says of that, and the graphs that it makes."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import re
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+
+__all__ = [
+    "ENTER_AUTOCAST",
+    "EXIT_AUTOCAST",
+    "LOG_USE",
+    "SET_GRADIENTS",
+    "INNER_CALL",
+    "compile_failures",
+    "held_weakly",
+    "is_checkpoint",
+    "never_a_frame",
+    "never_code",
+    "never_frames",
+    "root_cause",
+    "step_settings",
+    "with_own_code",
+]
+
+T = TypeVar("T")
+
+INNER_CALL = "_compiled_call_impl"
+"""A module's attribute: what a call of the module runs if it is not None, and what Dynamo does not look at."""
+
+
+def step_settings(recompile_limit: int, *, falls_back: bool) -> contextlib.AbstractContextManager[None]:
+    """Dynamo's settings around a compiled step; to be made once, and entered for every step.
+
+    Integers on modules (``self.global_step``) become inputs instead of guards. A function that cannot be compiled, or
+    that was compiled too often, runs as it is: see `compile_failures`. Backward graphs are compiled with their forward
+    graphs, so that a failure comes before anything has run.
+
+    Each one made costs time, and memory that PyTorch 2.13 never frees.
+
+    Args:
+        recompile_limit: Compilations of one function before it is given up.
+        falls_back: Whether functions that cannot be compiled run as they are; else that is an error.
+    """
+    return torch._dynamo.config.patch(
+        recompile_limit=recompile_limit,
+        allow_unspec_int_on_nn_module=True,
+        # Else a parameter that is frozen, or trained again, goes unnoticed (PyTorch 2.11, Python 3.12).
+        skip_tensor_guards_with_matching_dict_tags=False,
+        suppress_errors=falls_back,
+        fail_on_recompile_limit_hit=not falls_back,
+    )
+
+
+_CONVERTED_NOT = re.compile(r"WON'T CONVERT (?P<name>\S+) (?P<file>.*) line (?P<line>\d+)")
+
+
+_HIT_LIMIT = re.compile(
+    r"hit config\.\w+ \((?P<limit>\d+)\)\s+function: '(?P<name>[^']*)' \((?P<place>.*)\)\s+last reason: (?P<reason>.*)"
+)
+
+
+class _Failures(logging.Filter):
+    """Takes what Dynamo logs of functions that it leaves uncompiled."""
+
+    def __init__(self, tell: Callable[[str, str, str | BaseException], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if found := _CONVERTED_NOT.match(record.getMessage()):
+            error = record.exc_info[1] if record.exc_info else None
+            if record.levelno < logging.WARNING:
+                return True  # a break of the graph where Dynamo cannot go on
+            self._tell(found["name"], f"{found['file']}:{found['line']}", error or "Dynamo gave no reason")
+            return False
+        if found := _HIT_LIMIT.search(record.getMessage()):
+            self._tell(found["name"], found["place"], f"compiled more than {found['limit']} times: {found['reason']}")
+            return False
+        return True
+
+
+@contextlib.contextmanager
+def compile_failures(tell: Callable[[str, str, str | BaseException], None]) -> Iterator[None]:
+    """Around a compiled step: Dynamo says which functions it leaves as they are, and why, in its log alone.
+
+    Args:
+        tell: Called with a function's name, ``file:line`` and the error, or the reason. What it raises ends the step.
+    """
+    log, failures = logging.getLogger("torch._dynamo.convert_frame"), _Failures(tell)
+    log.addFilter(failures)
+    try:
+        yield
+    finally:
+        log.removeFilter(failures)
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The error that Dynamo wrapped in its own."""
+    while isinstance(inner := getattr(error, "inner_exception", None), BaseException):
+        error = inner
+    return error
+
+
+def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a method whose compilations are counted, and cached, apart from those of the original's code.
+
+    Dynamo keeps what it compiled with the code object. Without this, every model of a class, and every training run in
+    a process, would use up the recompile limit of the others, and slow their guards down.
+
+    Args:
+        method: A bound method, or a function, written in Python; anything else is returned as it is.
+    """
+    function = getattr(method, "__func__", method)
+    if not isinstance(function, types.FunctionType):
+        return method
+    name, code = function.__name__, function.__code__.replace()
+    copy = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__.update(function.__dict__)
+    copy.__doc__, copy.__qualname__, copy.__module__ = function.__doc__, function.__qualname__, function.__module__
+    return copy if method is function else types.MethodType(copy, method.__self__)
+
+
+def held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a bound method as long as somebody else keeps its object.
+
+    Dynamo keeps every backend that it was ever given, and keeps what one returned in the globals of the module whose
+    code was compiled: with ours, whole models.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        alive = reference()
+        if alive is None:
+            raise RuntimeError("A compiled step runs, but its strategy is gone. Keep the Trainer as long as it does.")
+        return alive(*args, **kwargs)
+
+    return call
+
+
+def never_a_frame(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo compiles what `function` calls, and traces through it, but never compiles `function` by itself.
+
+    As it does with PyTorch's own ``Module.__call__``: behind a graph break, a function that all modules share would
+    otherwise be compiled for each of them, which soon exceeds the recompile limit.
+    """
+    never_code(function.__code__)
+    return function
+
+
+def never_code(code: types.CodeType) -> None:
+    """As `never_a_frame`, for all functions of that code; copies of the code have to be named by themselves."""
+    torch._dynamo.eval_frame.skip_code(code)
+
+
+def never_frames(kind: type[T]) -> type[T]:
+    """Does so with all methods of a class.
+
+    Under manual optimization, optimizers step within compiled code, behind a graph break: what accompanies their steps
+    handles many tensors and computes nothing.
+    """
+    for value in vars(kind).values():
+        if inspect.isfunction(value):
+            never_a_frame(inspect.unwrap(value))
+    return kind
+
+
+ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
+EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+SET_GRADIENTS = torch._C._set_grad_enabled
+LOG_USE = torch._C._log_api_usage_once
+"""Functions that graphs call for PyTorch's global state alone."""
+
+
+def is_checkpoint(node: fx.Node) -> bool:
+    """Whether `node` of a Dynamo graph runs a subgraph under activation checkpointing: ``(subgraph, *operands)``."""
+    return node.op == "call_function" and node.target is torch.ops.higher_order.tag_activation_checkpoint

@@ -1,0 +1,71 @@
+"""Lightning 2.6: launchers, process groups, loops, optimizers, averages and precision; imported by itself."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins.precision.utils import _DtypeContextManager as DefaultDtype
+from lightning.fabric.utilities.distributed import _distributed_is_initialized as is_distributed
+from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device as default_backend
+from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_over_ranks
+from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.core.optimizer import _MockOptimizer as NoOptimizer
+from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
+from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as SubprocessLauncher
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as SignalConnector
+from torch import nn
+from torch.optim import Optimizer
+
+__all__ = [
+    "DataFetcher",
+    "DefaultDtype",
+    "NoOptimizer",
+    "SignalConnector",
+    "SubprocessLauncher",
+    "TrainingEpochLoop",
+    "WrappingCheckpointIO",
+    "average_device",
+    "average_of",
+    "default_backend",
+    "init_process_group",
+    "is_distributed",
+    "optimizers_to_device",
+    "records_modules",
+    "reduce_over_ranks",
+    "signal_connector",
+    "wrap_optimizer",
+]
+
+OptimizerT = TypeVar("OptimizerT", bound=LightningOptimizer)
+
+
+def signal_connector(trainer: pl.Trainer) -> SignalConnector:
+    """What listens to signals for `trainer`."""
+    return trainer._signal_connector
+
+
+def wrap_optimizer(kind: type[OptimizerT], optimizer: Optimizer, strategy: Any) -> OptimizerT:
+    """`optimizer` as modules see it under manual optimization: a `kind` of LightningOptimizer."""
+    return kind._to_lightning_optimizer(optimizer, strategy)
+
+
+def average_of(callback: WeightAveraging) -> nn.Module | None:
+    """The model in which a callback keeps the averages; None before it has one."""
+    return callback._average_model
+
+
+def average_device(callback: WeightAveraging) -> Any:
+    """Where the user wants the averages to be; None: where the parameters are."""
+    return callback._device
+
+
+def records_modules(profiler: PyTorchProfiler) -> bool:
+    """Whether a profiler hooks every module's forward."""
+    return profiler._record_module_names

@@ -1,0 +1,16 @@
+"""Modules: the base of layers, and what a call of a module runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+
+__all__ = ["BatchNorm", "hooked_forward"]
+
+
+def hooked_forward(module: nn.Module) -> Callable[..., Any]:
+    """A module's `forward` with the hooks around it: what a call runs if nothing takes its place."""
+    return module._call_impl

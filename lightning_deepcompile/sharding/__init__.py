@@ -1,0 +1,1 @@
+"""Parameters and gradients as shards, and what code sees in their place, compiled or not; no graph is made here."""

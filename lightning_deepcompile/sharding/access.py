@@ -1,0 +1,294 @@
+"""Reading ``module.weight`` of a sharded module: a gather while a step or the module itself runs, else the shard.
+
+The owning module's class is replaced by a subclass with one property per sharded parameter. Dynamo inlines the
+property, so the graph shows ``dc.gather(shard, ...)`` where the parameter was read, without graph breaks, hooks or
+patches. `state_dict`, `named_parameters` and checkpoints read ``_parameters`` and keep their keys. The idea is
+SimpleFSDP's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import copyreg
+import functools
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.sharding.mentions import mentions
+from lightning_deepcompile.sharding.uncompiled import Uncompiled
+
+__all__ = ["StepState", "install_access", "sharded_class", "step_states", "uninstall_access"]
+
+# A parameter's leaf and its number are attributes of the module, side by side: Dynamo takes up, and guards on, every
+# container on the way to a value, and every value of one. The number is a text: integers of modules are inputs of a
+# compiled step (`compat.step_settings`), and symbols once another training has shown other ones.
+_LEAF, _ID = "_dc_leaf_{}", "_dc_id_{}"
+_STATE = "_dc_step_state"
+_RNN_WEIGHTS = "_flat_weights"
+
+
+class StepState:
+    """Tells eager code what reading a parameter means; shared by all modules of one strategy.
+
+    Attributes:
+        path: Gathers for code that is not compiled; None while nothing may.
+        whole: True while whole parameters are in place of the shards: nothing is gathered.
+        keeper: What runs the modules, which thereby lives as long as they do; None if whoever made it keeps it.
+        twins: What is pickled of parameters.
+    """
+
+    __slots__ = ("keeper", "path", "twins", "whole")
+
+    def __init__(self) -> None:
+        self.keeper: Any = None
+        self.path: Uncompiled | None = None
+        self.whole = False
+        self.twins: MutableMapping[Tensor, nn.Parameter] = WeakTensorKeyDictionary()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StepState, ()  # in another process nothing runs the modules
+
+    @contextlib.contextmanager
+    def holding_whole(self) -> Iterator[None]:
+        """Inside, whole parameters are in place of the shards; may be nested."""
+        before, self.whole = self.whole, True
+        try:
+            yield
+        finally:
+            self.whole = before
+
+
+def _parameter_property(name: str, size: tuple[int, ...], dtype: torch.dtype, by_hand: bool) -> property:
+    leaf_name, id_name = _LEAF.format(name), _ID.format(name)
+    is_compiling, gather = torch.compiler.is_compiling, torch.ops.dc.gather  # the tracer looks each name up anew
+
+    @compat.never_a_frame
+    def read(self: nn.Module) -> Tensor:
+        # Compiled code always gathers: the tracer takes this branch as a constant, without a guard.
+        if is_compiling():
+            return gather(getattr(self, leaf_name), int(getattr(self, id_name)), size, dtype)
+        # Eager code outside of a step and of the module's own call gets the shard: reading an attribute must never
+        # start a collective that other ranks know nothing of.
+        state, own = self.__dict__[_STATE], self._parameters[name]
+        path = state.path
+        if path is None or path.is_idle or state.whole or not isinstance(own, DTensor):
+            return own  # a tensor that `torch.func.functional_call` has put there, too
+        return path.read(self, own, by_hand=by_hand)
+
+    return property(read, doc=f"The parameter `{name}`: gathered while it is computed with, else this rank's shard.")
+
+
+def _call_property() -> property:
+    is_compiling = torch.compiler.is_compiling
+
+    # Users call parts of their model in hooks, to generate a sample, say; all ranks must, as with FSDP. PyTorch asks
+    # for this attribute in every call of a module. A `__call__` of our own would do, but Dynamo goes straight to
+    # `forward` only where the call is PyTorch's own.
+    @compat.never_a_frame
+    def inner_call(self: nn.Module) -> Callable[..., Any] | None:
+        own = self.__dict__.get(compat.INNER_CALL)  # of a module that the user compiled by itself
+        if is_compiling():
+            return own
+        state = self.__dict__[_STATE]
+        return own if state.path is None or state.whole else functools.partial(_call_gathering, self, own)
+
+    def set_own(self: nn.Module, value: Callable[..., Any] | None) -> None:
+        self.__dict__[compat.INNER_CALL] = value
+
+    return property(inner_call, set_own, doc="What a call runs, if not the module's hooks and `forward` as they are.")
+
+
+@compat.never_a_frame
+def _call_gathering(module: nn.Module, own: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+    path = module.__dict__[_STATE].path
+    run = own or compat.hooked_forward(module)
+    if not path.is_idle:
+        return path.call(module, run, args, kwargs)
+    path.clear()  # nobody says when parameters change outside of steps
+    try:
+        with path.in_step(stored=True):
+            return path.call(module, run, args, kwargs)
+    finally:
+        path.clear()
+
+
+def _rnn_weights(self: nn.Module) -> list[Tensor]:
+    # torch.nn.RNNBase keeps a list of its parameters beside them; built on read, it cannot hold stale tensors.
+    return [getattr(self, name) for name in self.__dict__["_flat_weights_names"]]
+
+
+def _deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy for its tensors: of the class that it was, with shards of its own, of which no step knows.
+
+    Gradients are not copied: PyTorch's own copy of a DTensor fails where it begins inside of a larger memory.
+    """
+    for parameter in self._parameters.values():
+        if isinstance(parameter, DTensor) and id(parameter) not in memo:  # the protocol's own numbers
+            twin = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            twin.__dict__.update(copy.deepcopy(parameter.__dict__, memo))
+            memo[id(parameter)] = twin
+    original = type(self).__mro__[1]
+    memo[id(self)] = new = original.__new__(original)
+    state = dict(original.__reduce_ex__(self, 4)[2])  # what the module wants to be copied of it
+    _remove_access(state)
+    new.__setstate__(copy.deepcopy(state, memo))
+    return new
+
+
+def _apply_of(original: type[nn.Module]) -> Callable[..., nn.Module]:
+    """What ``module.to(...)`` calls. Where it changes nothing it assigns nothing: `ShardedModel.check_installed`."""
+
+    def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        def changed(tensor: Tensor) -> Tensor:
+            new = fn(tensor)
+            if not (isinstance(tensor, DTensor) and isinstance(new, DTensor)) or new.dtype != tensor.dtype:
+                return new
+            return tensor if compat.local_of(new).data_ptr() == compat.local_of(tensor).data_ptr() else new
+
+        return original._apply(self, changed, recurse)
+
+    return _apply
+
+
+def _reduced(self: nn.Module, protocol: Any) -> Any:
+    """What is pickled: a module of the class that it was, which steps know nothing of.
+
+    Its parameters are whole and plain if one rank has all of them, else DTensors with this rank's shards.
+    """
+    original = type(self).__mro__[1]
+    reduced = original.__reduce_ex__(self, protocol)
+    if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+        return reduced
+    function, arguments, attributes, *rest = reduced
+    twins = attributes[_STATE].twins
+    attributes = dict(attributes)
+    attributes["_parameters"] = {
+        name: _pickled(parameter, twins) if isinstance(parameter, DTensor) else parameter
+        for name, parameter in attributes["_parameters"].items()
+    }
+    _remove_access(attributes)
+    if arguments == (type(self),):  # `copyreg.__newobj__`, which makes nothing of another class
+        return copyreg._reconstructor, (original, object, None), attributes, *rest  # type: ignore[attr-defined]
+    arguments = tuple(original if argument is type(self) else argument for argument in arguments)
+    return function, arguments, attributes, *rest
+
+
+def _pickled(parameter: Any, twins: MutableMapping[Tensor, nn.Parameter]) -> nn.Parameter:
+    if parameter.device_mesh.size() > 1:
+        return parameter
+    # One for all names of a parameter, so that they are one again in what is read.
+    twin = twins.get(parameter)
+    if twin is None:
+        twin = twins[parameter] = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
+    twin.data = parameter.detach().to_local()
+    twin.requires_grad_(parameter.requires_grad)
+    twin.__dict__.update(parameter.__dict__)
+    return twin
+
+
+def _shallow_copy(self: nn.Module) -> nn.Module:
+    """As `copy.copy` does it, which else would ask for what is pickled."""
+    new = object.__new__(type(self))
+    new.__setstate__(type(self).__mro__[1].__reduce_ex__(self, 4)[2])
+    return new
+
+
+_Parameters = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+
+# One subclass per original class and parameters, shared by all layers: a class of its own for every layer would make
+# Dynamo guard on, and compile for, every layer separately. Sizes belong to the class, as Dynamo compiles for each
+# anyway, and does not guard on what follows from the class.
+_classes: dict[tuple[type[nn.Module], _Parameters], type[nn.Module]] = {}
+
+
+def sharded_class(original: type[nn.Module], parameters: _Parameters) -> type[nn.Module]:
+    """Returns the subclass of `original` whose `parameters` are read through gathers; cached.
+
+    Args:
+        original: Class of the owning module.
+        parameters: Local name, full size and compute dtype of its sharded parameters, in registration order.
+
+    Returns:
+        A subclass named ``Sharded<Original>``, importable from this module by its qualified name.
+    """
+    key = (original, parameters)
+    if key not in _classes:
+        # Code that writes through `.data` must hold what keeps it; PyTorch's own modules do not.
+        library = original.__module__.partition(".")[0] == "torch"
+        by_hand = not library and "data" in mentions([original.forward]).names
+        body: dict[str, Any] = {name: _parameter_property(name, *rest, by_hand) for name, *rest in parameters}
+        if original.__call__ is nn.Module.__call__:
+            body[compat.INNER_CALL] = _call_property()
+        if issubclass(original, nn.RNNBase):
+            body[_RNN_WEIGHTS] = property(_rnn_weights, lambda self, value: None)
+            body["_update_flat_weights"] = lambda self: None  # outside of graphs it would gather each weight again
+        if not hasattr(original, "__deepcopy__"):
+            body["__deepcopy__"] = _deep_copy
+        if not hasattr(original, "__copy__"):
+            body["__copy__"] = _shallow_copy
+        body["__reduce_ex__"] = _reduced
+        # Users make another one of ``type(self)``, as `load_from_checkpoint` does: that is a plain one.
+        body["__new__"] = lambda cls, *args, **kwargs: original(*args, **kwargs)
+        body["_apply"] = _apply_of(original)
+        name = label = f"Sharded{original.__name__}"
+        if label in globals():
+            label = f"{label}_{len(_classes)}"
+        body |= {"__module__": __name__, "__qualname__": label}
+        _classes[key] = globals()[label] = type(name, (original,), body)
+    return _classes[key]
+
+
+def install_access(
+    module: nn.Module, entries: dict[str, tuple[Tensor, int, tuple[int, ...], torch.dtype]], state: StepState
+) -> None:
+    """Makes `module` read its parameters through gathers.
+
+    Args:
+        module: The module that owns the parameters directly.
+        entries: Local parameter name to (leaf, parameter id, full size, compute dtype).
+        state: Shared by all modules of one strategy.
+    """
+    for name, (leaf, ds_id, _, _) in entries.items():
+        module.__dict__ |= {_LEAF.format(name): leaf, _ID.format(name): str(ds_id)}
+    module.__dict__[_STATE] = state
+    if isinstance(module, nn.RNNBase):
+        module.__dict__.pop(_RNN_WEIGHTS, None)
+    parameters = tuple((name, tuple(size), dtype) for name, (_, _, size, dtype) in entries.items())
+    module.__class__ = sharded_class(type(module), parameters)
+
+
+def uninstall_access(module: nn.Module) -> None:
+    """Makes `module`, which `install_access` has seen, hold its parameters plainly, as its class says.
+
+    Args:
+        module: Any module; others are left as they are.
+    """
+    if _STATE in module.__dict__:
+        _remove_access(module.__dict__)
+        module.__class__ = type(module).__mro__[1]
+
+
+def step_states(module: nn.Module) -> list[StepState]:
+    """The states that `module` and its children share with those who run them: one for each that has sharded some.
+
+    Args:
+        module: Any module.
+    """
+    return list(dict.fromkeys(m.__dict__[_STATE] for m in module.modules() if _STATE in m.__dict__))
+
+
+def _remove_access(attributes: dict[str, Any]) -> None:
+    del attributes[_STATE]
+    parameters = attributes["_parameters"]
+    for name in parameters:
+        attributes.pop(_LEAF.format(name), None)
+        attributes.pop(_ID.format(name), None)
+    if "_flat_weights_names" in attributes:
+        attributes[_RNN_WEIGHTS] = [parameters[name] for name in attributes["_flat_weights_names"]]

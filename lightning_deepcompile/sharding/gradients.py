@@ -1,0 +1,282 @@
+"""From reductions in the runtime to ``.grad`` of the module's parameters.
+
+Compiled backward programs hand full gradients to the runtime, which accumulates their mean in flat buffers; autograd
+never sees them. Around each backward pass this session tells the runtime which parameters start a new accumulation
+(``.grad`` is None, as after ``zero_grad``), and afterwards makes ``.grad`` a DTensor view of the buffers. Gradients
+that come from elsewhere (autograd, for code that Dynamo did not compile; one that a user assigned) are merged in.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.sharding.errors import UnsupportedStepError
+from lightning_deepcompile.sharding.parameter import GradBuffer, ShardedParameter
+from lightning_deepcompile.sharding.shards import ShardedModel
+
+__all__ = ["GradientSession"]
+
+
+class GradientSession:
+    """Brackets backward passes; one per strategy.
+
+    Args:
+        runtime: ``_C.Runtime`` that accumulates the gradients.
+        model: The sharded model.
+        group: Process group over which replicated parameters' gradients are averaged.
+        holds_back: Whether gradients may be reduced once for several passes.
+
+    Attributes:
+        update: Whether backward passes are the last ones before the optimizer steps. Otherwise gradients that are
+            reduced once per optimizer step (stage 1) are held back, and ``.grad`` does not show them yet.
+    """
+
+    def __init__(
+        self, runtime: Any, model: ShardedModel, group: dist.ProcessGroup | None, *, holds_back: bool = False
+    ) -> None:
+        self._runtime = runtime
+        self.holds_back = holds_back
+        self._model = model
+        self._group = group
+        self._foreign: dict[ShardedParameter, Tensor] = {}
+        self._stashed: dict[nn.Parameter, Tensor | None] = {}
+        self._active = False
+        self._discards = False  # what the pass under way computes of parameters: only others were asked for
+        self._watched: set[ShardedParameter] = set()
+        self._adopts = False  # at the end of the pass under way, which is not a step's
+        self.update = True
+        for parameter in self._trainable():
+            self._watch(parameter)
+
+    def begin(self) -> None:
+        """Starts a backward pass, and asks autograd to call `finish` at its end. Does nothing if one has begun."""
+        if self._active:
+            return
+        leaves = [parameter.leaf for parameter in self._trainable() if parameter.leaf.requires_grad]
+        self._discards = bool(leaves) and not any(map(compat.is_accumulated, leaves))
+        if self._discards:
+            self._keep_apart()
+        self.begin_now()
+        # Queued with the engine rather than placed in "the last graph": with graph breaks, or a loss that several
+        # graphs feed, no graph knows that it is the last.
+        compat.after_backward(self.finish)
+
+    def begin_now(self) -> None:
+        """As `begin`, for a caller that calls `finish` itself."""
+        if self._active:
+            return
+        reset = [p for p in self._trainable() if p.dtensor.grad is not p.grad_dtensor]
+        for parameter in reset:
+            if parameter.dtensor.grad is not None:
+                self._set_aside(parameter)
+        self._protect_held(reset)
+        self._stashed = {p: p.grad for p in self._replicated()}
+        for replicated in self._stashed:
+            replicated.grad = None
+        self._runtime.start_backward([p.ds_id for p in reset], self.update)
+        self._active, self._adopts = True, False
+
+    @torch.compiler.disable  # autograd calls it inside of a step; Dynamo would compile it for every parameter
+    def finish(self) -> None:
+        """Ends a backward pass: waits for the reductions (on the device, not the host) and sets every ``.grad``."""
+        if not self._active:
+            self.adopt()
+            return
+        self._active = False
+        self._runtime.finish_backward()
+        if self._discards:
+            self._discards = False
+            self._runtime.free_grads([parameter.ds_id for parameter in self._trainable()])
+        for ds_id in self._runtime.ids_with_grad():
+            parameter = self._model.by_id[ds_id]
+            parameter.dtensor.grad = parameter.grad_dtensor
+        self._return()
+        self._average_replicated()
+        self.adopt()
+
+    def _keep_apart(self) -> None:
+        """Takes what gradients there are out of a pass whose own are not wanted: programs reduce what they compute."""
+        if self.holds_back:
+            raise UnsupportedStepError(
+                "torch.autograd.grad(...) is called for tensors other than parameters, through compiled code, where "
+                "gradients are added up whole. Use CompileConfig(reduce='every')."
+            )
+        for parameter in self._trainable():
+            if parameter.dtensor.grad is not None:
+                self._set_aside(parameter)
+
+    def abandon(self) -> None:
+        """Forgets a backward pass that raised; accumulated gradients are undefined and dropped."""
+        if self._active:
+            self._active = self._discards = False
+            self._foreign, self._stashed = {}, {}
+            self.drop()
+
+    def adopt(self) -> None:
+        """Merges gradients that autograd left on the leaves (eager code inside the step) into ``.grad``."""
+        for parameter in self._trainable():
+            leaf = parameter.leaf
+            if leaf.grad is not None:
+                self._merge(parameter, leaf.grad.narrow(0, 0, parameter.local.shape[0]))
+                leaf.grad = None
+
+    def _watch(self, parameter: ShardedParameter) -> None:
+        """Lets gradients of passes that begin outside of steps, of a module that a hook called, be adopted, too."""
+        if parameter in self._watched or not parameter.leaf.requires_grad:
+            return
+        self._watched.add(parameter)
+        reference = weakref.ref(self)  # autograd's hooks are out of the garbage collector's sight
+
+        @torch.compiler.disable
+        def adopt_later(_: Tensor) -> None:
+            session = reference()
+            if session is not None and not session._active and not session._adopts:
+                session._adopts = True
+                compat.after_backward(session._adopt_late)
+
+        parameter.leaf.register_post_accumulate_grad_hook(adopt_later)
+
+    @torch.compiler.disable
+    def _adopt_late(self) -> None:
+        self._adopts = False
+        if not self._active:
+            self.adopt()
+
+    def drop(self) -> None:
+        """Sets every gradient to None and gives the buffers' memory back to the allocator."""
+        self.forget([parameter.dtensor for parameter in self._trainable()])
+        for replicated in self._replicated():
+            replicated.grad = None
+
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """Sets the gradients of some parameters to None, and drops what was held back of them."""
+        chosen = [self._model.by_parameter[p] for p in parameters if p in self._model.by_parameter]
+        for parameter in chosen:
+            parameter.dtensor.grad = None
+        self._protect_held(chosen)
+        self._runtime.free_grads([p.ds_id for p in chosen])
+        if not self._active:  # else `finish` does
+            self._return()
+
+    def forget_held_back(self) -> None:
+        """Drops what was held back for a last micro-batch that does not come."""
+        self.forget([parameter.dtensor for parameter in self._trainable() if parameter.dtensor.grad is None])
+
+    def local_grad(self, parameter: Tensor) -> Tensor | None:
+        """This rank's rows of the gradient, to be read or changed in place.
+
+        Args:
+            parameter: One of the module's parameters, sharded or replicated.
+        """
+        sharded = self._model.by_parameter.get(parameter)
+        grad = parameter.grad
+        if sharded is None or grad is None:
+            return grad
+        return sharded.grad_local if grad is sharded.grad_dtensor else sharded.rows(grad)
+
+    def follow_requires_grad(self) -> None:
+        """Carries the parameters' ``requires_grad``, which users may change at any time, over to what graphs read."""
+        for parameter in self._model.parameters:
+            wanted = parameter.dtensor.requires_grad
+            if wanted == parameter.leaf.requires_grad:
+                continue
+            if wanted and parameter.grad_buffer is None:
+                self._add_buffer(parameter)
+            parameter.leaf.requires_grad_(wanted)
+            parameter.local.requires_grad_(wanted)
+            self._watch(parameter)
+
+    def _add_buffer(self, parameter: ShardedParameter) -> None:
+        buffer = GradBuffer(parameter.leaf.new_empty(parameter.layout.shard_numel))
+        parameter.grad_offset = 0
+        buffer.add(parameter)
+        self._runtime.update_param_grad_buffer(parameter.ds_id, parameter.grad_padded)
+        buffer.settle()
+        self._model.grad_buffers.append(buffer)
+
+    def _trainable(self) -> list[ShardedParameter]:
+        return [parameter for buffer in self._model.grad_buffers for parameter in buffer.parameters]
+
+    def _replicated(self) -> list[nn.Parameter]:
+        return [p for p in self._model.replicated if p.requires_grad and p.numel()]
+
+    def _set_aside(self, parameter: ShardedParameter) -> None:
+        """Takes the present gradient out of the accumulation; `finish` adds it to what the pass computes."""
+        rows = self.local_grad(parameter.dtensor)
+        self._foreign[parameter] = rows.clone() if rows is parameter.grad_local else rows
+        parameter.dtensor.grad = None
+
+    def _return(self) -> None:
+        foreign, self._foreign = self._foreign, {}
+        for parameter, rows in foreign.items():
+            self._merge(parameter, rows)
+
+    def _merge(self, parameter: ShardedParameter, rows: Tensor) -> None:
+        present = self.local_grad(parameter.dtensor)
+        if present is None:
+            parameter.dtensor.grad = compat.with_local(parameter.dtensor, rows.to(parameter.local.dtype))
+        else:
+            with torch.no_grad():
+                present.add_(rows)
+
+    def _average_replicated(self) -> None:
+        # Every rank takes part with every parameter, used or not: a rank whose data skipped one would otherwise hang.
+        stashed, self._stashed = self._stashed, {}
+        if not stashed:
+            return
+        with torch.no_grad():
+            flats = _flat_or_zeros(stashed)
+            device = next(iter(flats.values())).device
+            used = torch.tensor([float(p.grad is not None) for p in stashed], device=device)
+            if self._model.ranks.world_size > 1:
+                try:
+                    for flat in flats.values():
+                        dist.all_reduce(flat, group=self._group)
+                    dist.all_reduce(used, group=self._group)
+                except RuntimeError as error:
+                    raise RuntimeError(
+                        f"Averaging the gradients of {len(stashed)} parameters that are not sharded failed on rank "
+                        f"{dist.get_rank(self._group)} of {dist.get_world_size(self._group)}: {error} If another rank "
+                        "failed, look at its error first."
+                    ) from error
+            places = dict.fromkeys(flats, 0)
+            for (p, before), users in zip(stashed.items(), used.tolist(), strict=True):
+                dtype, size = _summed_in(p), p.numel()
+                piece = flats[dtype][places[dtype] : places[dtype] + size] / self._model.ranks.world_size
+                places[dtype] += size
+                grad = piece.view_as(p).to(p.dtype) if users else None
+                p.grad = before if grad is None else grad if before is None else before.add_(grad)
+
+    def _protect_held(self, reset: list[ShardedParameter]) -> None:
+        """Leaves gradients that someone still refers to as they are: PyTorch users expect that after ``zero_grad``.
+
+        Args:
+            reset: Parameters whose gradients are about to be overwritten or freed; their ``.grad`` is None.
+        """
+        for buffer in {parameter.grad_buffer: None for parameter in reset if parameter.grad_buffer is not None}:
+            if buffer.is_held():
+                for parameter in buffer.parameters:
+                    if parameter.dtensor.grad is not None:
+                        self._set_aside(parameter)
+                buffer.renew(self._runtime)
+
+
+def _summed_in(parameter: nn.Parameter) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _flat_or_zeros(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, Tensor]:
+    """The parameters' gradients one after another, by the dtype in which they are summed."""
+    pieces: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        grad = parameter.new_zeros(parameter.numel()) if parameter.grad is None else parameter.grad.reshape(-1)
+        dtype = _summed_in(parameter)
+        pieces.setdefault(dtype, []).append(grad.to(dtype))
+    return {dtype: torch.cat(grads) for dtype, grads in pieces.items()}

@@ -1,0 +1,172 @@
+"""A sharded parameter, its faces, and the memory that its gradient's shard lives in.
+
+Every sharded parameter has three faces that share their memory:
+
+* ``dtensor``: what the module holds (sharded on dim 0, global shape): state dicts, summaries and users see it. It
+  has a storage of its own, over the same memory.
+* ``leaf``: what graphs read: a plain tensor with the padded shape, equal on all ranks, so that neither a rank nor
+  a DTensor appears in any graph (a DTensor input costs guards and host time on every call).
+* ``local``: what an optimizer's arithmetic sees: this rank's true rows as a plain tensor, without the padding.
+
+That memory may be the host's, mapped into the device's address space (``csrc/host_shards.h``): all three are
+tensors of the device as ever; only those who read or write all of a model look at ``host``, the same as a CPU tensor.
+
+Gradient shards live in flat buffers, which the runtime fills, and which are empty between optimizer steps.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.ranks.ranks import Ranks
+from lightning_deepcompile.sharding.layout import ShardLayout
+
+__all__ = ["GradBuffer", "Owner", "ShardedParameter", "distribute_rows"]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Where a parameter is registered: a tied parameter has several."""
+
+    path: str
+    module: nn.Module
+    name: str
+
+    @property
+    def fqn(self) -> str:
+        """Fully qualified parameter name."""
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+
+@dataclass(eq=False, repr=False)
+class ShardedParameter:
+    """One parameter in its three faces, and the gradient shard that belongs to it (None if frozen).
+
+    Attributes:
+        host: The memory of `local` as a CPU tensor, if it is host memory; it is on all ranks or on none.
+    """
+
+    ds_id: int
+    layout: ShardLayout
+    owners: tuple[Owner, ...]
+    gather_dtype: torch.dtype
+    ranks: Ranks
+    dtensor: nn.Parameter
+    leaf: Tensor
+    local: Tensor
+    host: Tensor | None = None
+    grad_offset: int = 0
+    grad_buffer: GradBuffer | None = None
+    grad_padded: Tensor | None = None
+    grad_local: Tensor | None = None
+    grad_dtensor: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        """Fully qualified name; of tied names the first."""
+        return self.layout.spec.name
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the three faces still share their memory; ``module.to(...)`` gives the first one another."""
+        mine = self.dtensor.to_local()
+        here = mine.data_ptr() == self.local.data_ptr() and mine.device == self.local.device
+        return mine.dtype == self.local.dtype and (here or mine.numel() == 0)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all of it, on the device, as steps compute with it."""
+        return self.ranks.shards == 1 and self.host is None and self.gather_dtype == self.leaf.dtype
+
+    def distribute(self, rows: Tensor) -> DTensor:
+        """This rank's `rows` of a tensor that is sharded like the parameter, as a DTensor; no communication."""
+        return distribute_rows(rows, self.layout.spec.shape, self.ranks)
+
+    def install(self, tensor: nn.Parameter) -> None:
+        """Makes `tensor` what the modules hold under the parameter's names."""
+        for owner in self.owners:
+            owner.module._parameters[owner.name] = tensor
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """This rank's rows of `tensor`, of the parameter's shape: a DTensor of any placement, or a whole tensor."""
+        if isinstance(tensor, DTensor):
+            with torch.no_grad():
+                if tensor.placements != self.ranks.placements:
+                    tensor = tensor.redistribute(self.ranks.mesh, self.ranks.placements)
+                return tensor.to_local()
+        low, high = self.layout.rows_of(self.ranks.shard_rank)
+        return tensor.detach()[low:high]
+
+
+@dataclass(eq=False, repr=False)
+class GradBuffer:
+    """One flat buffer and the parameters whose gradient shards lie in it.
+
+    The runtime frees and allocates its memory as a whole (the storage is resized), and overwrites it when a new
+    accumulation starts. A gradient that a user keeps must not change or vanish by that, so a buffer that somebody else
+    still refers to is left to them and replaced by a fresh one.
+
+    Args:
+        flat: The buffer, in the parameters' dtype.
+        parameters: Those that have a place in it.
+    """
+
+    flat: Tensor
+    parameters: list[ShardedParameter] = field(default_factory=list)
+    _own_uses: int = 0
+
+    def add(self, parameter: ShardedParameter) -> None:
+        """Gives `parameter` its place: sets its ``grad_padded``, ``grad_local`` and ``grad_dtensor``."""
+        layout = parameter.layout
+        piece = self.flat[parameter.grad_offset : parameter.grad_offset + layout.shard_numel]
+        parameter.grad_padded = piece.view(layout.shard_shape)
+        parameter.grad_local = parameter.grad_padded.narrow(0, 0, parameter.local.shape[0])
+        parameter.grad_dtensor = parameter.distribute(parameter.grad_local)
+        parameter.grad_buffer = self
+        if parameter not in self.parameters:
+            self.parameters.append(parameter)
+
+    def settle(self) -> None:
+        """Call when all parameters are added and registered: from now on, further references are somebody else's."""
+        self._own_uses = compat.storage_uses(self.flat)
+
+    def is_held(self) -> bool:
+        """Whether anybody but this package refers to the memory, except as the present ``.grad`` of a parameter."""
+        if self.flat.untyped_storage().nbytes() == 0:
+            return False  # given back; whoever held it then has the memory that was there
+        # Views of the memory count as uses of the storage; the tensors that we hand out are counted as objects: the
+        # counted references are the attribute and getrefcount's own argument.
+        return compat.storage_uses(self.flat) > self._own_uses or any(
+            sys.getrefcount(p.grad_dtensor) > 2
+            or sys.getrefcount(p.grad_local) > 2
+            or sys.getrefcount(compat.local_of(p.grad_dtensor)) > 2
+            for p in self.parameters
+            if p.dtensor.grad is None
+        )
+
+    def renew(self, runtime: Any) -> None:
+        """Leaves the memory to whoever holds it and takes a fresh buffer, without values."""
+        self.flat = torch.empty_like(self.flat)
+        for parameter in self.parameters:
+            self.add(parameter)
+            runtime.update_param_grad_buffer(parameter.ds_id, parameter.grad_padded)
+        self.settle()
+
+
+def distribute_rows(rows: Tensor, shape: tuple[int, ...], ranks: Ranks) -> DTensor:
+    """`rows` of this rank as a DTensor of the global, dense `shape`; no communication."""
+    return ranks.distribute(rows, shape, _dense_strides(shape))
+
+
+def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return tuple(strides)

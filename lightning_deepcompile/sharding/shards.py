@@ -1,0 +1,308 @@
+"""Turns a module's parameters into shards, in place, and registers them with the runtime."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_deepcompile.program.program import LOCAL_ID
+from lightning_deepcompile.ranks.ranks import Ranks
+from lightning_deepcompile.sharding.access import StepState, install_access
+from lightning_deepcompile.sharding.layout import ChunkLayout, ParamSpec, ShardLayout, assign_blocks, plan_chunks
+from lightning_deepcompile.sharding.materialize import Materializer
+from lightning_deepcompile.sharding.parameter import GradBuffer, Owner, ShardedParameter, distribute_rows
+
+__all__ = ["Layout", "ShardedModel", "collect_parameters", "lay_out", "shard_module"]
+
+
+@dataclass(eq=False, repr=False)
+class ShardedModel:
+    """A sharded module: its parameters by id, the replicated rest, and the state its accessors share."""
+
+    parameters: list[ShardedParameter]
+    replicated: list[nn.Parameter]
+    chunks: list[ChunkLayout]
+    grad_buffers: list[GradBuffer]
+    state: StepState
+    ranks: Ranks
+    by_id: dict[int, ShardedParameter] = field(init=False)
+    by_name: dict[str, ShardedParameter] = field(init=False)
+    by_parameter: dict[Tensor, ShardedParameter] = field(init=False)
+    _storages: list[torch.UntypedStorage] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._storages = [parameter.dtensor.untyped_storage() for parameter in self.parameters]
+        self.by_id = {parameter.ds_id: parameter for parameter in self.parameters}
+        self.by_name = {parameter.name: parameter for parameter in self.parameters}
+        self.by_parameter = {parameter.dtensor: parameter for parameter in self.parameters}
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Names by local ids: those that are the same on all ranks."""
+        return {parameter.ds_id & LOCAL_ID: parameter.name for parameter in self.parameters}
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether these, in the memory that was given to them, are still all the parameters of `module`.
+
+        Args:
+            module: The module that was sharded; a user may have moved or replaced some of it since.
+        """
+        known = {*self.by_parameter, *self.replicated}
+        return set(module.parameters()) == known and all(p.in_place for p in self.parameters)
+
+    def check_installed(self) -> None:
+        """Looks, before a step, whether modules still hold the shards that steps read.
+
+        Raises:
+            RuntimeError: If not: PyTorch gives a DTensor other storage when its ``.data`` is assigned, and leaves its
+                values as they are.
+        """
+        for parameter, storage in zip(self.parameters, self._storages, strict=True):
+            tensor = parameter.dtensor
+            for owner in parameter.owners:
+                if owner.module._parameters.get(owner.name) is not tensor:
+                    raise RuntimeError(
+                        f"The parameter {owner.fqn!r} was replaced by another tensor since the module was sharded: "
+                        "steps know nothing of it. Replace parameters before `trainer.fit`, in `setup` or in "
+                        "`configure_model`; change their values in place, by `parameter.data.copy_(...)`."
+                    )
+            if tensor.untyped_storage() is not storage:
+                raise RuntimeError(
+                    f"`parameter.data = ...` was assigned to {parameter.name!r}, or the module was moved. Parameters "
+                    "are sharded, and steps would read the values that were there before. Change them in place, by "
+                    "`parameter.data.copy_(...)` (or `mul_`, `lerp_`, `clamp_`)."
+                )
+
+    @contextlib.contextmanager
+    def whole(self, module: nn.Module, *, writeback: bool) -> Iterator[None]:
+        """Inside, `module` and its children hold whole, plain parameters; all ranks must enter and leave together.
+
+        Args:
+            module: The sharded module, or one of its children.
+            writeback: Keep what was written to them, each rank's own rows; else it is dropped.
+        """
+        wanted = {p for m in module.modules() for p in m._parameters.values() if p is not None}
+        chosen = [p for p in self.parameters if p.dtensor in wanted]
+        wholes = {p: nn.Parameter(p.dtensor.detach().full_tensor(), p.dtensor.requires_grad) for p in chosen}
+        for parameter, whole in wholes.items():
+            parameter.install(whole)
+        try:
+            with self.state.holding_whole():
+                yield
+        finally:
+            for parameter, whole in wholes.items():
+                parameter.install(parameter.dtensor)
+                if writeback:
+                    with torch.no_grad():
+                        parameter.local.copy_(parameter.rows(whole))
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of parameter shards that this rank holds, padding included."""
+        return sum(chunk.numel * chunk.dtype.itemsize for chunk in self.chunks)
+
+    @property
+    def device_bytes(self) -> int:
+        """Of these bytes, those on the device."""
+        on_device = [chunk for chunk in self.chunks if self.by_name[chunk.shards[0].spec.name].host is None]
+        return sum(chunk.numel * chunk.dtype.itemsize for chunk in on_device)
+
+
+def collect_parameters(module: nn.Module) -> dict[nn.Parameter, list[Owner]]:
+    """Finds all parameters and everywhere they are registered, in registration order."""
+    found: dict[nn.Parameter, list[Owner]] = {}
+    for path, owner in module.named_modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                found.setdefault(parameter, []).append(Owner(path, owner, name))
+    return found
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where every parameter of a module is going to lie.
+
+    Args:
+        owners: Of each parameter that is sharded, by its name.
+        replicated: Owners of the others: without rows to distribute (0-dim or empty).
+        specs: Of each parameter that is sharded.
+        chunks: Their places.
+    """
+
+    owners: dict[str, tuple[Owner, ...]]
+    replicated: list[Owner]
+    specs: list[ParamSpec]
+    chunks: list[ChunkLayout]
+
+
+def lay_out(module: nn.Module, shards: int) -> Layout:
+    """Plans the sharding of `module` among `shards` ranks; keeps no reference to a parameter."""
+    found = collect_parameters(module)
+    sharded = {owners[0].fqn: (p, owners) for p, owners in found.items() if p.dim() > 0 and p.numel() > 0}
+    replicated = [owners[0] for owners in found.values() if owners[0].fqn not in sharded]
+    blocks = assign_blocks(module, list(sharded))
+    specs = [ParamSpec(n, tuple(p.shape), p.dtype, p.requires_grad, blocks[n]) for n, (p, _) in sharded.items()]
+    owners_of = {name: tuple(owners) for name, (_, owners) in sharded.items()}
+    return Layout(owners_of, replicated, specs, plan_chunks(specs, shards))
+
+
+def shard_module(
+    module: nn.Module,
+    runtime: Any,
+    ranks: Ranks,
+    *,
+    gather_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    hosted: frozenset[int] = frozenset(),
+) -> ShardedModel:
+    """Shards every parameter of `module` on dim 0, in place.
+
+    All ranks end up with rank 0's values (as with DDP): ranks that were seeded differently would otherwise train a
+    patchwork. One full parameter at a time is on the device, of a model on the meta device one block, which is
+    initialised there. Parameters without rows to distribute (0-dim or empty) stay replicated.
+
+    Args:
+        module: The model, on any device; its parameters may be DTensors of an earlier sharding.
+        runtime: ``_C.Runtime`` of this rank.
+        ranks: The data-parallel ranks.
+        gather_dtype: Compute dtype of floating-point parameters, cast before the wire; None keeps the storage dtype.
+        reduce_dtype: Dtype on the wire of gradients; None takes the dtype they are computed in.
+        hosted: Which chunks of `lay_out` live in host memory, by index; the same on all ranks.
+
+    Returns:
+        The sharded model.
+    """
+    device = torch.device("cpu")
+    if ranks.mesh.device_type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    planned = lay_out(module, ranks.shards)  # the only reference to the whole parameters shall be the module's
+    owners_of, specs, chunks = planned.owners, planned.specs, planned.chunks
+    deferred = {name for name, (owner, *_) in owners_of.items() if owner.module._parameters[owner.name].is_meta}
+    materializer = Materializer(module, device)
+    state = StepState()
+    parameters: dict[str, ShardedParameter] = {}
+    buffers: list[GradBuffer] = []
+    next_id = runtime.serial << 32
+    for index, chunk in enumerate(chunks):
+        materializer.materialize(owners_of[spec.name][0].module for spec in specs if spec.block == chunk.block)
+        if index in hosted:
+            values = runtime.host_shard(chunk.numel, chunk.dtype).zero_()
+        else:
+            values = torch.zeros(chunk.numel, dtype=chunk.dtype, device=device)
+        buffer = GradBuffer(torch.empty_like(values)) if chunk.shards[0].spec.requires_grad else None
+        for layout in chunk.shards:
+            spec = layout.spec
+            owners = owners_of[spec.name]
+            in_place = spec.name in deferred  # else it is the user's memory
+            parameter = _shard_parameter(owners, layout, values, ranks, next_id, gather_dtype, in_place=in_place)
+            parameter.host = runtime.host_of(parameter.local.detach()) if index in hosted else None
+            next_id += 1
+            if buffer is not None:
+                buffer.add(parameter)
+            runtime.register_param(
+                parameter.ds_id,
+                spec.name,
+                list(spec.shape),
+                parameter.leaf.detach(),
+                parameter.grad_padded,
+                reduce_dtype if spec.dtype.is_floating_point else None,
+            )
+            parameters[spec.name] = parameter
+            parameter.install(parameter.dtensor)  # at once, which frees the whole one
+        if buffer is not None:
+            buffer.settle()
+            buffers.append(buffer)
+            # It exists to be registered; it takes memory only while it holds gradients.
+            runtime.free_grads([parameter.ds_id for parameter in buffer.parameters])
+    materializer.materialize(module.modules())  # those without parameters that are sharded
+    _move_rest(module, ranks, device)
+    _install(list(parameters.values()), state)
+    replicated = [owner.module._parameters[owner.name] for owner in planned.replicated]
+    return ShardedModel([parameters[spec.name] for spec in specs], replicated, chunks, buffers, state, ranks)
+
+
+def _move_rest(module: nn.Module, ranks: Ranks, device: torch.device) -> None:
+    """Moves buffers and replicated parameters to `device` and gives all ranks rank 0's values."""
+    seen: dict[Tensor, Tensor] = {}
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                if buffer not in seen:
+                    seen[buffer] = _broadcast(buffer.to(device), ranks)
+                owner._buffers[name] = seen[buffer]
+        for parameter in owner._parameters.values():
+            if parameter is not None and not isinstance(parameter, DTensor) and parameter not in seen:
+                seen[parameter] = parameter
+                parameter.data = _broadcast(parameter.data.to(device), ranks)
+
+
+def _broadcast(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """Rank 0's values, in `tensor` itself if it is dense: collectives would write past an expanded one's memory."""
+    if tensor.numel() and ranks.world_size > 1:
+        tensor = tensor.contiguous()
+        dist.broadcast(tensor, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
+    return tensor
+
+
+@torch.no_grad()
+def _shard_parameter(
+    owners: tuple[Owner, ...],
+    layout: ShardLayout,
+    values: Tensor,
+    ranks: Ranks,
+    ds_id: int,
+    gather_dtype: torch.dtype | None,
+    *,
+    in_place: bool,
+) -> ShardedParameter:
+    spec = layout.spec
+    original = owners[0].module._parameters[owners[0].name]
+    assert original is not None
+    if isinstance(original, DTensor):  # of an earlier sharding: all ranks get the same
+        full = original.detach().to(values.device).full_tensor()
+    else:
+        full = original.detach().to(values.device, copy=not in_place).contiguous()
+        _broadcast(full, ranks)
+    low, high = layout.rows_of(ranks.shard_rank)
+
+    padded = values[layout.offset : layout.offset + layout.shard_numel].view(layout.shard_shape)
+    rows = padded.narrow(0, 0, high - low)
+    rows.copy_(full[low:high])
+    floating = spec.dtype.is_floating_point
+    parameter = ShardedParameter(
+        ds_id=ds_id,
+        layout=layout,
+        owners=owners,
+        gather_dtype=gather_dtype if gather_dtype is not None and floating else spec.dtype,
+        ranks=ranks,
+        dtensor=nn.Parameter(distribute_rows(_alone(rows), spec.shape, ranks), requires_grad=spec.requires_grad),
+        leaf=padded.detach().requires_grad_(spec.requires_grad),
+        local=rows.detach().requires_grad_(spec.requires_grad),
+        grad_offset=layout.offset,
+    )
+    parameter.dtensor.__dict__.update(original.__dict__)  # marks such as `no_weight_decay` that users hang on them
+    return parameter
+
+
+def _alone(rows: Tensor) -> Tensor:
+    """The same memory as a storage of its own: PyTorch can neither save nor copy DTensors that begin inside of one."""
+    begin = rows.storage_offset() * rows.itemsize
+    piece = rows.untyped_storage()[begin : begin + rows.nbytes]
+    return torch.empty(0, dtype=rows.dtype, device=rows.device).set_(piece, 0, rows.shape, rows.stride())
+
+
+def _install(parameters: list[ShardedParameter], state: StepState) -> None:
+    entries: dict[nn.Module, dict[str, tuple[Tensor, int, tuple[int, ...], torch.dtype]]] = {}
+    for parameter in parameters:
+        for owner in parameter.owners:
+            entry = (parameter.leaf, parameter.ds_id, parameter.layout.spec.shape, parameter.gather_dtype)
+            entries.setdefault(owner.module, {})[owner.name] = entry
+    for module, names in entries.items():
+        install_access(module, names, state)

@@ -1,0 +1,49 @@
+"""What took the place of parameters when their module was sharded: an optimizer may have been built of the old ones.
+
+Sharding gives a module other parameter objects. Whoever kept the old ones is told of the new ones by identity, for as
+long as they are kept; nothing here keeps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_deepcompile.sharding.parameter import Owner
+from lightning_deepcompile.sharding.shards import collect_parameters
+
+__all__ = ["Successors"]
+
+
+class Successors:
+    """Maps what a module held to what it holds.
+
+    Args:
+        module: Before it is sharded.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        first = {parameter: owners[0] for parameter, owners in collect_parameters(module).items()}
+        self._owners: dict[Tensor, Owner] = WeakTensorKeyDictionary(first)
+        self._new: dict[Tensor, Tensor] = WeakTensorKeyDictionary()
+
+    def settle(self, previous: Iterable[Successors]) -> None:
+        """Call when the module is sharded.
+
+        Args:
+            previous: Of earlier shardings of it, whose results are not the last ones any more.
+        """
+        for old, owner in self._owners.items():
+            if (new := owner.module._parameters[owner.name]) is not None and new is not old:
+                self._new[old] = new
+        self._owners.clear()
+        for earlier in previous:
+            for old, between in earlier._new.items():
+                if (new := self.of(between)) is not None:
+                    self._new[old] = new
+
+    def of(self, parameter: Tensor) -> Tensor | None:
+        """What has taken the place of `parameter`; None if it was not replaced."""
+        return self._new.get(parameter)

@@ -1,0 +1,592 @@
+"""The uncompiled path: whole parameters for code that runs as Python inside of a step, or that a hook calls.
+
+Compiled code gathers by its program. Any other code must be as right without one: what Dynamo or a compiler could not
+take, what was compiled too often, what a user keeps out of graphs. It reads parameters in two ways.
+
+* A module's own ``forward`` gets plain whole tensors. The first read gathers the block that the parameter belongs to;
+  two blocks stay, the one in use and the one before it. Autograd saves handles in place of whole parameters and gathers
+  again. One node per block reduces its gradients when the last of them is there. The pattern is FSDP2's.
+* Other code holds the parameter itself: ``self.layer.weight`` of another module, or what ``self.parameters()`` gives.
+  While a step runs it is a DTensor that computes as the whole parameter does (`parameter_class`). What is written to it
+  is kept: in stored precision, on this rank's rows. C functions that read it nevertheless leave a whole gradient on it,
+  which is reduced before autograd sees it.
+
+Everything here follows from the order in which code reads parameters, never from when memory happens to be freed, so
+that ranks that run the same code gather alike. `Agreement` compares them like any path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.program.program import LOCAL_ID
+from lightning_deepcompile.sharding.errors import UnsupportedStepError
+
+__all__ = ["Uncompiled", "parameter_class"]
+
+_RESIDENT = 2
+"""Blocks that stay whole: the one in use, and the one before it, which a backward pass begins with."""
+
+# What code asks of a parameter that is not about its values: the DTensor answers as it does outside of a step.
+_ABOUT = frozenset(
+    """size dim ndimension numel nelement stride storage_offset element_size is_floating_point is_complex is_contiguous
+    requires_grad_ get_device data_ptr untyped_storage register_hook register_post_accumulate_grad_hook retain_grad
+    is_same_size __hash__ __repr__ __format__ __len__ __reduce_ex__ __deepcopy__ backward""".split()
+)
+_AUGMENTED = frozenset("__iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __setitem__".split())
+_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # properties that are
+
+
+class _Parameter(Protocol):
+    """What is needed of a `ShardedParameter`."""
+
+    ds_id: int
+    layout: Any
+    gather_dtype: torch.dtype
+    dtensor: nn.Parameter
+    leaf: Tensor
+    local: Tensor
+    ranks: Any
+
+    @property
+    def is_whole(self) -> bool: ...
+
+    def rows(self, tensor: Tensor) -> Tensor: ...
+
+
+@dataclass(eq=False)
+class _Block:
+    """Parameters that are gathered together, as some dtypes, and what is whole of them.
+
+    Args:
+        parameters: In registration order.
+        dtypes: In which they are gathered.
+        whole: Each parameter, plain, without history.
+        tracked: The same memory, with gradients that go to the shards; made when first read with gradients on.
+    """
+
+    parameters: list[_Parameter]
+    dtypes: list[torch.dtype]
+    whole: dict[_Parameter, Tensor] = field(default_factory=dict)
+    tracked: dict[_Parameter, Tensor] = field(default_factory=dict)
+    versions: dict[_Parameter, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """What autograd saves in the place of a whole parameter, or a view of it."""
+
+    parameter: _Parameter
+    stored: bool
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+
+
+class _Whole(torch.autograd.Function):
+    """From the shards of a block to its whole parameters, which have been gathered already."""
+
+    @staticmethod
+    def forward(path: Uncompiled, parameters: list[_Parameter], whole: list[Tensor], *leaves: Tensor) -> Any:
+        # Tensors of their own over the same memory: as views of one input they could not be written to.
+        return tuple(compat.alias(tensor) for tensor in whole)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        # A graph that the path keeps must not keep the path: nothing finds cycles through autograd's nodes.
+        ctx.reduce, ctx.parameters = compat.held_weakly(inputs[0].reduce), inputs[1]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, None, None, *ctx.reduce(ctx.parameters, grads))
+
+
+class Uncompiled:
+    """Gathers for code that is not compiled; one per sharded model.
+
+    Args:
+        parameters: All sharded parameters.
+        stays: Whether parameters stay whole until they change (stages 1 and 2).
+
+    Attributes:
+        compare: Called with what is about to communicate, ``"gather"`` or ``"reduce"`` and local ids; the ranks'.
+        written: Called when code wrote to parameters: what programs have gathered is out of date.
+        noticed: Called when code that is not compiled gathers a block for the first time.
+        hands_out_plain: Whether all code gets plain whole tensors where it reads an attribute, for function transforms,
+            which take neither subclasses nor hooks of autograd.
+        gathered: How many blocks were gathered so far.
+    """
+
+    def __init__(self, parameters: Sequence[_Parameter], *, stays: bool = False) -> None:
+        self._by_tensor: dict[Tensor, _Parameter] = {p.dtensor: p for p in parameters}
+        blocks: dict[str, list[_Parameter]] = {}
+        for parameter in parameters:
+            blocks.setdefault(parameter.layout.spec.block, []).append(parameter)
+        self._members = {parameter: members for members in blocks.values() for parameter in members}
+        self._stays = stays
+        self._resident: dict[tuple[_Parameter, bool], _Block] = {}  # by the block's first parameter; oldest first
+        self._owners: dict[torch.UntypedStorage, tuple[_Parameter, bool]] = {}
+        self._held: dict[_Parameter, Tensor] = {}  # whole, stored dtype: code may write to them until the step is over
+        self._edges: dict[_Parameter, list[Any]] = {}
+        self._calls: list[nn.Module] = []
+        self._stored = False  # outside of steps parameters are gathered as they are stored
+        self.compare: Callable[[str, list[int]], None] | None = None
+        self.written: Callable[[], None] | None = None
+        self.noticed: Callable[[], None] | None = None
+        self.gathered = 0
+        self._noticed: set[_Parameter] = set()
+        self.hands_out_plain = False
+        self._accumulators: dict[_Parameter, Any] = {}  # nodes of autograd that live as long as somebody keeps them
+        self._in_step, self._at_rest = parameter_class(self), resting_class(self)
+        self._worn: type[DTensor] = DTensor
+        self._dress(self._at_rest)
+        self._around = self._at_rest  # what is worn around `outside`
+
+    # Around code -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def in_step(self, *, stored: bool = False) -> Iterator[None]:
+        """Around a step, its backward pass, or a call of a module outside of both.
+
+        Args:
+            stored: Whether parameters are gathered as they are stored, not as steps compute with them.
+        """
+        before = self._stored, self._calls, self._worn
+        self._stored, self._calls = stored, []
+        self._dress(self._in_step)
+        try:
+            yield
+            self.settle()
+        finally:
+            self._stored, self._calls, worn = before
+            self._dress(worn)
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """Around what a step calls that handles parameters as shards: optimizers, above all."""
+        worn, around = self._worn, self._around
+        self.settle()
+        self._around = worn
+        self._dress(self._at_rest)
+        try:
+            yield
+        finally:
+            self._dress(worn)
+            self._around = around
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Around what is called within `outside` and belongs to the step again: an optimizer's closure."""
+        worn = self._worn
+        self._dress(self._around)
+        try:
+            yield
+            self.settle()
+        finally:
+            self._dress(worn)
+
+    def call(self, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a module that has parameters of its own.
+
+        Args:
+            module: The module.
+            run: What its call runs.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+        """
+        self._calls.append(module)
+        try:
+            if len(self._calls) > 1:
+                return run(*args, **kwargs)
+            with self.saving():
+                return run(*args, **kwargs)
+        finally:
+            self._calls.pop()
+
+    def clear(self) -> None:
+        """Forgets what is whole; call when parameters may have changed, on all ranks alike."""
+        self._resident.clear()
+        self._owners.clear()
+        self._held.clear()
+        self._edges.clear()
+
+    def settle(self) -> None:
+        """Keeps what code wrote to whole parameters: this rank's rows of it."""
+        wrote = self._keep_held(self._held)
+        for block in self._resident.values():
+            wrote |= self._keep_writes(block)
+        if wrote and self.written is not None:
+            self.written()
+
+    def _keep_held(self, parameters: Iterable[_Parameter]) -> bool:
+        held = [parameter for parameter in parameters if parameter in self._held]
+        with torch.no_grad():
+            for parameter in held:
+                # Past the count of writes: graphs that are under way gather again, as PyTorch's would read what is new.
+                parameter.local.data.copy_(parameter.rows(self._held[parameter]))
+        return bool(held)
+
+    # Reading ----------------------------------------------------------------------------------------------------------
+
+    def read(self, module: nn.Module, parameter: nn.Parameter, *, by_hand: bool = False) -> Tensor:
+        """What ``module.name`` gives.
+
+        Args:
+            module: The module that holds the parameter.
+            parameter: Its parameter.
+            by_hand: Whether the module's own code treats the parameter as one, and not as a tensor to compute with.
+        """
+        own = bool(self._calls) and self._calls[-1] is module
+        if not self.hands_out_plain and (by_hand or not own):
+            return parameter
+        return self.value(self._by_tensor[parameter])
+
+    def value(self, parameter: _Parameter, *, stored: bool | None = None) -> Tensor:
+        """The whole parameter, with a history if gradients are wanted.
+
+        Args:
+            parameter: The parameter.
+            stored: Whether as it is stored; by default as the code that runs computes with it.
+        """
+        with compat.outside_transforms():
+            return self._value(parameter, self._stored if stored is None else stored)
+
+    def _value(self, parameter: _Parameter, stored: bool) -> Tensor:
+        if parameter.gather_dtype == parameter.leaf.dtype:
+            stored = False  # the same, and one of them is enough
+        block = self._gather(parameter, stored)
+        if not (torch.is_grad_enabled() and parameter.leaf.requires_grad):
+            return block.whole[parameter]
+        if parameter not in block.tracked:
+            members = [p for p in block.parameters if p.leaf.requires_grad]
+            whole = _Whole.apply(self, members, [block.whole[p] for p in members], *[p.leaf for p in members])
+            block.tracked = dict(zip(members, whole, strict=True))
+            for member, tensor in block.tracked.items():
+                block.versions[member] += compat.version_of(tensor)
+                self._edges.setdefault(member, []).append(torch.autograd.graph.get_gradient_edge(tensor))
+        return block.tracked[parameter]
+
+    def hold(self, parameter: _Parameter) -> Tensor:
+        """The whole parameter for code that may write to it, as it is stored; until the step is over.
+
+        Args:
+            parameter: The parameter.
+        """
+        same = parameter.gather_dtype == parameter.leaf.dtype
+        if parameter not in self._held:
+            with compat.outside_transforms():
+                self._held[parameter] = self._gather(parameter, stored=not same).whole[parameter]
+        if not same:  # what was gathered for computing will not show what is written
+            self._evict((self._members[parameter][0], False))
+        return self._held[parameter]
+
+    def _gather(self, parameter: _Parameter, stored: bool) -> _Block:
+        members = self._members[parameter]
+        key = (members[0], stored)
+        block = self._resident.pop(key, None)
+        if block is None:
+            while len(self._resident) >= _RESIDENT and not self._stays:
+                self._evict(next(iter(self._resident)))
+            if self._keep_held(members) and self.written is not None:
+                self.written()
+            if self.noticed is not None and not self._stored and members[0] not in self._noticed:
+                self._noticed.add(members[0])
+                self.noticed()
+            if self.compare is not None:
+                self.compare("gather", [p.ds_id & LOCAL_ID for p in members])
+            block = self._gather_block(members, stored)
+            self.gathered += 1
+        self._resident[key] = block  # the newest
+        return block
+
+    def _gather_block(self, members: list[_Parameter], stored: bool) -> _Block:
+        dtypes = [p.leaf.dtype if stored else p.gather_dtype for p in members]
+        block = _Block(members, dtypes)
+        with torch.no_grad(), compat.below_autograd():
+            for parameter, dtype in zip(members, dtypes, strict=True):
+                held = self._held.get(parameter)
+                whole = held if held is not None and held.dtype == dtype else None
+                if whole is None and parameter.is_whole and dtype == parameter.leaf.dtype:
+                    whole = compat.alias(parameter.leaf)  # nothing to gather, and nothing to give back
+                elif whole is None:
+                    whole = torch.ops.dc.gather(parameter.leaf, parameter.ds_id, parameter.layout.spec.shape, dtype)
+                    self._owners[whole.untyped_storage()] = (parameter, stored)
+                block.whole[parameter] = whole
+                block.versions[parameter] = compat.version_of(whole)
+        return block
+
+    def _evict(self, key: tuple[_Parameter, bool]) -> None:
+        block = self._resident.get(key)
+        if block is None:
+            return
+        if self._keep_writes(block) and self.written is not None:
+            self.written()
+        del self._resident[key]
+        for whole in block.whole.values():
+            self._owners.pop(whole.untyped_storage(), None)
+
+    def _keep_writes(self, block: _Block) -> bool:
+        """Keeps what a module's own code wrote to its parameters in place, of which PyTorch counts the times."""
+        wrote = False
+        for parameter, whole in block.whole.items():
+            tracked = block.tracked.get(parameter)
+            version = compat.version_of(whole) + (0 if tracked is None else compat.version_of(tracked))
+            if version == block.versions[parameter]:
+                continue
+            block.versions[parameter] = version
+            if parameter in self._held:
+                continue
+            wrote = True
+            with torch.no_grad():
+                rows, local = parameter.rows(whole), parameter.local
+                # Elements that nobody changed keep the precision that they are stored in.
+                local.data.copy_(torch.where(rows == local.to(rows.dtype), local, rows.to(local.dtype)))
+        return wrote
+
+    # Gradients --------------------------------------------------------------------------------------------------------
+
+    def reduce(self, parameters: list[_Parameter], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """This rank's shards of the mean gradients of a block.
+
+        Args:
+            parameters: Of the block, those that require gradients.
+            grads: Their whole gradients; None of those that were not used.
+        """
+        wanted = [(p, grad) for p, grad in zip(parameters, grads, strict=True) if grad is not None]
+        if self.compare is not None:
+            self.compare("reduce", [p.ds_id & LOCAL_ID for p, _ in wanted])
+        shards = {
+            p: grad.to(p.leaf.dtype)
+            if p.ranks.world_size == 1
+            else torch.ops.dc.reduce(grad, p.ds_id, p.layout.shard_shape, p.leaf.dtype)
+            for p, grad in wanted
+        }
+        return [shards.get(parameter) for parameter in parameters]
+
+    def differentiate(self, arguments: dict[str, Any], run: Callable[..., Any]) -> tuple[Tensor | None, ...]:
+        """``torch.autograd.grad`` with parameters among its inputs: whole gradients, of this rank's data.
+
+        Args:
+            arguments: Those of ``torch.autograd.grad``.
+            run: It.
+        """
+        inputs = arguments["inputs"]
+        inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        places = [self._edges.get(self.of(one), []) if self.is_ours(one) else [one] for one in inputs]
+        flat = list(itertools.chain.from_iterable(places))
+        if not flat:
+            raise UnsupportedStepError(
+                "`torch.autograd.grad` is called for parameters that compiled code has used: their gradients never "
+                "leave its graphs. Put `@torch.compiler.disable` on the step, or on what computes with them."
+            )
+        grads = iter(run(**{**arguments, "inputs": flat, "allow_unused": True}))
+        found = []
+        for one, place in zip(inputs, places, strict=True):
+            parts = [part for part in itertools.islice(grads, len(place)) if part is not None]
+            found.append(sum(parts[1:], parts[0]) if parts else None)
+            if not parts and not arguments.get("allow_unused"):
+                if not arguments.get("materialize_grads"):
+                    raise RuntimeError(
+                        "One of the differentiated Tensors appears to not have been used in the graph. Set "
+                        f"allow_unused=True if this is the desired behavior. It is of shape {tuple(one.shape)}."
+                    )
+                found[-1] = one.new_zeros(one.shape) if not self.is_ours(one) else torch.zeros_like(self.whole_of(one))
+        return tuple(found)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step runs."""
+        return self._worn is self._at_rest
+
+    def is_ours(self, value: Any) -> bool:
+        """Whether `value` is one of the parameters."""
+        return type(value) is self._in_step
+
+    def of(self, tensor: Tensor) -> _Parameter:
+        """The parameter that users hold as `tensor`."""
+        return self._by_tensor[tensor]
+
+    def whole_of(self, tensor: Tensor) -> Tensor:
+        """The whole parameter that users hold as `tensor`, to compute with."""
+        return self.value(self.of(tensor))
+
+    # Autograd ---------------------------------------------------------------------------------------------------------
+
+    def saving(self) -> contextlib.AbstractContextManager[Any]:
+        """Around code that computes with whole parameters: autograd saves handles of them."""
+        # Under activation checkpointing nothing is saved that would be worth a handle, and its own hooks must see all.
+        # Function transforms refuse hooks.
+        no_hooks = self.hands_out_plain or compat.in_function_transform() or compat.hooks_saved_tensors()
+        if not torch.is_grad_enabled() or no_hooks:
+            return contextlib.nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        owner = self._owners.get(storage) if (storage := compat.storage_of(tensor)) is not None else None
+        if owner is None:
+            return tensor
+        return _Handle(*owner, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if type(saved) is not _Handle:
+            return saved
+        whole = self._gather(saved.parameter, saved.stored).whole[saved.parameter]
+        return whole.as_strided(saved.size, saved.stride, saved.offset)
+
+    def _dress(self, kind: type[DTensor]) -> None:
+        if kind is self._worn:
+            return
+        self._worn = kind
+        for tensor, parameter in self._by_tensor.items():
+            if kind is self._in_step and parameter not in self._accumulators and tensor.requires_grad:
+                self._watch(parameter)
+            tensor.__class__ = kind
+
+    def _watch(self, parameter: _Parameter) -> None:
+        """Reduces whole gradients that come to the parameter itself, of C functions that took it for a plain tensor."""
+        path, held_weakly = weakref.ref(self), weakref.ref(parameter)  # nothing finds cycles through autograd's nodes
+
+        def reduce(grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...] | None:
+            (grad,), alive, parameter = grads, path(), held_weakly()
+            if alive is None or parameter is None or grad is None or isinstance(grad, DTensor):
+                return None
+            with torch.no_grad(), compat.plain_functions():
+                (shard,) = alive.reduce([parameter], [grad])
+                leaf = parameter.leaf
+                leaf.grad = shard if leaf.grad is None else leaf.grad + shard  # which is merged when the pass is over
+                return (compat.with_local(parameter.dtensor, torch.zeros_like(parameter.local)),)
+
+        with torch.enable_grad():
+            node = torch.autograd.graph.get_gradient_edge(parameter.dtensor).node
+        node.register_prehook(reduce)
+        self._accumulators[parameter] = node
+
+
+for _function in (_Whole.forward, _Whole.setup_context, _Whole.backward):
+    compat.never_a_frame(_function)
+compat.never_frames(Uncompiled)
+
+
+def resting_class(path: Uncompiled) -> type[DTensor]:
+    """The class that a model's parameters have while no step runs: DTensors whose values can be assigned, too.
+
+    PyTorch's ``parameter.data = ...`` would give a DTensor other storage and leave its values as they are.
+
+    Args:
+        path: What gathers them.
+    """
+    held_weakly = weakref.ref(path)
+    data = DTensor.data
+
+    class ShardedTensor(DTensor):
+        """A sharded parameter, or an alias of one."""
+
+        __slots__ = ()
+
+        @property
+        def data(self) -> Tensor:  # type: ignore[override]
+            return data.__get__(self)
+
+        @data.setter
+        def data(self, value: Tensor) -> None:
+            path = held_weakly()
+            parameter = None if path is None else path._by_tensor.get(self)
+            same = value.shape == self.shape and (value.dtype, value.device) == (self.dtype, self.device)
+            if parameter is None or not same:
+                data.__set__(self, value)
+                return
+            with torch.no_grad():
+                parameter.local.copy_(parameter.rows(value))
+
+        def detach(self) -> Tensor:
+            alias = DTensor.detach(self)
+            alias.__class__ = ShardedTensor  # which ``nn.Parameter(...)`` asks for
+            return alias
+
+        # Copies, and what is pickled, know nothing of the path.
+        def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+            memo[id(self)] = twin = self._plain(DTensor.detach(self).clone())
+            return twin
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return self._plain(DTensor.detach(self)).__reduce_ex__(protocol)
+
+        def _plain(self, value: Tensor) -> Tensor:
+            return nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value
+
+    return ShardedTensor
+
+
+def parameter_class(path: Uncompiled) -> type[DTensor]:
+    """The class that a model's parameters have while a step runs.
+
+    Args:
+        path: What gathers them.
+    """
+    held_weakly = weakref.ref(path)
+
+    class ParameterInStep(DTensor):
+        """A sharded parameter in the hands of code inside of a step: computes as the whole one.
+
+        Its gradient, ``requires_grad`` and the like are the shard's, as outside of steps.
+        """
+
+        __slots__ = ()
+
+        @classmethod
+        @torch.compiler.disable
+        def __torch_function__(
+            cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            path = held_weakly()
+            kwargs = kwargs or {}
+            with compat.plain_functions():
+                if path is None or path.is_idle or compat.is_tracing():  # the tracer looks at what it meets
+                    return function(*args, **kwargs)
+                return _compute(path, function, args, kwargs)
+
+    return ParameterInStep
+
+
+@compat.never_a_frame
+def _compute(path: Uncompiled, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = getattr(function, "__name__", "")
+    first = args[0] if args else None
+    if name in ("__get__", "__set__", "__delete__"):
+        about = function.__self__.__name__
+        if about not in _VALUES or not path.is_ours(first):
+            return function(*args, **kwargs)
+        if about != "data":
+            return function(path.whole_of(first))
+        held = path.hold(path.of(first))
+        if name == "__set__":
+            with torch.no_grad():
+                return held.copy_(args[1])
+        return function(held)
+    if name in _ABOUT:
+        return function(*args, **kwargs)
+    if function is torch.autograd.grad:
+        return path.differentiate(inspect.signature(function).bind(*args, **kwargs).arguments, function)
+    written = first if name.endswith("_") and not name.endswith("__") or name in _AUGMENTED else kwargs.get("out")
+    if path.is_ours(written):
+        whole = path.hold(path.of(written))
+        args = (whole, *args[1:]) if written is first else args
+        kwargs = {**kwargs, "out": whole} if written is not first else kwargs
+    args, kwargs = fx.node.map_aggregate(
+        (args, kwargs), lambda value: path.whole_of(value) if path.is_ours(value) else value
+    )
+    with path.saving():
+        result = function(*args, **kwargs)
+    return written if path.is_ours(written) else result

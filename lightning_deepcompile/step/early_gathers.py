@@ -1,0 +1,175 @@
+"""The gathers that open a step are launched when the optimizer has stepped, while the host is busy with the trainer.
+
+Between two steps the trainer fetches a batch and calls hooks; then the step's guards are checked, and then nothing can
+be computed before the first block has arrived. Launched early, it is there by then.
+
+They may even be launched while the optimizer steps, when it has stepped on what they read (`lead`).
+
+What was gathered early is wrong if somebody writes to the parameters before the step. Writes that PyTorch counts are
+noticed (`Freshness`); those that it does not (``parameter.data``, ``torch._foreach`` functions on parameters) show in a
+checksum of the shards. Nothing is launched early before it is known that a model does without them; if it begins with
+them later on, training stops.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_deepcompile.capture.backend import Capture
+from lightning_deepcompile.program.rewrite import Gathers
+from lightning_deepcompile.ranks.exchange import exchange
+from lightning_deepcompile.sharding.layout import ChunkLayout
+
+__all__ = ["EarlyGathers"]
+
+_log = logging.getLogger(__name__)
+
+
+class EarlyGathers:
+    """Launches the opening gathers of a training step; one per engine.
+
+    Args:
+        capture: Its programs say what opens a step.
+        group: Of the ranks' CPUs; they decide together whether it is safe.
+        device: Where the shards are.
+
+    Attributes:
+        launched: Whether the last step was opened early.
+        led: Whether that was while the optimizer stepped.
+    """
+
+    def __init__(self, capture: Capture, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._capture, self._group, self._device = capture, group, device
+        self.launched = self.led = False
+        self._safe: bool | None = None  # None: not known yet
+        self._opening: list[Gathers] = []  # what was launched last; another plan may open a step otherwise
+        self._chunks: list[ChunkLayout] = []  # those that it gathers from
+        self._watched: list[Tensor] = []  # a shard of every block that it gathers from
+        self._sums: Tensor | None = None  # after the optimizer's step
+        self._leads = False  # whether they may be launched within it: decided with `_safe`
+        self._trial: Tensor | None = None  # before that, sums from within the optimizer's step
+        self._written = torch.zeros((), dtype=torch.bool, device=device)  # since it is known to be safe
+        self._seen = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")  # its copy on the host
+        self._copied: Any = None  # when that has arrived
+
+    @property
+    def useful(self) -> bool:
+        """Whether there may be something to launch."""
+        return self._safe is not False
+
+    def chunks(self) -> list[ChunkLayout]:
+        """The parameters that are gathered, with those that share their memory; none while nothing is launched."""
+        self._look()
+        return self._chunks if self._safe is None or (self._safe and self._leads) else []
+
+    @property
+    def ids(self) -> list[int]:
+        """Of the parameters that were gathered last."""
+        return [i for _, ids, _ in self._opening for i in ids]
+
+    def lead(self) -> None:
+        """Call instead of `launch` while the optimizer steps, when it has stepped on `chunks`, on all ranks alike.
+
+        What follows in that step may write to them as little as what follows it. Before that is known to be so,
+        nothing is launched, and `launch` is to be called, too.
+        """
+        self.led = self.launched = bool(self._safe and self._leads and self._opening)
+        if self.led:
+            self._gather()
+            self._sums = self._checksums()
+        elif self._safe is None:
+            self._trial = self._checksums() if self._opening else None
+
+    def launch(self) -> None:
+        """Call after the optimizer's step, on all ranks alike."""
+        before, self.led = self._opening, False
+        self._look()
+        self._sums = self._checksums() if self._opening else None
+        if self._trial is not None:
+            same = before == self._opening and bool((self._trial == self._sums).all())
+            self._leads, self._trial = same, None
+        self.launched = bool(self._safe and self._opening)
+        if self.launched:
+            self._gather()
+
+    def _look(self) -> None:
+        # Shards in host memory are left to the step: a checksum of them would cost as much as the copy to the device.
+        model = self._capture.model
+        opening = [group for group in self._capture.opening() if all(model.by_id[i].host is None for i in group[1])]
+        if opening != self._opening:
+            names = {model.by_id[i].name for _, ids, _ in opening for i in ids}
+            self._opening = opening
+            self._chunks = [c for c in model.chunks if any(shard.spec.name in names for shard in c.shards)]
+            self._watched = [model.by_name[chunk.shards[0].spec.name].leaf for chunk in self._chunks]
+
+    def _gather(self) -> None:
+        for graph_id, ids, dtypes in self._opening:
+            torch.ops.dc.prefetch_params_fused(graph_id, [], ids, dtypes)
+
+    def check(self) -> None:
+        """Call before the next step, unless it gathers anew anyway.
+
+        Raises:
+            RuntimeError: If parameters were written to since a `launch`. It does not wait for the device, and so
+                comes a step or two late.
+        """
+        sums, self._sums = self._sums, None
+        if sums is None:
+            return
+        changed = (self._checksums() != sums).any()
+        if self._safe is None:
+            verdicts = exchange((bool(changed), self._leads), self._group)
+            self._safe = not any(written for written, _ in verdicts)
+            self._leads = all(leads for _, leads in verdicts)
+            if not self._safe:
+                _log.info("Parameters are written to between steps, so that nothing is gathered before a step begins.")
+            return
+        self._written.logical_or_(changed)
+        if self._copied is None or self._copied.query():
+            self._raise_if_seen()
+            self._seen.copy_(self._written, non_blocking=True)
+            if self._device.type == "cuda":
+                self._copied = torch.cuda.Event()
+                self._copied.record()
+
+    def _raise_if_seen(self) -> None:
+        if self._seen:
+            raise RuntimeError(
+                "Parameters were written to after the optimizer's step in a way that PyTorch does not count "
+                "(`parameter.data`, or a `torch._foreach` function on parameters), for the first time since training "
+                "began: a step has computed with values from before. Write to the parameters themselves under "
+                "`torch.no_grad()`, or set CompileConfig(early_gathers=False)."
+            )
+
+    @torch.no_grad()
+    def _checksums(self) -> Tensor:
+        """One per block under watch: of all bytes of its shards, taken as integers, and of where they are."""
+        words = torch.empty(0, dtype=torch.int64, device=self._device)
+        return torch.stack([_checksum(words.new_empty(0).set_(leaf.untyped_storage())) for leaf in self._watched])
+
+
+def _checksum(words: Tensor) -> Tensor:
+    """A number that changes when words change, or their order.
+
+    Made of sums of rows and of columns, each weighed with a number of its own: a sum alone would not see a permutation,
+    and to weigh every word would take as much memory again.
+    """
+    columns = math.isqrt(max(words.numel(), 1))
+    square = words[: words.numel() // columns * columns].view(-1, columns)
+    rest = words[square.numel() :]
+    return sum(_weighed(part) for part in (square.sum(0), square.sum(1), rest))
+
+
+def _weighed(sums: Tensor) -> Tensor:
+    weights = torch.arange(sums.numel(), device=sums.device).mul_(_ODD).add_(1)
+    return (sums * weights).sum()
+
+
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+"""Multiples of it are spread over all bits."""

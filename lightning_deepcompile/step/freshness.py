@@ -1,0 +1,93 @@
+"""Whether what is gathered of the parameters is still what the parameters are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.sharding.parameter import ShardedParameter
+from lightning_deepcompile.sharding.shards import ShardedModel
+
+__all__ = ["Freshness", "writes_to"]
+
+
+class Freshness:
+    """Drops what is gathered before a step that might find it out of date.
+
+    Whoever changed a parameter since the last step did so on the compute stream: gathers must come after it. Looked at
+    when a step begins, and not after the optimizer's, so that a hook's changes count.
+
+    Args:
+        model: The sharded model.
+        runtime: ``_C.Runtime`` that gathers.
+        stage: ZeRO stage; below 3 parameters stay gathered between the steps of one accumulation, or of an evaluation,
+            as long as nobody writes to one.
+    """
+
+    def __init__(self, model: ShardedModel, runtime: Any, stage: int) -> None:
+        self._writes = _WriteWatch(model)
+        self._runtime = runtime
+        self._keeps = stage < 3
+        self._counts: list[int] | None = None  # while what is gathered may be used again
+        self._ran = ""  # the step that ran last
+
+    def may_stay(self, name: str) -> bool:
+        """Whether what is gathered may be used by the step `name`, unless somebody wrote; the same on all ranks."""
+        # Averaged weights are swapped in and out in ways that nobody counts, but only between training and evaluation.
+        return self._counts is not None and name == self._ran
+
+    def written(self) -> bool:
+        """Whether this rank's parameters were seen to be written to since `settle`, or since the last step began."""
+        return self._counts != self._writes.counts()
+
+    def begin(self, name: str, stays: bool) -> None:
+        """Call before the step `name`.
+
+        Args:
+            name: The step's.
+            stays: Whether what is gathered is used.
+        """
+        if stays:
+            self._runtime.order_gathers()  # those that follow, behind writes that nobody counts
+        else:
+            self._runtime.invalidate()
+            self._runtime.refetch()
+        self._counts = self._writes.counts() if self._keeps else None
+        self._ran = name
+
+    def settle(self) -> None:
+        """From now on, what is gathered is right as long as nobody writes."""
+        self._counts = self._writes.counts()
+
+    def doubt(self) -> None:
+        """The next step gathers anew."""
+        self._counts = None
+
+
+class _WriteWatch:
+    """Counts in-place writes to the parameters of a model.
+
+    PyTorch counts them per tensor, and a parameter is several: what users hold, the local tensor inside it, and what
+    graphs and optimizers read. Writes through ``parameter.data``, and by ``torch._foreach`` functions that take
+    DTensors, are counted nowhere.
+
+    Args:
+        model: The sharded model.
+    """
+
+    def __init__(self, model: ShardedModel) -> None:
+        # Views of a flat buffer share one count: a tensor for each buffer will do.
+        self._tensors = [model.by_name[chunk.shards[0].spec.name].leaf for chunk in model.chunks]
+        for parameter in model.parameters:
+            self._tensors += [parameter.dtensor, compat.local_of(parameter.dtensor)]
+
+    def counts(self) -> list[int]:
+        """The counts so far; equal lists mean that nothing was written in between."""
+        return [compat.version_of(tensor) for tensor in self._tensors]
+
+
+def writes_to(parameter: ShardedParameter) -> list[int]:
+    """The counts of one parameter, and of writes to others in its flat buffer."""
+    return [
+        compat.version_of(tensor) for tensor in (parameter.leaf, parameter.dtensor, compat.local_of(parameter.dtensor))
+    ]

@@ -1,0 +1,110 @@
+"""An optimizer steps first on what opens the next step, which is gathered while the optimizer steps on the rest.
+
+An optimizer's step is bound by memory and leaves the links idle: time that a forward pass lacks which waits for its
+gathers. The two parts are the class's own `step` on copies of the parameter groups, as chunks of offloaded states are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.offload.chunks import Chunk, GroupChanges
+from lightning_deepcompile.step.opening import StepOpening
+
+__all__ = ["HeadStart"]
+
+# Each element of their states belongs to one of a parameter, and a closure is called first, and once. Subclasses may do
+# anything.
+_KNOWN = frozenset(
+    {
+        optim.ASGD,
+        optim.Adadelta,
+        optim.Adagrad,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.SGD,
+    }
+)
+
+
+class HeadStart:
+    """Divides the steps of one optimizer in two, where a training step follows.
+
+    Args:
+        optimizer: While it steps it holds this rank's plain shards.
+        opening: Knows what opens the next step, and launches its gathers.
+    """
+
+    needs_closure = False
+
+    def __init__(self, optimizer: Optimizer, opening: StepOpening) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._opening = opening
+        self._rest: Chunk | None = None
+        self._changes: GroupChanges | None = None
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, opening: StepOpening) -> HeadStart | None:
+        """A head start for one of PyTorch's element-wise optimizers; None for others, their subclasses included."""
+        return cls(optimizer, opening) if type(optimizer) in _KNOWN else None
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a step is under way, so that calls of `step` are parts of it."""
+        return self._changes is not None
+
+    @torch.no_grad()
+    def begin(self, *args: Any, **kwargs: Any) -> None:
+        """Steps on what opens the next step, and leaves the optimizer with the rest.
+
+        Args:
+            *args: Arguments of the optimizer's `step`, without a closure.
+            **kwargs: Its keyword arguments.
+        """
+        optimizer = self._held()
+        head = self._opening.head()
+        first, rest = (self._part(optimizer, head, inside) for inside in (True, False))
+        if not any(first.params) or not any(rest.params):
+            return
+        self._changes, self._rest = GroupChanges(optimizer), rest
+        with compat.unhooked_step(optimizer) as step:
+            optimizer.param_groups = first.narrow(self._changes.groups)
+            step(optimizer, *args, **kwargs)
+            self._changes.add(first, optimizer.param_groups, type(optimizer).__name__)
+        optimizer.param_groups = rest.narrow(self._changes.groups)
+        self._opening.lead()
+
+    def finish(self) -> None:
+        """Ends a step whose rest has been stepped."""
+        if self._changes is None or self._rest is None:
+            return
+        optimizer = self._held()
+        self._changes.add(self._rest, optimizer.param_groups, type(optimizer).__name__)
+        self._changes.apply()
+        self.restore()
+
+    def restore(self) -> None:
+        """Gives the optimizer its own groups back."""
+        if self._changes is not None:
+            self._held().param_groups = self._changes.groups
+            self._changes = self._rest = None
+
+    @staticmethod
+    def _part(optimizer: Optimizer, head: frozenset[Tensor], inside: bool) -> Chunk:
+        return Chunk([[p for p in g["params"] if (p in head) == inside] for g in optimizer.param_groups], visits=False)
+
+    def _held(self) -> Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None  # it is stepping
+        return optimizer

@@ -1,0 +1,171 @@
+"""What a training step begins with: nothing out of date, and its first gathers under way as early as possible."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_deepcompile.capture.backend import Capture
+from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.ranks.exchange import AnyRank
+from lightning_deepcompile.step.early_gathers import EarlyGathers
+from lightning_deepcompile.step.freshness import Freshness, writes_to
+
+__all__ = ["StepOpening"]
+
+
+class StepOpening:
+    """Follows writes to parameters, and launches the gathers that open a step; one per engine.
+
+    They are launched, at stage 3, when the optimizer has stepped on what they read (`lead`), when it has stepped
+    (`launch`), or with the step that they open.
+
+    Args:
+        config: Says whether they are launched early.
+        capture: Its programs say what opens a step.
+        runtime: ``_C.Runtime`` that gathers.
+        host_group: Of the ranks' CPUs.
+        device: Where the shards are.
+        stage: ZeRO stage.
+
+    Attributes:
+        early: Whether the last gathers that open a step were launched before it.
+        led: Whether they were launched while the optimizer stepped.
+        follows: Whether a training step follows the optimizer's: nobody's code is known to come in between.
+        before: The runtime's counters before the first gather of the step under way.
+    """
+
+    def __init__(
+        self,
+        config: CompileConfig,
+        capture: Capture,
+        runtime: Any,
+        host_group: dist.ProcessGroup,
+        device: torch.device,
+        stage: int,
+    ) -> None:
+        self._runtime = runtime
+        self._fresh = Freshness(capture.model, runtime, stage)
+        self._keeps = stage == 3
+        self._is_early = stage == 3 and config.early_gathers and capture.model.ranks.shards > 1
+        self._may_lead = self._is_early and config.head_start
+        self._early = EarlyGathers(capture, host_group, device)
+        self._model = capture.model
+        self._launched = False
+        self._rewritten = False  # this rank's part of what was gathered while the optimizer stepped, since
+        self._anybody = AnyRank(host_group, "whether parameters were written to")
+        self._counts: list[int] | None = None  # of writes to what was gathered while the optimizer steps
+        self._opened: dict[str, list[int]] | None = None  # of writes to what was gathered before the step under way
+        self.early = self.led = self.follows = False
+        self.before: dict[str, int] = {}
+
+    def begin(self, name: str) -> None:
+        """Call before the step `name`, which trains nothing."""
+        self._opened = None
+        # Ranks may evaluate different numbers of batches: none waits for another one's answer.
+        self._fresh.begin(name, self._fresh.may_stay(name) and not self._fresh.written())
+
+    def begin_training_step(self, isolated: bool) -> None:
+        """Call before a training step.
+
+        Args:
+            isolated: Whether it must gather everything by itself.
+        """
+        if isolated:
+            self._fresh.doubt()
+        self._counts = self._opened = None  # of steps that failed
+        early, self._launched = self._launched, False
+        rewritten, self._rewritten = self._rewritten, False
+        # A rank that gathered again alone would wait for the others: it may be the only one that has what was written.
+        may_stay = self._fresh.may_stay("training_step")
+        stays = may_stay and not self._anybody(rewritten or self._fresh.written())
+        self._fresh.begin("training_step", stays)
+        if stays and early:
+            self._early.check()
+            self._opened = self._opened_counts()
+        else:  # what was launched early is gone, and gathered again
+            self.before = self._runtime.stats()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around a step's own code.
+
+        Raises:
+            RuntimeError: If it wrote to what was gathered before it began, other than by an optimizer.
+        """
+        yield
+        before, self._opened = self._opened, None
+        if before is None or before == (now := self._opened_counts()):
+            return
+        name = next(name for name, counts in now.items() if before.get(name) != counts)
+        raise RuntimeError(
+            f"A training step wrote to the parameter {name!r}, which had been gathered before the step began: it may "
+            "have computed with values from before. Write in a hook, such as `on_train_batch_end` (an average of "
+            "weights, or `target.load_state_dict(net.state_dict())`), or set CompileConfig(early_gathers=False)."
+        )
+
+    def after_backward(self, last: bool) -> None:
+        """Call after a backward pass; `last` before the optimizer steps."""
+        if self._keeps:  # between micro-batches, plans may keep what was gathered
+            self._fresh.doubt() if last else self._fresh.settle()
+
+    def head(self) -> frozenset[Tensor]:
+        """Local shards on which the optimizer should step first, so that `lead` can be called; may be empty."""
+        if not (self._may_lead and self.follows):
+            return frozenset()
+        shards = [shard for chunk in self._early.chunks() for shard in chunk.shards]
+        return frozenset(self._model.by_name[shard.spec.name].local for shard in shards)
+
+    def lead(self) -> None:
+        """Call while an optimizer steps, when it has stepped on `head`."""
+        self.forget()
+        before = self._runtime.stats()
+        self._early.lead()
+        if self._early.led:
+            self.before, self._counts = before, self._head_counts()
+
+    def stepped(self) -> None:
+        """Call when an optimizer has stepped, or parameters were written to: what is gathered is out of date."""
+        self._opened = None
+        if self._counts is None:  # else it was gathered since
+            self.forget()
+
+    def rewritten(self) -> None:
+        """Call when code of a step has written to parameters, on all ranks: what was gathered before is out of date."""
+        self._opened = None
+        self.forget()
+
+    def launch(self) -> None:
+        """Call when an optimizer's step is over and the next training step uses its parameters; may gather them."""
+        counts, self._counts = self._counts, None
+        self.led = counts is not None
+        if self.led:
+            self._rewritten = counts != self._head_counts()
+            self._fresh.settle()
+            self._launched = self.early = True
+            return
+        if self._is_early and self._early.useful:
+            self.before = self._runtime.stats()
+            self._early.launch()
+            self._fresh.settle()
+            self._launched = True
+            self.early = self._early.launched
+
+    def forget(self) -> None:
+        """What is gathered is out of date."""
+        self._counts = None
+        self._fresh.doubt()
+        self._runtime.invalidate()
+
+    def _head_counts(self) -> list[int]:
+        names = [shard.spec.name for chunk in self._early.chunks() for shard in chunk.shards]
+        return [count for name in names for count in writes_to(self._model.by_name[name])]
+
+    def _opened_counts(self) -> dict[str, list[int]]:
+        parameters = [self._model.by_id[i] for i in self._early.ids]
+        return {parameter.name: writes_to(parameter) for parameter in parameters}

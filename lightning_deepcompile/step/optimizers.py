@@ -1,0 +1,262 @@
+"""Optimizers hold the module's parameters, and step on this rank's plain shards of them.
+
+To users an optimizer looks as ever: its groups hold the tensors that ``module.parameters()`` gives, so that toggling,
+freezing, adding groups and looking at ``.grad`` work. While it computes, each is replaced by the plain tensor of the
+same memory: elementwise arithmetic needs no more, and DTensor's dispatch would cost milliseconds of host time a step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.offload.chunks import Parts
+from lightning_deepcompile.offload.states import StateOffload
+from lightning_deepcompile.sharding.checks import check_no_hooks
+from lightning_deepcompile.sharding.gradients import GradientSession
+from lightning_deepcompile.sharding.parameter import ShardedParameter
+from lightning_deepcompile.sharding.shards import ShardedModel
+from lightning_deepcompile.sharding.successors import Successors
+
+__all__ = ["LocalShards", "check_optimizer", "take_over"]
+
+# Optimizers whose update of one element depends on the whole tensor (or on all of them): on shards they would compute
+# something else without saying so.
+_WHOLE_TENSOR_OPTIMIZERS = frozenset(
+    {"adafactor", "distributedshampoo", "galoreadamw", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"}
+)
+
+
+def take_over(optimizer: Optimizer, model: ShardedModel, successors: Successors) -> bool:
+    """Makes an optimizer that was built before the module was sharded hold what took its parameters' places.
+
+    Args:
+        optimizer: Its groups and its state are changed in place; a state of a parameter's shape becomes this rank's
+            rows of it.
+        model: How the parameters are sharded.
+        successors: What they are now.
+
+    Returns:
+        Whether it had states of such parameters.
+    """
+    states = False
+    for group in optimizer.param_groups:
+        for place, old in enumerate(group["params"]):
+            new = successors.of(old)
+            if new is None:
+                continue
+            group["params"][place] = new
+            if old in optimizer.state:
+                states = True
+                entries = optimizer.state.pop(old)
+                optimizer.state[new] = {k: _rows(v, old, model.by_parameter.get(new)) for k, v in entries.items()}
+    return states
+
+
+def _rows(value: Any, whole: Tensor, parameter: ShardedParameter | None) -> Any:
+    if not isinstance(value, Tensor) or parameter is None or value.shape != whole.shape:
+        return value
+    return parameter.rows(value).to(parameter.local.device, copy=True)
+
+
+def check_optimizer(optimizer: Optimizer, model: ShardedModel) -> None:
+    """Raises for optimizers that cannot step on shards.
+
+    Args:
+        optimizer: Holds the module's (sharded) parameters.
+        model: How they are sharded.
+
+    Raises:
+        ValueError: For optimizers that need whole tensors, for parameters that are not the module's, and for those
+            with hooks.
+    """
+    for kind in type(optimizer).__mro__:
+        if kind.__name__.lower() in _WHOLE_TENSOR_OPTIMIZERS:
+            raise ValueError(
+                f"The optimizer {type(optimizer).__name__} needs whole parameters, but each rank holds a part of "
+                "every one. Use an element-wise optimizer (SGD, Adam, AdamW, ...)."
+            )
+    known = {*model.by_parameter, *model.replicated}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in known:
+                raise ValueError(
+                    f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is not the "
+                    "module's. Build optimizers in `configure_optimizers` from `self.parameters()`."
+                )
+            check_no_hooks(parameter, model.by_parameter[parameter].name if parameter in model.by_parameter else "")
+
+
+class LocalShards:
+    """Lets an optimizer see this rank's plain shards, with their gradients, during its steps.
+
+    Args:
+        optimizer: Its groups and its state are changed in place for a step, and changed back.
+        model: How the parameters are sharded.
+        gradients: Knows their gradients.
+        after_step: Called after each step, however it was started.
+        around_closure: In which a user's closure runs.
+        parts: Divides the optimizer's steps, if they are divided.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: ShardedModel,
+        gradients: GradientSession,
+        after_step: Callable[[], None],
+        around_closure: Callable[[], AbstractContextManager[None]],
+        parts: Parts | None = None,
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)  # whose hooks keep this object alive
+        self._model = model
+        self._gradients = gradients
+        self._after_step, self._around_closure = after_step, around_closure
+        self._parts = parts
+        self._stepped = False  # with a closure: whether the step under way has called its closure
+        self._inner = 0  # calls of ``super().step(closure)`` under way
+        self._swapped: dict[Tensor, Tensor] = {}
+        self._plain_state = False  # some make their states before they step, from the module's parameters
+        self._hooks = (
+            optimizer.register_step_pre_hook(self._on_step),
+            # Users' hooks shall see their parameters.
+            compat.run_first_after_step(optimizer, self._on_stepped),
+        )
+
+    @property
+    def offload(self) -> StateOffload | None:
+        """What lets the optimizer step chunk by chunk, if its states may leave the device."""
+        return self._parts if isinstance(self._parts, StateOffload) else None
+
+    def detach(self) -> None:
+        """Leaves the optimizer alone from now on, which holds the module's parameters."""
+        if self._optimizer() is not None:
+            self.restore()
+        for hook in self._hooks:
+            hook.remove()
+
+    def __enter__(self) -> None:
+        self.restore()
+        by_parameter = self._model.by_parameter
+        for group in self._held().param_groups:
+            for parameter in group["params"]:
+                if parameter in by_parameter:
+                    local = by_parameter[parameter].local
+                    local.grad = self._gradients.local_grad(parameter)
+                    self._swapped[parameter] = local
+        if not self._plain_state:
+            _make_plain(self._held())
+            self._plain_state = True
+        self._exchange(self._swapped)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Puts the parameters back; does nothing where they are in place, so it also mends what an error left."""
+        if self._parts is not None:
+            self._parts.restore()
+        if not self._swapped:
+            return
+        swapped, self._swapped = self._swapped, {}
+        self._exchange({local: parameter for parameter, local in swapped.items()})
+        for local in swapped.values():
+            local.grad = None
+
+    def _on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs["closure"] if "closure" in kwargs else args[1] if len(args) > 1 else None
+        if self._is_part(closure):
+            self._inner += 1
+            return None
+        self._inner = 0
+        if closure is None and not (self._parts is not None and self._parts.needs_closure):
+            self.__enter__()
+            return None
+        self._stepped = False
+        # An optimizer calls its closure before it looks at its groups. So that is when it gets to see shards, and, in
+        # parts, where all but the last are stepped: after the hooks that may come behind this one.
+        if "closure" in kwargs or len(args) < 2:
+            rest = {key: value for key, value in kwargs.items() if key != "closure"}
+            return args, {**rest, "closure": _Closure(self, closure, args[1:], rest)}
+        return (args[0], _Closure(self, closure, (None, *args[2:]), kwargs), *args[2:]), kwargs
+
+    def _run(self, closure: Callable[[], Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the user's closure, and makes the optimizer see shards."""
+        if self.offload is not None and self._stepped:
+            raise RuntimeError(
+                f"{type(self._held()).__name__} evaluates its closure more than once in a step, so its states cannot "
+                "be offloaded. Use CompileConfig(offload='none')."
+            )
+        # It runs the forward and the backward pass and users' hooks, which shall see the parameters.
+        self.restore()
+        with self._around_closure():
+            result = None if closure is None else closure()
+        self.__enter__()
+        self._stepped = True
+        if self._parts is not None:
+            self._parts.begin(*args, **kwargs)
+        return result
+
+    def _is_part(self, closure: Any) -> bool:
+        """Whether a call of `step` is made by one that is under way, as in ``super().step(closure)``."""
+        return isinstance(closure, _Closure) or (self._parts is not None and self._parts.stepping)
+
+    def _on_stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._inner:
+            self._inner -= 1  # what the optimizer does behind ``super().step`` is part of the step, too
+            return
+        if self.offload is not None and not self._stepped:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} does not call the closure that its `step` is given, so its states cannot "
+                "be offloaded. Use CompileConfig(offload='none')."
+            )
+        if self._parts is not None:
+            self._parts.finish()
+        # Whoever does not call the closure has stepped on DTensors, and made its state of them.
+        self._plain_state = bool(self._swapped)
+        self.restore()
+        self._after_step()
+
+    def _held(self) -> Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None  # it is stepping
+        return optimizer
+
+    def _exchange(self, replacements: dict[Tensor, Tensor]) -> None:
+        optimizer = self._held()
+        for group in optimizer.param_groups:
+            group["params"][:] = [replacements.get(p, p) for p in group["params"]]
+        state = optimizer.state
+        for parameter, replacement in replacements.items():
+            if parameter in state:
+                state[replacement] = state.pop(parameter)
+
+
+class _Closure:
+    """What an optimizer is given to call before it looks at its groups."""
+
+    def __init__(
+        self,
+        shards: LocalShards,
+        closure: Callable[[], Any] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._shards, self._closure, self._args, self._kwargs = shards, closure, args, kwargs
+
+    def __call__(self) -> Any:
+        return self._shards._run(self._closure, self._args, self._kwargs)
+
+
+def _make_plain(optimizer: Optimizer) -> None:
+    for entries in optimizer.state.values():
+        for key, value in entries.items():
+            if isinstance(value, DTensor):
+                entries[key] = value.to_local()

@@ -1,0 +1,167 @@
+"""Processes and their process group: what a strategy of several processes needs and has nothing to do with sharding.
+
+Lightning's DDP and FSDP strategies each carry these lines; neither can be a base here, as other parts of Lightning
+treat their subclasses as what they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import subprocess
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from torch import Tensor
+
+from lightning_deepcompile.compat.lightning import (
+    SubprocessLauncher,
+    default_backend,
+    init_process_group,
+    is_distributed,
+    reduce_over_ranks,
+)
+
+__all__ = ["ProcessStrategy"]
+
+
+class ProcessStrategy(ParallelStrategy):
+    """Base of strategies with one process per device, started by Lightning, torchrun, SLURM and the like.
+
+    Args:
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer.
+        checkpoint_io: Set by the Trainer.
+        precision_plugin: Set by the Trainer.
+        process_group_backend: Backend of torch.distributed; by default NCCL for GPUs and gloo for CPUs.
+        timeout: How long a rank waits for the others.
+    """
+
+    # Without it Lightning would neither shard the dataset nor reduce metrics.
+    is_distributed = True
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self.num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._outside_inference = contextlib.ExitStack()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled or copied of it: not the processes that it started."""
+        launcher = copy.copy(self._launcher)
+        if isinstance(launcher, SubprocessLauncher):
+            launcher.procs = []
+        return super().__getstate__() | {"_launcher": launcher, "_outside_inference": contextlib.ExitStack()}
+
+    @property
+    def root_device(self) -> torch.device:
+        """This process's device."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """Backend of torch.distributed, once set up."""
+        return self._process_group_backend
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every rank reads its own part of the data."""
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = SubprocessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        """Sets the device up and joins the process group."""
+        self._leave_inference_mode()
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        device = self.root_device
+        self._process_group_backend = self._process_group_backend or default_backend(device)
+        assert self.cluster_environment is not None
+        init_process_group(
+            self.cluster_environment,
+            self._process_group_backend,
+            timeout=self._timeout,
+            device_id=device if device.type != "cpu" else None,
+        )
+
+    def _leave_inference_mode(self) -> None:
+        """Until teardown, as a user may call the Trainer inside of one.
+
+        What is made in it, a gathered parameter or a metric's state, could not be used where anything is trained.
+        """
+        self._outside_inference.close()
+        if torch.is_inference_mode_enabled():
+            self._outside_inference.enter_context(torch.inference_mode(False))
+
+    def set_world_ranks(self) -> None:
+        """Tells the environment and Lightning's loggers which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+
+    @torch.compiler.disable
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks."""
+        if is_distributed():
+            device_ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
+            dist.barrier(device_ids=device_ids)
+
+    @torch.compiler.disable  # called in a step, it breaks the graph: the tracer fails at what sends objects
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Sends an object from rank `src` to all."""
+        if not is_distributed():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
+        """Reduces a tensor over the ranks; anything else is returned as it is."""
+        return reduce_over_ranks(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    def end_started_processes(self) -> None:
+        """Ends the processes that this one started; they get a moment to report an error themselves."""
+        if isinstance(self._launcher, SubprocessLauncher):
+            for process in self._launcher.procs:
+                try:
+                    process.wait(timeout=5)
+                except subprocess.TimeoutExpired:
+                    process.terminate()

@@ -1,0 +1,154 @@
+"""A module outlives its Trainer: the next one goes on with its shards and compiled steps, or shards it anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecision
+
+from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.ranks.mesh import MeshArgument, make_mesh
+from lightning_deepcompile.sharding.access import step_states
+from lightning_deepcompile.trainer.activation_checkpointing import (
+    CheckpointingPolicy,
+    checkpoint_activations,
+    keep_activations,
+)
+from lightning_deepcompile.trainer.precision import DeepCompilePrecision
+from lightning_deepcompile.user_code.appends import Appends
+from lightning_deepcompile.user_code.host_calls import HostCalls
+from lightning_deepcompile.user_code.log import DeferredLog
+
+__all__ = ["Setting", "ShardedModule"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that decides how a module is sharded and compiled: a Trainer with the same goes on with what there is.
+
+    Args:
+        stage: ZeRO stage.
+        config: Settings of compiler and schedule, with all paths.
+        precision: Lightning's name of it.
+        mixed_precision: The strategy's argument.
+        checkpointing_policy: Which modules keep only their inputs.
+        device_mesh: The strategy's argument.
+        hybrid: Whether parameters are sharded inside every node.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        world_size: Number of ranks.
+        per_node: Ranks of a node.
+        syncs_layers: Whether the Trainer makes layers such as batch normalization look at all ranks' batches.
+        timeout: How long ranks wait for each other.
+    """
+
+    stage: int
+    config: CompileConfig
+    precision: str
+    mixed_precision: MixedPrecision | None
+    checkpointing_policy: CheckpointingPolicy | None
+    device_mesh: MeshArgument | None
+    hybrid: bool
+    device_type: str
+    world_size: int
+    per_node: int
+    syncs_layers: bool
+    timeout: timedelta
+
+    def mesh(self) -> DeviceMesh:
+        """The mesh to train on; a collective of all ranks."""
+        return make_mesh(
+            self.device_mesh,
+            hybrid=self.hybrid,
+            device_type=self.device_type,
+            world_size=self.world_size,
+            per_node=self.per_node,
+        )
+
+
+@dataclass(eq=False)
+class ShardedModule:
+    """What a sharded module runs with. The module keeps it: it works on when the Trainer is gone.
+
+    Args:
+        setting: What it was sharded by.
+        engine: Its engine.
+        log: Records what its steps log; compiled steps refer to it.
+        host_calls: What its steps call outside of graphs; compiled steps refer to it.
+        appends: Stands in for lists that its steps append to; compiled steps refer to it.
+    """
+
+    setting: Setting
+    engine: Engine
+    log: DeferredLog
+    host_calls: HostCalls
+    appends: Appends
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ShardedModule | None:
+        """What `module` runs with; None if it is not sharded, or parts of it by different Trainers.
+
+        Args:
+            module: Any module.
+        """
+        keepers = [state.keeper for state in step_states(module)]
+        return keepers[0] if len(keepers) == 1 else None
+
+    @classmethod
+    def make(
+        cls,
+        module: pl.LightningModule,
+        setting: Setting,
+        plugin: DeepCompilePrecision,
+        sync_layers: Callable[[Any], Any] | None,
+    ) -> ShardedModule:
+        """Shards `module`, in place; a collective of all ranks.
+
+        What other Trainers have sharded of it is gathered parameter by parameter and sharded anew. If that was all of
+        a module, their engine ends; its shards take memory until nobody refers to it.
+
+        Args:
+            module: The user's.
+            setting: How.
+            plugin: Converts it.
+            sync_layers: Replaces layers by those that look at all ranks' batches.
+        """
+        previous = [state.keeper.engine for state in step_states(module) if state.keeper is not None]
+        keep_activations(module)
+        if sync_layers is not None:
+            module = sync_layers(module)
+        module = plugin.convert_module(module)
+        if setting.checkpointing_policy is not None:
+            checkpoint_activations(module, setting.checkpointing_policy)
+        engine = Engine(
+            module,
+            setting.mesh(),
+            setting.config,
+            gather_dtype=plugin.gather_dtype,
+            reduce_dtype=plugin.reduce_dtype,
+            stage=setting.stage,
+            timeout=setting.timeout,
+            previous=previous,
+        )
+        for other in previous:
+            if other.module is module:
+                other.close()
+        log, host_calls = DeferredLog(module), HostCalls(module, after_toggle=engine.gradients.follow_requires_grad)
+        made = engine.model.state.keeper = cls(setting, engine, log, host_calls, Appends(module))
+        return made
+
+    def serves(self, module: nn.Module, setting: Setting) -> bool:
+        """Whether a Trainer with `setting` can go on with this.
+
+        Args:
+            module: The one to run; since it was sharded, a user may have changed it.
+            setting: The Trainer's.
+        """
+        engine = self.engine
+        return setting == self.setting and engine.module is module and not engine.ended and engine.model.holds(module)

@@ -1,0 +1,519 @@
+"""The Lightning strategy: maps Lightning's hooks to the engine, and nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.compile import to_uncompiled
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.checkpoint import Checkpoints, StateDictType, with_default
+from lightning_deepcompile.compat.lightning import NoOptimizer, optimizers_to_device, wrap_optimizer
+from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.report import Round
+from lightning_deepcompile.ranks.failures import shorten
+from lightning_deepcompile.ranks.mesh import MeshArgument, check_mesh
+from lightning_deepcompile.summary import Summary
+from lightning_deepcompile.trainer.activation_checkpointing import CheckpointingPolicy
+from lightning_deepcompile.trainer.averaging import distribute_states, is_averaged, shard_averages
+from lightning_deepcompile.trainer.batch_loop import let_host_run_ahead
+from lightning_deepcompile.trainer.checks import check_backward_inputs, check_trainer, may_drop_gradients
+from lightning_deepcompile.trainer.fsdp_arguments import (
+    ShardingStrategyName,
+    checkpointing_policy,
+    is_hybrid,
+    sharding_strategy_of,
+    stage_for,
+    warn_about_ignored,
+    with_cpu_offload,
+)
+from lightning_deepcompile.trainer.precision import DeepCompilePrecision
+from lightning_deepcompile.trainer.processes import ProcessStrategy
+from lightning_deepcompile.trainer.progress import CompileProgress
+from lightning_deepcompile.trainer.reuse import Setting, ShardedModule
+from lightning_deepcompile.user_code.host_calls import HostOptimizer
+
+__all__ = ["DeepCompileStrategy"]
+
+
+class DeepCompileStrategy(ProcessStrategy):
+    """Trains an unmodified LightningModule with sharded parameters, gradients and optimizer states (ZeRO).
+
+    The step is captured with ``torch.compile`` and run as a program in which every gather, release and reduction is an
+    explicit instruction, executed by a C++ runtime. Use it like FSDP: ``Trainer(strategy="deepcompile", devices=8)``.
+
+    Args:
+        stage: What is sharded between uses (ZeRO). 3 (the default): parameters, gradients and optimizer states. 2:
+            gradients and optimizer states; parameters are gathered once after each optimizer step and stay whole. 1: as
+            2, and gradients of accumulated batches are added up whole and reduced once.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer.
+        checkpoint_io: Set by the Trainer.
+        precision_plugin: Set by the Trainer from ``precision=``; see `DeepCompilePrecision`.
+        process_group_backend: Backend of torch.distributed; by default NCCL for GPUs and gloo for CPUs.
+        timeout: How long a rank waits for the others.
+        mixed_precision: Dtypes instead of those that follow from ``precision=``: ``param_dtype`` in which parameters
+            are gathered and computed with, ``reduce_dtype`` of gradients on the wire, ``buffer_dtype`` of buffers.
+        activation_checkpointing_policy: Classes of modules that keep only their inputs and run again in backward; or
+            a function of a module that tells whether it does.
+        activation_checkpointing: FSDP's older name for the same: a class or a list of classes.
+        sharding_strategy: FSDP's name for the stage: ``"FULL_SHARD"`` is 3, ``"SHARD_GRAD_OP"`` is 2.
+            ``"HYBRID_SHARD"`` is 3 with the parameters sharded inside every node, or as `device_mesh` says.
+        device_mesh: For hybrid sharding: (number of replicas, ranks that share the parameters), or a DeviceMesh of
+            these two dimensions. Ranks next to each other share; gradients are reduced among them, and then averaged
+            over the replicas.
+        cpu_offload: Of FSDP; True means ``"auto"`` for ``offload``, ``offload_activations`` and, at stage 3,
+            ``offload_parameters`` of `CompileConfig`: as far as the device's memory does not suffice, they live in host
+            memory.
+        auto_wrap_policy: Of FSDP; ignored with a warning, as are the next ones.
+        use_orig_params: Of FSDP; ignored.
+        backward_prefetch: Of FSDP; ignored.
+        forward_prefetch: Of FSDP; ignored.
+        limit_all_gathers: Of FSDP; ignored.
+        sync_module_states: Of FSDP; ignored.
+        param_init_fn: Of FSDP; ignored.
+        ignored_modules: Of FSDP; ignored.
+        ignored_states: Of FSDP; ignored.
+        process_group: Of FSDP; ignored.
+        device_id: Of FSDP; ignored.
+        state_dict_type: How checkpoints are saved. ``"full"``: one plain file, as of a single device. ``"sharded"``: a
+            directory to which every rank writes its shards. Both are loaded, whatever is set here.
+        save_distributed_checkpoint: ModelParallelStrategy's name for the same; True means ``"sharded"``.
+        async_save: Whether sharded checkpoints are written by a thread while training goes on. A rank needs host memory
+            for a copy of its shards.
+        compile: Settings of the compiler and of the schedule.
+
+    Raises:
+        ValueError: For a stage, state dict type or mesh that cannot be.
+    """
+
+    strategy_name = "deepcompile"
+
+    def __init__(
+        self,
+        stage: Literal[1, 2, 3] | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        mixed_precision: MixedPrecision | None = None,
+        activation_checkpointing_policy: CheckpointingPolicy | None = None,
+        activation_checkpointing: type[nn.Module] | list[type[nn.Module]] | None = None,
+        sharding_strategy: ShardingStrategyName | ShardingStrategy | None = None,
+        device_mesh: MeshArgument | None = None,
+        cpu_offload: bool | CPUOffload | None = None,
+        auto_wrap_policy: Any | None = None,
+        use_orig_params: bool | None = None,
+        backward_prefetch: Any | None = None,
+        forward_prefetch: bool | None = None,
+        limit_all_gathers: bool | None = None,
+        sync_module_states: bool | None = None,
+        param_init_fn: Any | None = None,
+        ignored_modules: Any | None = None,
+        ignored_states: Any | None = None,
+        process_group: Any | None = None,
+        device_id: Any | None = None,
+        state_dict_type: StateDictType = "full",
+        save_distributed_checkpoint: bool | None = None,
+        async_save: bool = False,
+        compile: CompileConfig | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self.stage = stage_for(sharding_strategy, stage)
+        self._hybrid = is_hybrid(sharding_strategy)
+        self.sharding_strategy = sharding_strategy_of(self.stage, hybrid=self._hybrid or device_mesh is not None)
+        check_mesh(device_mesh, hybrid=self._hybrid)
+        self._device_mesh = device_mesh
+        warn_about_ignored(
+            {
+                "auto_wrap_policy": auto_wrap_policy,
+                "use_orig_params": use_orig_params,
+                "backward_prefetch": backward_prefetch,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "sync_module_states": sync_module_states,
+                "param_init_fn": param_init_fn,
+                "ignored_modules": ignored_modules,
+                "ignored_states": ignored_states,
+                "process_group": process_group,
+                "device_id": device_id,
+            }
+        )
+        self.mixed_precision = mixed_precision
+        self._checkpointing_policy = checkpointing_policy(activation_checkpointing, activation_checkpointing_policy)
+        self.cpu_offload = CPUOffload(cpu_offload) if isinstance(cpu_offload, bool) else cpu_offload or CPUOffload()
+        self.compile = with_cpu_offload(compile or CompileConfig(), cpu_offload, self.stage)
+        self._checkpoints = Checkpoints(self, state_dict_type, save_distributed_checkpoint, async_save)
+        self._sharded: ShardedModule | None = None
+        self._progress = CompileProgress()
+
+    # What Lightning sets and reads -----------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> DeepCompilePrecision:
+        """The precision plugin."""
+        plugin = self._precision_plugin
+        return plugin if isinstance(plugin, DeepCompilePrecision) else DeepCompilePrecision.convert(plugin)
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else DeepCompilePrecision.convert(plugin)
+
+    @property
+    def mixed_precision_config(self) -> MixedPrecision:
+        """The dtypes of parameters, gradients and buffers in steps: `mixed_precision`, or those of the precision."""
+        return self.mixed_precision or self.precision_plugin.mixed_precision_config
+
+    @property
+    def _lightning_module(self) -> pl.LightningModule | None:
+        return self._module
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: pl.LightningModule | None) -> None:
+        # Lightning hands the module over, and then refuses compiled ones for strategies that it does not know.
+        if getattr(module, "_compiler_ctx", None) is not None:
+            rank_zero_warn(
+                "The model was compiled with `torch.compile`. DeepCompileStrategy compiles the steps itself, with the "
+                "distribution in the graph; your compilation is undone."
+            )
+            module = to_uncompiled(module)
+        self._module = module
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers; `LightningModule.optimizers` gives their wrappers."""
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._lightning_optimizers = [wrap_optimizer(HostOptimizer, o, self) for o in optimizers]
+
+    # Setting up -------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Shards the model (unless it is), compiles its steps lazily, and builds optimizers when fitting."""
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        check_trainer(trainer)
+        self._progress = CompileProgress(trainer)
+        # Inference tensors cannot enter a compiled graph that also serves training.
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
+        self._shard(self.lightning_module)
+        self.barrier("sharded")
+        if trainer.state.fn == TrainerFn.FITTING:
+            let_host_run_ahead(trainer, self.engine.host_group)
+            shard_averages(trainer, self.engine.model, self.root_device, self.engine.runtime.host_shard)
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            optimizers_to_device(self.optimizers, self.root_device)
+
+    def _shard(self, module: pl.LightningModule) -> None:
+        plugin = self.precision_plugin
+        plugin.mixed_precision = self.mixed_precision
+        setting = Setting(
+            stage=self.stage,
+            config=self.compile.in_folder(module.trainer.default_root_dir),
+            precision=plugin.precision,
+            mixed_precision=self.mixed_precision,
+            checkpointing_policy=self._checkpointing_policy,
+            device_mesh=self._device_mesh,
+            hybrid=self._hybrid,
+            device_type=self.root_device.type,
+            world_size=self.world_size,
+            per_node=self.num_processes,
+            syncs_layers=self._layer_sync is not None,
+            timeout=self._timeout,
+        )
+        sharded = ShardedModule.of(module) or self._sharded  # a module without parameters keeps nothing
+        # What one rank cannot go on with, none does: whether a user moved a module, say, is decided on every rank.
+        if not self.reduce_boolean_decision(sharded is not None and sharded.serves(module, setting)):
+            if self._sharded is not None and self._sharded.engine.module is not module:
+                self._sharded.engine.close()
+            sync_layers = None if self._layer_sync is None else self._layer_sync.apply
+            sharded = ShardedModule.make(module, setting, plugin, sync_layers)
+        assert sharded is not None
+        for child in module.modules():
+            if isinstance(child, Metric):
+                child.to(self.root_device)
+        plugin.attach(sharded.engine, self.root_device.type)
+        self._sharded, self.model = sharded, module
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Builds the optimizers and makes them step on this rank's shards."""
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            if not isinstance(optimizer, NoOptimizer):  # Lightning's, where there is nothing to optimize
+                self.engine.attach_optimizer(optimizer)
+        manual = not self.lightning_module.automatic_optimization
+        self.engine.capture.several_backward_passes = manual and len(self.optimizers) > 1
+
+    def model_to_device(self) -> None:
+        """Does nothing: sharding moves the model."""
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """New tensors have the dtype of the parameters, and are made where they are without it: on the CPU, as a rule.
+
+        Args:
+            empty_init: Make them without memory (on the meta device); each rank then initialises one block at a time,
+                by the modules' ``reset_parameters`` or the model's ``_init_weights``, and keeps its shard.
+        """
+        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    @property
+    def engine(self) -> Engine:
+        """The engine behind the strategy.
+
+        Raises:
+            RuntimeError: Before setup.
+        """
+        if self._sharded is None:
+            raise RuntimeError(
+                "The strategy is not set up yet: it shards the model when `trainer.fit` (or another entry) runs."
+            )
+        return self._sharded.engine
+
+    @property
+    def engine_of_module(self) -> Engine | None:
+        """The engine that the module runs with, also before `setup`; None if it is not sharded."""
+        module, sharded = self.lightning_module, self._sharded
+        if sharded is None or sharded.engine.module is not module:  # another Trainer may have been here
+            sharded = None if module is None else ShardedModule.of(module)
+        return None if sharded is None else sharded.engine
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled or copied of it: its settings, as before `setup`."""
+        fresh = {"_sharded": None, "_progress": CompileProgress(), "_optimizers": []}
+        return super().__getstate__() | fresh
+
+    # Running ----------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the compiled training step."""
+        if may_drop_gradients(self.lightning_module):
+            self.engine.drop_stale_gradients()
+        return self._run("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the compiled validation step."""
+        return self._run("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the compiled test step."""
+        return self._run("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the compiled predict step."""
+        return self._run("predict_step", *args, **kwargs)
+
+    def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        assert self._sharded is not None
+        log, host_calls = self._sharded.log, self._sharded.host_calls
+        appends = self._sharded.appends.deferred(self.engine.mentions(name).only_appended)
+        context = {
+            "training_step": self.precision_plugin.train_step_context,
+            "validation_step": self.precision_plugin.val_step_context,
+            "test_step": self.precision_plugin.test_step_context,
+            "predict_step": self.precision_plugin.predict_step_context,
+        }[name]
+        deferred = nullcontext() if name == "predict_step" else log.deferred()
+        shown = self._progress.shown(self.engine.capture)
+        with context(), deferred, host_calls.outside_graphs(), appends, shown:
+            return self.engine.run_step(name, *args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs the backward pass; ``.grad`` holds reduced gradients when Lightning calls ``on_after_backward``."""
+        module, plugin = self.lightning_module, self.precision_plugin
+        assert module is not None
+        check_backward_inputs(module, kwargs)
+        keeping = compat.keeping_graphs() if kwargs.get("retain_graph") else nullcontext()
+        self.pre_backward(closure_loss)
+        loss = plugin.pre_backward(closure_loss, module)
+        with self._progress.shown(self.engine.capture), keeping:
+            self.engine.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
+        loss = plugin.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Around batches whose gradients only accumulate."""
+        with self.engine.accumulating():
+            yield
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Steps the optimizer, on this rank's shards."""
+        automatic = (
+            self.lightning_module.automatic_optimization
+        )  # else users' code goes on, and may write to parameters
+        with self.engine.stepping(optimizer, follows=automatic):
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if automatic:
+            self.engine.finish_step()
+        return output
+
+    # Ending -----------------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Ends this rank's communication, and the ranks that it started, so that none waits for it."""
+        super().on_exception(exception)
+        if self._sharded is not None:
+            self.engine.tuner.explain(exception)
+            self.engine.failures.explain(exception)
+            self.engine.abort()
+        self.end_started_processes()
+        shorten(exception)
+
+    def teardown(self) -> None:
+        """Frees what only steps need; the model stays sharded on its device for the next entry point."""
+        with self._outside_inference:  # which it leaves behind it
+            if self.cluster_environment is not None:
+                self.cluster_environment.teardown()
+            if self._sharded is not None:
+                self.engine.release_memory()
+            self.precision_plugin.teardown()
+            if self.accelerator is not None:
+                self.accelerator.teardown()
+            self.checkpoint_io.teardown()
+            self._checkpoints.finish()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers the strategy's names."""
+        from lightning_deepcompile.registry import register_strategies
+
+        register_strategies(strategy_registry)
+
+    # Checkpoints ------------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Checkpoints are loaded into shards, which exist after setup."""
+        return True
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Reads and writes full checkpoints."""
+        self._checkpoint_io = with_default(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state dict: full on rank 0 and empty on others, or sharded; all ranks must call it."""
+        return self._checkpoints.module_state()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state dict: full on rank 0 and empty on others, or sharded; all ranks must call it."""
+        return self._checkpoints.optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Saves a full or sharded checkpoint; all ranks must call it."""
+        self._checkpoints.save(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a full or sharded checkpoint, which this strategy, FSDP or a single device saved."""
+        checkpoint = self._checkpoints.load(checkpoint_path, weights_only)
+        assert self.lightning_module is not None
+        model = self._checkpoints.model
+        if model is not None and is_averaged(self.lightning_module.trainer):
+            distribute_states(checkpoint, model, self.lightning_module)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Copies a checkpoint's state dict into the shards."""
+        self._checkpoints.load_module(checkpoint, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Copies a checkpoint's optimizer states into the optimizers."""
+        module = self.lightning_module
+        assert module is not None
+        for callback in module.trainer.callbacks:
+            if isinstance(callback, BaseFinetuning):
+                # Adds the parameter groups of the layers that it has thawed before. Lightning has called it already,
+                # but gives callbacks their state only now, as checkpoints are loaded after setup.
+                BaseFinetuning.on_fit_start(callback, module.trainer, module)
+        self._checkpoints.load_optimizers(checkpoint)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a full or sharded checkpoint."""
+        self._checkpoints.remove(filepath)
+
+    # What users look at -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def full_parameters(
+        self, module: nn.Module | None = None, *, writeback: bool = True
+    ) -> Generator[None, None, None]:
+        """Inside, the parameters are whole, plain tensors (as under FSDP's ``summon_full_params``).
+
+        All ranks must enter and leave together. Calling a module needs no such context: it gathers for itself.
+
+        Args:
+            module: Whose parameters; by default the whole model's, which must then fit into memory.
+            writeback: Keep what was written to them, each rank's own rows; else it is dropped.
+        """
+        with self.engine.full_parameters(module, writeback=writeback):
+            yield
+
+    def grad_norm(self, module: nn.Module | None = None) -> Tensor:
+        """The 2-norm of gradients over all ranks, to be logged, say, in ``on_before_optimizer_step``; a collective.
+
+        Args:
+            module: Whose parameters' gradients; by default the whole model's.
+
+        Returns:
+            A 0-dim tensor, equal on all ranks; the host does not wait for it.
+        """
+        return self.engine.clipping.total_norm((module or self.engine.module).parameters())
+
+    def summary(self) -> Summary:
+        """Counters of what was compiled and what a step communicates; print it for a table."""
+        return self.engine.summary()
+
+    def report(self) -> list[Round]:
+        """What each round of profiling and planning changed, predicted and then measured."""
+        return self.engine.report()
+
+    def profile(self) -> Profile | None:
+        """What the last round planned with; its `to_json` is for ``python -m lightning_deepcompile simulate``."""
+        return self.engine.tuner.profile
+
+    def programs(self) -> dict[str, str]:
+        """The current programs, printed, by name."""
+        return self.engine.programs()

@@ -1,0 +1,1 @@
+"""The loop that measures steps, plans, swaps and judges, and answers shortages of memory; passes are in `plan`."""

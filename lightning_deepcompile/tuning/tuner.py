@@ -1,0 +1,403 @@
+"""The loop of measuring, planning and swapping: profiles a few ordinary steps, then rewrites the programs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_deepcompile.capture.backend import Capture
+from lightning_deepcompile.offload.trade import StateTrade
+from lightning_deepcompile.plan.admit import admitted
+from lightning_deepcompile.plan.budget import check_budget, check_plan
+from lightning_deepcompile.plan.context import PlanContext
+from lightning_deepcompile.plan.copy_placement import offload_all
+from lightning_deepcompile.plan.costs import Profile, ProfileError
+from lightning_deepcompile.plan.leaner import fall_back
+from lightning_deepcompile.plan.least import least_budget
+from lightning_deepcompile.plan.pass_manager import Pass, optimize
+from lightning_deepcompile.plan.plan_file import Setting
+from lightning_deepcompile.plan.recompute import Checkpoint
+from lightning_deepcompile.plan.report import PassReport, Round, shortage_note
+from lightning_deepcompile.plan.state_trade import Planned
+from lightning_deepcompile.profile.build import describe_spread
+from lightning_deepcompile.profile.instrument import instrument
+from lightning_deepcompile.profile.peak_memory import PeakMemory
+from lightning_deepcompile.profile.probe import StepProbe
+from lightning_deepcompile.program.executable import Executable
+from lightning_deepcompile.program.printer import format_bytes
+from lightning_deepcompile.program.rewrite import read_schedule
+from lightning_deepcompile.program.schedule import Schedule
+from lightning_deepcompile.ranks.exchange import attempt, exchange
+from lightning_deepcompile.tuning.coverage import Coverage
+from lightning_deepcompile.tuning.measuring import agreed_profile, measured_profile
+from lightning_deepcompile.tuning.pass_schedule import pass_schedule
+from lightning_deepcompile.tuning.plan_store import PlanStore
+from lightning_deepcompile.tuning.recomputation import Recomputation
+from lightning_deepcompile.tuning.relief import Relief
+from lightning_deepcompile.tuning.shortage_watch import ShortageWatch
+
+__all__ = ["Tuner"]
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# A round, in steps from its first profiled one: two ordinary steps before are timed.
+_OBSERVED, _ISOLATED, _PLANNED, _TIMED, _VERIFIED = 0, 1, 2, 3, 6
+_NOISE = 0.03  # how much slower than before a plan may measure
+_ATTEMPTS = 4  # at most, so that a model with ever new shapes does not plan for ever
+
+
+class Tuner:
+    """Plans the programs of a training step again when their times are known.
+
+    A round takes a few optimizer steps, the same ones on every rank. Two are timed. One runs as scheduled, with marks
+    behind every instruction; the next waits for every collective at once, so that each is seen by itself. Then ranks
+    exchange what they measured, plan with the same numbers, and swap. Three more steps are timed: if they are slower,
+    the old programs come back. Between rounds, a step costs one comparison. When a rank ran out of memory under a plan,
+    a leaner one takes over, on the same step on all ranks.
+
+    Args:
+        capture: Its programs are planned.
+        runtime: ``_C.Runtime`` that executes them.
+        group: The ranks.
+        device: Where programs run.
+        memory: Of that device.
+        relief: Knows whether this rank was short of memory.
+        watch: Tells all ranks.
+        states: Places optimizer states together with plans.
+
+    Attributes:
+        host_room: Bytes of host memory that saved tensors may take; None where none may leave.
+        retrace: Has the training step compiled anew, in its next call.
+        opened: Says when the last step's first gathers were launched, as fields of a `Profile`.
+        rounds: What was done, round by round.
+        profile: What the last round planned with.
+
+    Raises:
+        PassError: If the configured passes do not exist or do not fit together.
+        ValueError: If the configured schedule plans for a stage at which nothing is gathered twice.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        runtime: Any,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        memory: PeakMemory,
+        relief: Relief,
+        watch: ShortageWatch,
+        states: StateTrade,
+    ) -> None:
+        self._capture, self._runtime, self._group = capture, runtime, group
+        self._device, self._memory = device, memory
+        self._relief, self._watch, self._states = relief, watch, states
+        self._recomputation = Recomputation(capture, states)
+        self._config = capture.config
+        ranks = capture.model.ranks
+        self._world = ranks.shards
+        setting = Setting(self._world, capture.stage, device.type, self._config.memory_budget, self._config.recompute)
+        self._store = PlanStore(self._config.plan, setting, group)
+        first, *self._entries = pass_schedule(self._config, capture.stage, self._world)
+        capture.passes = self._start = first[1]
+        self._passes: tuple[Pass, ...] = self._entries[-1][1] if self._entries else ()
+        self.host_room: Callable[[], int] | None = None
+        self.opened: Callable[[], dict[str, bool]] = dict
+        self.retrace: Callable[[], object] = lambda: None
+        self.rounds: list[Round] = []
+        self.profile: Profile | None = None
+        self._step = 0  # optimizer steps done
+        self._boundary = False  # the optimizer has stepped since the last micro-batch
+        self._first: int | None = None  # the round's first profiled step
+        self._recheck: int | None = None  # when to look for programs that no plan covers
+        self._coverage = Coverage(self._training)
+        self._searching = False  # whether the round is for programs that were not measured yet
+        self._attempts = 0
+        self._probe: StepProbe | None = None
+        self._probes: dict[int, StepProbe] = {}  # of this round, by step from its first
+        self._schedules: dict[int, dict[str, Schedule]] = {}  # what ran in its profiled steps
+        self._previous: tuple[tuple[Pass, ...], tuple[Schedule, ...]] = (capture.passes, ())
+        self._planned: tuple[Schedule, ...] = ()  # those of the plan in use, in the order in which they run
+        self._limit: int | None = None  # bytes that were there when a rank ran out of memory
+        self._excess = 0  # bytes that steps took beyond the budget, which their plan had kept
+        self._swapped = False  # whether programs were swapped right before the step under way
+        self._leanest = False  # the plan in use needs the least memory of all
+        if not self._load() and not self._next_entry() and (text := self._recomputation.unplanned()):
+            self._say(text, logging.WARNING)
+
+    # What the engine calls --------------------------------------------------------------------------------------------
+
+    def begin_micro_batch(self) -> None:
+        """Call before a training step's forward pass, on all ranks."""
+        self._swapped = False
+        if self._first is None and self._recheck is None and not self._watches:
+            return
+        if self._boundary:
+            self._boundary, self._probe = False, None
+            self._step += 1
+            self._at_boundary()
+        if self._probe is not None:
+            self._probe.begin_micro_batch()
+
+    def begin_backward(self, update: bool) -> None:
+        """Call before a backward pass; `update` says whether the optimizer may step behind it."""
+        if self._probe is not None:
+            self._probe.begin_backward(update)
+
+    def end_step(self) -> None:
+        """Call when the optimizer has stepped."""
+        self._boundary = True
+        if self._probe is not None:
+            self._probe.finish()
+
+    def explain(self, error: BaseException) -> None:
+        """Adds to an out-of-memory error what a plan has to do with it: it was made for the batches of a few steps."""
+        note = shortage_note(self.rounds)
+        if note and isinstance(error, torch.OutOfMemoryError):
+            error.add_note(note)
+
+    @property
+    def isolates(self) -> bool:
+        """Whether the step under way gathers everything by itself: what was gathered early is another program's."""
+        return self._swapped or (self._probe is not None and self._probe.drain is not None)
+
+    # A round ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _watches(self) -> bool:
+        return (bool(self._planned) or self._capture.uncheckpointed > 0) and not self._leanest
+
+    def _at_boundary(self) -> None:
+        if self._watches and self._step % self._watch.every == 0:
+            self._look_for_shortages()
+        if self._step == self._recheck:
+            self._look_for_new_programs()
+        if self._first is None:
+            return
+        moment = self._step - self._first
+        if moment == _PLANNED:
+            self._plan()
+        elif moment == _VERIFIED:
+            self._verify()
+        if self._first is None or not (-2 <= moment < _PLANNED or _TIMED <= moment < _VERIFIED):
+            return
+        isolated = moment == _ISOLATED
+        # Of this object it may know nothing: programs with marks outlive a training that ends during a round.
+        drain = functools.partial(self._runtime.free_grads, []) if isolated else None
+        self._probe = self._probes[moment] = StepProbe(self._device, self._memory, drain)
+        if moment in (_OBSERVED, _ISOLATED):
+            self._schedules[moment] = instrument(self._training(), self._probe)
+
+    def _training(self) -> list[Executable]:
+        return [e for e in self._capture.executables if e.program.kind != "inference"]
+
+    def _plan(self) -> None:
+        for executable in self._training():
+            executable.swap(executable.program)
+        results = self._exchange(attempt(self._measured))
+        failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
+        measured = [result for result, _ in results if result is not None]
+        profiles = [profile for profile, *_ in measured]
+        if self._searching and not failed and not any(new for _, _, new, _ in measured):
+            self._end_round()  # the steps ran what is planned already: others may find what was looked for
+            return
+        self._attempts += 1
+        try:
+            if failed:
+                raise ProfileError("; ".join(failed))
+            chosen = self._config.memory_budget
+            profile, budget = agreed_profile(profiles, measured[0][1], chosen, self._limit, self._excess)
+        except ProfileError as error:
+            self._say(f"No plan was made at step {self._step}: {error}", logging.WARNING)
+            self._end_round(retry=True)
+            return
+        self.profile = profile
+        if spread := describe_spread(profiles):
+            self._say(spread, logging.WARNING)
+        smallest = profile.schedules if self.host_room is None else offload_all(profile.schedules)
+        check_budget(least_budget(smallest, self._states.least(profile)), budget, chosen)
+        seen = [checkpoints for *_, checkpoints in measured]
+        if (anew := self._recomputation.choose(self._step, profile, seen, self._optimized)) is not None:
+            self._trace_anew(anew)
+            return
+        if not self._passes:
+            self._end_round()
+            return
+        self.profile, (planned, effects) = self._states.plan(profile, self._optimized)
+        check_plan(effects[-1].prediction.peak_bytes, budget, chosen, [p.name for p in self._passes])
+        reports = [PassReport.of(effect) for effect in effects]
+        self.rounds.append(Round(self._step, tuple(reports), budget, profile.step_seconds, profile.exposed_seconds))
+        self._coverage.add(self._probes[_ISOLATED].runs)
+        self._previous = (self._capture.passes, self._planned)
+        before = self._capture_schedules()
+        self._run_plan(planned, self._passes)
+        self._memory.restart()
+        same = self._capture_schedules() == before and not self._states.movement
+        if all(self._exchange(same)):  # which of its activations leave is decided by each rank
+            self._finish_round(outcome="unchanged")
+
+    def _run_plan(self, schedules: Iterable[Schedule], passes: Sequence[Pass] | None = None) -> None:
+        self._planned, self._swapped = tuple(schedules), True
+        self._capture.replan(passes=passes, plan=self._planned)
+        self._relief.take()  # what was short under the old one
+        self._watch.forget()
+
+    def _optimized(self, profile: Profile) -> Planned:
+        return optimize(profile.schedules, self._passes or self._start, PlanContext(self._capture.settings, profile))
+
+    def _trace_anew(self, done: Round) -> None:
+        self.rounds.append(done)
+        self._say(str(done), logging.INFO if not done.reason else logging.WARNING)
+        self.retrace()
+        self._planned, self._swapped = (), True
+        if self._passes:  # else programs are compiled with those that they have at step 0, and stay so
+            self._entries.insert(0, (self._step + 3, self._passes))
+        self._end_round()
+
+    def _look_for_shortages(self) -> None:
+        shortages = self._watch.turn(self._relief.take())
+        if not shortages:
+            return
+        if self.rounds and self.rounds[-1].outcome == "measuring":
+            self.rounds[-1] = replace(self.rounds[-1], outcome="out of memory")
+        if (anew := self._recomputation.give_up(self._step, shortages, self._planned, self.profile)) is not None:
+            self._limit = anew.budget
+            self._trace_anew(anew)
+            return
+        if self._first is not None:
+            self._end_round(retry=True)
+        settings, states, again = self._capture.settings, self._states, self._limit is not None
+        start = tuple(self._capture.schedules([e.program.name for e in self._training()], self._start).values())
+        lean = fall_back(
+            self._step, shortages, self._planned, start, self._passes, settings, self.profile, states, last=again
+        )
+        self.profile, self._limit, self._leanest = lean.profile, lean.round.budget, lean.last
+        if self._leanest:  # nothing that a later round finds would hold
+            self._attempts, self._recheck = _ATTEMPTS, None
+            self._entries.clear()
+        self.rounds.append(lean.round)
+        self._say(lean.round.reason, logging.WARNING)
+        self._run_plan(lean.schedules)
+        self._save()
+
+    def _capture_schedules(self) -> list[Schedule]:
+        return [read_schedule(e.program) for e in self._training()]
+
+    def _measured(self) -> tuple[Profile, tuple[Schedule, ...], bool, list[list[Checkpoint]]]:
+        between = [self._probes[m + 1].seconds_since(self._probes[m]) for m in range(-2, 0) if m in self._probes]
+        profile, start = measured_profile(
+            self._capture,
+            self._device,
+            [(self._probes[moment], self._schedules[moment]) for moment in (_OBSERVED, _ISOLATED)],
+            self._passes or self._start,
+            # The steps before may still have grown memory or tuned kernels; marks, too, only make a step longer.
+            step_seconds=self._fastest(-2, _OBSERVED + 1),
+            between_seconds=min(between, default=0.0),
+            opened=self.opened(),
+            host_room=self.host_room,
+            states_travel=self._states.travel,
+        )
+        new = self._coverage.adds(self._probes[_ISOLATED].runs)
+        return profile, start, new, self._recomputation.seen(start)
+
+    def _fastest(self, first: int, last: int) -> float:
+        """The shortest of the steps from `first` up to `last`, counted from the round's first profiled one."""
+        times = [self._probes[m].seconds() for m in range(first, last) if m in self._probes]
+        return min((t for t in times if t > 0), default=0.0)
+
+    def _peak(self) -> int | None:
+        return self._memory.latest if self._device.type == "cuda" else None
+
+    def _verify(self) -> None:
+        after = self._fastest(_TIMED, _VERIFIED)
+        seen = self._exchange((after, self._peak()))
+        after, peak = max(t for t, _ in seen), max((p for _, p in seen if p is not None), default=None)
+        before = self.rounds[-1].before_seconds
+        assert self.profile is not None
+        held = self.rounds[-1].passes[0].peak_bytes <= (self.profile.budget or 0) + self.profile.room
+        must = not held or self._states.must
+        slower = before > 0 and after > before * (1 + _NOISE) and not must  # what did not fit is no alternative
+        if slower:
+            passes, plan = self._previous
+            self._run_plan(plan, passes)
+            self.profile = self._states.undo(self.profile)
+        excess = (peak or 0) - self.rounds[-1].budget
+        if excess > 0 and not slower and self._config.memory_budget is not None and self._attempts < _ATTEMPTS:
+            self._excess += excess  # memory that no model knows of: the next plan leaves it free
+            self._say(f"Steps take {format_bytes(excess)} more than the memory budget: planning anew.", logging.WARNING)
+            self._entries.insert(0, (self._step + 3, self._passes))
+        self._finish_round(after_seconds=after, after_peak_bytes=peak, outcome="reverted" if slower else "kept")
+
+    def _finish_round(self, **fields: Any) -> None:
+        self.rounds[-1] = done = replace(self.rounds[-1], **fields)
+        self._say(str(done), logging.INFO)
+        for miss in done.misses():
+            self._say(f"The plan of step {done.step} did not do what was predicted: {miss}.", logging.WARNING)
+        if done.outcome != "reverted":
+            self._save()
+        self._end_round()
+
+    def _end_round(self, retry: bool = False) -> None:
+        self._first, self._searching = None, False
+        self._probes.clear()
+        self._schedules.clear()
+        if retry and self._attempts < _ATTEMPTS:
+            self._recheck = self._step + 10
+        elif not self._next_entry() and self._attempts < _ATTEMPTS:
+            # New programs are looked for ever more rarely: the look is a collective, and late ones pay off less.
+            self._recheck = max(2 * self._step, self._step + 10)
+        else:
+            self._recheck = None
+
+    def _next_entry(self) -> bool:
+        """Starts the round of the next entry of the schedule, if there is one."""
+        if not self._entries:
+            return False
+        step, self._passes = self._entries.pop(0)
+        self._first = max(step, self._step + 3 if self._step else step)
+        return True
+
+    def _look_for_new_programs(self) -> None:
+        self._recheck = None
+        if not self._passes and not self._recomputation.pending:
+            if self.rounds:
+                self._save()  # nothing is planned for what was traced anew
+            return
+        if any(self._exchange(self._coverage.look())):
+            self._say("The training step has programs that were not measured yet: planning anew.", logging.INFO)
+            self._entries.insert(0, (self._step + 3, self._passes))
+            self._searching = self._next_entry()
+        elif self._attempts < _ATTEMPTS:
+            self._recheck = 2 * self._step
+
+    # Between ranks and files ------------------------------------------------------------------------------------------
+
+    def _exchange(self, mine: T) -> list[T]:
+        return exchange(mine, self._group)
+
+    def _say(self, text: str, level: int) -> None:
+        if self._group.rank() == 0:
+            _log.log(level, "%s", text)
+
+    def _save(self) -> None:
+        self._store.save(self._capture_schedules(), self._states.places, self._capture.uncheckpointed)
+
+    def _load(self) -> bool:
+        """Takes schedules, and where optimizer states are, from the plan file."""
+        plan = self._store.load()
+        if plan is None:
+            return False
+        self._states.expect(plan.states)
+        self._recomputation.adopt(plan.uncheckpointed)
+        schedules = plan.schedules.values()
+        self._run_plan(admitted(schedules, self._capture.settings, self._world, self._device.type))
+        self._coverage.adopt(plan.schedules)
+        self._entries.clear()  # for programs that the file does not have, a round follows the look at them
+        self._recheck = 2
+        return True
