@@ -19,6 +19,7 @@ from lightning_deepcompile.compat.aot import (
     mark_effectful,
     partition,
     real_tensors,
+    report_strides,
 )
 from lightning_deepcompile.compat.autograd import (
     NO_TORCH_FUNCTION,
@@ -72,6 +73,7 @@ from lightning_deepcompile.compat.inductor import (
     compile_region,
     inference_joint_passes,
     start_compile_workers,
+    with_strides,
 )
 from lightning_deepcompile.compat.modules import (
     BatchNorm,
@@ -133,6 +135,7 @@ __all__ = [
     "plain_functions",
     "process_group",
     "real_tensors",
+    "report_strides",
     "reduce_scatter_mean_into",
     "root_cause",
     "run_first_after_step",
@@ -148,5 +151,6 @@ __all__ = [
     "unscale",
     "version_of",
     "with_local",
+    "with_strides",
     "with_own_code",
 ]
