@@ -7,7 +7,6 @@ import contextlib
 import functools
 import inspect
 import logging
-import time
 import types
 import weakref
 from collections import deque
@@ -54,6 +53,7 @@ from lightning_deepcompile.step.clipping import Clipping
 from lightning_deepcompile.step.head_start import HeadStart
 from lightning_deepcompile.step.opening import StepOpening
 from lightning_deepcompile.step.optimizers import LocalShards, check_optimizer, take_over
+from lightning_deepcompile.step.timeline import Timeline
 from lightning_deepcompile.summary import Summary
 from lightning_deepcompile.tuning.relief import Relief
 from lightning_deepcompile.tuning.shortage_watch import ShortageWatch
@@ -153,10 +153,7 @@ class Engine:
         self.failures = Failures(store, dist.get_rank(group), meeting[-1])
         agreement = self._agreement = Agreement(*meeting, self.host_group, self.model.names)
         self.fallbacks = Fallbacks(config.fallback, dist.get_rank(group))
-        self.uncompiled = uncompiled = self.model.state.path = Uncompiled(self.model.parameters, stays=stage < 3)
-        uncompiled.compare = compat.held_weakly(agreement.check_uncompiled)
-        uncompiled.noticed = self.fallbacks.noticed
-        self._leaving = ActivationOffload(config, self.model, device, stage, host_bytes)
+        leaving = ActivationOffload(config, self.model, device, stage, host_bytes)
         relief = Relief(self.runtime, device, dist.get_rank(group))
         divides = config.communication_sms and device.type == "cuda"
         divider = Multiprocessors(device, config.communication_sms, self.runtime) if divides else None
@@ -167,36 +164,42 @@ class Engine:
             self.gradients,
             agreement,
             stage,
-            choose_activations=self._leaving.choose,
+            choose_activations=leaving.choose,
             lookups=exchange_lookups(config, self.model, stage, reduce_dtype, self.host_group),
             guard=compat.held_weakly(relief.guard),
             divider=divider,
-            nothing_moves=shares and mesh.size() == 1,
+            nothing_moves=shares and mesh.size() == 1 and config.schedule in (None, "auto"),
         )
         self._backend = compat.held_weakly(self.capture.__call__)
         self.residency: Residency | None = None
         if config.offload != "none":
             self.residency = Residency(config, self.model, self.runtime, group, device, self._memory, host_bytes)
-        trade = StateTrade(self.residency, self._hosted.describe)
-        self.tuner = Tuner(
-            self.capture, self.runtime, group, device, self._memory, relief, ShortageWatch(*meeting), trade
-        )
+        states = self.residency
+        trade = StateTrade(states, self._hosted.describe)
+        room: Callable[[], int] | None = None
         if config.offload_activations != "none":
-            states = self.residency
-            self.tuner.host_room = lambda: host_bytes - (0 if states is None else states.host_bytes)
+
+            def room() -> int:
+                return host_bytes - (0 if states is None else states.host_bytes)
+
+        watch = ShortageWatch(*meeting)
+        self.tuner = Tuner(self.capture, self.runtime, group, device, self._memory, relief, watch, trade, room)
         self.clipping = Clipping(self.model, self.gradients, device)
         self._local_shards: weakref.WeakKeyDictionary[Optimizer, LocalShards] = weakref.WeakKeyDictionary()
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._mentions: dict[str, Mentions] = {}
         self._settings: dict[str, contextlib.AbstractContextManager[None]] = {}
-        self._last_step: dict[str, int] = {}
-        self._stale_gradients = False
-        self._began = (0.0, 0.0)  # the last training step: when, and what programs had taken by then
-        self._uncompiled_share = 0.0
-        self._opening = opening = StepOpening(config, self.capture, self.runtime, self.host_group, device, stage)
-        uncompiled.written = opening.rewritten
-        self.tuner.opened = lambda: {"early_gathers": opening.early, "head_start": opening.led}
-        self.tuner.retrace = functools.partial(self._compiled.pop, "training_step", None)
+        opening = StepOpening(config, self.capture, self.runtime, self.host_group, device, stage)
+        self.uncompiled = uncompiled = self.model.state.path = Uncompiled(
+            self.model.parameters,
+            stays=stage < 3,
+            compare=compat.held_weakly(agreement.check_uncompiled),
+            written=opening.rewritten,
+            noticed=self.fallbacks.noticed,
+        )
+        self.timeline = Timeline(
+            self.runtime, agreement, self.tuner, states, leaving, opening, self.capture, uncompiled, self.gradients
+        )
         self.ended = False
 
     def run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -216,22 +219,16 @@ class Engine:
         """
         if not self.model.state.whole:
             self.model.check_installed()
-        self._agreement.begin(name)
-        if name == "training_step":
-            self._begin_training_step()
-        else:
-            self._opening.begin(name)
-        self.uncompiled.clear()
+        if self.timeline.begin(name):
+            self._compiled.pop(name, None)
         self.uncompiled.hands_out_plain = self.mentions(name).transforms
         if name not in self._compiled:
             self._compiled[name] = self._compile(name)
-        self.gradients.follow_requires_grad()
-        self._began = time.perf_counter(), self.capture.program_seconds
         try:
             with (
                 self._settings[name],
                 self.fallbacks.watching(),
-                self._opening.watching(),
+                self.timeline.opening.watching(),
                 self.uncompiled.in_step(),
                 self.capture.preparing(self.uncompiled.settle),
             ):
@@ -263,18 +260,9 @@ class Engine:
             compat.never_code(own.__code__ if broken is code else broken)
         return torch.compile(own, backend=self._backend)
 
-    def _begin_training_step(self) -> None:
-        self.tuner.begin_micro_batch()
-        if self.residency is not None:
-            self.residency.begin_step(self.capture.waits_for_states)
-        self._opening.begin_training_step(isolated=self.tuner.isolates)
-        self.capture.begin_step()
-
     def finish_step(self) -> None:
         """Call when an optimizer step is over and the next training step uses its parameters; may gather them."""
-        if self.residency is not None and not self.capture.waits_for_states:
-            self.runtime.release_states()  # what is gathered now shall not wait for what leaves the device
-        self._opening.launch()
+        self.timeline.end()
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -304,7 +292,7 @@ class Engine:
                     "or use offload='none'."
                 )
             check_optimizer(optimizer, self.model)
-            parts: Any = HeadStart.of(optimizer, self._opening)
+            parts: Any = HeadStart.of(optimizer, self.timeline.opening)
             if self.residency is not None:
                 parts = self.residency.attach(optimizer, parts)
             self._local_shards[optimizer] = LocalShards(
@@ -324,13 +312,12 @@ class Engine:
             optimizer: One that was attached, or any other.
             follows: Whether `finish_step` comes next: then gathers may be launched inside.
         """
-        self._agreement.passed()
-        self._opening.follows = follows
+        self.timeline.before_optimizer(follows=follows)
         try:
             with self.uncompiled.outside():
                 yield
         finally:
-            self._opening.follows = False
+            self.timeline.optimizer_left()
             if optimizer in self._local_shards:
                 self._local_shards[optimizer].restore()
 
@@ -344,26 +331,17 @@ class Engine:
         Args:
             run: Runs the pass.
         """
-        self._agreement.passed()
-        self.tuner.begin_backward(self.gradients.update)
-        if self.residency is not None:
-            self.runtime.release_states()  # what the forward pass did not wait for
-        self.gradients.begin_now()
+        self.timeline.backward()
         try:
             # Code under activation checkpointing runs, and gathers, again.
             with self.uncompiled.in_step(), self.capture.preparing(self.uncompiled.settle):
                 result = run()
         except BaseException as error:
-            self.gradients.abandon()
+            self.timeline.abort()
             if (explained := explain(error)) is None:
                 raise
             raise explained from error
-        self.gradients.finish()
-        self.uncompiled.clear()
-        seconds = time.perf_counter() - self._began[0]
-        self._uncompiled_share = 1 - (self.capture.program_seconds - self._began[1]) / seconds
-        self._opening.after_backward(last=self.gradients.update)
-        self._last_step = {key: value - self._opening.before.get(key, 0) for key, value in self.runtime.stats().items()}
+        self.timeline.backward_done()
         return result
 
     @contextlib.contextmanager
@@ -381,16 +359,11 @@ class Engine:
 
     def parameters_changed(self) -> None:
         """Call when parameters were written to: what is gathered is out of date, gradients may be dropped."""
-        self.uncompiled.clear()
-        self._opening.stepped()
-        self._stale_gradients = self._leaving.has_states = True
-        self.tuner.end_step()
+        self.timeline.stepped()
 
     def drop_stale_gradients(self) -> None:
         """Frees gradients that an optimizer step has consumed, before a forward pass needs the memory."""
-        if self._stale_gradients:
-            self.gradients.drop()
-            self._stale_gradients = False
+        self.timeline.drop_stale_gradients()
 
     def replan(self, settings: PlanSettings) -> None:
         """Swaps all programs for ones planned with `settings`; call on all ranks, between optimizer steps."""
@@ -406,7 +379,7 @@ class Engine:
 
     def summary(self) -> Summary:
         """Counters; see `Summary`."""
-        last = self._last_step
+        last = self.timeline.communicated
         decision = None if self.residency is None else self.residency.decision
         return Summary(
             world_size=self.model.ranks.shards,
@@ -437,20 +410,14 @@ class Engine:
             offload_parameters_reason=self._hosted.reason,
             peak_bytes=self._memory.highest,
             uncompiled=tuple(f"{function}: {reason}" for function, reason in self.fallbacks.reasons.items()),
-            uncompiled_share=self._uncompiled_share if self.fallbacks.reasons else 0.0,
+            uncompiled_share=self.timeline.uncompiled_share if self.fallbacks.reasons else 0.0,
         )
 
     def release_memory(self) -> None:
         """Gives back what is only needed while steps run."""
-        if self.residency is not None:
-            self.residency.retire()
-        self._agreement.rest()
-        if self.ended:
-            return
-        self.gradients.forget_held_back()
-        self.uncompiled.clear()
-        self._opening.forget()
-        self.runtime.clear_arena()
+        self.timeline.rest()
+        if not self.ended:
+            self.timeline.release_memory()
 
     def abort(self) -> None:
         """Ends communication at once: pending collectives of this rank will not complete."""

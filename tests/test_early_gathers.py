@@ -82,7 +82,7 @@ def _sharded(way: str, first: int, inside: bool = False, early: bool = True, sta
 
 
 def _early(trainer: pl.Trainer) -> Any:
-    return trainer.strategy.engine._opening._early
+    return trainer.strategy.engine.timeline.opening._early
 
 
 @pytest.mark.parametrize(

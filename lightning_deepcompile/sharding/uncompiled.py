@@ -119,17 +119,25 @@ class Uncompiled:
     Args:
         parameters: All sharded parameters.
         stays: Whether parameters stay whole until they change (stages 1 and 2).
-
-    Attributes:
         compare: Called with what is about to communicate, ``"gather"`` or ``"reduce"`` and local ids; the ranks'.
         written: Called when code wrote to parameters: what programs have gathered is out of date.
         noticed: Called when code that is not compiled gathers a block for the first time.
+
+    Attributes:
         hands_out_plain: Whether all code gets plain whole tensors where it reads an attribute, for function transforms,
             which take neither subclasses nor hooks of autograd.
         gathered: How many blocks were gathered so far.
     """
 
-    def __init__(self, parameters: Sequence[_Parameter], *, stays: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[_Parameter],
+        *,
+        stays: bool = False,
+        compare: Callable[[str, list[int]], None] | None = None,
+        written: Callable[[], None] | None = None,
+        noticed: Callable[[], None] | None = None,
+    ) -> None:
         self._by_tensor: dict[Tensor, _Parameter] = {p.dtensor: p for p in parameters}
         blocks: dict[str, list[_Parameter]] = {}
         for parameter in parameters:
@@ -142,9 +150,7 @@ class Uncompiled:
         self._edges: dict[_Parameter, list[Any]] = {}
         self._calls: list[nn.Module] = []
         self._stored = False  # outside of steps parameters are gathered as they are stored
-        self.compare: Callable[[str, list[int]], None] | None = None
-        self.written: Callable[[], None] | None = None
-        self.noticed: Callable[[], None] | None = None
+        self._compare, self._written, self._tell = compare, written, noticed
         self.gathered = 0
         self._noticed: set[_Parameter] = set()
         self.hands_out_plain = False
@@ -227,8 +233,8 @@ class Uncompiled:
         wrote = self._keep_held(self._held)
         for block in self._resident.values():
             wrote |= self._keep_writes(block)
-        if wrote and self.written is not None:
-            self.written()
+        if wrote and self._written is not None:
+            self._written()
 
     def _keep_held(self, parameters: Iterable[_Parameter]) -> bool:
         held = [parameter for parameter in parameters if parameter in self._held]
@@ -299,13 +305,13 @@ class Uncompiled:
         if block is None:
             while len(self._resident) >= _RESIDENT and not self._stays:
                 self._evict(next(iter(self._resident)))
-            if self._keep_held(members) and self.written is not None:
-                self.written()
-            if self.noticed is not None and not self._stored and members[0] not in self._noticed:
+            if self._keep_held(members) and self._written is not None:
+                self._written()
+            if self._tell is not None and not self._stored and members[0] not in self._noticed:
                 self._noticed.add(members[0])
-                self.noticed()
-            if self.compare is not None:
-                self.compare("gather", [p.ds_id & LOCAL_ID for p in members])
+                self._tell()
+            if self._compare is not None:
+                self._compare("gather", [p.ds_id & LOCAL_ID for p in members])
             block = self._gather_block(members, stored)
             self.gathered += 1
         self._resident[key] = block  # the newest
@@ -331,8 +337,8 @@ class Uncompiled:
         block = self._resident.get(key)
         if block is None:
             return
-        if self._keep_writes(block) and self.written is not None:
-            self.written()
+        if self._keep_writes(block) and self._written is not None:
+            self._written()
         del self._resident[key]
         for whole in block.whole.values():
             self._owners.pop(whole.untyped_storage(), None)
@@ -365,8 +371,8 @@ class Uncompiled:
             grads: Their whole gradients; None of those that were not used.
         """
         wanted = [(p, grad) for p, grad in zip(parameters, grads, strict=True) if grad is not None]
-        if self.compare is not None:
-            self.compare("reduce", [p.ds_id & LOCAL_ID for p, _ in wanted])
+        if self._compare is not None:
+            self._compare("reduce", [p.ds_id & LOCAL_ID for p, _ in wanted])
         shards = {
             p: grad.to(p.leaf.dtype)
             if p.ranks.world_size == 1

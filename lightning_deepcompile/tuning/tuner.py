@@ -71,11 +71,9 @@ class Tuner:
         relief: Knows whether this rank was short of memory.
         watch: Tells all ranks.
         states: Places optimizer states together with plans.
+        host_room: Bytes of host memory that saved tensors may take; None where none may leave.
 
     Attributes:
-        host_room: Bytes of host memory that saved tensors may take; None where none may leave.
-        retrace: Has the training step compiled anew, in its next call.
-        opened: Says when the last step's first gathers were launched, as fields of a `Profile`.
         rounds: What was done, round by round.
         profile: What the last round planned with.
 
@@ -94,6 +92,7 @@ class Tuner:
         relief: Relief,
         watch: ShortageWatch,
         states: StateTrade,
+        host_room: Callable[[], int] | None = None,
     ) -> None:
         self._capture, self._runtime, self._group = capture, runtime, group
         self._device, self._memory = device, memory
@@ -107,9 +106,9 @@ class Tuner:
         first, *self._entries = pass_schedule(self._config, capture.stage, self._world)
         capture.passes = self._start = first[1]
         self._passes: tuple[Pass, ...] = self._entries[-1][1] if self._entries else ()
-        self.host_room: Callable[[], int] | None = None
-        self.opened: Callable[[], dict[str, bool]] = dict
-        self.retrace: Callable[[], object] = lambda: None
+        self._host_room = host_room
+        self._opened: dict[str, bool] = {}
+        self._retraces = False  # whether the training step is to be compiled anew
         self.rounds: list[Round] = []
         self.profile: Profile | None = None
         self._step = 0  # optimizer steps done
@@ -133,17 +132,26 @@ class Tuner:
 
     # What the engine calls --------------------------------------------------------------------------------------------
 
-    def begin_micro_batch(self) -> None:
-        """Call before a training step's forward pass, on all ranks."""
-        self._swapped = False
+    def begin_micro_batch(self, opened: dict[str, bool]) -> bool:
+        """Call before a training step's forward pass, on all ranks.
+
+        Args:
+            opened: When the last step's first gathers were launched, as fields of a `Profile`.
+
+        Returns:
+            Whether the training step is to be compiled anew.
+        """
+        self._swapped = self._retraces = False
         if self._first is None and self._recheck is None and not self._watches:
-            return
+            return False
+        self._opened = opened
         if self._boundary:
             self._boundary, self._probe = False, None
             self._step += 1
             self._at_boundary()
         if self._probe is not None:
             self._probe.begin_micro_batch()
+        return self._retraces
 
     def begin_backward(self, update: bool) -> None:
         """Call before a backward pass; `update` says whether the optimizer may step behind it."""
@@ -220,7 +228,7 @@ class Tuner:
         self.profile = profile
         if spread := describe_spread(profiles):
             self._say(spread, logging.WARNING)
-        smallest = profile.schedules if self.host_room is None else offload_all(profile.schedules)
+        smallest = profile.schedules if self._host_room is None else offload_all(profile.schedules)
         check_budget(least_budget(smallest, self._states.least(profile)), budget, chosen)
         seen = [checkpoints for *_, checkpoints in measured]
         if (anew := self._recomputation.choose(self._step, profile, seen, self._optimized)) is not None:
@@ -254,7 +262,7 @@ class Tuner:
     def _trace_anew(self, done: Round) -> None:
         self.rounds.append(done)
         self._say(str(done), logging.INFO if not done.reason else logging.WARNING)
-        self.retrace()
+        self._retraces = True
         self._planned, self._swapped = (), True
         if self._passes:  # else programs are compiled with those that they have at step 0, and stay so
             self._entries.insert(0, (self._step + 3, self._passes))
@@ -299,8 +307,8 @@ class Tuner:
             # The steps before may still have grown memory or tuned kernels; marks, too, only make a step longer.
             step_seconds=self._fastest(-2, _OBSERVED + 1),
             between_seconds=min(between, default=0.0),
-            opened=self.opened(),
-            host_room=self.host_room,
+            opened=self._opened,
+            host_room=self._host_room,
             states_travel=self._states.travel,
         )
         new = self._coverage.adds(self._probes[_ISOLATED].runs)

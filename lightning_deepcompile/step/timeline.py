@@ -1,0 +1,150 @@
+"""What happens in a step, and when: the one place where the order of everybody's work is written down.
+
+``begin`` → the forward pass → ``backward`` → the backward pass → ``backward_done``, or ``abort`` →
+``before_optimizer`` → the optimizer → ``stepped`` → ``optimizer_left`` → ``end``. Under manual optimization backward
+passes and optimizers' steps lie inside of the forward pass, and ``end`` does not come. Evaluation knows ``begin``
+alone.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_deepcompile.capture.backend import Capture
+from lightning_deepcompile.offload.activations import ActivationOffload
+from lightning_deepcompile.offload.residency import Residency
+from lightning_deepcompile.ranks.order import Agreement
+from lightning_deepcompile.sharding.gradients import GradientSession
+from lightning_deepcompile.sharding.uncompiled import Uncompiled
+from lightning_deepcompile.step.opening import StepOpening
+from lightning_deepcompile.tuning.tuner import Tuner
+
+__all__ = ["Timeline"]
+
+TRAINING = "training_step"
+
+
+@dataclass(eq=False, repr=False)
+class Timeline:
+    """Tells those who take part in a step of its events, in the order that its methods are written in.
+
+    Args:
+        runtime: ``_C.Runtime`` that executes the programs.
+        order: Compares the ranks' order of collectives.
+        tuner: Measures steps and swaps their programs.
+        residency: Keeps optimizer states in host memory; None if none leaves.
+        leaving: Decides which activations leave, where no plan does.
+        opening: Follows writes to parameters, and launches the gathers that a step opens with.
+        capture: Has the programs.
+        uncompiled: Has the parameters that uncompiled code reads.
+        gradients: Has the gradients.
+
+    Attributes:
+        communicated: What the runtime has counted during the last training step whose backward pass is done.
+        uncompiled_share: The share of its time that the host spent outside of programs.
+    """
+
+    runtime: Any
+    order: Agreement
+    tuner: Tuner
+    residency: Residency | None
+    leaving: ActivationOffload
+    opening: StepOpening
+    capture: Capture
+    uncompiled: Uncompiled
+    gradients: GradientSession
+    communicated: dict[str, int] = field(default_factory=dict)
+    uncompiled_share: float = 0.0
+    _stale_gradients: bool = False
+    _began: tuple[float, float] = (0.0, 0.0)  # the last forward pass: when, and what programs had taken by then
+
+    def begin(self, name: str) -> bool:
+        """Before the forward pass of the step `name`.
+
+        Returns:
+            Whether what was compiled of the training step is to be compiled anew.
+        """
+        self.order.begin(name)  # first: what follows communicates, and is compared as part of this step
+        anew = False
+        if name == TRAINING:
+            opened = {"early_gathers": self.opening.early, "head_start": self.opening.led}
+            anew = self.tuner.begin_micro_batch(opened)  # before all that depends on the programs, which it may swap
+            if self.residency is not None:  # before gathers, which take the memory that states leave
+                self.residency.begin_step(self.capture.waits_for_states)
+            self.opening.begin_training_step(isolated=self.tuner.isolates)  # drops what is out of date
+            self.capture.begin_step()  # after `opening`, which asks what the last step began with
+        else:
+            self.opening.begin(name)
+        self.uncompiled.clear()  # parameters may have changed between steps, and nobody says so
+        self.gradients.follow_requires_grad()  # before guards of the compiled step look at it
+        self._began = time.perf_counter(), self.capture.program_seconds
+        return anew
+
+    def backward(self) -> None:
+        """Before a backward pass."""
+        self.order.passed()  # first: ranks that wait elsewhere learn that this one went on
+        self.tuner.begin_backward(self.gradients.update)
+        if self.residency is not None:
+            self.runtime.release_states()  # what the forward pass did not wait for
+        self.gradients.begin_now()
+
+    def backward_done(self) -> None:
+        """After a backward pass: every ``.grad`` is set."""
+        self.gradients.finish()
+        self.uncompiled.clear()  # after `gradients`, which reduce what uncompiled code has left
+        seconds = time.perf_counter() - self._began[0]
+        self.uncompiled_share = 1 - (self.capture.program_seconds - self._began[1]) / seconds
+        self.opening.after_backward(last=self.gradients.update)
+        counts, before = self.runtime.stats(), self.opening.before
+        self.communicated = {key: value - before.get(key, 0) for key, value in counts.items()}
+
+    def before_optimizer(self, *, follows: bool) -> None:
+        """Before an optimizer steps.
+
+        Args:
+            follows: Whether `end` comes right behind it: then gathers for the next step may be launched inside.
+        """
+        self.order.passed()
+        self.opening.follows = follows
+
+    def stepped(self) -> None:
+        """An optimizer has stepped, or parameters were written to: what is gathered of them is out of date."""
+        self.uncompiled.clear()
+        self.opening.stepped()
+        self._stale_gradients = self.leaving.has_states = True
+        self.tuner.end_step()  # last: what it times includes the work of the others
+
+    def optimizer_left(self) -> None:
+        """After the call that has stepped an optimizer, also where it failed."""
+        self.opening.follows = False
+
+    def end(self) -> None:
+        """The optimizer's step is over and the next training step uses its parameters: they may be gathered."""
+        if self.residency is not None and not self.capture.waits_for_states:
+            self.runtime.release_states()  # first: what is gathered now shall not wait for what leaves the device
+        self.opening.launch()
+
+    def abort(self) -> None:
+        """A backward pass has failed."""
+        self.gradients.abandon()
+
+    def drop_stale_gradients(self) -> None:
+        """Frees gradients that an optimizer step has consumed, before a forward pass needs the memory."""
+        if self._stale_gradients:
+            self.gradients.drop()
+            self._stale_gradients = False
+
+    def rest(self) -> None:
+        """After a training: gives back what is only needed while steps run."""
+        if self.residency is not None:
+            self.residency.retire()
+        self.order.rest()  # ends its thread, also where communication has ended
+
+    def release_memory(self) -> None:
+        """As `rest`, while communication has not ended: memory, too."""
+        self.gradients.forget_held_back()
+        self.uncompiled.clear()
+        self.opening.forget()
+        self.runtime.clear_arena()
