@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+_TESTS = Path(__file__).resolve().parent
+# Tests of one room use models of another's.
+sys.path[:0] = [str(folder) for folder in (_TESTS, *sorted({file.parent for file in _TESTS.glob("*/test_*.py")}))]
 # A result that aliases an argument is a warning for PyTorch, and an error only under CI=1. Ranks inherit this.
 os.environ.setdefault("TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING", "1")
 # Tests run beside each other: Inductor's pool of up to 32 processes for each of them would cost more than it saves.

@@ -11,7 +11,7 @@ import pytest
 import setuptools
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PIECES = (
     "include/cuda_runtime.h",
     "include/crt/host_defines.h",

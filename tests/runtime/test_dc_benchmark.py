@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "benchmarks" / "runtime.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "benchmarks" / "runtime.py"
 
 
 def test_every_part_is_reported() -> None:

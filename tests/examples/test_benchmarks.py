@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "examples" / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "examples" / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 import compare  # noqa: E402

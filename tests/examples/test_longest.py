@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from multiprocess import run_ranks
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "examples" / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "examples" / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 BUILT = importlib.util.find_spec("lightning_deepcompile._C") is not None

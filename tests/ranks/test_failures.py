@@ -12,7 +12,7 @@ from interpreters import clean_environment, python_path
 
 @pytest.mark.parametrize("ranks", ["01", "1"])
 def test_a_users_own_error_is_what_is_read_last(ranks: str) -> None:
-    script = Path(__file__).with_name("failing.py")
+    script = Path(__file__).resolve().parents[1] / "failing.py"
     done = subprocess.run(
         [sys.executable, str(script), ranks], env={**clean_environment(), "PYTHONPATH": python_path()},
         capture_output=True, text=True, timeout=280, check=False,
