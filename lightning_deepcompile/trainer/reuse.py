@@ -26,11 +26,11 @@ from lightning_deepcompile.user_code.appends import Appends
 from lightning_deepcompile.user_code.host_calls import HostCalls
 from lightning_deepcompile.user_code.log import DeferredLog
 
-__all__ = ["Setting", "ShardedModule"]
+__all__ = ["TrainerSetting", "ShardedModule"]
 
 
 @dataclass(frozen=True)
-class Setting:
+class TrainerSetting:
     """All that decides how a module is sharded and compiled: a Trainer with the same goes on with what there is.
 
     Args:
@@ -84,7 +84,7 @@ class ShardedModule:
         appends: Stands in for lists that its steps append to; compiled steps refer to it.
     """
 
-    setting: Setting
+    setting: TrainerSetting
     engine: Engine
     log: DeferredLog
     host_calls: HostCalls
@@ -104,7 +104,7 @@ class ShardedModule:
     def make(
         cls,
         module: pl.LightningModule,
-        setting: Setting,
+        setting: TrainerSetting,
         plugin: DeepCompilePrecision,
         sync_layers: Callable[[Any], Any] | None,
     ) -> ShardedModule:
@@ -143,7 +143,7 @@ class ShardedModule:
         made = engine.model.state.keeper = cls(setting, engine, log, host_calls, Appends(module))
         return made
 
-    def serves(self, module: nn.Module, setting: Setting) -> bool:
+    def serves(self, module: nn.Module, setting: TrainerSetting) -> bool:
         """Whether a Trainer with `setting` can go on with this.
 
         Args:

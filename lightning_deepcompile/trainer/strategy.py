@@ -47,7 +47,7 @@ from lightning_deepcompile.trainer.fsdp_arguments import (
 from lightning_deepcompile.trainer.precision import DeepCompilePrecision
 from lightning_deepcompile.trainer.processes import ProcessStrategy
 from lightning_deepcompile.trainer.progress import CompileProgress
-from lightning_deepcompile.trainer.reuse import Setting, ShardedModule
+from lightning_deepcompile.trainer.reuse import ShardedModule, TrainerSetting
 from lightning_deepcompile.user_code.host_calls import HostOptimizer
 
 __all__ = ["DeepCompileStrategy"]
@@ -242,7 +242,7 @@ class DeepCompileStrategy(ProcessStrategy):
     def _shard(self, module: pl.LightningModule) -> None:
         plugin = self.precision_plugin
         plugin.mixed_precision = self.mixed_precision
-        setting = Setting(
+        setting = TrainerSetting(
             stage=self.stage,
             config=self.compile.in_folder(module.trainer.default_root_dir),
             precision=plugin.precision,
