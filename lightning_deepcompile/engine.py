@@ -55,8 +55,7 @@ from lightning_deepcompile.step.opening import StepOpening
 from lightning_deepcompile.step.optimizers import LocalShards, check_optimizer, take_over
 from lightning_deepcompile.step.timeline import Timeline
 from lightning_deepcompile.summary import Summary
-from lightning_deepcompile.tuning.relief import Relief
-from lightning_deepcompile.tuning.shortage_watch import ShortageWatch
+from lightning_deepcompile.tuning.shortages import MemoryRetry, Shortages, ShortageWatch
 from lightning_deepcompile.tuning.tuner import Tuner
 
 __all__ = ["Engine"]
@@ -154,7 +153,7 @@ class Engine:
         agreement = self._agreement = Agreement(*meeting, self.host_group, self.model.names)
         self.fallbacks = Fallbacks(config.fallback, dist.get_rank(group))
         leaving = ActivationOffload(config, self.model, device, stage, host_bytes)
-        relief = Relief(self.runtime, device, dist.get_rank(group))
+        retry = MemoryRetry(self.runtime, device, dist.get_rank(group))
         divides = config.communication_sms and device.type == "cuda"
         divider = Multiprocessors(device, config.communication_sms, self.runtime) if divides else None
         self.capture = Capture(
@@ -166,7 +165,7 @@ class Engine:
             stage,
             choose_activations=leaving.choose,
             lookups=exchange_lookups(config, self.model, stage, reduce_dtype, self.host_group),
-            guard=compat.held_weakly(relief.guard),
+            guard=compat.held_weakly(retry.guard),
             divider=divider,
             nothing_moves=shares and mesh.size() == 1 and config.schedule in (None, "auto"),
         )
@@ -182,8 +181,8 @@ class Engine:
             def room() -> int:
                 return host_bytes - (0 if states is None else states.host_bytes)
 
-        watch = ShortageWatch(*meeting)
-        self.tuner = Tuner(self.capture, self.runtime, group, device, self._memory, relief, watch, trade, room)
+        shortages = Shortages(retry, ShortageWatch(*meeting))
+        self.tuner = Tuner(self.capture, self.runtime, group, device, self._memory, shortages, trade, room)
         self.clipping = Clipping(self.model, self.gradients, device)
         self._local_shards: weakref.WeakKeyDictionary[Optimizer, LocalShards] = weakref.WeakKeyDictionary()
         self._compiled: dict[str, Callable[..., Any]] = {}

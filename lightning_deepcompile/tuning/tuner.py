@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -12,15 +12,16 @@ import torch
 import torch.distributed as dist
 
 from lightning_deepcompile.capture.backend import Capture
+from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.plan.admit import admitted
 from lightning_deepcompile.plan.budget import check_budget, check_plan
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.copy_placement import offload_all
 from lightning_deepcompile.plan.costs import Profile, ProfileError
-from lightning_deepcompile.plan.leaner import fall_back
+from lightning_deepcompile.plan.leaner import Shortage, fall_back
 from lightning_deepcompile.plan.least import least_budget
-from lightning_deepcompile.plan.pass_manager import Pass, optimize
+from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, Pass, optimize, resolve_passes
 from lightning_deepcompile.plan.plan_file import Setting
 from lightning_deepcompile.plan.recompute import Checkpoint
 from lightning_deepcompile.plan.report import PassReport, Round, shortage_note
@@ -28,21 +29,18 @@ from lightning_deepcompile.plan.state_trade import Planned
 from lightning_deepcompile.profile.build import describe_spread
 from lightning_deepcompile.profile.instrument import instrument
 from lightning_deepcompile.profile.peak_memory import PeakMemory
-from lightning_deepcompile.profile.probe import StepProbe
+from lightning_deepcompile.profile.probe import Run, StepProbe
 from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.rewrite import read_schedule
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import attempt, exchange
-from lightning_deepcompile.tuning.coverage import Coverage
 from lightning_deepcompile.tuning.measuring import agreed_profile, measured_profile
-from lightning_deepcompile.tuning.pass_schedule import pass_schedule
 from lightning_deepcompile.tuning.plan_store import PlanStore
 from lightning_deepcompile.tuning.recomputation import Recomputation
-from lightning_deepcompile.tuning.relief import Relief
-from lightning_deepcompile.tuning.shortage_watch import ShortageWatch
+from lightning_deepcompile.tuning.shortages import Shortages
 
-__all__ = ["Tuner"]
+__all__ = ["Coverage", "Tuner", "pass_schedule"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -68,8 +66,7 @@ class Tuner:
         group: The ranks.
         device: Where programs run.
         memory: Of that device.
-        relief: Knows whether this rank was short of memory.
-        watch: Tells all ranks.
+        shortages: Knows whether a rank was short of memory.
         states: Places optimizer states together with plans.
         host_room: Bytes of host memory that saved tensors may take; None where none may leave.
 
@@ -89,14 +86,13 @@ class Tuner:
         group: dist.ProcessGroup,
         device: torch.device,
         memory: PeakMemory,
-        relief: Relief,
-        watch: ShortageWatch,
+        shortages: Shortages,
         states: StateTrade,
         host_room: Callable[[], int] | None = None,
     ) -> None:
         self._capture, self._runtime, self._group = capture, runtime, group
         self._device, self._memory = device, memory
-        self._relief, self._watch, self._states = relief, watch, states
+        self._shortages, self._states = shortages, states
         self._recomputation = Recomputation(capture, states)
         self._config = capture.config
         ranks = capture.model.ranks
@@ -182,8 +178,8 @@ class Tuner:
         return (bool(self._planned) or self._capture.uncheckpointed > 0) and not self._leanest
 
     def _at_boundary(self) -> None:
-        if self._watches and self._step % self._watch.every == 0:
-            self._look_for_shortages()
+        if self._watches and (shortages := self._shortages.look(self._step)):
+            self._answer(shortages)
         if self._step == self._recheck:
             self._look_for_new_programs()
         if self._first is None:
@@ -253,8 +249,7 @@ class Tuner:
     def _run_plan(self, schedules: Iterable[Schedule], passes: Sequence[Pass] | None = None) -> None:
         self._planned, self._swapped = tuple(schedules), True
         self._capture.replan(passes=passes, plan=self._planned)
-        self._relief.take()  # what was short under the old one
-        self._watch.forget()
+        self._shortages.forget()
 
     def _optimized(self, profile: Profile) -> Planned:
         return optimize(profile.schedules, self._passes or self._start, PlanContext(self._capture.settings, profile))
@@ -268,10 +263,8 @@ class Tuner:
             self._entries.insert(0, (self._step + 3, self._passes))
         self._end_round()
 
-    def _look_for_shortages(self) -> None:
-        shortages = self._watch.turn(self._relief.take())
-        if not shortages:
-            return
+    def _answer(self, shortages: list[Shortage]) -> None:
+        """Takes over a leaner plan, as a rank was short of memory under the one in use."""
         if self.rounds and self.rounds[-1].outcome == "measuring":
             self.rounds[-1] = replace(self.rounds[-1], outcome="out of memory")
         if (anew := self._recomputation.give_up(self._step, shortages, self._planned, self.profile)) is not None:
@@ -409,3 +402,81 @@ class Tuner:
         self._entries.clear()  # for programs that the file does not have, a round follows the look at them
         self._recheck = 2
         return True
+
+
+PassEntry = tuple[int, tuple[Pass, ...]]
+"""Optimizer steps since the start or the resuming, and the passes from then on; none where nothing is planned then, but
+it is decided how much is computed again."""
+
+
+def pass_schedule(config: CompileConfig, stage: int, shards: int) -> list[PassEntry]:
+    """Resolves `CompileConfig.schedule`.
+
+    Args:
+        config: The settings.
+        stage: ZeRO stage.
+        shards: Ranks that share the parameters.
+
+    Returns:
+        The entries; the first is of step 0.
+
+    Raises:
+        PassError: If the configured passes do not exist or do not fit together.
+        ValueError: If the configured schedule plans for a stage at which nothing is gathered twice.
+    """
+    schedule = config.schedule
+    decides = False
+    if schedule is None or schedule == "auto":
+        schedule = list(DEFAULT_SCHEDULE)
+        # One rank has nothing to wait for, but a budget is held to.
+        nothing_travels = shards == 1 and config.offload_activations == "none" and config.memory_budget is None
+        nothing_to_plan = nothing_travels or stage != 3  # there parameters stay whole anyway
+        decides = nothing_to_plan and stage == 3 and config.schedule == "auto" and config.recompute == "auto"
+        if nothing_to_plan or config.schedule is None:
+            schedule = schedule[:1]
+    if stage != 3 and len(schedule) > 1:
+        raise ValueError(
+            f"CompileConfig(schedule=...) plans at step {schedule[1]['step']}, but at stage {stage} "
+            "parameters stay whole between uses: there is nothing to plan. Use stage 3, or step 0 alone."
+        )
+    entries = [(entry["step"], resolve_passes(entry["passes"], profiled=entry["step"] > 0)) for entry in schedule]
+    return [*entries, (DEFAULT_SCHEDULE[-1]["step"], ())] if decides else entries
+
+
+class Coverage:
+    """Which programs of a training step were measured for a plan, and which others still run.
+
+    Knows programs by their contents, as plan files do.
+
+    Ranks may meet other shapes: what it answers must be exchanged before anything follows from it.
+
+    Args:
+        training: The programs of a training step.
+    """
+
+    def __init__(self, training: Callable[[], list[Executable]]) -> None:
+        self._training = training
+        self._known: set[str] = set()
+        self._calls: dict[str, int] = {}  # when a look was taken, by the program's name
+
+    def adopt(self, contents: Iterable[str]) -> None:
+        """Says which programs the plan that was read is of."""
+        self._known = set(contents)
+
+    def look(self) -> bool:
+        """Whether a program that was not measured has run since the last look."""
+        calls = {executable.program.name: executable.calls for executable in self._training()}
+        ran = {name for name, count in calls.items() if count > self._calls.get(name, 0)}
+        self._calls = calls
+        return not self._contents(ran) <= self._known
+
+    def adds(self, runs: Iterable[Run]) -> bool:
+        """Whether a measured step, which did `runs`, ran a program that was not measured before."""
+        return not self._contents({run.program for run in runs}) <= self._known
+
+    def add(self, runs: Iterable[Run]) -> None:
+        """Says that a plan was made of a measured step, which did `runs`."""
+        self._known |= self._contents({run.program for run in runs})
+
+    def _contents(self, names: Collection[str]) -> set[str]:
+        return {read_schedule(e.program).content for e in self._training() if e.program.name in names}

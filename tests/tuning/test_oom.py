@@ -38,7 +38,7 @@ from lightning_deepcompile.program.lower import RegionCompiler
 from lightning_deepcompile.program.program import ProgramKind
 from lightning_deepcompile.program.repeatable import is_repeatable
 from lightning_deepcompile.program.schedule import Schedule
-from lightning_deepcompile.tuning.shortage_watch import ShortageWatch
+from lightning_deepcompile.tuning.shortages import ShortageWatch
 
 STEPS = 36
 FAILS = 12  # in which step a rank is short: the plan was made at step 5, and measured by step 8

@@ -32,7 +32,7 @@ def test_no_plan_counts_on_memory_that_was_not_there(mesh: DeviceMesh) -> None:
     optimizer = sgd(engine)
     for step in range(40):
         if step == 14:
-            engine.tuner._relief._shortages.append(Shortage(0, "", "", ""))
+            engine.tuner._shortages.retry._shortages.append(Shortage(0, "", "", ""))
         one_step(engine, TOKENS if step < 17 else TOKENS[:, :6], optimizer)
     outcomes = [done.outcome for done in engine.report()]
     assert outcomes[:2] == ["kept", "leaner"] and len(outcomes) == 3, "the last one is of a program that came later"
@@ -61,7 +61,7 @@ def test_what_is_traced_anew_where_nothing_is_planned_is_scheduled_as_ever(mesh:
         optimizer = sgd(engine)
         for step in range(20):
             if step == 7 and settings:
-                engine.tuner._relief._shortages.append(Shortage(0, "frame0.forward", "region_1", "1 GiB"))
+                engine.tuner._shortages.retry._shortages.append(Shortage(0, "frame0.forward", "region_1", "1 GiB"))
             one_step(engine, TOKENS, optimizer)
         one_step(engine, TOKENS[:, :6], optimizer)
         texts.append([text.partition(" ")[2] for text in engine.programs().values()])
