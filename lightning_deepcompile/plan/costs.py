@@ -169,7 +169,7 @@ class Profile:
         """When compute, never waiting, gets to each instruction of `schedule`, and to its end; in seconds."""
         moments = [0.0]
         for instruction in schedule.instructions:
-            seconds = self.cost(schedule, instruction.region).seconds if instruction.op == "compute" else 0.0
+            seconds = self.cost(schedule, instruction.region).seconds if instruction.region else 0.0
             moments.append(moments[-1] + seconds)
         return moments
 

@@ -211,7 +211,7 @@ class _Simulation:
 
     def _run_schedule(self, micro_batch: int, index: int, schedule: Schedule) -> None:
         costs = [
-            self._profile.cost(schedule, instruction.region) if instruction.op == "compute" else None
+            self._profile.cost(schedule, instruction.region) if instruction.region else None
             for instruction in schedule.instructions
         ]
         waiting = schedule.waiting
@@ -235,34 +235,36 @@ class _Simulation:
         """Returns the bytes of gradients beside those that are handed over, if any are sent."""
         host = self._issue(self._profile.launch_seconds)
         label = f"{schedule.name}/{instruction.text}"
-        if instruction.op in ("gather", "gather_now"):
-            self._gather(instruction, host, label)
-        elif instruction.op == "wait":
-            for group in {self._gathered[i]: None for i in instruction.ids if i in self._gathered}:
-                if not group.waited:
-                    self._barrier.append(group.done)
-                    group.waited = True
-        elif instruction.op == "release" or (instruction.op == "release_at_boundary" and self._boundary):
-            for i in instruction.ids:
-                self._release(i)
-        elif instruction.op in REDUCTIONS or instruction.op == "reduce_now":
-            return self._reduce(instruction, host, label)
-        elif instruction.op in ("offload", "reload"):
-            self._copy(schedule.frame, instruction, host, label)
-        elif instruction.op == "wait_copy":
-            self._barrier.extend(self._copies[schedule.frame, number] for number in instruction.ids)
-            if schedule.kind == "forward":
-                self._away += instruction.bytes
-        elif instruction.op == "wait_states":
-            self._barrier.extend(self._visits.wait(instruction.ids))
-        elif instruction.op == "reload_states" and self._boundary:
-            self._visits.reload(instruction.ids, [*host, *self._compute_point()])
+        now = self._boundary or not instruction.traits.at_boundary
+        match instruction.traits.effect:
+            case _, "gradients":
+                return self._reduce(instruction, host, label)
+            case "wait", "parameters":
+                for group in {self._gathered[i]: None for i in instruction.ids if i in self._gathered}:
+                    if not group.waited:
+                        self._barrier.append(group.done)
+                        group.waited = True
+            case "free", "parameters" if now:
+                for i in instruction.ids:
+                    self._release(i)
+            case "launch" | "launch and wait", "parameters":
+                self._gather(instruction, host, label)
+            case "launch", "saved tensors":
+                self._copy(schedule.frame, instruction, host, label)
+            case "wait", "saved tensors":
+                self._barrier.extend(self._copies[schedule.frame, number] for number in instruction.ids)
+                if schedule.kind == "forward":
+                    self._away += instruction.bytes
+            case "wait", "states":
+                self._barrier.extend(self._visits.wait(instruction.ids))
+            case "launch", "states" if now:
+                self._visits.reload(instruction.ids, [*host, *self._compute_point()])
         return None
 
     def _copy(self, frame: int, instruction: Instruction, host: list[int], label: str) -> None:
-        out = instruction.op == "offload"
+        stream = instruction.traits.stream
+        out = stream == "out"
         link = self._profile.copy_out if out else self._profile.copy_in
-        stream: StreamName = "out" if out else "in"
         for number, size in zip(instruction.ids, instruction.sizes, strict=True):
             after = [*host, *self._compute_point()]
             if not out:
@@ -292,7 +294,7 @@ class _Simulation:
         return [*self._barrier, *([] if self._computed is None else [self._computed])]
 
     def _gather(self, instruction: Instruction, host: list[int], label: str) -> None:
-        now = instruction.op == "gather_now"
+        now = instruction.traits.effect[0] == "launch and wait"
         pairs = zip(instruction.ids, instruction.sizes, strict=True)
         absent = [(i, size) for i, size in pairs if now or i not in self._gathered]
         if not absent:
@@ -305,7 +307,7 @@ class _Simulation:
             # Kernels launched before may still use new memory; of a slot that is reused, the last reader is known.
             after += self._compute_point() if slot.last_user is None else [slot.last_user]
         seconds = self._profile.gather.seconds(sum(sizes), self._profile.world_size)
-        done = self._add("gather", seconds, after, label)
+        done = self._add(instruction.traits.stream, seconds, after, label)
         if slot is None:
             self._barrier.append(done)
             return
@@ -331,16 +333,17 @@ class _Simulation:
             self._arena.release(group.slot, group.done if self._computed is None else self._computed)
 
     def _reduce(self, instruction: Instruction, host: list[int], label: str) -> int | None:
-        if instruction.op == "reduce_at_boundary" and self._accumulates:
+        if instruction.traits.at_boundary and self._accumulates:
             self._compute(instruction.bytes * (self._profile.hold_seconds or 0.0), 0.0, label)
             if not self._boundary:
                 self._gradients.hold(instruction)
                 return None
         seconds = self._profile.reduce.seconds(instruction.bytes, self._profile.world_size)
-        done = self._add("reduce", seconds, [*host, *self._compute_point()], label)
-        waited, beside = self._gradients.send(instruction, done, wait=instruction.op == "reduce_now")
+        done = self._add(instruction.traits.stream, seconds, [*host, *self._compute_point()], label)
+        now = instruction.traits.effect[0] == "launch and wait"
+        waited, beside = self._gradients.send(instruction, done, wait=now)
         self._barrier.extend(waited)
-        return beside if instruction.op in REDUCTIONS else None
+        return None if now else beside
 
 
 class _MemoryOnly(_Simulation):
@@ -389,7 +392,7 @@ def _left(schedule: Schedule, profile: Profile) -> int:
     """Bytes that are there when `schedule` is over, without gathered parameters and whole gradients."""
     after = 0
     for instruction, waiting in zip(schedule.instructions, schedule.waiting, strict=True):
-        if instruction.op == "compute":
+        if instruction.region:
             after = profile.cost(schedule, instruction.region).after + waiting
         elif instruction.op in REDUCTIONS:
             after = max(after - instruction.bytes, 0)

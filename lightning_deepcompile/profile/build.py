@@ -11,7 +11,7 @@ from lightning_deepcompile.plan.costs import Contention, Link, Profile, ProfileE
 from lightning_deepcompile.plan.simulate import arena_bytes, gradient_bytes, simulate
 from lightning_deepcompile.profile.fit import fit_link
 from lightning_deepcompile.profile.probe import Run, StepProbe
-from lightning_deepcompile.program.schedule import REDUCTIONS, Schedule
+from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["build_profile", "describe_spread", "explain", "leave_room", "limit_memory", "merge_profiles"]
 
@@ -84,7 +84,8 @@ def build_profile(
         seconds = _typical(rows, schedule)
         host = _typical([run.host_seconds() for run in runs], schedule)
         for position, instruction in enumerate(schedule.instructions):
-            if instruction.op == "compute":
+            traits = instruction.traits
+            if instruction.region:
                 memory = live[name][instruction.region]
                 if on_device:
                     place = order.index(name) if name in order else None
@@ -95,17 +96,17 @@ def build_profile(
                 times = zip((seconds[position], host[position]), ordinary.get(key, (math.inf, math.inf)), strict=True)
                 device, launched = map(min, times)
                 regions[key] = RegionCost(device, launched if on_device else 0.0, *memory)
-            elif instruction.op == "gather":
+            elif traits.effect == ("launch", "parameters"):
                 # The wait comes right behind it.
                 gathers.append((instruction.bytes, seconds[position] + seconds[position + 1]))
-            elif instruction.op in REDUCTIONS:
+            elif traits.effect == ("launch", "gradients"):
                 times: dict[bool, list[float]] = {}
                 for run, row in zip(runs, rows, strict=True):
-                    held = instruction.op == "reduce_at_boundary" and not isolated.at_boundary(run)
+                    held = traits.at_boundary and not isolated.at_boundary(run)
                     times.setdefault(held, []).append(row[position])
                 for held, samples in times.items():
                     (holds if held else reductions).append((instruction.bytes, statistics.median(samples)))
-            elif instruction.op == "release":
+            elif traits.effect == ("free", "parameters") and not traits.at_boundary:
                 launches.append(host[position])
     profile = Profile(
         world_size=world_size,
@@ -138,7 +139,7 @@ def _region_times(probe: StepProbe, schedules: Mapping[str, Schedule]) -> dict[s
     times: dict[str, tuple[list[float], list[float]]] = {}
     for run, schedule in _known_runs(probe, schedules):
         for instruction, seconds, host in zip(schedule.instructions, run.seconds(), run.host_seconds(), strict=False):
-            if instruction.op == "compute":
+            if instruction.region:
                 known = times.setdefault(f"{schedule.name}/{instruction.region}", ([], []))
                 known[0].append(seconds)
                 known[1].append(host)
@@ -184,7 +185,7 @@ def _exposed(probe: StepProbe, schedules: Mapping[str, Schedule]) -> float:
     total = 0.0
     for run, schedule in _known_runs(probe, schedules):
         for instruction, seconds in zip(schedule.instructions, run.seconds(), strict=False):
-            total += seconds if instruction.op in ("wait", "gather_now", "reduce_now") else 0.0
+            total += seconds if instruction.traits.exposes else 0.0
     return total
 
 
@@ -193,12 +194,13 @@ def _contention(probe: StepProbe, schedules: Mapping[str, Schedule], profile: Pr
     beside = alone = wires = 0.0
     for run, schedule in _known_runs(probe, schedules):
         for instruction, seconds in zip(schedule.instructions, run.seconds(), strict=False):
-            if instruction.op == "compute":
+            traits = instruction.traits
+            if instruction.region:
                 beside += seconds
                 alone += profile.cost(schedule, instruction.region).seconds
-            elif instruction.op == "gather":
+            elif traits.effect == ("launch", "parameters"):
                 wires += profile.gather.seconds(instruction.bytes, profile.world_size)
-            elif instruction.op == "reduce" or (instruction.op == "reduce_at_boundary" and probe.at_boundary(run)):
+            elif traits.effect == ("launch", "gradients") and (not traits.at_boundary or probe.at_boundary(run)):
                 wires += profile.reduce.seconds(instruction.bytes, profile.world_size)
     hidden = min(max(wires - profile.exposed_seconds, 0.0), alone)
     if hidden < 0.05 * alone or alone == 0:

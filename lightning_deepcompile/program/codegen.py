@@ -8,16 +8,14 @@ region can free an activation as soon as it has read it.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import fx
 
-from lightning_deepcompile.program.graph import attribute
+from lightning_deepcompile.program.graph import attribute, is_element
+from lightning_deepcompile.program.instructions import REDUCTIONS, traits_of
 from lightning_deepcompile.program.program import Program, RegionModule
-from lightning_deepcompile.program.rewrite import instruction_nodes
-from lightning_deepcompile.program.schedule import REDUCTIONS
 
 __all__ = ["Divider", "Guard", "Marks", "generate"]
 
@@ -70,7 +68,6 @@ class _Writer:
         self._program = program
         self._marks, self._guard = marks, guard
         self._divide = None if divider is None else divider.divide
-        self._operations = dict(instruction_nodes(program)) if marks is not None else {}
         self._globals: dict[str, Any] = {}
         self._lines: list[str] = []
         self._last_use: dict[fx.Node, fx.Node] = {}
@@ -105,8 +102,8 @@ class _Writer:
                     self._call(node)
             elif node.op != "placeholder":
                 raise ValueError(f"{self._program.name}: a program has no {node.op} nodes, but {node.name} is one.")
-            if self._marks is not None and node in self._operations:
-                if self._operations[node] in REDUCTIONS:
+            if self._marks is not None and (traits := traits_of(node)) is not None:
+                if traits.op in REDUCTIONS:
                     self._lines.append(f"{self._bind('drain', self._marks.drain)}()")
                 self._lines.append(f"{self._bind('mark', self._marks.mark)}()")
         source = f"def {self._run}({self._args}):\n" + "\n".join(f"    {line}" for line in self._lines) + "\n"
@@ -153,13 +150,7 @@ class _Writer:
 
     @staticmethod
     def _is_element(node: fx.Node) -> bool:
-        return (
-            node.op == "call_function"
-            and node.target is operator.getitem
-            and isinstance(node.args[0], fx.Node)
-            and isinstance(node.args[1], int)
-            and (node.args[0].op == "call_module" or str(node.args[0].target).startswith("dc."))
-        )
+        return is_element(node) and isinstance(node.args[1], int) and traits_of(node.args[0]) is not None
 
     def _text(self, value: Any) -> str:
         if isinstance(value, fx.Node):

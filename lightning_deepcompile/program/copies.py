@@ -10,17 +10,12 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 
-from lightning_deepcompile import compat
 from lightning_deepcompile.program.graph import output_node
+from lightning_deepcompile.program.instructions import COPIES, Traits, instructions_of
 
-__all__ = ["OFFLOAD", "RELOAD", "WAIT_COPIES", "CopyWriter", "copied_numbers", "strip_copies"]
-
-OFFLOAD = "dc.offload_tensors_fused.default"
-RELOAD = "dc.reload_tensors_fused.default"
-WAIT_COPIES = "dc.wait_copies_fused.default"
+__all__ = ["CopyWriter", "copied_numbers", "strip_copies"]
 
 
 def copied_numbers(node: fx.Node) -> tuple[int, ...]:
@@ -34,13 +29,8 @@ def _original(node: fx.Node) -> fx.Node:
 
 def strip_copies(graph: fx.Graph) -> None:
     """Takes all copies out of `graph`: every saved tensor stays on the device."""
-    copies = [node for node in graph.nodes if str(node.target) in (OFFLOAD, RELOAD, WAIT_COPIES)]
-    for node in copies:
-        if str(node.target) == WAIT_COPIES:
-            graph.erase_node(node)
-    for node in copies:
-        if str(node.target) == WAIT_COPIES:
-            continue
+    copies = [node for node, traits in instructions_of(graph) if traits.op in COPIES]
+    for node in reversed(copies):  # what waits for a copy comes behind it
         for element in list(node.users):
             element.replace_all_uses_with(node.args[1][element.args[1]])
             graph.erase_node(element)
@@ -65,33 +55,24 @@ class CopyWriter:
         self._values = {node.meta["saved"]: node for node in self.graph.nodes if "saved" in node.meta}
         self._hosts = {number: node for number, node in self._values.items() if node.op == "placeholder"}
 
-    def offload(self, numbers: Sequence[int]) -> None:
-        """Starts copying values of a forward program to the host, where the graph is being written."""
-        call = torch.ops.dc.offload_tensors_fused.default
-        output = output_node(self.graph)
-        for number, host in zip(numbers, self._call(call, [self._values[n] for n in numbers]), strict=True):
-            self._hosts[number] = host
-            output.replace_input_with(self._values[number], host)
+    def write(self, traits: Traits, numbers: Sequence[int]) -> None:
+        """Writes one of the table's instructions on saved tensors, where the graph is being written.
 
-    def reload(self, numbers: Sequence[int]) -> None:
-        """Starts copying what a forward program left on the host; regions of the backward program read the copies."""
-        call = torch.ops.dc.reload_tensors_fused.default
-        hosts = [self._values[n] for n in numbers]
-        readers = [[user for user in host.users if user.op == "call_module"] for host in hosts]
-        for host, copy, users in zip(hosts, self._call(call, hosts), readers, strict=True):
-            for user in users:
-                user.replace_input_with(host, copy)
-
-    def wait(self, numbers: Sequence[int]) -> None:
-        """Makes compute wait for the last copies of these tensors."""
-        hosts = [self._hosts[n] for n in numbers]
-        self.graph.call_function(torch.ops.dc.wait_copies_fused.default, (self.graph_id, hosts))
-
-    def _call(self, target: compat.OpOverload, sources: list[fx.Node]) -> list[fx.Node]:
-        call = self.graph.call_function(target, (self.graph_id, sources))
-        elements = []
-        for position, source in enumerate(sources):
-            element = self.graph.call_function(operator.getitem, (call, position))
-            element.meta["val"] = source.meta.get("val")
-            elements.append(element)
-        return elements
+        What starts a copy has those read the copy that come later: a forward program's output, or regions of a backward
+        program. What waits is told of the host tensor of either.
+        """
+        waits = traits.effect[0] == "wait"
+        sources = [(self._hosts if waits else self._values)[n] for n in numbers]
+        call = traits.write(self.graph, self.graph_id, tensors=sources)
+        if waits:
+            return
+        for position, (number, source) in enumerate(zip(numbers, sources, strict=True)):
+            copy = self.graph.call_function(operator.getitem, (call, position))
+            copy.meta["val"] = source.meta.get("val")
+            if traits.in_forward:
+                self._hosts[number] = copy
+                readers = [output_node(self.graph)]
+            else:
+                readers = [user for user in source.users if user.op == "call_module"]
+            for reader in readers:
+                reader.replace_input_with(source, copy)

@@ -6,9 +6,8 @@ from torch import fx
 
 from lightning_deepcompile.program.copies import strip_copies
 from lightning_deepcompile.program.graph import is_element, nbytes
+from lightning_deepcompile.program.instructions import REDUCTIONS, instructions_of
 from lightning_deepcompile.program.program import Program
-from lightning_deepcompile.program.rewrite import instruction_nodes
-from lightning_deepcompile.program.schedule import REDUCTIONS
 
 __all__ = ["live_bytes"]
 
@@ -29,7 +28,7 @@ def live_bytes(program: Program) -> dict[str, tuple[int, int, int]]:
     strip_copies(program.gm.graph)
     nodes = [node for node in program.gm.graph.nodes if _counts(node)]
     position = {node: index for index, node in enumerate(program.gm.graph.nodes)}
-    reductions = {node for node, op in instruction_nodes(program) if op in REDUCTIONS}
+    reductions = {node for node, traits in instructions_of(program.gm.graph) if traits.op in REDUCTIONS}
     last_use = {node: max(map(position.get, node.users.keys() - reductions), default=position[node]) for node in nodes}
     result = {}
     for call in program.regions():

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 
 from torch import fx
 
-from lightning_deepcompile.program.copies import OFFLOAD, RELOAD, WAIT_COPIES, copied_numbers
+from lightning_deepcompile.program.copies import copied_numbers
 from lightning_deepcompile.program.graph import nbytes
+from lightning_deepcompile.program.instructions import Traits, instructions_of
 from lightning_deepcompile.program.program import Program
 
 __all__ = ["format_bytes", "format_program"]
-
-_LABELS = {
-    "dc.prefetch_params_fused.default": "gather",
-    "dc.wait_allgather_fused.default": "wait",
-    "dc.release_params_fused.default": "release",
-    "dc.release_params_at_boundary.default": "release at boundary",
-    "dc.reduce_grads_fused.default": "reduce",
-}
-_STATE_COPIES = {"dc.reload_states.default": "reload", "dc.wait_states.default": "wait"}
-_COPIES = {OFFLOAD: "offload", RELOAD: "reload", WAIT_COPIES: "wait copy"}
 
 
 def format_program(program: Program) -> str:
@@ -38,39 +28,28 @@ def format_program(program: Program) -> str:
     shapes = {key: f"r{index}" for index, key in enumerate(dict.fromkeys(keys))}
     history = " -> ".join(program.history)
     lines = [f"{program.name} [{history}]: {len(calls)} regions, {len(shapes)} distinct"]
-    for node in program.gm.graph.nodes:
-        line = _line(program, node, shapes)
-        if line:
-            lines.append("  " + line)
+    for node, traits in instructions_of(program.gm.graph):
+        lines.append(f"  {traits.label:8} {_rest(program, node, traits, shapes)}".rstrip())
     return "\n".join(lines)
 
 
-def _line(program: Program, node: fx.Node, shapes: dict[str, str]) -> str:
-    if node.op == "call_module":
-        info = program.region(node).info
-        blocks = ", ".join(info.blocks) or "no parameters"
-        parts = [f"{part} {program.params[i].name}" for part, i in info.lookups if part.startswith("look")]
-        return f"compute  {node.target} = {shapes[info.key]} ({'; '.join([blocks, f'{info.nodes} ops', *parts])})"
-    if node.op != "call_function" or node.target is operator.getitem:
+def _rest(program: Program, node: fx.Node, traits: Traits, shapes: dict[str, str]) -> str:
+    """What stands behind an instruction's label."""
+    match traits.effect[1]:
+        case "parameters" | "gradients":
+            return _describe(program, traits.argument(node, "ids"))
+        case "saved tensors":
+            size = format_bytes(sum(nbytes(source) for source in traits.argument(node, "tensors")))
+            return f"saved {', '.join(map(str, copied_numbers(node)))} ({size})"
+        case "states":
+            size = format_bytes(sum(traits.argument(node, "sizes")))
+            return f"optimizer states {', '.join(map(str, traits.argument(node, 'ids')))} ({size})"
+    if node.op != "call_module":
         return ""
-    target = str(node.target)
-    if target in _LABELS:
-        ids = node.args[1] if target.startswith(("dc.wait", "dc.release")) else node.args[2]
-        late = " at boundary" if target.startswith("dc.reduce") and node.args[0] == program.boundary_id else ""
-        return f"{_LABELS[target] + late:8} {_describe(program, ids)}"
-    if target in _COPIES:
-        size = format_bytes(sum(nbytes(source) for source in node.args[1]))
-        numbers = ", ".join(map(str, copied_numbers(node)))
-        return f"{_COPIES[target]:8} saved {numbers} ({size})"
-    if target in _STATE_COPIES:
-        chunks, sizes = node.args[1:3]
-        return f"{_STATE_COPIES[target]:8} optimizer states {', '.join(map(str, chunks))} ({format_bytes(sum(sizes))})"
-    if target == "dc.end_backward.default":
-        return "end of backward"
-    if target.startswith("dc."):
-        name = target.removeprefix("dc.").removesuffix(".default")
-        return f"{name:8} {_describe(program, [node.args[1]])}"
-    return ""
+    info = program.region(node).info
+    blocks = ", ".join(info.blocks) or "no parameters"
+    parts = [f"{part} {program.params[i].name}" for part, i in info.lookups if part.startswith("look")]
+    return f"{node.target} = {shapes[info.key]} ({'; '.join([blocks, f'{info.nodes} ops', *parts])})"
 
 
 def _describe(program: Program, ids: Iterable[int]) -> str:

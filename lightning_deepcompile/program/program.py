@@ -12,7 +12,6 @@ Node kinds, all in one flat graph:
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -21,12 +20,12 @@ import torch
 from torch import fx, nn
 
 from lightning_deepcompile import compat
+from lightning_deepcompile.program.instructions import AT_BOUNDARY, instructions_of
 
 __all__ = ["LOCAL_ID", "ParamInfo", "Program", "ProgramKind", "RegionInfo", "RegionModule", "collective_sequence"]
 
 ProgramKind = Literal["forward", "backward", "inference"]
 
-_AT_BOUNDARY = 1 << 31
 LOCAL_ID = 0xFFFFFFFF
 """The part of an id that is the same on all ranks: the rest is the runtime's number."""
 
@@ -118,7 +117,7 @@ class Program:
         When gradients travel is a graph's property in the runtime. So a backward program is two graphs there, and each
         of its reductions names one of them.
         """
-        return self.graph_id | _AT_BOUNDARY
+        return self.graph_id | AT_BOUNDARY
 
     @functools.cached_property
     def signature(self) -> str:
@@ -162,21 +161,11 @@ def collective_sequence(program: Program) -> list[tuple[str, tuple[int, ...]]]:
     sequence: list[tuple[str, tuple[int, ...]]] = []
     if program.kept:
         sequence.append(("keep", _local(sorted(program.kept))))
-    for node in program.gm.graph.nodes:
+    for node, traits in instructions_of(program.gm.graph):
         if node.op == "call_module":
             sequence += [(part, _local([ds_id])) for part, ds_id in program.region(node).info.lookups]
-        if node.op != "call_function" or node.target is operator.getitem:
-            continue
-        name = str(node.target)
-        if name.startswith("dc.prefetch"):
-            sequence.append(("gather", _local(node.args[2])))
-        elif name.startswith("dc.reduce_grads"):
-            late = node.args[0] == program.boundary_id
-            sequence.append(("reduce at the boundary" if late else "reduce", _local(node.args[2])))
-        elif name.startswith(("dc.gather", "dc.reduce.")):
-            sequence.append((name, _local(node.args[1:2])))
-        elif name.startswith("dc.release_params_at_boundary"):
-            sequence.append(("release at the boundary", _local(node.args[1])))
+        elif traits.collective:
+            sequence.append((traits.collective, _local(traits.argument(node, "ids"))))
     return sequence
 
 

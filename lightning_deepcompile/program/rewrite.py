@@ -10,50 +10,30 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
 
-from lightning_deepcompile.program.copies import OFFLOAD, RELOAD, WAIT_COPIES, CopyWriter, copied_numbers, strip_copies
+from lightning_deepcompile.program.copies import CopyWriter, copied_numbers, strip_copies
 from lightning_deepcompile.program.graph import is_element, nbytes, output_node
+from lightning_deepcompile.program.instructions import TABLE, Traits, instructions_of, traits_of
 from lightning_deepcompile.program.program import LOCAL_ID, Program
 from lightning_deepcompile.program.saved import read_saved
 from lightning_deepcompile.program.schedule import (
     COPIES,
     REDUCTIONS,
-    RELEASES,
-    STATE_COPIES,
     Instruction,
-    Operation,
     Schedule,
     ScheduleError,
     check_schedule,
     opening_positions,
 )
 
-__all__ = ["Gathers", "instruction_nodes", "opening_gathers", "read_schedule", "reschedule", "waits_for_states"]
-
-_OPERATIONS: dict[str, Operation] = {
-    "dc.prefetch_params_fused.default": "gather",
-    "dc.wait_allgather_fused.default": "wait",
-    "dc.release_params_fused.default": "release",
-    "dc.release_params_at_boundary.default": "release_at_boundary",
-    "dc.reduce_grads_fused.default": "reduce",
-    "dc.end_backward.default": "end",
-    "dc.gather.default": "gather_now",
-    "dc.reduce.default": "reduce_now",
-    OFFLOAD: "offload",
-    RELOAD: "reload",
-    WAIT_COPIES: "wait_copy",
-    "dc.reload_states.default": "reload_states",
-    "dc.wait_states.default": "wait_states",
-}
+__all__ = ["Gathers", "opening_gathers", "read_schedule", "reschedule", "waits_for_states"]
 
 Gathers = tuple[int, list[int], list[torch.dtype]]
-"""Arguments of ``dc.prefetch_params_fused``: graph, parameters, dtypes."""
-
-_MOVABLE = RELEASES | COPIES | STATE_COPIES | {"gather"}
-_WRITTEN = _MOVABLE | REDUCTIONS  # what a new schedule says anew
+"""What a group of gathers is launched with: graph, parameters, dtypes."""
 
 
 def read_schedule(program: Program) -> Schedule:
@@ -65,7 +45,7 @@ def read_schedule(program: Program) -> Schedule:
     Returns:
         Its schedule; ids are numbered within the model.
     """
-    instructions = tuple(_read(program, node, op) for node, op in instruction_nodes(program))
+    instructions = tuple(_read(program, node, traits) for node, traits in instructions_of(program.gm.graph))
     kept = tuple(i & LOCAL_ID for i in program.kept)
     # With numbers, by which instructions name parameters: they change with the model around a program.
     structure = [program.kind, *(f"{i.op} {i.ids} {_parameters(program, i)}" for i in _lowered(instructions))]
@@ -82,49 +62,32 @@ def read_schedule(program: Program) -> Schedule:
     )
 
 
-def instruction_nodes(program: Program) -> list[tuple[fx.Node, Operation]]:
-    """The nodes of a program that are instructions of its schedule, in order."""
-    found: list[tuple[fx.Node, Operation]] = []
-    for node in program.gm.graph.nodes:
-        if node.op == "call_module":
-            found.append((node, "compute"))
-        elif node.op == "call_function" and str(node.target) in _OPERATIONS:
-            op = _OPERATIONS[str(node.target)]
-            late = op == "reduce" and node.args[0] == program.boundary_id
-            found.append((node, "reduce_at_boundary" if late else op))
-    return found
-
-
 def opening_gathers(program: Program) -> list[Gathers]:
     """The gathers that `program` launches before it waits for the first one."""
-    nodes = instruction_nodes(program)
-    opening = [nodes[position][0] for position in opening_positions([Instruction(op) for _, op in nodes])]
-    return [(node.args[0], list(node.args[2]), list(node.args[3])) for node in opening]
+    nodes = instructions_of(program.gm.graph)
+    opening = [nodes[position] for position in opening_positions([Instruction(traits.op) for _, traits in nodes])]
+    return [
+        (traits.argument(node, "graph")[0], list(traits.argument(node, "ids")), list(traits.argument(node, "dtypes")))
+        for node, traits in opening
+    ]
 
 
 def waits_for_states(program: Program) -> bool:
     """Whether `program` waits for optimizer states that leave the device."""
-    return any(op == "wait_states" for _, op in instruction_nodes(program))
+    return any(traits.effect == ("wait", "states") for _, traits in instructions_of(program.gm.graph))
 
 
-def _read(program: Program, node: fx.Node, op: Operation) -> Instruction:
-    if op == "compute":
-        ids = [source.args[0].args[1][source.args[1]] for source in node.all_input_nodes if _is_parameter(source)]
-        return Instruction(op, tuple(i & LOCAL_ID for i in dict.fromkeys(ids)), region=str(node.target))
-    if op == "end":
-        return Instruction(op)
-    if op in STATE_COPIES:
-        return Instruction(op, tuple(node.args[1]), tuple(node.args[2]))
-    if op in COPIES:
-        return Instruction(op, copied_numbers(node), tuple(nbytes(source) for source in node.args[1]))
-    if op in ("gather_now", "reduce_now"):
-        size = program.params[node.args[1]].gathered_bytes if op == "gather_now" else nbytes(node.args[0])
-        return Instruction(op, (node.args[1] & LOCAL_ID,), (size,))
-    ids = node.args[1] if op == "wait" or op in RELEASES else node.args[2]
-    local = tuple(i & LOCAL_ID for i in ids)
-    if op in REDUCTIONS:
-        return Instruction(op, local, tuple(map(nbytes, node.args[1])), made=tuple(map(_maker, node.args[1])))
-    return Instruction(op, local, tuple(program.params[i].gathered_bytes for i in ids))
+def _read(program: Program, node: fx.Node, traits: Traits) -> Instruction:
+    if node.op == "call_module":
+        read = [source.args[0].args[1][source.args[1]] for source in node.all_input_nodes if _is_parameter(source)]
+        return Instruction(traits.op, tuple(i & LOCAL_ID for i in dict.fromkeys(read)), region=str(node.target))
+    ids = copied_numbers(node) if traits.op in COPIES else traits.argument(node, "ids")
+    tensors = traits.argument(node, "tensors")
+    sizes = traits.argument(node, "sizes") or tuple(map(nbytes, tensors))
+    if traits.effect[1] == "parameters":
+        sizes = tuple(program.params[i].gathered_bytes for i in ids)
+    made = tuple(map(_maker, tensors)) if traits.op in REDUCTIONS else ()
+    return Instruction(traits.op, tuple(i & LOCAL_ID for i in ids), sizes, made=made)
 
 
 def _maker(grad: fx.Node) -> str:
@@ -136,7 +99,7 @@ def _maker(grad: fx.Node) -> str:
 
 def _is_parameter(node: fx.Node) -> bool:
     """Whether `node` is a gathered parameter, as a wait returns it."""
-    return is_element(node) and str(node.args[0].target) == "dc.wait_allgather_fused.default"
+    return is_element(node) and traits_of(node.args[0]) is TABLE["wait"]
 
 
 def _digest(lines: list[str]) -> str:
@@ -173,43 +136,38 @@ def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
     kept = tuple(serial | i for i in schedule.kept)
     result = program.copy(kept=kept)
     graph = result.gm.graph
-    nodes = instruction_nodes(result)
-    dtypes = {i: dtype for node, op in nodes if op == "gather" for i, dtype in zip(*node.args[2:4], strict=True)}
+    nodes = instructions_of(graph)
+    dtypes: dict[int, torch.dtype] = {}
+    for node, traits in nodes:
+        if traits is TABLE["gather"]:
+            dtypes |= zip(traits.argument(node, "ids"), traits.argument(node, "dtypes"), strict=True)
     strip_copies(graph)
-    gradients = iter([grad for node, op in nodes if op in REDUCTIONS for grad in node.args[1]])
-    for node, op in nodes:
-        if op in _WRITTEN - COPIES:
+    gradients = iter([g for node, traits in nodes if traits.op in REDUCTIONS for g in traits.argument(node, "tensors")])
+    for node, traits in nodes:
+        if not traits.fixed and traits.op not in COPIES:
             graph.erase_node(node)
     copies = CopyWriter(graph, program.graph_id)
-    anchors = [node for node, op in nodes if op not in _WRITTEN]
+    anchors = [node for node, traits in nodes if traits.fixed]
     anchors.append(output_node(graph))
     passed = 0
     for instruction in schedule.instructions:
-        if instruction.op not in _WRITTEN:
+        traits = instruction.traits
+        if traits.fixed:
             passed += 1
             continue
-        ids = [serial | i for i in instruction.ids]
         with graph.inserting_before(anchors[passed]):
-            if instruction.op in REDUCTIONS:
-                graph_id = program.boundary_id if instruction.op == "reduce_at_boundary" else program.graph_id
-                group = list(itertools.islice(gradients, len(ids)))
-                graph.call_function(torch.ops.dc.reduce_grads_fused.default, (graph_id, group, ids))
-            elif instruction.op == "offload":
-                copies.offload(instruction.ids)
-            elif instruction.op == "reload":
-                copies.reload(instruction.ids)
-            elif instruction.op == "wait_copy":
-                copies.wait(instruction.ids)
-            elif instruction.op in STATE_COPIES:
-                call = torch.ops.dc.reload_states if instruction.op == "reload_states" else torch.ops.dc.wait_states
-                graph.call_function(call.default, (program.graph_id, list(instruction.ids), list(instruction.sizes)))
-            elif instruction.op == "release":
-                graph.call_function(torch.ops.dc.release_params_fused.default, (program.graph_id, ids))
-            elif instruction.op == "release_at_boundary":
-                graph.call_function(torch.ops.dc.release_params_at_boundary.default, (program.graph_id, ids))
-            else:
-                wanted = [dtypes.get(i, program.params[i].dtype) for i in ids]
-                graph.call_function(torch.ops.dc.prefetch_params_fused.default, (program.graph_id, [], ids, wanted))
+            if traits.op in COPIES:
+                copies.write(traits, instruction.ids)
+                continue
+            ids = instruction.ids
+            values: dict[str, Sequence[Any]] = {"sizes": instruction.sizes, "shards": ()}
+            if traits.effect[1] != "states":
+                ids = tuple(serial | i for i in ids)
+            if "dtypes" in traits.arguments:
+                values["dtypes"] = [dtypes.get(i, program.params[i].dtype) for i in ids]
+            if traits.op in REDUCTIONS:
+                values["tensors"] = list(itertools.islice(gradients, len(ids)))
+            traits.write(graph, program.graph_id, ids=ids, **values)
     return result.finish(history)
 
 
@@ -233,7 +191,7 @@ def _check_same(program: Program, schedule: Schedule) -> None:
 
 def _fixed(instructions: Iterable[Instruction]) -> list[Instruction]:
     """What stays as it is in any schedule: neither where gradients travel, nor how large anything is."""
-    return [replace(i, sizes=()) for i in instructions if i.op not in _WRITTEN]
+    return [replace(i, sizes=()) for i in instructions if i.traits.fixed]
 
 
 def _gradients(instructions: Iterable[Instruction]) -> list[tuple[int, str]]:
@@ -249,8 +207,8 @@ def _lowered(instructions: Sequence[Instruction]) -> list[Instruction]:
         groups[maker].append(i)
     result = [Instruction("reduce", tuple(sorted(groups[""])))]
     for instruction in instructions:
-        if instruction.op in ("compute", "gather_now", "reduce_now"):
+        if instruction.region or instruction.traits.effect[0] == "launch and wait":
             result.append(instruction)
-        if instruction.op == "compute":
+        if instruction.region:
             result.append(Instruction("reduce", tuple(sorted(groups[instruction.region]))))
-    return [i for i in result if i.ids or i.op != "reduce"]
+    return [i for i in result if i.ids or i.op not in REDUCTIONS]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from lightning_deepcompile.program.copies import RELOAD
 from lightning_deepcompile.program.graph import is_compute, is_view, nbytes, output_node
+from lightning_deepcompile.program.instructions import TABLE, traits_of
 
 __all__ = ["Saved", "mark_saved", "number_saved", "read_saved"]
 
@@ -121,7 +121,7 @@ def _regions_that_read(node: fx.Node) -> Iterator[fx.Node]:
     for user in node.users:
         if user.op == "call_module":
             yield user
-        elif str(user.target) == RELOAD:
+        elif traits_of(user) is TABLE["reload"]:
             for element in user.users:
                 if user.args[1][element.args[1]] is node:
                     yield from _regions_that_read(element)

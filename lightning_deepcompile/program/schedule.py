@@ -10,8 +10,17 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
+from lightning_deepcompile.program.instructions import (
+    COPIES,
+    REDUCTIONS,
+    RELEASES,
+    STATE_COPIES,
+    TABLE,
+    Operation,
+    Traits,
+)
 from lightning_deepcompile.program.program import ProgramKind
 from lightning_deepcompile.program.saved import Saved
 
@@ -29,36 +38,6 @@ __all__ = [
     "opening_positions",
 ]
 
-Operation = Literal[
-    "gather",
-    "wait",
-    "compute",
-    "release",
-    "release_at_boundary",
-    "reduce",
-    "reduce_at_boundary",
-    "end",
-    "gather_now",
-    "reduce_now",
-    "offload",
-    "reload",
-    "wait_copy",
-    "reload_states",
-    "wait_states",
-]
-
-RELEASES: frozenset[Operation] = frozenset({"release", "release_at_boundary"})
-"""The operations that end the use of a gathered parameter."""
-
-REDUCTIONS: frozenset[Operation] = frozenset({"reduce", "reduce_at_boundary"})
-"""The operations that hand a group of gradients to the runtime."""
-
-COPIES: frozenset[Operation] = frozenset({"offload", "reload", "wait_copy"})
-"""The operations on saved tensors; their ids are numbers of `Schedule.saved`, not parameters."""
-
-STATE_COPIES: frozenset[Operation] = frozenset({"reload_states", "wait_states"})
-"""The operations on optimizer states that wait in host memory; their ids are numbers of chunks."""
-
 
 class ScheduleError(ValueError):
     """A schedule that would compute something else, or use memory that is not there."""
@@ -69,14 +48,7 @@ class Instruction:
     """One step of a schedule.
 
     Args:
-        op: What happens. ``gather`` launches one group, ``wait`` makes the compute stream wait for it, ``reduce``
-            launches the reduction of one group of gradients; ``gather_now`` and ``reduce_now`` also wait.
-            ``reduce_at_boundary`` adds the group to sums of whole gradients, and launches their reduction in the last
-            micro-batch before the optimizer steps. ``release_at_boundary`` releases in that one, and does nothing in
-            those before, so that the next one finds the parameters gathered. ``offload`` starts copying saved tensors
-            to the host and ``reload`` back; ``wait_copy`` makes the compute stream wait for either. ``reload_states``
-            starts copying optimizer states from the host, if the optimizer steps next; ``wait_states`` makes the
-            compute stream wait until states have left that it has stepped before.
+        op: What happens; `instructions.TABLE` says more of each.
         ids: Parameters concerned, numbered within the model; of a ``compute``, those it reads; of copies, the saved
             tensors, or chunks of states in the order in which they step.
         sizes: Bytes per parameter: gathered, or of its whole gradient; of copies, per tensor or chunk.
@@ -89,6 +61,11 @@ class Instruction:
     sizes: tuple[int, ...] = ()
     region: str = ""
     made: tuple[str, ...] = ()
+
+    @property
+    def traits(self) -> Traits:
+        """Its row of the table of instructions."""
+        return TABLE[self.op]
 
     @functools.cached_property
     def bytes(self) -> int:
@@ -128,7 +105,7 @@ class Schedule:
     @property
     def offloaded(self) -> tuple[int, ...]:
         """Numbers of the saved tensors that a forward schedule leaves, or a backward schedule finds, on the host."""
-        op = "offload" if self.kind == "forward" else "reload"
+        op: Operation = "offload" if self.kind == "forward" else "reload"
         return tuple(sorted(i for position in self.at(op) for i in self.instructions[position].ids))
 
     @functools.cached_property
@@ -163,8 +140,9 @@ class Schedule:
 
 def opening_positions(instructions: Sequence[Instruction]) -> list[int]:
     """Positions of the gathers that come before the first wait."""
-    before = itertools.takewhile(lambda pair: pair[1].op != "wait", enumerate(instructions))
-    return [position for position, instruction in before if instruction.op == "gather"]
+    effects = enumerate(instruction.traits.effect for instruction in instructions)
+    before = itertools.takewhile(lambda pair: pair[1] != ("wait", "parameters"), effects)
+    return [position for position, effect in before if effect == ("launch", "parameters")]
 
 
 def check_schedule(schedule: Schedule) -> None:
@@ -184,24 +162,28 @@ def check_schedule(schedule: Schedule) -> None:
     for position, instruction in enumerate(schedule.instructions):
         where = f"{schedule.name}, instruction {position} ({instruction.op} {instruction.region or instruction.ids})"
         ids = set(instruction.ids)
-        if instruction.op == "gather":
-            gathered |= ids
-        elif instruction.op == "wait":
-            if missing := ids - gathered:
-                raise ScheduleError(f"{where}: parameters {sorted(missing)} were not gathered before.")
-            waited |= ids
-        elif instruction.op == "compute":
-            if missing := ids - (waited & gathered):
-                raise ScheduleError(f"{where}: parameters {sorted(missing)} are read but not gathered and waited for.")
-        elif instruction.op in RELEASES:
-            if instruction.op == "release_at_boundary" and schedule.kind != "backward":
-                raise ScheduleError(f"{where}: only backward programs know whether the optimizer steps next.")
-            gathered -= ids
-            waited -= ids
-        elif instruction.op in STATE_COPIES and (instruction.op == "wait_states") != (schedule.kind == "forward"):
-            raise ScheduleError(
-                f"{where}: states are waited for in forward programs, and fetched in backward programs."
-            )
+        traits = instruction.traits
+        match traits.effect:
+            case "launch", "parameters":
+                gathered |= ids
+            case "wait", "parameters":
+                if missing := ids - gathered:
+                    raise ScheduleError(f"{where}: parameters {sorted(missing)} were not gathered before.")
+                waited |= ids
+            case "compute", _:
+                if missing := ids - (waited & gathered):
+                    raise ScheduleError(
+                        f"{where}: parameters {sorted(missing)} are read but not gathered and waited for."
+                    )
+            case "free", "parameters":
+                if traits.at_boundary and schedule.kind != "backward":
+                    raise ScheduleError(f"{where}: only backward programs know whether the optimizer steps next.")
+                gathered -= ids
+                waited -= ids
+            case _, "states" if traits.in_forward != (schedule.kind == "forward"):
+                raise ScheduleError(
+                    f"{where}: states are waited for in forward programs, and fetched in backward programs."
+                )
     check_copies(schedule)
     _check_reductions(schedule)
     expected = set(schedule.kept) if schedule.kind == "forward" else set()
@@ -217,7 +199,7 @@ def _check_reductions(schedule: Schedule) -> None:
     ended = False
     for position, instruction in enumerate(schedule.instructions):
         computed.add(instruction.region)
-        ended |= instruction.op == "end"
+        ended |= instruction.traits.effect[0] == "end"
         if instruction.op not in REDUCTIONS:
             continue
         where = f"{schedule.name}, instruction {position} ({instruction.op} {instruction.ids})"
@@ -239,7 +221,7 @@ def check_copies(schedule: Schedule) -> None:
         ScheduleError: Names the instruction and the tensor.
     """
     saved = {one.number: one for one in schedule.saved}
-    region = {i.region: position for position, i in enumerate(schedule.instructions) if i.op == "compute"}
+    region = {schedule.instructions[position].region: position for position in schedule.at("compute")}
     forward = schedule.kind == "forward"
     started: dict[int, int] = {}
     waited: set[int] = set()
@@ -247,12 +229,12 @@ def check_copies(schedule: Schedule) -> None:
         if instruction.op not in COPIES:
             continue
         where = f"{schedule.name}, instruction {position} ({instruction.op} {instruction.ids})"
-        if instruction.op == ("reload" if forward else "offload"):
+        if instruction.traits.in_forward not in (None, forward):
             raise ScheduleError(f"{where}: only {'backward' if forward else 'forward'} programs do that.")
         for number in instruction.ids:
             if number not in saved:
                 raise ScheduleError(f"{where}: there is no saved tensor {number} that could be copied.")
-            if instruction.op == "wait_copy":
+            if instruction.traits.effect[0] == "wait":
                 if number not in started or number in waited:
                     raise ScheduleError(f"{where}: tensor {number} is not being copied.")
                 waited.add(number)

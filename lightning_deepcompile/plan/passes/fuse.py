@@ -94,6 +94,6 @@ def _merge_gathers(schedule: Schedule, first: int, second: int) -> Schedule | No
 
 def reduction_pairs(schedule: Schedule) -> list[tuple[int, int]]:
     """Positions of neighbouring groups of gradients that may travel together."""
-    positions = [p for p, i in enumerate(schedule.instructions) if i.op in REDUCTIONS or i.op == "reduce_now"]
+    positions = [p for p, i in enumerate(schedule.instructions) if i.traits.effect[1] == "gradients"]
     ops = {p: schedule.instructions[p].op for p in positions}
-    return [(p, q) for p, q in itertools.pairwise(positions) if ops[p] == ops[q] != "reduce_now"]
+    return [(p, q) for p, q in itertools.pairwise(positions) if ops[p] == ops[q] and ops[p] in REDUCTIONS]

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from torch import fx
-
 from lightning_deepcompile.plan.settings import PlanSettings
+from lightning_deepcompile.program.instructions import TABLE, traits_of
 from lightning_deepcompile.program.program import Program
 
-__all__ = ["is_prefetch", "prefetch"]
-
-
-def is_prefetch(node: fx.Node) -> bool:
-    """Whether `node` launches a group of gathers."""
-    return node.op == "call_function" and str(node.target) == "dc.prefetch_params_fused.default"
+__all__ = ["prefetch"]
 
 
 def prefetch(program: Program, settings: PlanSettings) -> Program:
@@ -36,9 +30,9 @@ def prefetch(program: Program, settings: PlanSettings) -> Program:
     """
     result = program.copy()
     position = {node: i for i, node in enumerate(result.gm.graph.nodes)}
-    launches = [n for n in position if is_prefetch(n)]
+    launches = [n for n in position if traits_of(n) is TABLE["gather"]]
     waits = [launch.next for launch in launches]
-    releases = [n for n in position if str(n.target) == "dc.release_params_fused.default"]
+    releases = [n for n in position if traits_of(n) is TABLE["release"]]
     start = result.regions()[0] if launches else None
     earliest = 0
     for k, launch in enumerate(launches):

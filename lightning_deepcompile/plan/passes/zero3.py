@@ -5,11 +5,11 @@ from __future__ import annotations
 import operator
 from dataclasses import replace
 
-import torch
 from torch import fx
 
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.program.graph import is_gather, is_reduce, output_node
+from lightning_deepcompile.program.instructions import TABLE, Traits, traits_of
 from lightning_deepcompile.program.program import Program
 
 __all__ = ["zero3"]
@@ -46,19 +46,17 @@ def zero3(program: Program, settings: PlanSettings) -> Program:
     if unread and regions:
         # Parameters of one group share their memory: a bias that backward does not read would hold its whole block.
         with graph.inserting_before(regions[0]):
-            graph.call_function(torch.ops.dc.release_params_fused.default, (program.graph_id, unread))
+            TABLE["release"].write(graph, program.graph_id, ids=unread)
     held: set[int] = set()
     for k, region in enumerate(regions):
         fresh = [n for n in needs[k] if n.args[1] not in held]
         with graph.inserting_before(region):
             if fresh:
                 group = [n.args[1] for n in fresh]
-                graph.call_function(
-                    torch.ops.dc.prefetch_params_fused.default,
-                    (program.graph_id, [], group, [n.args[3] for n in fresh]),
-                )
+                dtypes = [n.args[3] for n in fresh]
+                TABLE["gather"].write(graph, program.graph_id, shards=[], ids=group, dtypes=dtypes)
             if needs[k]:
-                wait = graph.call_function(torch.ops.dc.wait_allgather_fused.default, (program.graph_id, ids[k]))
+                wait = TABLE["wait"].write(graph, program.graph_id, ids=ids[k])
                 for position, gather in enumerate(needs[k]):
                     parameter = graph.call_function(operator.getitem, (wait, position))
                     parameter.meta["val"] = gather.meta["val"]
@@ -72,15 +70,15 @@ def zero3(program: Program, settings: PlanSettings) -> Program:
             point = point.next
         with graph.inserting_before(point):
             if released:
-                graph.call_function(torch.ops.dc.release_params_fused.default, (program.graph_id, released))
+                TABLE["release"].write(graph, program.graph_id, ids=released)
             # A gradient that does not depend on the loss's is computed, and saved, by the forward graph: there the
             # functional reduction stays, and its result reaches `.grad` through autograd.
             if program.kind == "backward":
-                late = settings.reduce == "boundary"
-                _reduce_gradients(graph, region, program.boundary_id if late else program.graph_id)
+                traits = TABLE["reduce_at_boundary" if settings.reduce == "boundary" else "reduce"]
+                _reduce_gradients(graph, region, program.graph_id, traits)
     if program.kind == "backward":
         with graph.inserting_before(output_node(graph)):
-            graph.call_function(torch.ops.dc.end_backward.default, (program.graph_id,))
+            TABLE["end"].write(graph, program.graph_id)
     graph.eliminate_dead_code(is_impure_node=_is_impure)
     for gather in [n for n in graph.nodes if is_gather(n) and not n.users]:
         graph.erase_node(gather)
@@ -88,7 +86,7 @@ def zero3(program: Program, settings: PlanSettings) -> Program:
     return replace(result, kept=kept).finish("zero3")
 
 
-def _reduce_gradients(graph: fx.Graph, region: fx.Node, graph_id: int) -> None:
+def _reduce_gradients(graph: fx.Graph, region: fx.Node, graph_id: int, traits: Traits) -> None:
     """One group for all gradients that `region` produces and that only leave the graph."""
     reductions = []
     for element in region.users:
@@ -99,11 +97,11 @@ def _reduce_gradients(graph: fx.Graph, region: fx.Node, graph_id: int) -> None:
         return
     reductions.sort(key=lambda n: n.args[1])
     grads, ids = [n.args[0] for n in reductions], [n.args[1] for n in reductions]
-    graph.call_function(torch.ops.dc.reduce_grads_fused.default, (graph_id, grads, ids))
+    traits.write(graph, graph_id, tensors=grads, ids=ids)
     for node in reductions:
         node.replace_all_uses_with(None)
         graph.erase_node(node)
 
 
 def _is_impure(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "output", "call_module") or str(node.target).startswith("dc.")
+    return node.op in ("placeholder", "output") or traits_of(node) is not None

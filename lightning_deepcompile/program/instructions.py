@@ -1,0 +1,253 @@
+"""The table of instructions: what each is called, how a program writes it, and what it does.
+
+Whoever reads, changes, prints, simulates or measures instructions asks this table. A new instruction is a row here, a
+branch in the simulator if its effect is new, and an operator in ``csrc/ops.cpp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from lightning_deepcompile import compat
+
+__all__ = [
+    "AT_BOUNDARY",
+    "COPIES",
+    "REDUCTIONS",
+    "RELEASES",
+    "STATE_COPIES",
+    "TABLE",
+    "Operation",
+    "Stream",
+    "Traits",
+    "instructions_of",
+    "traits_of",
+]
+
+Operation = Literal[
+    "gather",
+    "wait",
+    "compute",
+    "release",
+    "release_at_boundary",
+    "reduce",
+    "reduce_at_boundary",
+    "end",
+    "gather_now",
+    "reduce_now",
+    "offload",
+    "reload",
+    "wait_copy",
+    "reload_states",
+    "wait_states",
+]
+Verb = Literal["launch", "wait", "launch and wait", "free", "compute", "end"]
+Subject = Literal["parameters", "gradients", "saved tensors", "states", ""]
+Stream = Literal["host", "compute", "gather", "reduce", "out", "in", "states out", "states in"]
+"""What an instruction keeps busy: the host alone, or a stream of the device."""
+Argument = Literal["graph", "boundary graph", "shards", "ids", "dtypes", "tensors", "size", "sizes"]
+
+AT_BOUNDARY = 1 << 31
+"""Of a graph's id: the graph whose gradients are added up whole and reduced at the boundary."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """A row of the table.
+
+    Args:
+        op: Name in schedules, and so in plan files.
+        effect: What happens, and with what.
+        operator: Operator of ``torch.ops.dc`` in programs; a ``compute`` is a call of a region instead.
+        arguments: What the operator's arguments are. ``ids`` are parameters' (or one's), or chunks' of states; saved
+            tensors have their numbers in the metadata of ``tensors``.
+        label: What people read in a printed program.
+        stream: What is busy with it.
+        collective: What ranks compare of it; empty if it is of no other rank's concern.
+        at_boundary: Whether it happens only in the last micro-batch before the optimizer steps.
+        in_forward: Whether only forward programs do it, or never; None if either may.
+        fixed: Whether it stays where it is in any schedule of a program.
+    """
+
+    op: Operation
+    effect: tuple[Verb, Subject]
+    operator: str = ""
+    arguments: tuple[Argument, ...] = ()
+    label: str = ""
+    stream: Stream = "host"
+    collective: str = ""
+    at_boundary: bool = False
+    in_forward: bool | None = None
+    fixed: bool = False
+
+    @property
+    def exposes(self) -> bool:
+        """Whether compute stands still in it until other ranks have sent something."""
+        return self.effect == ("wait", "parameters") or self.effect[0] == "launch and wait"
+
+    @property
+    def overload(self) -> compat.OpOverload:
+        """The operator."""
+        return getattr(torch.ops.dc, self.operator).default
+
+    def argument(self, node: fx.Node, name: Argument) -> tuple[Any, ...]:
+        """The values of an argument in `node`, one or several; none if the operator has no such argument."""
+        if name not in self.arguments:
+            return ()
+        value = node.args[self.arguments.index(name)]
+        return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+    def write(self, graph: fx.Graph, graph_id: int, **arguments: Sequence[Any]) -> fx.Node:
+        """Writes the instruction into a program's graph, where that is being written.
+
+        Args:
+            graph: The program's graph.
+            graph_id: Runtime id of the graph.
+            arguments: The others, by name.
+        """
+        graphs = {"graph": graph_id, "boundary graph": graph_id | AT_BOUNDARY}
+        values = (graphs[name] if name in graphs else list(arguments[name]) for name in self.arguments)
+        return graph.call_function(self.overload, tuple(values))
+
+
+_ROWS = (
+    # Launches one group; what is gathered already is not sent again.
+    Traits(
+        "gather",
+        ("launch", "parameters"),
+        "prefetch_params_fused",
+        ("graph", "shards", "ids", "dtypes"),
+        label="gather",
+        stream="gather",
+        collective="gather",
+    ),
+    # Makes the compute stream wait for gathers, and hands the parameters on.
+    Traits("wait", ("wait", "parameters"), "wait_allgather_fused", ("graph", "ids"), label="wait", fixed=True),
+    Traits("compute", ("compute", ""), label="compute", stream="compute", fixed=True),
+    Traits("release", ("free", "parameters"), "release_params_fused", ("graph", "ids"), label="release"),
+    # Does nothing in micro-batches before the last one, so that the next finds the parameters gathered.
+    Traits(
+        "release_at_boundary",
+        ("free", "parameters"),
+        "release_params_at_boundary",
+        ("graph", "ids"),
+        label="release at boundary",
+        collective="release at the boundary",
+        at_boundary=True,
+        in_forward=False,
+    ),
+    # Launches the reduction of one group of gradients, which are the runtime's from then on.
+    Traits(
+        "reduce",
+        ("launch", "gradients"),
+        "reduce_grads_fused",
+        ("graph", "tensors", "ids"),
+        label="reduce",
+        stream="reduce",
+        collective="reduce",
+    ),
+    # Adds the group to sums of whole gradients, and launches their reduction at the boundary. When gradients travel is
+    # a graph's property in the runtime, so the operator is the same and names another graph.
+    Traits(
+        "reduce_at_boundary",
+        ("launch", "gradients"),
+        "reduce_grads_fused",
+        ("boundary graph", "tensors", "ids"),
+        label="reduce at boundary",
+        stream="reduce",
+        collective="reduce at the boundary",
+        at_boundary=True,
+    ),
+    Traits("end", ("end", ""), "end_backward", ("graph",), label="end of backward", fixed=True),
+    # What lowering writes, functions of tensors.
+    Traits(
+        "gather_now",
+        ("launch and wait", "parameters"),
+        "gather",
+        ("shards", "ids", "size", "dtypes"),
+        label="gather",
+        stream="gather",
+        collective="dc.gather.default",
+        fixed=True,
+    ),
+    Traits(
+        "reduce_now",
+        ("launch and wait", "gradients"),
+        "reduce",
+        ("tensors", "ids", "size", "dtypes"),
+        label="reduce",
+        stream="reduce",
+        collective="dc.reduce.default",
+        fixed=True,
+    ),
+    # Starts copying saved tensors to the host, and back. Their memory goes when their copies out are waited for, and
+    # is taken when those back start.
+    Traits(
+        "offload",
+        ("launch", "saved tensors"),
+        "offload_tensors_fused",
+        ("graph", "tensors"),
+        label="offload",
+        stream="out",
+        in_forward=True,
+    ),
+    Traits(
+        "reload",
+        ("launch", "saved tensors"),
+        "reload_tensors_fused",
+        ("graph", "tensors"),
+        label="reload",
+        stream="in",
+        in_forward=False,
+    ),
+    Traits("wait_copy", ("wait", "saved tensors"), "wait_copies_fused", ("graph", "tensors"), label="wait copy"),
+    # Starts copying optimizer states from the host.
+    Traits(
+        "reload_states",
+        ("launch", "states"),
+        "reload_states",
+        ("graph", "ids", "sizes"),
+        label="reload",
+        stream="states in",
+        at_boundary=True,
+        in_forward=False,
+    ),
+    # Makes the compute stream wait until states have left that the optimizer has stepped before.
+    Traits("wait_states", ("wait", "states"), "wait_states", ("graph", "ids", "sizes"), label="wait", in_forward=True),
+)
+
+TABLE: dict[Operation, Traits] = {row.op: row for row in _ROWS}
+
+RELEASES = frozenset(row.op for row in _ROWS if row.effect == ("free", "parameters"))
+"""The operations that end the use of a gathered parameter."""
+
+REDUCTIONS = frozenset(row.op for row in _ROWS if row.effect == ("launch", "gradients"))
+"""The operations that hand a group of gradients to the runtime."""
+
+COPIES = frozenset(row.op for row in _ROWS if row.effect[1] == "saved tensors")
+"""The operations on saved tensors; their ids are numbers of `Schedule.saved`, not parameters."""
+
+STATE_COPIES = frozenset(row.op for row in _ROWS if row.effect[1] == "states")
+"""The operations on optimizer states that wait in host memory; their ids are numbers of chunks."""
+
+_BY_TARGET = {f"dc.{row.operator}.default": row for row in reversed(_ROWS) if row.operator}
+
+
+def traits_of(node: fx.Node) -> Traits | None:
+    """The row of the instruction that `node` is; None if it is none."""
+    if node.op == "call_module":
+        return TABLE["compute"]
+    row = _BY_TARGET.get(str(node.target)) if node.op == "call_function" else None
+    if row is TABLE["reduce"] and node.args[0] & AT_BOUNDARY:
+        return TABLE["reduce_at_boundary"]
+    return row
+
+
+def instructions_of(graph: fx.Graph) -> list[tuple[fx.Node, Traits]]:
+    """The nodes of a program's graph that are instructions, in order, with their rows."""
+    return [(node, row) for node in graph.nodes if (row := traits_of(node)) is not None]
