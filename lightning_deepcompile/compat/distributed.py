@@ -39,7 +39,7 @@ def process_group(name: str) -> dist.ProcessGroup:
     """The process group of that name (``group.group_name``), as the tracer's graphs hold it."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
-    return _resolve_process_group(name)
+    return _resolve_process_group(name)  # type: ignore[arg-type] # a NewType of str
 
 
 def all_gather_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:

@@ -99,11 +99,11 @@ def build_profile(
                 # The wait comes right behind it.
                 gathers.append((instruction.bytes, seconds[position] + seconds[position + 1]))
             elif instruction.op in REDUCTIONS:
-                times: dict[bool, list[float]] = {}
+                by_hold: dict[bool, list[float]] = {}
                 for run, row in zip(runs, rows, strict=True):
                     held = instruction.op == "reduce_at_boundary" and not isolated.at_boundary(run)
-                    times.setdefault(held, []).append(row[position])
-                for held, samples in times.items():
+                    by_hold.setdefault(held, []).append(row[position])
+                for held, samples in by_hold.items():
                     (holds if held else reductions).append((instruction.bytes, statistics.median(samples)))
             elif instruction.op == "release":
                 launches.append(host[position])

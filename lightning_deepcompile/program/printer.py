@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import fx
 
 from lightning_deepcompile.program.copies import OFFLOAD, RELOAD, WAIT_COPIES, copied_numbers
-from lightning_deepcompile.program.graph import nbytes
+from lightning_deepcompile.program.graph import args_of, nbytes
 from lightning_deepcompile.program.program import Program
 
 __all__ = ["format_bytes", "format_program"]
@@ -55,21 +55,21 @@ def _line(program: Program, node: fx.Node, shapes: dict[str, str]) -> str:
         return ""
     target = str(node.target)
     if target in _LABELS:
-        ids = node.args[1] if target.startswith(("dc.wait", "dc.release")) else node.args[2]
+        ids = args_of(node)[1 if target.startswith(("dc.wait", "dc.release")) else 2]
         late = " at boundary" if target.startswith("dc.reduce") and node.args[0] == program.boundary_id else ""
         return f"{_LABELS[target] + late:8} {_describe(program, ids)}"
     if target in _COPIES:
-        size = format_bytes(sum(nbytes(source) for source in node.args[1]))
+        size = format_bytes(sum(nbytes(source) for source in args_of(node)[1]))
         numbers = ", ".join(map(str, copied_numbers(node)))
         return f"{_COPIES[target]:8} saved {numbers} ({size})"
     if target in _STATE_COPIES:
-        chunks, sizes = node.args[1:3]
+        chunks, sizes = args_of(node)[1:3]
         return f"{_STATE_COPIES[target]:8} optimizer states {', '.join(map(str, chunks))} ({format_bytes(sum(sizes))})"
     if target == "dc.end_backward.default":
         return "end of backward"
     if target.startswith("dc."):
         name = target.removeprefix("dc.").removesuffix(".default")
-        return f"{name:8} {_describe(program, [node.args[1]])}"
+        return f"{name:8} {_describe(program, [args_of(node)[1]])}"
     return ""
 
 

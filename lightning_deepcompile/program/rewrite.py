@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from lightning_deepcompile.program.copies import OFFLOAD, RELOAD, WAIT_COPIES, CopyWriter, copied_numbers, strip_copies
-from lightning_deepcompile.program.graph import is_element, nbytes, output_node
+from lightning_deepcompile.program.graph import args_of, is_element, nbytes, output_node
 from lightning_deepcompile.program.program import LOCAL_ID, Program
 from lightning_deepcompile.program.saved import read_saved
 from lightning_deepcompile.program.schedule import (
@@ -99,7 +99,8 @@ def opening_gathers(program: Program) -> list[Gathers]:
     """The gathers that `program` launches before it waits for the first one."""
     nodes = instruction_nodes(program)
     opening = [nodes[position][0] for position in opening_positions([Instruction(op) for _, op in nodes])]
-    return [(node.args[0], list(node.args[2]), list(node.args[3])) for node in opening]
+    found = [args_of(node) for node in opening]
+    return [(graph_id, list(ids), list(dtypes)) for graph_id, _, ids, dtypes in found]
 
 
 def waits_for_states(program: Program) -> bool:
@@ -108,22 +109,24 @@ def waits_for_states(program: Program) -> bool:
 
 
 def _read(program: Program, node: fx.Node, op: Operation) -> Instruction:
+    args = args_of(node)
     if op == "compute":
-        ids = [source.args[0].args[1][source.args[1]] for source in node.all_input_nodes if _is_parameter(source)]
+        read = [args_of(source) for source in node.all_input_nodes if _is_parameter(source)]
+        ids = [args_of(wait)[1][position] for wait, position in read]
         return Instruction(op, tuple(i & LOCAL_ID for i in dict.fromkeys(ids)), region=str(node.target))
     if op == "end":
         return Instruction(op)
     if op in STATE_COPIES:
-        return Instruction(op, tuple(node.args[1]), tuple(node.args[2]))
+        return Instruction(op, tuple(args[1]), tuple(args[2]))
     if op in COPIES:
-        return Instruction(op, copied_numbers(node), tuple(nbytes(source) for source in node.args[1]))
+        return Instruction(op, copied_numbers(node), tuple(nbytes(source) for source in args[1]))
     if op in ("gather_now", "reduce_now"):
-        size = program.params[node.args[1]].gathered_bytes if op == "gather_now" else nbytes(node.args[0])
-        return Instruction(op, (node.args[1] & LOCAL_ID,), (size,))
-    ids = node.args[1] if op == "wait" or op in RELEASES else node.args[2]
+        size = program.params[args[1]].gathered_bytes if op == "gather_now" else nbytes(args[0])
+        return Instruction(op, (args[1] & LOCAL_ID,), (size,))
+    ids = args[1] if op == "wait" or op in RELEASES else args[2]
     local = tuple(i & LOCAL_ID for i in ids)
     if op in REDUCTIONS:
-        return Instruction(op, local, tuple(map(nbytes, node.args[1])), made=tuple(map(_maker, node.args[1])))
+        return Instruction(op, local, tuple(map(nbytes, args[1])), made=tuple(map(_maker, args[1])))
     return Instruction(op, local, tuple(program.params[i].gathered_bytes for i in ids))
 
 
@@ -136,7 +139,7 @@ def _maker(grad: fx.Node) -> str:
 
 def _is_parameter(node: fx.Node) -> bool:
     """Whether `node` is a gathered parameter, as a wait returns it."""
-    return is_element(node) and str(node.args[0].target) == "dc.wait_allgather_fused.default"
+    return is_element(node) and str(args_of(node)[0].target) == "dc.wait_allgather_fused.default"
 
 
 def _digest(lines: list[str]) -> str:
@@ -174,9 +177,9 @@ def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
     result = program.copy(kept=kept)
     graph = result.gm.graph
     nodes = instruction_nodes(result)
-    dtypes = {i: dtype for node, op in nodes if op == "gather" for i, dtype in zip(*node.args[2:4], strict=True)}
+    dtypes = {i: dtype for node, op in nodes if op == "gather" for i, dtype in zip(*args_of(node)[2:4], strict=True)}
     strip_copies(graph)
-    gradients = iter([grad for node, op in nodes if op in REDUCTIONS for grad in node.args[1]])
+    gradients = iter([grad for node, op in nodes if op in REDUCTIONS for grad in args_of(node)[1]])
     for node, op in nodes:
         if op in _WRITTEN - COPIES:
             graph.erase_node(node)

@@ -128,7 +128,7 @@ class Schedule:
     @property
     def offloaded(self) -> tuple[int, ...]:
         """Numbers of the saved tensors that a forward schedule leaves, or a backward schedule finds, on the host."""
-        op = "offload" if self.kind == "forward" else "reload"
+        op: Operation = "offload" if self.kind == "forward" else "reload"
         return tuple(sorted(i for position in self.at(op) for i in self.instructions[position].ids))
 
     @functools.cached_property
