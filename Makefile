@@ -1,9 +1,10 @@
 # make demo    trains a small GPT on two processes (or on every GPU)
-# make test    the test suite             make lint    ruff
+# make test    the test suite             make lint    ruff and mypy
 # make test-all  the same, with tests marked `extensive` and all 200 of the random modules, compiled and not
 # make build   installs and compiles      make clean   removes what was built, and $(VENV)
 # make test-gpu  only what needs GPUs, two for each test and as many tests at a time as there are pairs
 # make sanitize  the C++ runtime's own tests, and random calls of its operators, under ASan and UBSan (minutes)
+# make types   mypy alone
 #
 # `make test PYTEST_ARGS='-m "not slow" -k demo'` chooses tests. MAX_JOBS limits the compilers at work.
 # By default everything lives in a virtual environment, $(VENV). With `VENV=` (empty) the Python that is there is used as
@@ -22,7 +23,7 @@ ifneq ($(shell $(IDENTITY) 2>/dev/null),$(shell cat $(STAMP) 2>/dev/null))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: demo test test-all test-gpu lint sanitize build clean
+.PHONY: demo test test-all test-gpu lint types sanitize build clean
 .DEFAULT_GOAL := build
 
 build: $(STAMP)
@@ -42,8 +43,16 @@ test-gpu: build
 sanitize: build
 	$(PY) tests/cpp/sanitize.py
 
+# Without network there may be no mypy: that fails nothing.
+CHECK_TYPES = @if $(PY) -c 'import mypy' 2>/dev/null; then $(PY) -m mypy; else echo "no mypy: types are not checked"; fi
+
 lint: $(if $(VENV),$(VENV)/.tools)
 	$(PY) -m ruff check --output-format concise .
+	$(PY) -m ruff format --check .
+	$(CHECK_TYPES)
+
+types: $(if $(VENV),$(VENV)/.tools)
+	$(CHECK_TYPES)
 
 ifeq ($(VENV),)
 # Not installed: Python finds the package here, and its entry points through the metadata folder that egg_info writes.
@@ -56,7 +65,8 @@ else
 $(VENV)/.tools:
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q $(TORCH)
-	$(PY) -m pip install -q "setuptools>=77" wheel pybind11 ninja ruff
+	$(PY) -m pip install -q "setuptools>=77" wheel pybind11 ninja ruff mypy
+	$(PY) -m pip install -q "lightning>=2.6,<2.7" numpy # which mypy reads, as it does torch
 	touch $@
 
 # Installing compiles from scratch in a temporary folder; later changes of C++ alone are compiled where they are.
@@ -67,5 +77,5 @@ $(STAMP): $(VENV)/.tools $(SOURCES)
 endif
 
 clean:
-	rm -rf build dist *.egg-info lightning_deepcompile/_C*.so .pytest_cache .ruff_cache $(VENV)
+	rm -rf build dist *.egg-info lightning_deepcompile/_C*.so .pytest_cache .ruff_cache .mypy_cache $(VENV)
 	find lightning_deepcompile examples tests -name __pycache__ -prune -exec rm -rf {} +
