@@ -4,7 +4,8 @@
 # make build   installs and compiles      make clean   removes what was built, and $(VENV)
 # make test-gpu  only what needs GPUs, two for each test and as many tests at a time as there are pairs
 # make sanitize  the C++ runtime's own tests, and random calls of its operators, under ASan and UBSan (minutes)
-# make types   mypy alone
+# make types   mypy alone                 make coverage  the test suite, and which lines of each file it reached
+# make test-newest  the test suite with the newest torch, $(NEWEST), in an environment of its own, .venv-newest
 #
 # `make test PYTEST_ARGS='-m "not slow" -k demo'` chooses tests. MAX_JOBS limits the compilers at work.
 # By default everything lives in a virtual environment, $(VENV). With `VENV=` (empty) the Python that is there is used as
@@ -13,6 +14,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+NEWEST ?= torch==2.15.0
 
 PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*)
@@ -23,7 +25,7 @@ ifneq ($(shell $(IDENTITY) 2>/dev/null),$(shell cat $(STAMP) 2>/dev/null))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: demo test test-all test-gpu lint types sanitize build clean
+.PHONY: demo test test-all test-gpu test-newest coverage lint types sanitize build clean
 .DEFAULT_GOAL := build
 
 build: $(STAMP)
@@ -31,14 +33,23 @@ build: $(STAMP)
 demo: build
 	$(PY) examples/demo_gpt.py
 
+TWO_AT_A_TIME = $$($(PY) -c 'import xdist' 2>/dev/null && printf %s '-n2 --dist loadgroup')
+
 test: build
-	$(PY) -m pytest -q $$($(PY) -c 'import xdist' 2>/dev/null && printf %s '-n2 --dist loadgroup') $(PYTEST_ARGS)
+	$(PY) -m pytest -q $(TWO_AT_A_TIME) $(PYTEST_ARGS)
 
 test-all: export TEST_ALL = 1
 test-all: test
 
 test-gpu: build
 	$(PY) -m pytest -q -m gpu -n $$($(PY) -c 'import torch; print(max(1, torch.cuda.device_count() // 2))') $(PYTEST_ARGS)
+
+test-newest:
+	$(MAKE) test VENV=.venv-newest TORCH='$(NEWEST)'
+
+# Lines count that ranks run, too: they are processes that end without their exit handlers.
+coverage: build $(if $(VENV),$(VENV)/.coverage)
+	$(PY) -m pytest -q $(TWO_AT_A_TIME) --cov --cov-report term $(PYTEST_ARGS)
 
 sanitize: build
 	$(PY) tests/cpp/sanitize.py
@@ -69,6 +80,10 @@ $(VENV)/.tools:
 	$(PY) -m pip install -q "lightning>=2.6,<2.7" numpy # which mypy reads, as it does torch
 	touch $@
 
+$(VENV)/.coverage: $(VENV)/.tools
+	$(PY) -m pip install -q pytest-cov
+	touch $@
+
 # Installing compiles from scratch in a temporary folder; later changes of C++ alone are compiled where they are.
 $(STAMP): $(VENV)/.tools $(SOURCES)
 	if [ $(VENV)/.installed -nt pyproject.toml ]; then $(PY) setup.py -q build_ext --inplace --force; \
@@ -77,5 +92,5 @@ $(STAMP): $(VENV)/.tools $(SOURCES)
 endif
 
 clean:
-	rm -rf build dist *.egg-info lightning_deepcompile/_C*.so .pytest_cache .ruff_cache .mypy_cache $(VENV)
+	rm -rf build dist *.egg-info lightning_deepcompile/_C*.so .pytest_cache .ruff_cache .mypy_cache .coverage* .venv-newest $(VENV)
 	find lightning_deepcompile examples tests -name __pycache__ -prune -exec rm -rf {} +
