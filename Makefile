@@ -1,9 +1,11 @@
 # make demo    trains a small GPT on two processes (or on every GPU)
-# make test    the test suite             make lint    ruff
+# make test    the test suite             make lint    ruff and mypy
 # make test-all  the same, with tests marked `extensive` and all 200 of the random modules, compiled and not
 # make build   installs and compiles      make clean   removes what was built, and $(VENV)
 # make test-gpu  only what needs GPUs, two for each test and as many tests at a time as there are pairs
 # make sanitize  the C++ runtime's own tests, and random calls of its operators, under ASan and UBSan (minutes)
+# make types   mypy alone                 make coverage  the test suite, and which lines of each file it reached
+# make test-newest  the test suite with the newest torch, $(NEWEST), in an environment of its own, .venv-newest
 #
 # `make test PYTEST_ARGS='-m "not slow" -k demo'` chooses tests. MAX_JOBS limits the compilers at work.
 # By default everything lives in a virtual environment, $(VENV). With `VENV=` (empty) the Python that is there is used as
@@ -12,6 +14,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+NEWEST ?= torch==2.15.0
 
 PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*)
@@ -22,7 +25,7 @@ ifneq ($(shell $(IDENTITY) 2>/dev/null),$(shell cat $(STAMP) 2>/dev/null))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: demo test test-all test-gpu lint sanitize build clean
+.PHONY: demo test test-all test-gpu test-newest coverage lint types sanitize build clean
 .DEFAULT_GOAL := build
 
 build: $(STAMP)
@@ -30,8 +33,10 @@ build: $(STAMP)
 demo: build
 	$(PY) examples/demo_gpt.py
 
+TWO_AT_A_TIME = $$($(PY) -c 'import xdist' 2>/dev/null && printf %s '-n2 --dist loadgroup')
+
 test: build
-	$(PY) -m pytest -q $$($(PY) -c 'import xdist' 2>/dev/null && printf %s '-n2 --dist loadgroup') $(PYTEST_ARGS)
+	$(PY) -m pytest -q $(TWO_AT_A_TIME) $(PYTEST_ARGS)
 
 test-all: export TEST_ALL = 1
 test-all: test
@@ -39,11 +44,26 @@ test-all: test
 test-gpu: build
 	$(PY) -m pytest -q -m gpu -n $$($(PY) -c 'import torch; print(max(1, torch.cuda.device_count() // 2))') $(PYTEST_ARGS)
 
+test-newest:
+	$(MAKE) test VENV=.venv-newest TORCH='$(NEWEST)'
+
+# Lines count that ranks run, too: they are processes that end without their exit handlers.
+coverage: build $(if $(VENV),$(VENV)/.coverage)
+	$(PY) -m pytest -q $(TWO_AT_A_TIME) --cov --cov-report term $(PYTEST_ARGS)
+
 sanitize: build
 	$(PY) tests/cpp/sanitize.py
 
+# Without network there may be no mypy: that fails nothing.
+CHECK_TYPES = @if $(PY) -c 'import mypy' 2>/dev/null; then $(PY) -m mypy; else echo "no mypy: types are not checked"; fi
+
 lint: $(if $(VENV),$(VENV)/.tools)
 	$(PY) -m ruff check --output-format concise .
+	$(PY) -m ruff format --check .
+	$(CHECK_TYPES)
+
+types: $(if $(VENV),$(VENV)/.tools)
+	$(CHECK_TYPES)
 
 ifeq ($(VENV),)
 # Not installed: Python finds the package here, and its entry points through the metadata folder that egg_info writes.
@@ -56,7 +76,12 @@ else
 $(VENV)/.tools:
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q $(TORCH)
-	$(PY) -m pip install -q "setuptools>=77" wheel pybind11 ninja ruff
+	$(PY) -m pip install -q "setuptools>=77" wheel pybind11 ninja ruff mypy
+	$(PY) -m pip install -q "lightning>=2.6,<2.7" numpy # which mypy reads, as it does torch
+	touch $@
+
+$(VENV)/.coverage: $(VENV)/.tools
+	$(PY) -m pip install -q pytest-cov
 	touch $@
 
 # Installing compiles from scratch in a temporary folder; later changes of C++ alone are compiled where they are.
@@ -67,5 +92,5 @@ $(STAMP): $(VENV)/.tools $(SOURCES)
 endif
 
 clean:
-	rm -rf build dist *.egg-info lightning_deepcompile/_C*.so .pytest_cache .ruff_cache $(VENV)
+	rm -rf build dist *.egg-info lightning_deepcompile/_C*.so .pytest_cache .ruff_cache .mypy_cache .coverage* .venv-newest $(VENV)
 	find lightning_deepcompile examples tests -name __pycache__ -prune -exec rm -rf {} +

@@ -93,7 +93,8 @@ class _Finder:
         finally:
             self._searching.discard(name)
         if spec is not None and hasattr(spec.loader, "exec_module"):
-            spec.loader = _Loader(spec.loader)
+            # Python asks for no more than the methods.
+            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
         return spec
 
     def _ask_the_others(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:

@@ -46,7 +46,7 @@ from lightning_deepcompile.sharding.access import uninstall_access
 from lightning_deepcompile.sharding.checks import check_module, check_same_model
 from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.mentions import Mentions, mentions_of
-from lightning_deepcompile.sharding.shards import shard_module
+from lightning_deepcompile.sharding.shards import ShardedModel, shard_module
 from lightning_deepcompile.sharding.successors import Successors
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
 from lightning_deepcompile.step.clipping import Clipping
@@ -101,7 +101,7 @@ class Engine:
         check_same_model(module, group)
         self.module, self.config, self.stage = module, config, stage
         self.device = device = torch.device(
-            mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None
+            mesh.device_type, *([torch.cuda.current_device()] if mesh.device_type == "cuda" else [])
         )
         self._memory = PeakMemory(device)
         self.host_group = ranks.new_host_group(timeout=timeout)
@@ -141,7 +141,7 @@ class Engine:
         trace_sync_batchnorm(module)
         dtypes = {"gather_dtype": gather_dtype, "reduce_dtype": reduce_dtype}
         self.successors = Successors(module)
-        self.model = shard_module(module, self.runtime, ranks, hosted=self._hosted.chunks, **dtypes)
+        self.model: ShardedModel = shard_module(module, self.runtime, ranks, hosted=self._hosted.chunks, **dtypes)
         self.successors.settle(engine.successors for engine in previous)
         holds_back = config.reduction(stage) != "every"
         self.gradients = GradientSession(self.runtime, self.model, group, holds_back=holds_back)

@@ -37,7 +37,7 @@ from lightning_deepcompile.plan.recompute import Checkpoint
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.program.codegen import Divider, Guard
 from lightning_deepcompile.program.executable import UNCHECKPOINTED, Executable
-from lightning_deepcompile.program.graph import is_gather, is_reduce, nbytes, output_node
+from lightning_deepcompile.program.graph import args_of, is_gather, is_reduce, nbytes, output_node
 from lightning_deepcompile.program.lower import RegionCompiler, lower
 from lightning_deepcompile.program.program import ParamInfo, Program, ProgramKind
 from lightning_deepcompile.program.rewrite import Gathers, read_schedule, reschedule
@@ -447,7 +447,7 @@ def _saved_bytes(forward: Program) -> int:
 
 def _report_strides(forward: fx.GraphModule) -> None:
     """Tells of saved tensors that regions have made in another layout than the traced one."""
-    outputs = output_node(forward.graph).args[0]
+    (outputs,) = args_of(output_node(forward.graph))
     if any(isinstance(node, fx.Node) and "restrided" in node.meta for node in outputs):
         values = [node.meta["val"] if isinstance(node, fx.Node) else None for node in outputs]
         compat.report_strides([value.stride() if isinstance(value, Tensor) else None for value in values])

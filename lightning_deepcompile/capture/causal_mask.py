@@ -121,7 +121,11 @@ def _is_causal(mask: fx.Node) -> bool:
     if any(not isinstance(size, int) for size in example.shape) or example.shape[-1] != example.shape[-2]:
         return False
     ancestors = _constant_ancestors(mask)
-    if ancestors is None or _may_be_written(mask.graph.owning_module, ancestors):
+    if ancestors is None:
+        return False
+    gm = mask.graph.owning_module
+    assert gm is not None
+    if _may_be_written(gm, ancestors):
         return False
     value = _evaluate(mask, ancestors)
     causal = torch.ones(value.shape[-2:], dtype=torch.bool, device=value.device).tril()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 from torch.nn import functional as F
+
+from lightning_deepcompile.program.graph import args_of
 
 __all__ = [
     "CONSTANTS",
@@ -20,8 +22,8 @@ __all__ = [
     "name_of",
 ]
 
-CONSTANTS = (int, float, bool, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout)
-CONSTANTS += (torch.memory_format,)
+CONSTANTS: tuple[type, ...] = (int, float, bool, complex, str, type(None), type(...), torch.dtype, torch.device)
+CONSTANTS += (torch.layout, torch.memory_format)
 """Types of what may stand among a node's arguments, and means the same everywhere."""
 
 #: Functions and methods that may return their argument's memory.
@@ -68,12 +70,12 @@ def leaves(value: Any) -> list[Any]:
 
 def checkpoint_body(gm: fx.GraphModule, checkpoint: fx.Node) -> fx.GraphModule:
     """The subgraph that a node of activation checkpointing runs; see `compat.is_checkpoint`."""
-    return gm.get_submodule(checkpoint.args[0].target)
+    return cast(fx.GraphModule, gm.get_submodule(args_of(checkpoint)[0].target))
 
 
 def checkpoint_operands(gm: fx.GraphModule, checkpoint: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     """Pairs of a checkpointed graph's placeholder and what it is called with; none if others call that graph too."""
-    name = checkpoint.args[0].target
+    name = args_of(checkpoint)[0].target
     calls = [user for n in gm.graph.nodes if n.op == "get_attr" and n.target == name for user in n.users]
     if len(calls) != 1:
         return []

@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Literal
 
 from lightning_deepcompile import compat
@@ -110,7 +111,8 @@ class Fallbacks:
 
     def noticed(self) -> None:
         """Call where code that is not compiled reads a parameter: some function on the stack is left uncompiled."""
-        frame, innermost = sys._getframe(1), None
+        frame: FrameType | None = sys._getframe(1)
+        innermost: tuple[str, str] | None = None
         while frame is not None:
             code = frame.f_code
             if not _LIBRARIES.search(code.co_filename):

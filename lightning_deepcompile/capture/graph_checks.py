@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
@@ -115,7 +115,7 @@ def _check_writes(gm: fx.GraphModule, inherited: Mapping[fx.Node, str], names: M
             inner = {i: gathered[o] for i, o in checkpoint_operands(gm, node) if o in gathered}
             _check_writes(checkpoint_body(gm, node), inner, names)
         elif calls_gather(node):
-            gathered[node] = names[gathered_id(node)]
+            gathered[node] = names[cast(int, gathered_id(node))]
         elif node.op in ("call_function", "call_method"):
             for written in _written(node):
                 if written in gathered:

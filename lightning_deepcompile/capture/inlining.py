@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.templates import Instance, called_body
-from lightning_deepcompile.program.graph import attribute, is_compute, is_gather, is_reduce, output_node
+from lightning_deepcompile.program.graph import args_of, attribute, is_compute, is_gather, is_reduce, output_node
 
 __all__ = ["computed_with", "inline_blocks"]
 
@@ -61,20 +61,20 @@ def _readers(node: fx.Node, instances: Sequence[Instance]) -> Iterator[fx.Node]:
         body, _ = called
         placeholders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
         results = _results(body)
-        for inner in itertools.compress(placeholders, (source is node for source in user.args[0])):
+        for inner in itertools.compress(placeholders, (source is node for source in args_of(user)[0])):
             yield from (reader for reader in inner.users if reader.op != "output")
             for element in user.users:
-                if results[element.args[1]] is inner:
+                if results[args_of(element)[1]] is inner:
                     yield from _readers(element, instances)
 
 
 def _results(body: fx.GraphModule) -> list[fx.Node]:
     """What a call of `body` returns."""
-    return [node for node in output_node(body.graph).args[0] if node is not None]
+    return [node for node in args_of(output_node(body.graph))[0] if node is not None]
 
 
 def _write_out(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, ids: dict[int, int]) -> None:
-    inputs = iter(call.args[0])
+    inputs = iter(args_of(call)[0])
     copies: dict[fx.Node, fx.Node] = {}
     values = _FreshValues()
     with gm.graph.inserting_before(call):
@@ -88,10 +88,10 @@ def _write_out(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, ids: dic
                 copy = copies[node] = gm.graph.node_copy(node, copies.__getitem__)
                 copy.meta = {**node.meta, "val": values.of(node.meta.get("val"))}
                 if is_gather(copy) or is_reduce(copy):
-                    copy.update_arg(1, ids[copy.args[1]])
+                    copy.update_arg(1, ids[args_of(copy)[1]])
     results = _results(body)
     for element in list(call.users):
-        result = copies[results[element.args[1]]]
+        result = copies[results[args_of(element)[1]]]
         element.replace_all_uses_with(result)
         gm.graph.erase_node(element)
         if result.op == "call_function":
@@ -133,8 +133,9 @@ class _FreshValues:
             return type(value)(self.of(item) for item in value)
         if not isinstance(value, Tensor):
             return value
-        base, copy = self._bases.get(StorageWeakRef(value.untyped_storage()), (None, None))
-        if base is not None and copy is not None and base.dtype == value.dtype:
+        known = self._bases.get(StorageWeakRef(value.untyped_storage()))
+        if known is not None and known[0].dtype == value.dtype:
+            base, copy = known
             offset = copy.storage_offset() + value.storage_offset() - base.storage_offset()
             if offset >= 0 and _fits(value, offset, copy):
                 view = torch.empty(0, dtype=copy.dtype, device="meta")
@@ -145,7 +146,7 @@ class _FreshValues:
         return compat.fake_tensor(elements, value)
 
 
-def _fits(value: Tensor, offset: int, base: Tensor) -> bool:
+def _fits(value: Tensor, offset: int | torch.SymInt, base: Tensor) -> bool:
     """Whether a view of the memory of `base`, of the shape of `value`, ends inside of it."""
     last = offset + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
     return last < base.untyped_storage().nbytes() // base.element_size()

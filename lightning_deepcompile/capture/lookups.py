@@ -73,6 +73,7 @@ class LookupExchange:
             readers = [(gather, user, _bind(user)) for gather in nodes for user in gather.users]
             if all(_is_plain(gather, arguments) for gather, _, arguments in readers):
                 for gather, user, arguments in readers:
+                    assert arguments is not None
                     self._replace(self.tables[ds_id], gather, user, arguments)
                 replaced += len(readers)
         if replaced:

@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.program.graph import is_gather, is_random, is_reduce, output_node
+from lightning_deepcompile.program.graph import args_of, is_gather, is_random, is_reduce, output_node
 
 __all__ = [
     "count_saved_parameters",
@@ -77,7 +77,7 @@ def count_saved_parameters(forward: fx.GraphModule, num_outputs: int) -> int:
         num_outputs: How many of its outputs are not saved tensors.
     """
     derived = _of_parameters_alone(forward.graph)
-    return sum(node in derived for node in output_node(forward.graph).args[0][num_outputs:])
+    return sum(node in derived for node in args_of(output_node(forward.graph))[0][num_outputs:])
 
 
 def separate_outputs(gm: fx.GraphModule, num_outputs: int) -> None:
@@ -91,7 +91,8 @@ def separate_outputs(gm: fx.GraphModule, num_outputs: int) -> None:
         num_outputs: How many of its outputs are not saved tensors.
     """
     output = output_node(gm.graph)
-    values = list(output.args[0])
+    (before,) = args_of(output)
+    values = list(before)
     seen: set[fx.Node] = set()
     for index, value in enumerate(values[:num_outputs]):
         if value in seen:
@@ -100,7 +101,7 @@ def separate_outputs(gm: fx.GraphModule, num_outputs: int) -> None:
             values[index].meta.update(val=value.meta["val"].clone())
         elif isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor):
             seen.add(value)
-    output.args = (type(output.args[0])(values),)
+    output.args = (type(before)(values),)
 
 
 def _of_parameters_alone(graph: fx.Graph) -> set[fx.Node]:
@@ -177,7 +178,7 @@ def _viewed(node: fx.Node) -> fx.Node:
         returns = compat.schema_of(node.target).returns
         if compat.schema_of(node.target).is_mutable or not returns or returns[0].alias_info is None:
             break
-        node = node.args[0]
+        node = args_of(node)[0]
     return node
 
 

@@ -83,7 +83,8 @@ def call_blocks(
     """
     first = {block.nodes[0]: (number, block) for number, block in enumerate(blocks)}
     inside = {node for block in blocks for node in block.nodes}
-    graph, copies = fx.Graph(), {}
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         if node in first:
             number, block = first[node]
@@ -198,8 +199,9 @@ def _gathered(gm: fx.GraphModule, node: fx.Node) -> Iterator[int]:
         yield id_
     for source in (node, *node.all_input_nodes):
         body = _body(gm, source)
-        for inner in body.graph.nodes if body is not None else ():
-            yield from _gathered(body, inner)
+        if body is not None:
+            for inner in body.graph.nodes:
+                yield from _gathered(body, inner)
 
 
 def _size(gm: fx.GraphModule, node: fx.Node) -> int:

@@ -6,6 +6,8 @@ refuses CPUs. Here one operator communicates, and arithmetic that can be traced 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,6 +22,10 @@ _GROUP = "_dc_statistics_group"
 
 class TracedSyncBatchNorm(nn.SyncBatchNorm):
     """`nn.SyncBatchNorm` that can be traced, on any device. Statistics are kept and combined in fp32 at least."""
+
+    # They are there where `running_mean` is.
+    running_var: Tensor
+    num_batches_tracked: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes `input` of shape ``(N, C, ...)``; while training with the statistics of all ranks' inputs."""
@@ -69,6 +75,6 @@ def trace_sync_batchnorm(module: nn.Module) -> None:
     """
     for child in module.modules():
         if type(child) in (nn.SyncBatchNorm, TracedSyncBatchNorm):
-            group = child.process_group or dist.group.WORLD
+            group: Any = child.process_group or dist.group.WORLD
             child.__dict__[_GROUP] = (group.group_name, dist.get_world_size(group))
             child.__class__ = TracedSyncBatchNorm

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.partition import partition
 from lightning_deepcompile.capture.repeats import Block, body_of, call_blocks, find_repeats
-from lightning_deepcompile.program.graph import is_element, is_random, is_view, output_node
+from lightning_deepcompile.program.graph import args_of, is_element, is_random, is_view, output_node
 
 __all__ = [
     "Instance",
@@ -68,7 +68,7 @@ class Template:
     @functools.cached_property
     def made(self) -> list[Tensor]:
         """Fake tensors like those that `forward` returns."""
-        return [node.meta["val"] for node in output_node(self.forward.graph).args[0]]
+        return [node.meta["val"] for node in args_of(output_node(self.forward.graph))[0]]
 
     @functools.cached_property
     def saved_bytes(self) -> int:
@@ -84,11 +84,13 @@ class Template:
     @functools.cached_property
     def found(self) -> list[Tensor]:
         """Fake tensors like the gradients that `backward` returns."""
+        assert self.backward is not None
         return [node.meta["val"] for node in _outputs(self.backward) if node is not None]
 
     @functools.cached_property
     def expected(self) -> list[Tensor]:
         """Fake tensors like the gradients that `backward` reads."""
+        assert self.backward is not None
         return [node.meta["val"] for node in _placeholders(self.backward)[len(self.saved) :]]
 
 
@@ -147,7 +149,9 @@ def call_repeats(
     instances = [instance for _, instance in found]
     saving = [number for number, instance in enumerate(instances) if instance.checkpointed_bytes > 0]
     for number in saving[::-1][: uncheckpointed or 0]:
-        instances[number] = replace(instances[number], template=instances[number].uncheckpointed)
+        other = instances[number].uncheckpointed
+        assert other is not None
+        instances[number] = replace(instances[number], template=other)
     return call_blocks(gm, [block for block, _ in found], run_block), instances
 
 
@@ -205,7 +209,7 @@ def _read(
     for node in (*forward.graph.nodes, *(backward.graph.nodes if backward is not None else ())):
         _check(node)
     outputs = len(needs_gradient)
-    results = _outputs(forward)
+    results = cast("list[fx.Node]", _outputs(forward))
     bases = Counter(_base(node) for node in results[:outputs])
     if len(_placeholders(forward)) != inputs or any(n > 1 or b.op != "call_function" for b, n in bases.items()):
         raise UnsuitableBlockError("it returns its inputs, or one memory twice")
@@ -252,7 +256,7 @@ def _check(node: fx.Node) -> None:
 def _base(node: fx.Node) -> fx.Node:
     """The node that made the memory of `node`."""
     while is_view(node) or is_element(node):
-        node = node.args[0]
+        node = args_of(node)[0]
     return node
 
 
@@ -261,7 +265,7 @@ def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def _outputs(gm: fx.GraphModule) -> list[fx.Node | None]:
-    return list(output_node(gm.graph).args[0])
+    return list(args_of(output_node(gm.graph))[0])
 
 
 _instances: ContextVar[Sequence[Instance]] = ContextVar("instances")
@@ -327,7 +331,7 @@ def called_body(node: fx.Node, instances: Sequence[Instance]) -> tuple[fx.GraphM
     """
     if node.op != "call_function" or getattr(node.target, "namespace", None) != _NAMESPACE:
         return None
-    instance = instances[node.args[1]]
+    instance = instances[args_of(node)[1]]
     backward = node.target is torch.ops.deepcompile.block_backward.default
     body = instance.template.backward if backward else instance.template.forward
     assert body is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ def copy_to_host(state: Any) -> Any:
     def copy(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor.detach().to("cpu", copy=True)
-        host = torch.empty_like(tensor.detach(), device="cpu")
+        host = cast(DTensor, torch.empty_like(tensor.detach(), device="cpu"))
         host.to_local().copy_(tensor.to_local())
         return host
 

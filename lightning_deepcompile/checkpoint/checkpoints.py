@@ -263,7 +263,7 @@ class Checkpoints:
             elif _is_plain(self._strategy.checkpoint_io) or find_kind(filepath) == "sharded":
                 remove(filepath)
             else:
-                self._strategy.checkpoint_io.remove_checkpoint(filepath)
+                self._strategy.checkpoint_io.remove_checkpoint(filepath)  # type: ignore[arg-type] # any path
 
     def _open(self, path: str | os.PathLike[str], weights_only: bool | None) -> ShardedCheckpoint | dict[str, Any]:
         kind = find_kind(path)
@@ -277,7 +277,8 @@ class Checkpoints:
                     f"The path {os.fspath(path)!r} does not point to a valid checkpoint: {found}. Make sure that it "
                     "points to a directory with a sharded checkpoint or to a file with a full one."
                 )
-            checkpoint = self._strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            io = self._strategy.checkpoint_io
+            checkpoint = io.load_checkpoint(path, weights_only=weights_only)  # type: ignore[arg-type] # any path
         except pickle.UnpicklingError as error:
             raise explain_weights_only(error, path) from error
         except (EOFError, RuntimeError) as error:

@@ -36,7 +36,7 @@ class FileCheckpointIO(TorchCheckpointIO):
         """Writes `checkpoint` to `path`, which may hold an older checkpoint of any kind."""
         target = local_path(path)
         if target is None or storage_options is not None:
-            super().save_checkpoint(checkpoint, path, storage_options)
+            super().save_checkpoint(checkpoint, path, storage_options)  # type: ignore[arg-type] # any path
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         staged = staging_path(target)
@@ -59,7 +59,7 @@ class FileCheckpointIO(TorchCheckpointIO):
         if local is None and weights_only is None and os.fspath(path).startswith("http"):
             weights_only = True  # Lightning would unpickle anything
         if local is None or not _is_zip(local):
-            return super().load_checkpoint(path, map_location, weights_only)
+            return super().load_checkpoint(path, map_location, weights_only)  # type: ignore[arg-type] # any path
         if not zipfile.is_zipfile(local):
             raise EOFError("the file's end, where its contents are listed, is missing")
         checkpoint = torch.load(local, map_location=map_location, mmap=True, weights_only=weights_only)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,8 @@ def gather(tensor: DTensor, *, keep: bool) -> Tensor | None:
         whole = tensor.full_tensor()
         return whole.cpu().clone() if keep else None
     local, mesh, rows = tensor.to_local(), tensor.device_mesh, tensor.shape[0]
-    device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+    index: Any = torch.cuda.current_device() if mesh.device_type == "cuda" else None
+    device = torch.device(mesh.device_type, index)
     rows_padded = -(-rows // ranks.shards)
     send = local.to(device).contiguous()
     if local.shape[0] < rows_padded:
@@ -94,7 +95,7 @@ def whole_state_dict(state: Mapping[str, Any], model: ShardedModel, *, keep: boo
         result._metadata = state._metadata  # type: ignore[attr-defined] # the versions of the modules' formats
     for name, value in state.items():
         if isinstance(value, DTensor):
-            value = gather(value.detach(), keep=keep)
+            value = gather(cast(DTensor, value.detach()), keep=keep)
         elif isinstance(value, Tensor):
             value = value.detach().cpu()
         if keep:
@@ -117,7 +118,7 @@ class _Destination(Tensor):
     parameter: ShardedParameter
     filled: bool
 
-    __torch_function__ = compat.NO_TORCH_FUNCTION
+    __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment] # PyTorch says what to assign
 
     @staticmethod
     def of(parameter: ShardedParameter) -> _Destination:
@@ -127,7 +128,9 @@ class _Destination(Tensor):
         return destination
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override] # of a Tensor it is a static method
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.copy_.default and isinstance(args[0], cls):
             destination, source = args[0], args[1]
             if source.shape != destination.shape:

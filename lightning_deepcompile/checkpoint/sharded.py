@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -156,8 +156,8 @@ class ShardedCheckpoint:
                 raise _invalid(path, f"its file {name!r} {found}")
         checkpoint = cls(path, meta, metadata, weights_only)
         if checkpoint.model_key is None:
-            found = sorted({key[0] for key in checkpoint._paths().values()})
-            raise _invalid(path, f"it holds neither 'model' nor 'state_dict', but {found}")
+            keys = sorted({key[0] for key in checkpoint._paths().values()})
+            raise _invalid(path, f"it holds neither 'model' nor 'state_dict', but {keys}")
         return checkpoint
 
     def _paths(self) -> dict[str, tuple[Any, ...]]:
@@ -243,7 +243,7 @@ def _empty_rows(shape: torch.Size, dtype: torch.dtype, ranks: Ranks) -> DTensor:
     strides = torch.empty(shape, device="meta").stride()
     # `from_local` would move real memory to the mesh's device.
     sharded = ranks.distribute(rows, shape, strides)
-    return torch.empty_like(sharded, device="cpu")
+    return cast(DTensor, torch.empty_like(sharded, device="cpu"))
 
 
 def _insert(root: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def stand_in(kind: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+def stand_in(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
     """A tensor of a subclass with a ``__torch_dispatch__`` that looks like one of that shape, and has no memory."""
     return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
 

@@ -25,8 +25,9 @@ def with_local(tensor: DTensor, local: Tensor) -> DTensor:
     return DTensor(local, tensor._spec, requires_grad=False)
 
 
-def local_of(tensor: DTensor) -> Tensor:
+def local_of(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor itself, of which ``to_local`` makes another one."""
+    assert isinstance(tensor, DTensor)
     return tensor._local_tensor
 
 
@@ -39,7 +40,7 @@ def process_group(name: str) -> dist.ProcessGroup:
     """The process group of that name (``group.group_name``), as the tracer's graphs hold it."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
-    return _resolve_process_group(name)
+    return _resolve_process_group(name)  # type: ignore[arg-type] # a NewType of str
 
 
 def all_gather_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:

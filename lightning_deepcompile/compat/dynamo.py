@@ -9,7 +9,7 @@ import re
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx
@@ -127,7 +127,7 @@ def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__dict__.update(function.__dict__)
     copy.__doc__, copy.__qualname__, copy.__module__ = function.__doc__, function.__qualname__, function.__module__
-    return copy if method is function else types.MethodType(copy, method.__self__)
+    return copy if method is function else types.MethodType(copy, cast(types.MethodType, method).__self__)
 
 
 def held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.precision.utils import _DtypeContextManager as DefaultDtype
@@ -33,6 +33,7 @@ __all__ = [
     "WrappingCheckpointIO",
     "average_device",
     "average_of",
+    "callbacks_of",
     "default_backend",
     "init_process_group",
     "is_distributed",
@@ -51,9 +52,14 @@ def signal_connector(trainer: pl.Trainer) -> SignalConnector:
     return trainer._signal_connector
 
 
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The callbacks of `trainer`, which its class does not declare."""
+    return trainer.callbacks  # type: ignore[attr-defined]
+
+
 def wrap_optimizer(kind: type[OptimizerT], optimizer: Optimizer, strategy: Any) -> OptimizerT:
     """`optimizer` as modules see it under manual optimization: a `kind` of LightningOptimizer."""
-    return kind._to_lightning_optimizer(optimizer, strategy)
+    return cast(OptimizerT, kind._to_lightning_optimizer(optimizer, strategy))
 
 
 def average_of(callback: WeightAveraging) -> nn.Module | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -49,17 +49,17 @@ def unhooked_step(optimizer: Optimizer) -> Iterator[Callable[..., Any]]:
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
 
 
-def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
+def scale(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiplies tensors by a 0-dim one, in place, in few kernels."""
     torch._foreach_mul_(tensors, factor)
 
 
-def clamp(tensors: Sequence[Tensor], limit: float) -> None:
+def clamp(tensors: list[Tensor], limit: float) -> None:
     """Keeps the elements of tensors within ``-limit`` and ``limit``, in place, in few kernels."""
     torch._foreach_clamp_min_(tensors, -limit)
     torch._foreach_clamp_max_(tensors, limit)
 
 
-def norms(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+def norms(tensors: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
     """The 2-norm of each tensor, summed in `dtype`; None: in its own."""
     return list(torch._foreach_norm(tensors, 2, dtype))

@@ -42,7 +42,7 @@ def pci_address(properties: Any) -> str:
     Args:
         properties: What ``torch.cuda.get_device_properties`` returns.
     """
-    numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    numbers: list[Any] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     return "" if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
 

@@ -128,5 +128,5 @@ def _need(
 
 
 def _gathered(chunk: ChunkLayout, gather_dtype: torch.dtype | None) -> int:
-    casts = gather_dtype is not None and chunk.dtype.is_floating_point
-    return chunk.numel * (gather_dtype if casts else chunk.dtype).itemsize
+    dtype = gather_dtype if gather_dtype is not None and chunk.dtype.is_floating_point else chunk.dtype
+    return chunk.numel * dtype.itemsize

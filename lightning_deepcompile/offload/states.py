@@ -241,12 +241,12 @@ class StateOffload:
         shards = [(p, home) for p in parameters if (home := self._shard_home(p)) is not None]
         chunk.arrived = [(*entry, self._early[entry[2]][1]) for entry in wanted if entry[2] in self._early]
         wanted = [entry for entry in wanted if entry[2] not in self._early]
-        homes = [home for *_, home in (*wanted, *shards)]
+        homes = [*(home for _, _, home in wanted), *(home for _, home in shards)]
         tensors = iter(() if chunk.slot is None else self._runtime.fetch_states(chunk.slot, homes))
         chunk.slots = {self._early[home][0] for *_, home, _ in chunk.arrived}
         if chunk.slot is not None:
             chunk.slots.add(chunk.slot)
-        self.moved += sum(home.nbytes for home in (*homes, *(home for *_, home, _ in chunk.arrived)))
+        self.moved += sum(home.nbytes for home in (*homes, *(home for _, _, home, _ in chunk.arrived)))
         chunk.arrived += [(*entry, next(tensors)) for entry in wanted]
         chunk.shards = [(*entry, next(tensors)) for entry in shards]
 
@@ -284,7 +284,8 @@ class StateOffload:
                 if value is not fetched and not can_leave(value, p):
                     continue
                 if not self.leaving(p):
-                    entries[name] = value.clone() if value is fetched else value  # it has come back to stay
+                    # It has come back to stay.
+                    entries[name] = fetched.clone() if fetched is not None and value is fetched else value
                     continue
                 source = home if value is fetched else None
                 if home is None or home.shape != value.shape or home.dtype != value.dtype:

@@ -71,7 +71,7 @@ class CopyFit:
             if not program.forward or program.partner is None:
                 continue
             placement, read = program.placement, self._programs[program.partner].placement.saved
-            for number in sorted(read, key=lambda n, p=placement: (p.first(n), -p.saved[n].size, n)):
+            for number in sorted(read, key=lambda n, p=placement: (p.first(n), -p.saved[n].size, n)):  # type: ignore[misc]
                 if placement.saved[number].size >= max(smallest, 1):
                     found.append(((placement.schedule.frame, number), placement.saved[number].size))
         return found

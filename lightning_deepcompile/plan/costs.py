@@ -178,7 +178,7 @@ class Profile:
         optimizer = self.optimizer_seconds * self.world_size / world_size
         cast_ratio = self.cast_ratio * self.world_size / world_size
         chunks = tuple(size * self.world_size // world_size for size in self.state_chunks)
-        changes = {"optimizer_seconds": optimizer, "cast_ratio": cast_ratio, "state_chunks": chunks}
+        changes: dict[str, Any] = {"optimizer_seconds": optimizer, "cast_ratio": cast_ratio, "state_chunks": chunks}
         return replace(self, world_size=world_size, **changes)
 
     def to_json(self) -> str:

@@ -297,6 +297,7 @@ def _run_step_passes(
 ) -> tuple[list[Schedule], list[PassEffect]]:
     effects: list[PassEffect] = []
     for one in passes:
+        assert context.profile is not None
         before, schedules = schedules, _run_step_pass(one, schedules, context)
         same = effects and schedules == before
         prediction = effects[-1].prediction if same else simulate(schedules, context.profile)

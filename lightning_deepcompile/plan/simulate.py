@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_deepcompile.plan.arena import ArenaModel, Slot, group_bytes
 from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
@@ -104,7 +105,7 @@ def gradient_bytes(
     Returns:
         Bytes while each instruction runs, by micro-batch and schedule.
     """
-    fields = {"hold_ratio": ratio, "micro_batches": micro_batches, "world_size": world_size}
+    fields: dict[str, Any] = {"hold_ratio": ratio, "micro_batches": micro_batches, "world_size": world_size}
     profile = replace(_without_costs(schedules), device_type="cuda", reduce_window=0, **fields)
     rows: list[list[list[int]]] = [[[] for _ in schedules] for _ in range(micro_batches)]
     for point in simulate(schedules, profile).memory:

@@ -100,11 +100,11 @@ def build_profile(
                 # The wait comes right behind it.
                 gathers.append((instruction.bytes, seconds[position] + seconds[position + 1]))
             elif traits.effect == ("launch", "gradients"):
-                times: dict[bool, list[float]] = {}
+                by_hold: dict[bool, list[float]] = {}
                 for run, row in zip(runs, rows, strict=True):
                     held = traits.at_boundary and not isolated.at_boundary(run)
-                    times.setdefault(held, []).append(row[position])
-                for held, samples in times.items():
+                    by_hold.setdefault(held, []).append(row[position])
+                for held, samples in by_hold.items():
                     (holds if held else reductions).append((instruction.bytes, statistics.median(samples)))
             elif traits.effect == ("free", "parameters") and not traits.at_boundary:
                 launches.append(host[position])

@@ -29,8 +29,8 @@ def measure_copies(device: torch.device) -> tuple[Link, Link, float]:
     ways = (hosts[0], places[0]), (places[1], hosts[1])
     links, alone = [], []
     for target, source in ways:
-        latency = shortest_seconds(lambda t=target, s=source: t[:_SMALL].copy_(s[:_SMALL], non_blocking=True), device)
-        alone.append(shortest_seconds(lambda t=target, s=source: t.copy_(s, non_blocking=True), device))
+        latency = shortest_seconds(lambda t=target, s=source: t[:_SMALL].copy_(s[:_SMALL], non_blocking=True), device)  # type: ignore[misc]
+        alone.append(shortest_seconds(lambda t=target, s=source: t.copy_(s, non_blocking=True), device))  # type: ignore[misc]
         links.append(Link(latency, _LARGE / max(alone[-1] - latency, 1e-9)))
     if device.type != "cuda":  # which copies one thing at a time
         return links[0], links[1], 1.0

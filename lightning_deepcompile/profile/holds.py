@@ -39,6 +39,6 @@ def measure_holds(dtypes: Iterable[Dtypes], device: torch.device) -> float:
     for gradient, whole in sorted(set(dtypes), key=str):
         total = torch.zeros(_ELEMENTS, dtype=whole, device=device)
         part = torch.zeros(_ELEMENTS, dtype=gradient, device=device)
-        seconds = shortest_seconds(lambda t=total, p=part: t.add_(p), device)
+        seconds = shortest_seconds(lambda t=total, p=part: t.add_(p), device)  # type: ignore[misc]
         slowest = max(slowest, seconds / part.nbytes)
     return slowest

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from lightning_deepcompile.program.graph import attribute, is_element
+from lightning_deepcompile.program.graph import args_of, attribute, is_element
 from lightning_deepcompile.program.instructions import REDUCTIONS, traits_of
 from lightning_deepcompile.program.program import Program, RegionModule
 
@@ -130,10 +130,10 @@ class _Writer:
         """Unpacks tuples by position; elements that nobody reads are not named and die at once."""
         elements = [user for user in node.users if self._is_element(user)]
         if elements and len(elements) == len(node.users):
-            width = len(node.meta["val"]) if node.op == "call_module" else len(node.args[1])
+            width = len(node.meta["val"]) if node.op == "call_module" else len(args_of(node)[1])
             names = [self._unread] * width
             for element in elements:
-                names[element.args[1]] = element.name
+                names[args_of(element)[1]] = element.name
             self._lines.append(f"({', '.join(names)},) = {expression}")
             dead = [e.name for e in elements if not e.users] + [self._unread] * (self._unread in names)
             if dead:
@@ -150,7 +150,7 @@ class _Writer:
 
     @staticmethod
     def _is_element(node: fx.Node) -> bool:
-        return is_element(node) and isinstance(node.args[1], int) and traits_of(node.args[0]) is not None
+        return is_element(node) and isinstance(args_of(node)[1], int) and traits_of(args_of(node)[0]) is not None
 
     def _text(self, value: Any) -> str:
         if isinstance(value, fx.Node):

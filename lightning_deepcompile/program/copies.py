@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from lightning_deepcompile.program.graph import output_node
+from lightning_deepcompile.program.graph import args_of, output_node
 from lightning_deepcompile.program.instructions import COPIES, Traits, instructions_of
 
 __all__ = ["CopyWriter", "copied_numbers", "strip_copies"]
@@ -20,11 +20,11 @@ __all__ = ["CopyWriter", "copied_numbers", "strip_copies"]
 
 def copied_numbers(node: fx.Node) -> tuple[int, ...]:
     """The numbers of the saved tensors that an instruction of this module concerns."""
-    return tuple(_original(source).meta["saved"] for source in node.args[1])
+    return tuple(_original(source).meta["saved"] for source in args_of(node)[1])
 
 
 def _original(node: fx.Node) -> fx.Node:
-    return node if "saved" in node.meta else node.args[0].args[1][node.args[1]]
+    return node if "saved" in node.meta else args_of(args_of(node)[0])[1][args_of(node)[1]]
 
 
 def strip_copies(graph: fx.Graph) -> None:
@@ -32,7 +32,7 @@ def strip_copies(graph: fx.Graph) -> None:
     copies = [node for node, traits in instructions_of(graph) if traits.op in COPIES]
     for node in reversed(copies):  # what waits for a copy comes behind it
         for element in list(node.users):
-            element.replace_all_uses_with(node.args[1][element.args[1]])
+            element.replace_all_uses_with(args_of(node)[1][args_of(element)[1]])
             graph.erase_node(element)
         graph.erase_node(node)
 

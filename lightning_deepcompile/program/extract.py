@@ -20,7 +20,7 @@ from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.program.graph import attribute, is_element, is_view
+from lightning_deepcompile.program.graph import args_of, attribute, is_element, is_view
 from lightning_deepcompile.program.regions import Region
 
 __all__ = ["ExtractedRegion", "add_symbol_inputs", "extract_region", "symbol_sources"]
@@ -170,7 +170,7 @@ def _graph_of(parent: fx.GraphModule, region: Region, names: Mapping[fx.Node, st
                 add(names[source], value)
                 copies[source] = graph.get_attr(names[source])
                 copies[source].meta = dict(source.meta)
-        args, kwargs = (fx.map_arg(part, lambda n: copies[n]) for part in (node.args, node.kwargs))
+        args, kwargs = fx.map_arg(node.args, copies.__getitem__), fx.map_arg(node.kwargs, copies.__getitem__)
         copy = copies[node] = graph.create_node(node.op, node.target, args, kwargs, name=names[node])
         copy.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
     free = region.free
@@ -211,8 +211,10 @@ def _viewed(node: fx.Node) -> torch.Tensor:
     """What `node`, of which the metadata may be out of date where it is a view, has to be by what it views."""
     if not is_view(node) or is_element(node):
         return node.meta["val"]
-    source, *rest = node.args
-    args, kwargs = (fx.map_arg(part, lambda n: n.meta["val"]) for part in (tuple(rest), node.kwargs))
+    assert callable(node.target)
+    source, *rest = args_of(node)
+    args: Any = fx.map_arg(tuple(rest), lambda n: n.meta["val"])
+    kwargs: Any = fx.map_arg(node.kwargs, lambda n: n.meta["val"])
     return node.target(_viewed(source), *args, **kwargs)
 
 

@@ -14,6 +14,7 @@ from lightning_deepcompile.runtime.lookups import looked_up, lookup_ops
 from lightning_deepcompile.runtime.ops import gather_op, reduce_op
 
 __all__ = [
+    "args_of",
     "attribute",
     "is_compute",
     "is_element",
@@ -30,6 +31,11 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
+
+
+def args_of(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments of `node`, whose types its operator knows: torch's union of all that there are says nothing."""
+    return node.args
 
 
 def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
@@ -62,7 +68,7 @@ def is_view(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     if is_element(node):
-        return is_view(node.args[0])
+        return is_view(args_of(node)[0])
     return _target_is_view(node.target)
 
 

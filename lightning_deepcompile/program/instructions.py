@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from lightning_deepcompile import compat
+from lightning_deepcompile.program.graph import args_of
 
 __all__ = [
     "AT_BOUNDARY",
@@ -243,7 +244,7 @@ def traits_of(node: fx.Node) -> Traits | None:
     if node.op == "call_module":
         return TABLE["compute"]
     row = _BY_TARGET.get(str(node.target)) if node.op == "call_function" else None
-    if row is TABLE["reduce"] and node.args[0] & AT_BOUNDARY:
+    if row is TABLE["reduce"] and args_of(node)[0] & AT_BOUNDARY:
         return TABLE["reduce_at_boundary"]
     return row
 

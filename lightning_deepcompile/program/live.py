@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from lightning_deepcompile.program.copies import strip_copies
-from lightning_deepcompile.program.graph import is_element, nbytes
+from lightning_deepcompile.program.graph import args_of, is_element, nbytes
 from lightning_deepcompile.program.instructions import REDUCTIONS, instructions_of
 from lightning_deepcompile.program.program import Program
 
@@ -29,7 +29,9 @@ def live_bytes(program: Program) -> dict[str, tuple[int, int, int]]:
     nodes = [node for node in program.gm.graph.nodes if _counts(node)]
     position = {node: index for index, node in enumerate(program.gm.graph.nodes)}
     reductions = {node for node, traits in instructions_of(program.gm.graph) if traits.op in REDUCTIONS}
-    last_use = {node: max(map(position.get, node.users.keys() - reductions), default=position[node]) for node in nodes}
+    last_use = {
+        node: max(map(position.__getitem__, node.users.keys() - reductions), default=position[node]) for node in nodes
+    }
     result = {}
     for call in program.regions():
         here = position[call]
@@ -44,4 +46,4 @@ def live_bytes(program: Program) -> dict[str, tuple[int, int, int]]:
 def _counts(node: fx.Node) -> bool:
     if node.op == "placeholder":
         return bool(node.users)  # shards have none: gathers name them by number
-    return is_element(node) and node.args[0].op == "call_module"
+    return is_element(node) and args_of(node)[0].op == "call_module"

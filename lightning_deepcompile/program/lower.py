@@ -6,13 +6,14 @@ import operator
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from torch import fx, nn
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.program.extract import ExtractedRegion, add_symbol_inputs, extract_region, symbol_sources
 from lightning_deepcompile.program.graph import (
+    args_of,
     attribute,
     is_compute,
     is_gather,
@@ -124,7 +125,7 @@ def lower(
     regions = cut_regions(
         graph, lambda key: (named[key] if isinstance(key, str) else params[key]).block if cuts else ""
     )
-    seen = {node for node in output_node(graph).args[0][:visible] if isinstance(node, fx.Node)}
+    seen = {node for node in args_of(output_node(graph))[0][:visible] if isinstance(node, fx.Node)}
     for region in regions:
         add_symbol_inputs(region, symbols)
     compiled = []
@@ -146,7 +147,7 @@ def lower(
 
 
 def _brief(node: fx.Node) -> str:
-    return compat.schema_of(node.target).name.partition("::")[2].replace("_", " ")
+    return compat.schema_of(cast(compat.OpOverload, node.target)).name.partition("::")[2].replace("_", " ")
 
 
 class _Builder:

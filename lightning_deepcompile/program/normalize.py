@@ -9,11 +9,12 @@ rows up with other ranks keep their order.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
 
-from lightning_deepcompile.program.graph import is_gather, is_reduce, is_view, output_node, source_gather
+from lightning_deepcompile.program.graph import args_of, is_gather, is_reduce, is_view, output_node, source_gather
 from lightning_deepcompile.runtime.lookups import lookup_ops
 from lightning_deepcompile.runtime.statistics import statistics_ops
 
@@ -63,11 +64,12 @@ def _merge_reductions(graph: fx.Graph) -> None:
             continue
         if left.args[1:] != right.args[1:]:
             continue
-        grads = (left.args[0], right.args[0])
+        grads = (args_of(left)[0], args_of(right)[0])
         values = [grad.meta["val"] for grad in grads]
         if values[0].dtype != values[1].dtype:
             continue  # the sum would travel in the wider of the two
         with graph.inserting_before(node):
+            assert callable(left.target)
             total = graph.call_function(aten.add.Tensor, grads)
             total.meta["val"] = torch.add(*values)
             merged = graph.call_function(left.target, (total, *left.args[1:]))
@@ -83,7 +85,7 @@ def _make_gradients_contiguous(graph: fx.Graph) -> None:
     """Collectives read dense row-major memory; a copy inside the region can be fused with the gradient's producer."""
     for node in graph.nodes:
         if is_reduce(node):
-            grad = node.args[0]
+            grad = args_of(node)[0]
             if grad.op == "placeholder" or not grad.meta["val"].is_contiguous() or is_view(grad) or is_gather(grad):
                 with graph.inserting_before(node):
                     copy = _contiguous_clone(graph, grad)
@@ -111,10 +113,12 @@ def _clone_escaping_parameters(graph: fx.Graph) -> None:
             if is_gather(node):
                 copies[node] = _contiguous_clone(graph, node)
             else:
-                source = escaped(node.args[0])
+                source = escaped(args_of(node)[0])
+                assert callable(node.target)
                 view = graph.node_copy(node, lambda n: source if n is node.args[0] else n)
-                args, kwargs = fx.map_arg((view.args, view.kwargs), lambda n: n.meta["val"])
-                view.meta["val"] = view.target(*args, **kwargs)
+                operands: Any = (view.args, view.kwargs)
+                args, kwargs = fx.map_arg(operands, lambda n: n.meta["val"])
+                view.meta["val"] = node.target(*args, **kwargs)
                 copies[node] = view
         return copies[node]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import fx, nn
@@ -144,7 +144,7 @@ class Program:
 
     def region(self, node: fx.Node) -> RegionModule:
         """The region that `node` calls."""
-        return self.gm.get_submodule(node.target)
+        return cast(RegionModule, self.gm.get_submodule(str(node.target)))
 
     def finish(self, history: str) -> Program:
         """Checks and recompiles the graph after a pass named `history`."""

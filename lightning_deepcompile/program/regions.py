@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from lightning_deepcompile.program.graph import (
+    args_of,
     is_compute,
     is_element,
     is_gather,
@@ -105,7 +106,7 @@ def free_outputs(region: Region, visible: set[fx.Node]) -> set[fx.Node]:
 
 def _labels(order: list[fx.Node], block_of: Callable[[int | str], str]) -> list[str | None]:
     """The block that each node works for, where it reads a parameter or produces a gradient; else None."""
-    gathered = {block_of(n.args[1]) for node in order for n in node.all_input_nodes if is_gather(n)}
+    gathered = {block_of(args_of(n)[1]) for node in order for n in node.all_input_nodes if is_gather(n)}
     labels: list[str | None] = []
     for node in order:
         label = None
@@ -115,11 +116,11 @@ def _labels(order: list[fx.Node], block_of: Callable[[int | str], str]) -> list[
             for source in node.all_input_nodes:
                 gather = source_gather(source)
                 if gather is not None:
-                    label = block_of(gather.args[1])
+                    label = block_of(args_of(gather)[1])
         if label is None:
             for user in node.users:
                 # A gradient of a block that is gathered anyway says nothing: weight gradients may come late.
-                if is_reduce(user) and (block := block_of(user.args[1])) not in gathered:
+                if is_reduce(user) and (block := block_of(args_of(user)[1])) not in gathered:
                     label = block
         labels.append(label)
     return labels

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from lightning_deepcompile.program.copies import CopyWriter, copied_numbers, strip_copies
-from lightning_deepcompile.program.graph import is_element, nbytes, output_node
+from lightning_deepcompile.program.graph import args_of, is_element, nbytes, output_node
 from lightning_deepcompile.program.instructions import TABLE, Traits, instructions_of, traits_of
 from lightning_deepcompile.program.program import LOCAL_ID, Program
 from lightning_deepcompile.program.saved import read_saved
@@ -79,7 +79,11 @@ def waits_for_states(program: Program) -> bool:
 
 def _read(program: Program, node: fx.Node, traits: Traits) -> Instruction:
     if node.op == "call_module":
-        read = [source.args[0].args[1][source.args[1]] for source in node.all_input_nodes if _is_parameter(source)]
+        read = [
+            args_of(args_of(source)[0])[1][args_of(source)[1]]
+            for source in node.all_input_nodes
+            if _is_parameter(source)
+        ]
         return Instruction(traits.op, tuple(i & LOCAL_ID for i in dict.fromkeys(read)), region=str(node.target))
     ids = copied_numbers(node) if traits.op in COPIES else traits.argument(node, "ids")
     tensors = traits.argument(node, "tensors")
@@ -99,7 +103,7 @@ def _maker(grad: fx.Node) -> str:
 
 def _is_parameter(node: fx.Node) -> bool:
     """Whether `node` is a gathered parameter, as a wait returns it."""
-    return is_element(node) and traits_of(node.args[0]) is TABLE["wait"]
+    return is_element(node) and traits_of(args_of(node)[0]) is TABLE["wait"]
 
 
 def _digest(lines: list[str]) -> str:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import fx
 
-from lightning_deepcompile.program.graph import is_compute, is_view, nbytes, output_node
+from lightning_deepcompile.program.graph import args_of, is_compute, is_view, nbytes, output_node
 from lightning_deepcompile.program.instructions import TABLE, traits_of
 
 __all__ = ["Saved", "mark_saved", "number_saved", "read_saved"]
@@ -51,7 +52,7 @@ def number_saved(forward: fx.GraphModule, num_outputs: int, computed: Collection
     Returns:
         The numbers by name; the backward graph learns of them by `mark_saved`.
     """
-    outputs = output_node(forward.graph).args[0]
+    (outputs,) = args_of(output_node(forward.graph))
     bases = Counter(_base(value) for value in outputs if isinstance(value, fx.Node))
     numbers = {}
     for number, value in enumerate(outputs[num_outputs:], num_outputs):
@@ -74,11 +75,11 @@ def mark_saved(backward: fx.GraphModule, numbers: Mapping[str, int]) -> None:
 def _base(node: fx.Node) -> fx.Node:
     """The node whose memory `node` is (a part of)."""
     while is_view(node):
-        node = node.args[0]
+        node = args_of(node)[0]
     return node
 
 
-def _is_dense(value: object) -> bool:
+def _is_dense(value: object) -> TypeGuard[torch.Tensor]:
     """Whether a (fake) tensor has every element of its memory once: then it keeps its strides wherever it is copied.
 
     Symbolic sizes count with their hints, as comparing them would specialize the program.
@@ -123,5 +124,5 @@ def _regions_that_read(node: fx.Node) -> Iterator[fx.Node]:
             yield user
         elif traits_of(user) is TABLE["reload"]:
             for element in user.users:
-                if user.args[1][element.args[1]] is node:
+                if args_of(user)[1][args_of(element)[1]] is node:
                     yield from _regions_that_read(element)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ def _refuse_to_free(tensors: list[Tensor], graph_id: int = 0) -> None:
 
 # Operators per parameter: what a user's own compiled code may contain. The fused ones are written into programs, after
 # all tracing.
-_FAKES = {
+_FAKES: dict[str, Callable[..., Any]] = {
     "allgather_param": _fake_allgather_param,
     "wait_allgather": _fake_wait_allgather,
     "release_param": _fake_same,

@@ -70,7 +70,7 @@ def _parameter_property(name: str, size: tuple[int, ...], dtype: torch.dtype, by
     is_compiling, gather = torch.compiler.is_compiling, torch.ops.dc.gather  # the tracer looks each name up anew
 
     @compat.never_a_frame
-    def read(self: nn.Module) -> Tensor:
+    def read(self: nn.Module) -> Tensor | None:
         # Compiled code always gathers: the tracer takes this branch as a constant, without a guard.
         if is_compiling():
             return gather(getattr(self, leaf_name), int(getattr(self, id_name)), size, dtype)
@@ -134,7 +134,7 @@ def _deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
             twin = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
             twin.__dict__.update(copy.deepcopy(parameter.__dict__, memo))
             memo[id(parameter)] = twin
-    original = type(self).__mro__[1]
+    original: Any = type(self).__mro__[1]
     memo[id(self)] = new = original.__new__(original)
     state = dict(original.__reduce_ex__(self, 4)[2])  # what the module wants to be copied of it
     _remove_access(state)
@@ -162,7 +162,7 @@ def _reduced(self: nn.Module, protocol: Any) -> Any:
 
     Its parameters are whole and plain if one rank has all of them, else DTensors with this rank's shards.
     """
-    original = type(self).__mro__[1]
+    original: Any = type(self).__mro__[1]
     reduced = original.__reduce_ex__(self, protocol)
     if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
         return reduced
@@ -195,8 +195,9 @@ def _pickled(parameter: Any, twins: MutableMapping[Tensor, nn.Parameter]) -> nn.
 
 def _shallow_copy(self: nn.Module) -> nn.Module:
     """As `copy.copy` does it, which else would ask for what is pickled."""
+    original: Any = type(self).__mro__[1]
     new = object.__new__(type(self))
-    new.__setstate__(type(self).__mro__[1].__reduce_ex__(self, 4)[2])
+    new.__setstate__(original.__reduce_ex__(self, 4)[2])
     return new
 
 
@@ -223,7 +224,9 @@ def sharded_class(original: type[nn.Module], parameters: _Parameters) -> type[nn
         # Code that writes through `.data` must hold what keeps it; PyTorch's own modules do not.
         library = original.__module__.partition(".")[0] == "torch"
         by_hand = not library and "data" in mentions([original.forward]).names
-        body: dict[str, Any] = {name: _parameter_property(name, *rest, by_hand) for name, *rest in parameters}
+        body: dict[str, Any] = {
+            name: _parameter_property(name, size, dtype, by_hand) for name, size, dtype in parameters
+        }
         if original.__call__ is nn.Module.__call__:
             body[compat.INNER_CALL] = _call_property()
         if issubclass(original, nn.RNNBase):

@@ -52,7 +52,7 @@ def check_module(module: nn.Module, ours: Set[nn.Parameter] = frozenset(), *, wo
             )
     parameters = collect_parameters(module)
     for parameter, owners in parameters.items():
-        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):  # type: ignore[attr-defined] # no stub
             raise ValueError(
                 f"The parameter {owners[0].fqn!r} is lazy. Run one forward pass before handing the model to the "
                 "Trainer."

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.sharding.errors import UnsupportedStepError
@@ -210,6 +211,7 @@ class GradientSession:
     def _set_aside(self, parameter: ShardedParameter) -> None:
         """Takes the present gradient out of the accumulation; `finish` adds it to what the pass computes."""
         rows = self.local_grad(parameter.dtensor)
+        assert rows is not None
         self._foreign[parameter] = rows.clone() if rows is parameter.grad_local else rows
         parameter.dtensor.grad = None
 
@@ -221,7 +223,7 @@ class GradientSession:
     def _merge(self, parameter: ShardedParameter, rows: Tensor) -> None:
         present = self.local_grad(parameter.dtensor)
         if present is None:
-            parameter.dtensor.grad = compat.with_local(parameter.dtensor, rows.to(parameter.local.dtype))
+            parameter.dtensor.grad = compat.with_local(cast(DTensor, parameter.dtensor), rows.to(parameter.local.dtype))
         else:
             with torch.no_grad():
                 present.add_(rows)

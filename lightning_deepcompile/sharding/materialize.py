@@ -8,6 +8,7 @@ Memory is filled with a mark first, so that a module whose initialisation misses
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ class Materializer:
         self._device = device
         # Order of initialisation: children before their parents, as constructors run.
         self._order: dict[nn.Module, tuple[int, str]] = {}
-        self._initializers: dict[nn.Module, nn.Module] = {}
+        self._initializers: dict[nn.Module, Any] = {}
         self._visit(root, "", None)
 
     def _visit(self, module: nn.Module, path: str, initializer: nn.Module | None) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +76,7 @@ class ShardedParameter:
     @property
     def in_place(self) -> bool:
         """Whether the three faces still share their memory; ``module.to(...)`` gives the first one another."""
-        mine = self.dtensor.to_local()
+        mine = cast(DTensor, self.dtensor).to_local()
         here = mine.data_ptr() == self.local.data_ptr() and mine.device == self.local.device
         return mine.dtype == self.local.dtype and (here or mine.numel() == 0)
 
@@ -146,7 +146,7 @@ class GradBuffer:
         return compat.storage_uses(self.flat) > self._own_uses or any(
             sys.getrefcount(p.grad_dtensor) > 2
             or sys.getrefcount(p.grad_local) > 2
-            or sys.getrefcount(compat.local_of(p.grad_dtensor)) > 2
+            or sys.getrefcount(compat.local_of(p.grad_dtensor)) > 2  # type: ignore[arg-type] # a buffer's have one
             for p in self.parameters
             if p.dtensor.grad is None
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -90,7 +90,9 @@ class ShardedModel:
         """
         wanted = {p for m in module.modules() for p in m._parameters.values() if p is not None}
         chosen = [p for p in self.parameters if p.dtensor in wanted]
-        wholes = {p: nn.Parameter(p.dtensor.detach().full_tensor(), p.dtensor.requires_grad) for p in chosen}
+        wholes = {
+            p: nn.Parameter(cast(DTensor, p.dtensor.detach()).full_tensor(), p.dtensor.requires_grad) for p in chosen
+        }
         for parameter, whole in wholes.items():
             parameter.install(whole)
         try:
@@ -184,7 +186,11 @@ def shard_module(
         device = torch.device("cuda", torch.cuda.current_device())
     planned = lay_out(module, ranks.shards)  # the only reference to the whole parameters shall be the module's
     owners_of, specs, chunks = planned.owners, planned.specs, planned.chunks
-    deferred = {name for name, (owner, *_) in owners_of.items() if owner.module._parameters[owner.name].is_meta}
+    deferred = {
+        name
+        for name, (owner, *_) in owners_of.items()
+        if cast(nn.Parameter, owner.module._parameters[owner.name]).is_meta
+    }
     materializer = Materializer(module, device)
     state = StepState()
     parameters: dict[str, ShardedParameter] = {}
@@ -224,7 +230,7 @@ def shard_module(
     materializer.materialize(module.modules())  # those without parameters that are sharded
     _move_rest(module, ranks, device)
     _install(list(parameters.values()), state)
-    replicated = [owner.module._parameters[owner.name] for owner in planned.replicated]
+    replicated = [cast(nn.Parameter, owner.module._parameters[owner.name]) for owner in planned.replicated]
     return ShardedModel([parameters[spec.name] for spec in specs], replicated, chunks, buffers, state, ranks)
 
 
@@ -266,7 +272,7 @@ def _shard_parameter(
     original = owners[0].module._parameters[owners[0].name]
     assert original is not None
     if isinstance(original, DTensor):  # of an earlier sharding: all ranks get the same
-        full = original.detach().to(values.device).full_tensor()
+        full = cast(DTensor, original.detach().to(values.device)).full_tensor()
     else:
         full = original.detach().to(values.device, copy=not in_place).contiguous()
         _broadcast(full, ranks)

@@ -6,7 +6,7 @@ long as they are kept; nothing here keeps them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -26,8 +26,8 @@ class Successors:
 
     def __init__(self, module: nn.Module) -> None:
         first = {parameter: owners[0] for parameter, owners in collect_parameters(module).items()}
-        self._owners: dict[Tensor, Owner] = WeakTensorKeyDictionary(first)
-        self._new: dict[Tensor, Tensor] = WeakTensorKeyDictionary()
+        self._owners: MutableMapping[Tensor, Owner] = WeakTensorKeyDictionary(first)
+        self._new: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
     def settle(self, previous: Iterable[Successors]) -> None:
         """Call when the module is sharded.
@@ -41,8 +41,8 @@ class Successors:
         self._owners.clear()
         for earlier in previous:
             for old, between in earlier._new.items():
-                if (new := self.of(between)) is not None:
-                    self._new[old] = new
+                if (last := self.of(between)) is not None:
+                    self._new[old] = last
 
     def of(self, parameter: Tensor) -> Tensor | None:
         """What has taken the place of `parameter`; None if it was not replaced."""

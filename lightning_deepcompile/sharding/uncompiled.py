@@ -23,7 +23,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -91,7 +91,7 @@ class _Handle:
     stored: bool
     size: Sequence[int]
     stride: Sequence[int]
-    offset: int
+    offset: int | torch.SymInt
 
 
 class _Whole(torch.autograd.Function):
@@ -416,7 +416,7 @@ class Uncompiled:
         """Whether no step runs."""
         return self._worn is self._at_rest
 
-    def is_ours(self, value: Any) -> bool:
+    def is_ours(self, value: Any) -> TypeGuard[Tensor]:
         """Whether `value` is one of the parameters."""
         return type(value) is self._in_step
 
@@ -470,9 +470,10 @@ class Uncompiled:
                 return None
             with torch.no_grad(), compat.plain_functions():
                 (shard,) = alive.reduce([parameter], [grad])
+                assert shard is not None
                 leaf = parameter.leaf
                 leaf.grad = shard if leaf.grad is None else leaf.grad + shard  # which is merged when the pass is over
-                return (compat.with_local(parameter.dtensor, torch.zeros_like(parameter.local)),)
+                return (compat.with_local(cast(DTensor, parameter.dtensor), torch.zeros_like(parameter.local)),)
 
         with torch.enable_grad():
             node = torch.autograd.graph.get_gradient_edge(parameter.dtensor).node
@@ -494,7 +495,7 @@ def resting_class(path: Uncompiled) -> type[DTensor]:
         path: What gathers them.
     """
     held_weakly = weakref.ref(path)
-    data = DTensor.data
+    data: Any = DTensor.data  # a descriptor
 
     class ShardedTensor(DTensor):
         """A sharded parameter, or an alias of one."""

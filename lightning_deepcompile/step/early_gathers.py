@@ -92,7 +92,7 @@ class EarlyGathers:
         self._look()
         self._sums = self._checksums() if self._opening else None
         if self._trial is not None:
-            same = before == self._opening and bool((self._trial == self._sums).all())
+            same = self._sums is not None and before == self._opening and torch.equal(self._trial, self._sums)
             self._leads, self._trial = same, None
         self.launched = bool(self._safe and self._opening)
         if self.launched:
@@ -163,7 +163,7 @@ def _checksum(words: Tensor) -> Tensor:
     columns = math.isqrt(max(words.numel(), 1))
     square = words[: words.numel() // columns * columns].view(-1, columns)
     rest = words[square.numel() :]
-    return sum(_weighed(part) for part in (square.sum(0), square.sum(1), rest))
+    return _weighed(square.sum(0)) + _weighed(square.sum(1)) + _weighed(rest)
 
 
 def _weighed(sums: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def keep_activations(module: nn.Module) -> None:
     """
     for child in module.modules():
         ours = child.__dict__.pop(_OURS, None)
-        if ours is not None and child.__dict__.get("forward") is ours:
+        if child.__dict__.get("forward") is ours and ours is not None:
             del child.forward
             if child.forward != ours.args[0]:  # the user had put it there
                 child.forward = ours.args[0]

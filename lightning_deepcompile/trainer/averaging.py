@@ -7,7 +7,7 @@ Once the module is sharded, the copy is made to hold shards as well: then all th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.checkpoint.module_state import CURRENT_STATE, plain_name
-from lightning_deepcompile.compat.lightning import average_device, average_of
+from lightning_deepcompile.compat.lightning import average_device, average_of, callbacks_of
 from lightning_deepcompile.sharding.access import uninstall_access
 from lightning_deepcompile.sharding.shards import ShardedModel
 
@@ -63,12 +63,12 @@ class _Local(nn.Module):
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_averaged(trainer: pl.Trainer) -> bool:
     """Whether a callback of `trainer` keeps an average of the weights."""
-    return any(average_of(c) is not None for c in trainer.callbacks if isinstance(c, WeightAveraging))
+    return any(average_of(c) is not None for c in callbacks_of(trainer) if isinstance(c, WeightAveraging))
 
 
 def shard_averages(
@@ -89,7 +89,7 @@ def shard_averages(
     Raises:
         MisconfigurationException: If an average is to be kept on another device.
     """
-    for callback in trainer.callbacks:
+    for callback in callbacks_of(trainer):
         if not isinstance(callback, WeightAveraging) or average_of(callback) is None:
             continue
         wanted = None if average_device(callback) is None else torch.device(average_device(callback))
@@ -98,7 +98,7 @@ def shard_averages(
                 f"{type(callback).__name__}(device={str(wanted)!r}): under DeepCompileStrategy the average is sharded "
                 f"like the model, and is on the model's device ({device.type}). Remove the argument."
             )
-        average = average_of(callback)
+        average: Any = average_of(callback)
         average.__class__ = ShardedAverage
         average.n_averaged = average.n_averaged.to(device)
         _copy_shards(model, trainer.lightning_module, average.module, host_shard)

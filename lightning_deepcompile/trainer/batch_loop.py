@@ -27,6 +27,8 @@ __all__ = ["let_host_run_ahead"]
 class _SignalConnector(SignalConnector):
     """Notes that a SIGTERM came, and passes it on to processes that this one has started."""
 
+    received_sigterm: bool
+
     def _sigterm_notifier_fn(self, signum: Any, frame: Any) -> None:
         launcher = self.trainer.strategy.launcher
         if launcher is not None and not self.received_sigterm:
@@ -67,7 +69,7 @@ def let_host_run_ahead(trainer: pl.Trainer, host_group: dist.ProcessGroup) -> No
         trainer: Before it trains, and listens to signals. A loop of another class than Lightning's is left alone.
         host_group: Of the ranks' CPUs.
     """
-    loop = trainer.fit_loop.epoch_loop
+    loop: Any = trainer.fit_loop.epoch_loop
     if type(loop) not in (TrainingEpochLoop, _BatchLoop) or host_group.size() == 1:
         return
     if hasattr(loop, "_broadcast_sigterm_tensor"):  # versions of Lightning that do not ask need nothing

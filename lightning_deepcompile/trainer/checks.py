@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_deepcompile.compat.lightning import records_modules
+from lightning_deepcompile.compat.lightning import callbacks_of, records_modules
 
 __all__ = ["check_backward_inputs", "check_trainer", "may_drop_gradients"]
 
@@ -26,7 +26,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
     Raises:
         MisconfigurationException: For callbacks that would silently compute with parts of parameters.
     """
-    for callback in trainer.callbacks:
+    for callback in callbacks_of(trainer):
         if isinstance(callback, StochasticWeightAveraging):
             raise MisconfigurationException(
                 f"The callback {type(callback).__name__} averages whole parameters, but under DeepCompileStrategy "
@@ -38,7 +38,8 @@ def check_trainer(trainer: pl.Trainer) -> None:
                 "DeepCompileStrategy each rank holds a part of every one, and steps would not see the masks. Prune "
                 "the model with `torch.nn.utils.prune` before or after the training."
             )
-    if isinstance(trainer.profiler, PyTorchProfiler) and records_modules(trainer.profiler):
+    profiler = trainer.profiler  # type: ignore[attr-defined] # its class does not declare it
+    if isinstance(profiler, PyTorchProfiler) and records_modules(profiler):
         rank_zero_warn(
             "PyTorchProfiler's hooks on every module break the step's graph at every module. Use "
             "`PyTorchProfiler(record_module_names=False)` to profile what runs without it."
@@ -81,5 +82,5 @@ def may_drop_gradients(module: pl.LightningModule | None) -> bool:
         module.automatic_optimization
         and not is_overridden("on_before_zero_grad", module)
         and not is_overridden("optimizer_zero_grad", module)
-        and not any(is_overridden("on_before_zero_grad", c, pl.Callback) for c in module.trainer.callbacks)
+        and not any(is_overridden("on_before_zero_grad", c, pl.Callback) for c in callbacks_of(module.trainer))
     )

@@ -130,7 +130,8 @@ def with_cpu_offload(config: CompileConfig, cpu_offload: Any, stage: int) -> Com
         return config
     names = ("offload", "offload_activations", *(["offload_parameters"] if stage == 3 else []))
     chosen = {name: getattr(config, name) for name in names}
-    return replace(config, **{name: "auto" for name, mode in chosen.items() if mode == "none"})
+    changes: dict[str, Any] = {name: "auto" for name, mode in chosen.items() if mode == "none"}
+    return replace(config, **changes)
 
 
 def warn_about_ignored(arguments: Mapping[str, Any]) -> None:

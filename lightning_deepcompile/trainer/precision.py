@@ -141,9 +141,9 @@ class DeepCompilePrecision(FSDPPrecision):
                 owner._buffers[name] = buffer
         if self.mixed_precision is not None and self.mixed_precision.buffer_dtype is not None:
             for child in module.modules():
-                for name, buffer in child._buffers.items():
-                    if buffer is not None and buffer.is_floating_point():
-                        child._buffers[name] = buffer.to(self.mixed_precision.buffer_dtype)
+                for name, present in child._buffers.items():
+                    if present is not None and present.is_floating_point():
+                        child._buffers[name] = present.to(self.mixed_precision.buffer_dtype)
         return module
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -152,7 +152,7 @@ class DeepCompilePrecision(FSDPPrecision):
             return torch.autocast(self.device_type, dtype=self.gather_dtype)
         return DefaultDtype(self._desired_input_dtype)
 
-    def optimizer_step(
+    def optimizer_step(  # type: ignore[override] # Lightning's own have narrower arguments, too
         self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Runs the closure (forward, backward), clips, and steps; with a scaler, unless a gradient is not finite."""

@@ -54,6 +54,7 @@ class CompileProgress:
         callback = trainer.progress_bar_callback if trainer is not None else None
         if not isinstance(callback, TQDMProgressBar | RichProgressBar) or not callback.is_enabled:
             return None
+        assert trainer is not None
         kind = "train" if trainer.training else "val" if trainer.validating or trainer.sanity_checking else "test"
         kind = "predict" if trainer.predicting else kind
         if isinstance(callback, TQDMProgressBar):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from torch import nn
@@ -123,7 +123,7 @@ class ShardedModule:
         keep_activations(module)
         if sync_layers is not None:
             module = sync_layers(module)
-        module = plugin.convert_module(module)
+        module = cast(pl.LightningModule, plugin.convert_module(module))
         if setting.checkpointing_policy is not None:
             checkpoint_activations(module, setting.checkpointing_policy)
         engine = Engine(

@@ -23,7 +23,7 @@ from torchmetrics import Metric
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.checkpoint import Checkpoints, StateDictType, with_default
-from lightning_deepcompile.compat.lightning import NoOptimizer, optimizers_to_device, wrap_optimizer
+from lightning_deepcompile.compat.lightning import NoOptimizer, callbacks_of, optimizers_to_device, wrap_optimizer
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.engine import Engine
 from lightning_deepcompile.plan.costs import Profile
@@ -106,6 +106,7 @@ class DeepCompileStrategy(ProcessStrategy):
     """
 
     strategy_name = "deepcompile"
+    _checkpoint_io: CheckpointIO | None
 
     def __init__(
         self,
@@ -205,6 +206,7 @@ class DeepCompileStrategy(ProcessStrategy):
                 "The model was compiled with `torch.compile`. DeepCompileStrategy compiles the steps itself, with the "
                 "distribution in the graph; your compilation is undone."
             )
+            assert module is not None
             module = to_uncompiled(module)
         self._module = module
 
@@ -276,6 +278,7 @@ class DeepCompileStrategy(ProcessStrategy):
         for optimizer in self.optimizers:
             if not isinstance(optimizer, NoOptimizer):  # Lightning's, where there is nothing to optimize
                 self.engine.attach_optimizer(optimizer)
+        assert self.lightning_module is not None
         manual = not self.lightning_module.automatic_optimization
         self.engine.capture.several_backward_passes = manual and len(self.optimizers) > 1
 
@@ -316,7 +319,7 @@ class DeepCompileStrategy(ProcessStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled or copied of it: its settings, as before `setup`."""
-        fresh = {"_sharded": None, "_progress": CompileProgress(), "_optimizers": []}
+        fresh: dict[str, Any] = {"_sharded": None, "_progress": CompileProgress(), "_optimizers": []}
         return super().__getstate__() | fresh
 
     # Running ----------------------------------------------------------------------------------------------------------
@@ -376,6 +379,7 @@ class DeepCompileStrategy(ProcessStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Steps the optimizer, on this rank's shards."""
+        assert self.lightning_module is not None
         automatic = (
             self.lightning_module.automatic_optimization
         )  # else users' code goes on, and may write to parameters
@@ -463,7 +467,7 @@ class DeepCompileStrategy(ProcessStrategy):
         """Copies a checkpoint's optimizer states into the optimizers."""
         module = self.lightning_module
         assert module is not None
-        for callback in module.trainer.callbacks:
+        for callback in callbacks_of(module.trainer):
             if isinstance(callback, BaseFinetuning):
                 # Adds the parameter groups of the layers that it has thawed before. Lightning has called it already,
                 # but gives callbacks their state only now, as checkpoints are loaded after setup.

@@ -66,7 +66,8 @@ def measured_profile(
         step_seconds=step_seconds,
         live={name: live_bytes(programs[name]) for name in names},
     )
-    profile = replace(profile, **opened, between_seconds=between_seconds)
+    early, led = (opened.get(name, False) for name in ("early_gathers", "head_start"))
+    profile = replace(profile, early_gathers=early, head_start=led, between_seconds=between_seconds)
     if capture.settings.reduce == "auto" and profile.micro_batches > 1 and profile.hold_seconds is None:
         profile = replace(profile, hold_seconds=measure_holds(dtypes, device))
     if config.memory_budget is None:

@@ -328,7 +328,7 @@ class Tuner:
             passes, plan = self._previous
             self._run_plan(plan, passes)
             self.profile = self._states.undo(self.profile)
-        excess = (peak or 0) - self.rounds[-1].budget
+        excess = (peak or 0) - (self.rounds[-1].budget or 0)
         if excess > 0 and not slower and self._config.memory_budget is not None and self._attempts < _ATTEMPTS:
             self._excess += excess  # memory that no model knows of: the next plan leaves it free
             self._say(f"Steps take {format_bytes(excess)} more than the memory budget: planning anew.", logging.WARNING)

@@ -39,7 +39,8 @@ class HostOptimizer(LightningOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zeroes the gradients, also those that accumulate whole until the last batch; see `Optimizer.zero_grad`."""
         self._optimizer.zero_grad(set_to_none)
-        engine = self._strategy.engine
+        strategy: Any = self._strategy
+        engine = strategy.engine
         if engine.gradients.holds_back:
             engine.gradients.forget(p for group in self._optimizer.param_groups for p in group["params"])
 

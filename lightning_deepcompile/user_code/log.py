@@ -37,7 +37,7 @@ class DeferredLog:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._module: Any = module
         self._entries: list[_Entry] = []
         self._log = _recorder(self._entries)
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from lightning_deepcompile.plan.choose import Candidate, choose_by_gain
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.passes.unshard import keep_gathered
-from lightning_deepcompile.program.schedule import Instruction, Schedule
+from lightning_deepcompile.program.schedule import Instruction, Operation, Schedule
 
 __all__ = ["keep_until_boundary", "keep_whole"]
 
@@ -47,7 +47,8 @@ def _candidates(schedules: list[Schedule]) -> list[Candidate]:
     Nothing computes beside the gathers that open a forward program: they are the least hidden.
     """
     backwards = {s.frame: k for k, s in enumerate(schedules) if s.kind == "backward"}
-    found, seen = [], set()
+    found: list[Candidate] = []
+    seen: set[int] = set()
     for k, schedule in enumerate(schedules):
         if schedule.kind != "forward" or schedule.frame not in backwards:
             continue
@@ -94,10 +95,11 @@ def _released(instructions: Sequence[Instruction], kept: Collection[int], late: 
         pairs = list(zip(instruction.ids, instruction.sizes, strict=True))
         last = late.intersection(instruction.ids)
         late = late - last
-        for op, chosen in (
+        parts: tuple[tuple[Operation, list[tuple[int, int]]], ...] = (
             ("release_at_boundary", [pair for pair in pairs if pair[0] in last]),
             ("release", [pair for pair in pairs if pair[0] not in kept]),
-        ):
+        )
+        for op, chosen in parts:
             if chosen:
                 result.append(Instruction(op, tuple(i for i, _ in chosen), tuple(size for _, size in chosen)))
     return result[::-1]

@@ -36,6 +36,7 @@ def prefetch(program: Program, settings: PlanSettings) -> Program:
     start = result.regions()[0] if launches else None
     earliest = 0
     for k, launch in enumerate(launches):
+        assert start is not None
         own = set(launch.args[2])
         released = max(
             (position[r] for r in releases if position[r] < position[launch] and own & set(r.args[1])), default=-1

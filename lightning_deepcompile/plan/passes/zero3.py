@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from lightning_deepcompile.plan.settings import PlanSettings
-from lightning_deepcompile.program.graph import is_gather, is_reduce, output_node
+from lightning_deepcompile.program.graph import args_of, is_gather, is_reduce, output_node
 from lightning_deepcompile.program.instructions import TABLE, Traits, traits_of
 from lightning_deepcompile.program.program import Program
 
@@ -39,7 +39,7 @@ def zero3(program: Program, settings: PlanSettings) -> Program:
     graph = result.gm.graph
     regions = result.regions()
     needs = [[n for n in dict.fromkeys(region.all_input_nodes) if is_gather(n)] for region in regions]
-    ids = [[n.args[1] for n in gathers] for gathers in needs]
+    ids: list[list[int]] = [[args_of(n)[1] for n in gathers] for gathers in needs]
     last_group = max((k for k, group in enumerate(ids) if group), default=-1)
     keep = set(ids[last_group]) if program.kind == "forward" and settings.keep_last_block and last_group >= 0 else set()
     unread = sorted(set(program.kept).difference(*ids))
@@ -95,11 +95,11 @@ def _reduce_gradients(graph: fx.Graph, region: fx.Node, graph_id: int, traits: T
                 reductions.append(user)
     if not reductions:
         return
-    reductions.sort(key=lambda n: n.args[1])
+    reductions.sort(key=lambda n: args_of(n)[1])
     grads, ids = [n.args[0] for n in reductions], [n.args[1] for n in reductions]
     traits.write(graph, graph_id, tensors=grads, ids=ids)
     for node in reductions:
-        node.replace_all_uses_with(None)
+        node.replace_all_uses_with(None)  # type: ignore[arg-type] # an output may be None
         graph.erase_node(node)
 
 
