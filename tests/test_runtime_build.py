@@ -99,8 +99,8 @@ def test_unknown_mode_is_refused(build, monkeypatch):
 
 def test_a_compile_error_fails_the_build(tmp_path, monkeypatch):
     (tmp_path / "setup.py").write_text((ROOT / "setup.py").read_text())
-    (tmp_path / "csrc").mkdir()
-    (tmp_path / "csrc" / "broken.cpp").write_text("#error this file does not compile\n")
+    (tmp_path / "csrc" / "folder").mkdir(parents=True)
+    (tmp_path / "csrc" / "folder" / "broken.cpp").write_text("#error this file does not compile\n")
     (tmp_path / "lightning_deepcompile").mkdir()
     monkeypatch.setenv("LDC_BUILD", "cpu")
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]

@@ -1,8 +1,8 @@
 """A rank that runs out of memory in a planned program helps itself, and finishes the step with the others.
 
 It cannot give up the step: the other ranks would wait for its collectives. So a region that failed is called again when
-this rank has given memory back that no other rank knows of (``csrc/relief.h``): a region is a function of its inputs.
-Ranks agree on a leaner plan later, at an optimizer-step boundary (`ShortageWatch`, `Tuner`).
+this rank has given memory back that no other rank knows of (``csrc/memory/relief.h``): a region is a function of its
+inputs. Ranks agree on a leaner plan later, at an optimizer-step boundary (`ShortageWatch`, `Tuner`).
 
 A region may free an input as soon as it has read it, so whoever wants to call it again must hold its inputs. This makes
 the peak higher by the inputs that the region at the peak reads last. Only planned programs pay for it: those which use

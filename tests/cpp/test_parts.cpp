@@ -9,9 +9,9 @@
 #include <cstdlib>
 #include <thread>
 
-#include "host_shards.h"
-#include "offload.h"
-#include "runtime_table.h"
+#include "bindings/runtime_table.h"
+#include "executors/offload.h"
+#include "memory/host_shards.h"
 
 namespace {
 
