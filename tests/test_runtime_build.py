@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -107,3 +108,12 @@ def test_a_compile_error_fails_the_build(tmp_path, monkeypatch):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0 and "this file does not compile" in done.stdout + done.stderr
     assert not list((tmp_path / "lightning_deepcompile").iterdir())
+
+
+def test_folders_of_cpp_files_include_what_comes_before_them():
+    source = ROOT / "csrc"
+    order = re.findall(r"^- `(\w+)/`", (source / "README.md").read_text(), re.MULTILINE)
+    assert set(order) == {path.name for path in source.iterdir() if path.is_dir()}
+    for file in [*source.rglob("*.h"), *source.rglob("*.cpp")]:
+        for folder in re.findall(r'^#include "(\w+)/', file.read_text(), re.MULTILINE):
+            assert order.index(folder) <= order.index(file.parent.name), f"{file} includes a header of {folder}/"
