@@ -12,12 +12,6 @@
 
 namespace ldc {
 
-namespace {
-
-int64_t item_size(ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
-
-}  // namespace
-
 GatherEngine::GatherEngine(Device device, std::shared_ptr<Communicator> communicator, Registry& registry, Stats& stats,
                            const RuntimeOptions& options)
     : device_(device),
@@ -58,33 +52,22 @@ std::vector<Tensor> GatherEngine::cast_shards(std::vector<Tensor> inputs, const 
                                               Arena::Lease& staging) {
   std::vector<Tensor> sources;
   std::vector<size_t> cast;  // those whose dtype changes
-  std::vector<int> keys;
+  std::vector<CopyKind> kinds;
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (inputs[i].scalar_type() == targets[i] || inputs[i].numel() == 0) continue;
     cast.push_back(i);
     sources.push_back(inputs[i]);
-    keys.push_back(static_cast<int>(targets[i]));
+    kinds.push_back({targets[i]});
   }
   if (cast.empty()) return inputs;
 
-  const std::vector<Run> runs = neighbour_runs(sources, keys);
-  std::vector<int64_t> starts;
   int64_t bytes = 0;
-  for (const Run& run : runs) {
-    starts.push_back(bytes);
-    bytes += align_up(run.length * item_size(targets[cast[run.members[0]]]), kAlignment);
-  }
+  const std::vector<Run> runs = neighbour_runs(sources, kinds, bytes);
   staging = arena_.acquire(bytes, stream_);
   const c10::StreamGuard guard(stream_);
-  for (size_t r = 0; r < runs.size(); ++r) {
-    const Run& run = runs[r];
-    const ScalarType target = targets[cast[run.members[0]]];
-    typed_view(staging->bytes, starts[r], {run.length}, target).copy_(run.over(sources[run.members[0]]));
-    for (const size_t member : run.members) {
-      const Tensor& source = sources[member];
-      inputs[cast[member]] =
-          typed_view(staging->bytes, starts[r] + run.offset_of(source) * item_size(target), source.sizes(), target);
-    }
+  for (const Run& run : runs) {
+    run.in(staging->bytes).copy_(run.over(sources[run.members[0]]));
+    for (const size_t member : run.members) inputs[cast[member]] = run.in(staging->bytes, sources[member]);
   }
   return inputs;
 }
@@ -92,37 +75,27 @@ std::vector<Tensor> GatherEngine::cast_shards(std::vector<Tensor> inputs, const 
 std::vector<Tensor> GatherEngine::fetch_shards(const std::vector<Param*>& params, Arena::Lease& fetched) {
   std::vector<Tensor> shards, hosts;
   std::vector<size_t> away;  // those that live in host memory
+  std::vector<CopyKind> kinds;
   for (size_t i = 0; i < params.size(); ++i) {
     shards.push_back(params[i]->shard);
     if (!params[i]->host.defined() || shards[i].numel() == 0) continue;
     away.push_back(i);
     hosts.push_back(params[i]->host);
+    kinds.push_back({params[i]->host.scalar_type()});
   }
   if (hosts.empty()) return shards;
 
-  const std::vector<Run> runs = neighbour_runs(hosts, std::vector<int>(hosts.size()));
-  std::vector<int64_t> starts;
   int64_t bytes = 0;
-  for (const Run& run : runs) {
-    starts.push_back(bytes);
-    bytes += align_up(run.length * item_size(hosts[run.members[0]].scalar_type()), kAlignment);
-  }
+  const std::vector<Run> runs = neighbour_runs(hosts, kinds, bytes);
   // The last slot is held while this one is taken, so they are two that take turns; and it is given back before
   // anything of this group is queued on the gather stream, so that its next user waits for its own gather alone.
   fetched = arena_.acquire(bytes, copies_);
   release_fetched();
   {
     const c10::StreamGuard guard(copies_);
-    for (size_t r = 0; r < runs.size(); ++r) {
-      const Run& run = runs[r];
-      const Tensor& first = hosts[run.members[0]];
-      const Tensor target = typed_view(fetched->bytes, starts[r], {run.length}, first.scalar_type());
-      if (!dry_) target.copy_(run.over(first), /*non_blocking=*/true);
-      for (const size_t member : run.members) {
-        const Tensor& host = hosts[member];
-        const int64_t start = starts[r] + run.offset_of(host) * item_size(host.scalar_type());
-        shards[away[member]] = typed_view(fetched->bytes, start, host.sizes(), host.scalar_type());
-      }
+    for (const Run& run : runs) {
+      if (!dry_) run.in(fetched->bytes).copy_(run.over(hosts[run.members[0]]), /*non_blocking=*/true);
+      for (const size_t member : run.members) shards[away[member]] = run.in(fetched->bytes, hosts[member]);
     }
   }
   order(compute_, copies_, stream_);
@@ -146,8 +119,7 @@ void GatherEngine::launch(const Ids& ids, const std::vector<Dtype>& dtypes) {
   std::vector<int64_t> starts;
   int64_t bytes = 0;
   for (size_t i = 0; i < params.size(); ++i) {
-    starts.push_back(bytes);
-    bytes += align_up(params[i]->shard.numel() * communicator_->world_size() * item_size(targets[i]), kAlignment);
+    starts.push_back(append(bytes, params[i]->shard.numel() * communicator_->world_size() * item_size(targets[i])));
   }
   auto group = std::make_shared<Group>();
   group->slot = arena_.acquire(bytes, stream_);

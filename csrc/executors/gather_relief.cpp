@@ -35,7 +35,7 @@ std::vector<GatherEngine::Gathered*> GatherEngine::members(const Group& group) {
 void GatherEngine::move_views(const std::vector<Gathered*>& gathered, const Tensor& memory) {
   for (Gathered* one : gathered) {
     const Tensor& old = one->full;
-    const int64_t start = old.storage_offset() * static_cast<int64_t>(old.element_size());
+    const int64_t start = old.storage_offset() * old.element_size();
     one->full = typed_view(memory, start, old.sizes(), old.scalar_type());
   }
 }
@@ -50,8 +50,7 @@ int64_t GatherEngine::send_away(Group& group) {
   const PlainTensors plain;
   int64_t used = 0;  // the slot may be larger
   for (const Gathered* one : gathered) {
-    const auto item = static_cast<int64_t>(one->full.element_size());
-    used = std::max(used, (one->full.storage_offset() + one->full.numel()) * item);
+    used = std::max(used, (one->full.storage_offset() + one->full.numel()) * one->full.element_size());
   }
   Tensor away = at::empty({used}, group.slot->bytes.options().device(c10::kCPU));
   away.copy_(group.slot->bytes.narrow(0, 0, used));  // the host waits for it, so that the memory can go at once

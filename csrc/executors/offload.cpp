@@ -1,7 +1,6 @@
 #include "executors/offload.h"
 
 #include <ATen/ops/empty_strided.h>
-#include <c10/core/DeviceGuard.h>
 
 #include "memory/views.h"
 
@@ -226,12 +225,8 @@ void OffloadEngine::reload_param(int64_t id) {
   Shard& shard = known->second;
   if (shard.place == Place::host) {
     const PlainTensors plain;
-    const c10::Storage& storage = param.shard.storage();
-    const c10::DeviceGuard guard(device_);
     const auto bytes = static_cast<size_t>(shard.bytes);
-    storage.set_data_ptr_noswap(
-        allocate_with_relief(give_back_, [&] { return storage.allocator()->allocate(bytes); }));
-    storage.set_nbytes(bytes);
+    allocate_with_relief(give_back_, [&] { reallocate(param.shard.storage(), bytes, device_); });
     copy_in(param.shard, shard.copy, *shard.done);
     shard.version = version_of(param.shard);
   }
@@ -241,10 +236,7 @@ void OffloadEngine::reload_param(int64_t id) {
 
 void OffloadEngine::free_shard(int64_t id, Shard& shard) {
   shard.done->block(current_stream(device_));
-  const c10::Storage& storage = registry_.at(id).shard.storage();
-  const c10::DeviceGuard guard(device_);
-  storage.set_data_ptr_noswap(storage.allocator()->allocate(0));
-  storage.set_nbytes(size_t{0});
+  reallocate(registry_.at(id).shard.storage(), 0, device_);
   shard.place = Place::host;
 }
 

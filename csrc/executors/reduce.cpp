@@ -10,8 +10,6 @@ namespace ldc {
 
 namespace {
 
-int64_t item_size(ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
-
 /// The gradient as it travels: contiguous, cast to `send`'s dtype, zero behind its end. Garbage there would end in the
 /// padding of the last ranks' gradients, and from there in the gradient norm.
 void fill_send_buffer(const Tensor& send, const Tensor& grad) {
@@ -22,13 +20,10 @@ void fill_send_buffer(const Tensor& send, const Tensor& grad) {
 
 }  // namespace
 
-/// Byte offsets into one slot; -1 where no buffer is needed.
 struct ReduceEngine::Plan {
-  std::vector<int64_t> sends;
-  std::vector<int64_t> results;
-  std::vector<Run> runs;               // over the parameters in `staged`
-  std::vector<size_t> staged;          // parameters whose result goes through staging
-  std::vector<int64_t> run_starts;
+  std::vector<int64_t> sends;  // byte offsets into the slot; -1 where no buffer is needed
+  std::vector<size_t> staged;  // parameters whose result goes through staging
+  std::vector<Run> runs;       // over the gradients of these
   int64_t bytes = 0;
 };
 
@@ -140,36 +135,25 @@ bool ReduceEngine::travels_as_is(const Gradient& gradient) const {
 ReduceEngine::Plan ReduceEngine::make_plan(const std::vector<Gradient>& group) const {
   Plan plan;
   std::vector<Tensor> targets;
-  std::vector<int> keys;
-  const auto reserve = [&](int64_t size) {
-    const int64_t start = plan.bytes;
-    plan.bytes += align_up(size, kAlignment);
-    return start;
-  };
+  std::vector<CopyKind> kinds;
   for (size_t i = 0; i < group.size(); ++i) {
     const Param& param = *group[i].param;
     const ScalarType wire = group[i].wire;
     const bool empty = param.grad.numel() == 0;  // nothing travels
     plan.sends.push_back(empty || travels_as_is(group[i])
                              ? -1
-                             : reserve(param.grad.numel() * communicator_->world_size() * item_size(wire)));
-    plan.results.push_back(-1);
+                             : append(plan.bytes,
+                                      param.grad.numel() * communicator_->world_size() * item_size(wire)));
     if (empty || (param.grad.scalar_type() == wire && !param.has_grad)) continue;
     plan.staged.push_back(i);
     targets.push_back(param.grad);
-    keys.push_back(static_cast<int>(wire) * 2 + (param.has_grad ? 1 : 0));
+    kinds.push_back({wire, param.has_grad});
   }
   // A run is written as a whole: it must not pass over the gradient of a parameter that is not reduced here.
-  plan.runs = neighbour_runs(targets, keys, [this](const c10::Storage& storage, int64_t begin, int64_t end) {
+  const auto is_free = [this](const c10::Storage& storage, int64_t begin, int64_t end) {
     return registry_.is_free(storage, begin, end);
-  });
-  for (const Run& run : plan.runs) {
-    const ScalarType wire = group[plan.staged[run.members[0]]].wire;
-    plan.run_starts.push_back(reserve(run.length * item_size(wire)));
-    for (const size_t member : run.members) {
-      plan.results[plan.staged[member]] = plan.run_starts.back() + run.offset_of(targets[member]) * item_size(wire);
-    }
-  }
+  };
+  plan.runs = neighbour_runs(targets, kinds, plan.bytes, is_free);
   return plan;
 }
 
@@ -194,6 +178,17 @@ void ReduceEngine::reduce_group(const std::vector<Gradient>& group) {
   int64_t sent = 0;
   {
     const c10::StreamGuard guard(stream_);
+    std::vector<Tensor> results;
+    for (const Gradient& gradient : group) results.push_back(gradient.param->grad);
+    for (const Run& run : plan.runs) {
+      const Tensor& buffer = pending.buffers->bytes;
+      const Tensor& first = results[plan.staged[run.members[0]]];
+      pending.merges.push_back({run.over(first), run.in(buffer), run.kind.add});
+      for (const size_t member : run.members) {
+        Tensor& result = results[plan.staged[member]];
+        result = run.in(buffer, result);
+      }
+    }
     std::vector<Transfer> transfers;
     for (size_t i = 0; i < group.size(); ++i) {
       const Param& param = *group[i].param;
@@ -204,19 +199,8 @@ void ReduceEngine::reduce_group(const std::vector<Gradient>& group) {
         fill_send_buffer(send, group[i].value.detach());
         stats_.copied_grads += 1;
       }
-      const Tensor result = plan.results[i] < 0 ? param.grad
-                                                : typed_view(pending.buffers->bytes, plan.results[i],
-                                                             param.grad.sizes(), group[i].wire);
       sent += static_cast<int64_t>(send.nbytes());
-      transfers.push_back({result, send, param.name});
-    }
-    for (size_t r = 0; r < plan.runs.size(); ++r) {
-      const Run& run = plan.runs[r];
-      const Gradient& leader = group[plan.staged[run.members[0]]];
-      const Param& first = *leader.param;
-      pending.merges.push_back({run.over(first.grad),
-                                typed_view(pending.buffers->bytes, plan.run_starts[r], {run.length}, leader.wire),
-                                first.has_grad});
+      transfers.push_back({results[i], send, param.name});
     }
     pending.completion = communicator_->reduce_scatter_mean(transfers);
     for (const Gradient& gradient : group) {

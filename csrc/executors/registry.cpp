@@ -1,9 +1,9 @@
 #include "executors/registry.h"
 
-#include <c10/core/DeviceGuard.h>
 #include <c10/util/accumulate.h>
 
 #include "memory/host_shards.h"
+#include "memory/views.h"
 
 namespace ldc {
 
@@ -136,9 +136,7 @@ void Registry::allocate_grad(const Param& param) {
   if (storage.nbytes() > 0) return;
   const size_t bytes = grad_storages_.at(storage.unsafeGetStorageImpl()).bytes;
   if (bytes == 0) return;
-  const c10::DeviceGuard guard(device_);  // allocators use the current device
-  storage.set_data_ptr_noswap(storage.allocator()->allocate(bytes));
-  storage.set_nbytes(bytes);
+  reallocate(storage, bytes, device_);
 }
 
 void Registry::free_unused_grads(const Ids& ids) {
@@ -148,10 +146,7 @@ void Registry::free_unused_grads(const Ids& ids) {
     if (storage.nbytes() == 0) continue;
     const Ids& sharing = grad_storages_.at(storage.unsafeGetStorageImpl()).ids;
     const bool in_use = std::any_of(sharing.begin(), sharing.end(), [&](int64_t other) { return at(other).has_grad; });
-    if (in_use) continue;
-    const c10::DeviceGuard guard(device_);
-    storage.set_data_ptr_noswap(storage.allocator()->allocate(0));
-    storage.set_nbytes(size_t{0});
+    if (!in_use) reallocate(storage, 0, device_);
   }
 }
 

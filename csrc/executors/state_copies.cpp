@@ -22,7 +22,7 @@ int64_t buffer_bytes(const std::vector<Tensor>& homes) {
   int64_t need = 0;
   for (const Tensor& home : homes) {
     LDC_CHECK_ARG(home.device().is_cpu() && home.is_contiguous(), "fetch_states: needs what state_home() returned.");
-    need += align_up(static_cast<int64_t>(home.nbytes()), kAlignment);
+    append(need, static_cast<int64_t>(home.nbytes()));
   }
   return need;
 }
@@ -89,9 +89,8 @@ std::vector<Tensor> StateCopies::copy_in(Slot& target, const std::vector<Tensor>
   int64_t offset = 0;
   for (const Tensor& home : homes) {
     const auto size = static_cast<int64_t>(home.nbytes());
-    arriving.push_back(typed_view(target.memory, offset, home.sizes(), home.scalar_type()));
+    arriving.push_back(typed_view(target.memory, append(offset, size), home.sizes(), home.scalar_type()));
     arriving.back().copy_(home, /*non_blocking=*/true);
-    offset += align_up(size, kAlignment);
     stats_.reloaded_bytes += size;
   }
   target.arrived.record(in_);

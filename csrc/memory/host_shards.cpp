@@ -25,8 +25,8 @@ Tensor HostShards::host_of(const Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage() || !tensor.is_contiguous()) return {};
   const Owner* owner = tensor.storage().data_ptr().cast_context<Owner>(&HostShards::end);
   if (owner == nullptr) return {};
-  const auto item = static_cast<int64_t>(tensor.element_size());
-  return typed_view(owner->host, tensor.storage_offset() * item, tensor.sizes(), tensor.scalar_type());
+  const int64_t start = tensor.storage_offset() * tensor.element_size();
+  return typed_view(owner->host, start, tensor.sizes(), tensor.scalar_type());
 }
 
 }  // namespace ldc

@@ -1,5 +1,6 @@
 #include "memory/views.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/TensorImpl.h>
 
 #include <algorithm>
@@ -8,8 +9,14 @@
 
 namespace ldc {
 
+void reallocate(const c10::Storage& storage, size_t bytes, Device device) {
+  const c10::DeviceGuard guard(device);  // allocators use the current device
+  storage.set_data_ptr_noswap(storage.allocator()->allocate(bytes));
+  storage.set_nbytes(bytes);
+}
+
 Tensor typed_view(const Tensor& base, int64_t byte_offset, c10::IntArrayRef sizes, ScalarType dtype) {
-  const auto item = static_cast<int64_t>(c10::elementSize(dtype));
+  const int64_t item = item_size(dtype);
   TORCH_INTERNAL_ASSERT(byte_offset % item == 0, "misaligned view: offset ", byte_offset, ", item size ", item);
   auto view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()),
                                                        base.key_set(), c10::scalarTypeToTypeMeta(dtype));
@@ -20,12 +27,11 @@ Tensor typed_view(const Tensor& base, int64_t byte_offset, c10::IntArrayRef size
 }
 
 Tensor flat(const Tensor& tensor) {
-  return typed_view(tensor, tensor.storage_offset() * static_cast<int64_t>(tensor.element_size()), {tensor.numel()},
-                    tensor.scalar_type());
+  return typed_view(tensor, tensor.storage_offset() * tensor.element_size(), {tensor.numel()}, tensor.scalar_type());
 }
 
 Tensor as_bytes(const Tensor& tensor) {
-  const auto item = static_cast<int64_t>(tensor.element_size());
+  const int64_t item = tensor.element_size();
   return typed_view(tensor, tensor.storage_offset() * item, {tensor.numel() * item}, c10::kByte);
 }
 
@@ -41,11 +47,18 @@ Tensor with_own_storage(const Tensor& tensor) {
 }
 
 Tensor Run::over(const Tensor& member) const {
-  return typed_view(member, begin * static_cast<int64_t>(member.element_size()), {length}, member.scalar_type());
+  return typed_view(member, begin * member.element_size(), {length}, member.scalar_type());
 }
 
-std::vector<Run> neighbour_runs(const std::vector<Tensor>& tensors, const std::vector<int>& keys,
-                                const MayBridge& may_bridge) {
+Tensor Run::in(const Tensor& buffer) const { return typed_view(buffer, start, {length}, kind.dtype); }
+
+Tensor Run::in(const Tensor& buffer, const Tensor& member) const {
+  const int64_t offset = (member.storage_offset() - begin) * item_size(kind.dtype);
+  return typed_view(buffer, start + offset, member.sizes(), kind.dtype);
+}
+
+std::vector<Run> neighbour_runs(const std::vector<Tensor>& tensors, const std::vector<CopyKind>& kinds,
+                                int64_t& end, const MayBridge& may_bridge) {
   constexpr int64_t kLargestGap = 512;
   std::vector<size_t> order(tensors.size());
   std::iota(order.begin(), order.end(), size_t{0});
@@ -65,16 +78,16 @@ std::vector<Run> neighbour_runs(const std::vector<Tensor>& tensors, const std::v
       const int64_t gap = begin - (run.begin + run.length);
       const bool same_memory = tensors[last].storage().is_alias_of(tensor.storage()) &&
                                tensors[last].scalar_type() == tensor.scalar_type();
-      if (same_memory && keys[last] == keys[i] && gap >= 0 &&
-          gap * static_cast<int64_t>(tensor.element_size()) <= kLargestGap &&
+      if (same_memory && run.kind == kinds[i] && gap >= 0 && gap * tensor.element_size() <= kLargestGap &&
           (gap == 0 || !may_bridge || may_bridge(tensor.storage(), begin - gap, begin))) {
         run.members.push_back(i);
         run.length = begin + tensor.numel() - run.begin;
         continue;
       }
     }
-    runs.push_back({{i}, begin, tensor.numel()});
+    runs.push_back({.members = {i}, .kind = kinds[i], .begin = begin, .length = tensor.numel()});
   }
+  for (Run& run : runs) run.start = append(end, run.length * item_size(run.kind.dtype));
   return runs;
 }
 
