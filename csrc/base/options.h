@@ -8,6 +8,7 @@
 
 namespace ldc {
 
+/// The Python module has a keyword for each field, with its type and default (bindings.cpp names them).
 struct RuntimeOptions {
   std::string communicator = "auto";  // "auto", "nccl" or "process_group"
   int64_t reduce_window = 2;          // groups of gradients that may be pending

@@ -37,6 +37,27 @@ std::shared_ptr<Runtime> make_runtime(c10d::ProcessGroup& gather_group, c10d::Pr
           }};
 }
 
+/// A field of RuntimeOptions, which is a keyword of the same name in Python.
+template <auto Field>
+struct Option {
+  using Type = std::decay_t<decltype(std::declval<ldc::RuntimeOptions>().*Field)>;
+  const char* name;
+};
+#define LDC_OPTION(field) Option<&ldc::RuntimeOptions::field>{#field}
+
+template <typename Class, auto... Fields>
+void bind_constructor(Class& runtime, Option<Fields>... options) {
+  const ldc::RuntimeOptions defaults;
+  runtime.def(py::init([](c10d::ProcessGroup& gather_group, c10d::ProcessGroup& reduce_group, at::Device device,
+                          c10d::ProcessGroup* replica_group, typename Option<Fields>::Type... values) {
+                ldc::RuntimeOptions wanted;
+                ((wanted.*Fields = std::move(values)), ...);
+                return make_runtime(gather_group, reduce_group, replica_group, device, wanted);
+              }),
+              "gather_group"_a, "reduce_group"_a, "device"_a, py::kw_only(), "replica_group"_a = py::none(),
+              (py::arg(options.name) = defaults.*Fields)..., NoGil());
+}
+
 template <typename Class>
 void bind_lifecycle(Class& runtime) {
   runtime
@@ -137,34 +158,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Runtime, std::shared_ptr<Runtime>> runtime(
       m, "Runtime",
       "Communicators, streams, buffers and executors of one strategy. Creating one is collective over its groups.");
+  bind_constructor(runtime, LDC_OPTION(communicator), LDC_OPTION(reduce_window), LDC_OPTION(reduce_bucket_size),
+                   LDC_OPTION(max_ctas), LDC_OPTION(cta_cluster), LDC_OPTION(symmetric_threshold), LDC_OPTION(timeout),
+                   LDC_OPTION(free_activation_threshold), LDC_OPTION(host_limit), LDC_OPTION(numa_node),
+                   LDC_OPTION(numa_cpus), LDC_OPTION(sync_before_reduce), LDC_OPTION(sync_after_reduce),
+                   LDC_OPTION(sync_before_allgather), LDC_OPTION(sync_after_allgather), LDC_OPTION(serial));
   runtime
-      .def(py::init([](c10d::ProcessGroup& gather_group, c10d::ProcessGroup& reduce_group, at::Device device,
-                       c10d::ProcessGroup* replica_group, std::string communicator, int64_t reduce_window, int64_t reduce_bucket_size, int64_t max_ctas, int64_t cta_cluster,
-                       int64_t symmetric_threshold, double timeout,
-                       int64_t free_activation_threshold, int64_t host_limit, int64_t numa_node, std::vector<int64_t> numa_cpus, bool sync_before_reduce, bool sync_after_reduce,
-                       bool sync_before_allgather, bool sync_after_allgather, int64_t serial) {
-             return make_runtime(gather_group, reduce_group, replica_group, device,
-                                 {.communicator = std::move(communicator),
-                                  .reduce_window = reduce_window,
-                                  .reduce_bucket_size = reduce_bucket_size,
-                                  .max_ctas = max_ctas,
-                                  .cta_cluster = cta_cluster,
-                                  .symmetric_threshold = symmetric_threshold,
-                                  .timeout = timeout,
-                                  .free_activation_threshold = free_activation_threshold,
-                                  .host_limit = host_limit,
-                                  .numa_node = numa_node,
-                                  .numa_cpus = std::move(numa_cpus),
-                                  .sync_before_reduce = sync_before_reduce,
-                                  .sync_after_reduce = sync_after_reduce,
-                                  .sync_before_allgather = sync_before_allgather,
-                                  .sync_after_allgather = sync_after_allgather,
-                                  .serial = serial});
-           }),
-           "gather_group"_a, "reduce_group"_a, "device"_a, py::kw_only(), "replica_group"_a = py::none(), "communicator"_a = "auto",
-           "reduce_window"_a = 2, "reduce_bucket_size"_a = 0, "max_ctas"_a = 0, "cta_cluster"_a = 0, "symmetric_threshold"_a = 0, "timeout"_a = 0.0, "free_activation_threshold"_a = 0,
-           "host_limit"_a = 0, "numa_node"_a = -1, "numa_cpus"_a = std::vector<int64_t>(), "sync_before_reduce"_a = false, "sync_after_reduce"_a = false, "sync_before_allgather"_a = false,
-           "sync_after_allgather"_a = false, "serial"_a = -1, NoGil())
       .def_property_readonly("serial", &Runtime::serial, "Upper 32 bits of every parameter and graph id.")
       .def_property_readonly("world_size", &Runtime::world_size)
       .def_property_readonly("rank", &Runtime::rank)

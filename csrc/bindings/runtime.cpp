@@ -19,22 +19,20 @@ Device with_index(Device device) {
 
 std::shared_ptr<Runtime> Runtime::create(Group gather_group, Group reduce_group, Group replica_group,
                                          Device device, const RuntimeOptions& options) {
-  LDC_CHECK_ARG(options.reduce_window >= 0, "Runtime: `reduce_window` must not be negative, got ",
-                options.reduce_window, ".");
-  LDC_CHECK_ARG(options.reduce_bucket_size >= 0, "Runtime: `reduce_bucket_size` must not be negative, got ",
-                options.reduce_bucket_size, ".");
-  LDC_CHECK_ARG(options.free_activation_threshold >= 0,
-                "Runtime: `free_activation_threshold` must not be negative, got ", options.free_activation_threshold,
-                ".");
+  const std::initializer_list<std::pair<const char*, int64_t>> sizes{
+      {"reduce_window", options.reduce_window},
+      {"reduce_bucket_size", options.reduce_bucket_size},
+      {"free_activation_threshold", options.free_activation_threshold},
+      {"host_limit", options.host_limit},
+      {"max_ctas", options.max_ctas},
+      {"symmetric_threshold", options.symmetric_threshold}};
+  for (const auto& [name, value] : sizes) {
+    LDC_CHECK_ARG(value >= 0, "Runtime: `", name, "` must not be negative, got ", value, ".");
+  }
   LDC_CHECK_ARG(options.timeout >= 0 && options.timeout < 1e9, "Runtime: `timeout` must be in [0, 1e9) seconds, got ",
                 options.timeout, ".");
-  LDC_CHECK_ARG(options.host_limit >= 0, "Runtime: `host_limit` must not be negative, got ", options.host_limit,
-                ".");
-  LDC_CHECK_ARG(options.max_ctas >= 0, "Runtime: `max_ctas` must not be negative, got ", options.max_ctas, ".");
   LDC_CHECK_ARG(options.cta_cluster >= 0 && options.cta_cluster <= 8, "Runtime: `cta_cluster` must be 0 to 8, got ",
                 options.cta_cluster, ".");
-  LDC_CHECK_ARG(options.symmetric_threshold >= 0, "Runtime: `symmetric_threshold` must not be negative, got ",
-                options.symmetric_threshold, ".");
   const int64_t serial = reserve_serial(options.serial);
   try {
     auto runtime = std::make_shared<Runtime>(gather_group, reduce_group, replica_group, with_index(device), options,
