@@ -17,7 +17,7 @@ TORCH ?= torch==2.13.0
 NEWEST ?= torch==2.15.0
 
 PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
-SOURCES := setup.py pyproject.toml $(wildcard csrc/*)
+SOURCES := setup.py pyproject.toml $(wildcard csrc/*/*)
 STAMP := build/stamp
 # An extension fits one Python and one torch: the stamp says which, and another one makes it out of date.
 IDENTITY = $(PY) -c 'import sys, importlib.metadata as m; print(sys.prefix, sys.version_info[:2], m.version("torch"))'

@@ -19,7 +19,12 @@ from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 ROOT = Path(__file__).resolve().parent
-CUDA_SOURCES = ("csrc/nccl_communicator.cpp", "csrc/cuda_peer_memory.cpp", "csrc/cuda_gradient_merge.cpp")
+CUDA_SOURCES = (
+    "csrc/base/cuda_error.cpp",
+    "csrc/communicators/cuda_peer_memory.cpp",
+    "csrc/communicators/nccl_communicator.cpp",
+    "csrc/executors/cuda_gradient_merge.cpp",
+)
 # What to install for each piece that may be missing (CUDA 13 names; CUDA 12 packages end in -cu12).
 REMEDIES = {
     "cuda_runtime.h": "pip install nvidia-cuda-runtime",
@@ -114,11 +119,11 @@ def find_cuda(plan: BuildPlan, missing: list[str]) -> None:
 
 def make_extension(plan: BuildPlan) -> CppExtension:
     """The extension module for a plan."""
-    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob("*.cpp"))
+    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp"))
     return CppExtension(
         "lightning_deepcompile._C",
         sources=[source for source in sources if plan.cuda or source not in CUDA_SOURCES],
-        depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob("*.h")),
+        depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h")),
         include_dirs=[str(ROOT / "csrc"), *plan.include_dirs],
         library_dirs=plan.library_dirs,
         define_macros=[("LDC_WITH_NCCL", "1")] if plan.cuda else [],

@@ -34,7 +34,7 @@ class Slot:
 
 
 class ArenaModel:
-    """Follows the rules of ``csrc/arena.cpp``: best fit without much waste, spare room in new slots."""
+    """Follows the rules of ``csrc/memory/arena.cpp``: best fit without much waste, spare room in new slots."""
 
     def __init__(self) -> None:
         self._free: list[Slot] = []

@@ -11,7 +11,7 @@ __all__ = ["GradientModel"]
 
 
 class GradientModel:
-    """Follows the rules of ``csrc/reduce.cpp`` and ``csrc/whole_gradients.cpp``.
+    """Follows the rules of ``csrc/executors/reduce.cpp`` and ``csrc/executors/whole_gradients.cpp``.
 
     A gradient that travels stays until the compute stream has waited for it. Sums have the dtype of the parameter;
     where that is not the gradient's, they are cast into a send buffer, whose memory stays with the runtime.

@@ -1,8 +1,9 @@
 """A model of optimizer states that wait in host memory, and visit the device for the optimizer's step.
 
-It follows ``offload/states.py`` and ``csrc/state_copies.cpp``: chunk by chunk they are copied in, stepped, copied out.
-Those that programs fetch have slots of their own; the others go round in what slots are left, at least three. What is
-in a slot when the optimizer has stepped leaves while the next step runs, and takes memory until that step waits for it.
+It follows ``offload/states.py`` and ``csrc/executors/state_copies.cpp``: chunk by chunk they are copied in, stepped,
+copied out. Those that programs fetch have slots of their own; the others go round in what slots are left, at least
+three. What is in a slot when the optimizer has stepped leaves while the next step runs, and takes memory until that
+step waits for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The table of instructions: what each is called, how a program writes it, and what it does.
 
 Whoever reads, changes, prints, simulates or measures instructions asks this table. A new instruction is a row here, a
-branch in the simulator if its effect is new, and an operator in ``csrc/ops.cpp``.
+branch in the simulator if its effect is new, and an operator in ``csrc/bindings/ops.cpp``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from lightning_deepcompile.sharding.shards import collect_parameters
 __all__ = ["check_module", "check_no_hooks", "check_same_model"]
 
 
-def check_module(module: nn.Module, ours: Set[nn.Parameter] = frozenset(), *, world_size: int = 1) -> None:
+def check_module(module: nn.Module, ours: Set[Tensor] = frozenset(), *, world_size: int = 1) -> None:
     """Raises for models that this strategy cannot shard.
 
     Args:

@@ -8,7 +8,7 @@ Every sharded parameter has three faces that share their memory:
   a DTensor appears in any graph (a DTensor input costs guards and host time on every call).
 * ``local``: what an optimizer's arithmetic sees: this rank's true rows as a plain tensor, without the padding.
 
-That memory may be the host's, mapped into the device's address space (``csrc/host_shards.h``): all three are
+That memory may be the host's, mapped into the device's address space (``csrc/memory/host_shards.h``): all three are
 tensors of the device as ever; only those who read or write all of a model look at ``host``, the same as a CPU tensor.
 
 Gradient shards live in flat buffers, which the runtime fills, and which are empty between optimizer steps.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -21,18 +22,18 @@ FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-re
 FLAGS += ["-fno-omit-frame-pointer", "-g", "-O1"]
 # torch itself is not instrumented: containers that cross the border are marked on one side only.
 ASAN_OPTIONS = "detect_leaks=0:detect_container_overflow=0:alloc_dealloc_mismatch=0"
-# What the parts need; the rest of the runtime talks to process groups and to Python.
-SOURCES = ["arena", "communicator", "executor", "gather", "gather_relief", "gradient_merge", "host_memory", "host_pool"]
-SOURCES += ["host_shards", "host_slabs", "in_flight", "numa", "offload", "reduce", "registry", "runtime_table"]
-SOURCES += ["same_on_all_ranks", "signal_pad", "state_copies", "symmetric_communicator", "views", "watchdog"]
-SOURCES += ["whole_gradients"]
+# What the parts need; the rest of the runtime talks to CUDA, to process groups and to Python.
+FOLDERS = ("memory", "communicators", "executors")
+LEFT_OUT = re.compile(r"cuda_|nccl_|process_group_|make_communicators")
 
 
 def run_parts() -> None:
     """Compiles and runs the C++ tests."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    sources = [ROOT / "csrc" / f"{name}.cpp" for name in SOURCES] + sorted((ROOT / "tests" / "cpp").glob("*.cpp"))
-    headers = [*(ROOT / "csrc").glob("*.h"), *(ROOT / "tests" / "cpp").glob("*.h")]
+    parts = [path for folder in FOLDERS for path in sorted((ROOT / "csrc" / folder).glob("*.cpp"))]
+    sources = [path for path in parts if not LEFT_OUT.match(path.name)]
+    sources += [ROOT / "csrc" / "bindings" / "runtime_table.cpp", *sorted((ROOT / "tests" / "cpp").glob("*.cpp"))]
+    headers = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "tests" / "cpp").glob("*.h")]
     newest_header = max(path.stat().st_mtime for path in headers)
     includes = [f"-I{path}" for path in (ROOT / "csrc", *include_paths())]
 

@@ -7,9 +7,9 @@
 #include <atomic>
 #include <cstdio>
 
-#include "executor.h"
-#include "host_memory.h"
-#include "views.h"
+#include "executors/executor.h"
+#include "memory/host_memory.h"
+#include "memory/views.h"
 
 namespace ldc::testing {
 

@@ -1,10 +1,10 @@
 // What goes wrong between ranks: they differ, one is gone, and communication is given up.
 #include <thread>
 
-#include "in_flight.h"
-#include "same_on_all_ranks.h"
+#include "communicators/in_flight.h"
+#include "communicators/same_on_all_ranks.h"
+#include "communicators/watchdog.h"
 #include "support.h"
-#include "watchdog.h"
 
 namespace ldc::testing {
 namespace {

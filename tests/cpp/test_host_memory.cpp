@@ -10,10 +10,10 @@
 #include <cerrno>
 #include <csignal>
 
+#include "communicators/signal_pad.h"
+#include "executors/offload.h"
+#include "executors/state_copies.h"
 #include "fake_device.h"
-#include "offload.h"
-#include "signal_pad.h"
-#include "state_copies.h"
 
 namespace ldc::testing {
 namespace {

@@ -9,9 +9,9 @@
 #include <cstdlib>
 #include <thread>
 
-#include "host_shards.h"
-#include "offload.h"
-#include "runtime_table.h"
+#include "bindings/runtime_table.h"
+#include "executors/offload.h"
+#include "memory/host_shards.h"
 
 namespace {
 
@@ -72,9 +72,15 @@ void test_refused_gradient_buffers() {
 void test_runs() {
   const Tensor base = at::zeros({2048});
   const auto part = [&](int64_t begin, int64_t length) { return base.narrow(0, begin, length); };
-  const auto runs = neighbour_runs({part(10, 5), part(0, 10), part(20, 4), part(1000, 4)}, {0, 0, 0, 0});
+  const std::vector<CopyKind> halves(4, {c10::kHalf});
+  int64_t end = 100 * kAlignment;
+  const auto runs = neighbour_runs({part(10, 5), part(0, 10), part(20, 4), part(1000, 4)}, halves, end);
   EXPECT(runs.size() == 2 && runs[0].members == (std::vector<size_t>{1, 0, 2}) && runs[0].length == 24);
-  const auto apart = neighbour_runs({part(0, 4), part(8, 4)}, {0, 0},
+  EXPECT(runs[0].start == 100 * kAlignment && runs[1].start == 101 * kAlignment && end == 102 * kAlignment);
+  const Tensor buffer = at::zeros({end}, at::TensorOptions().dtype(c10::kByte));
+  const Tensor copy = runs[0].in(buffer, part(20, 4));
+  EXPECT(copy.storage_offset() == 50 * kAlignment + 20 && copy.numel() == 4 && copy.scalar_type() == c10::kHalf);
+  const auto apart = neighbour_runs({part(0, 4), part(8, 4)}, {halves[0], halves[1]}, end,
                                     [](const c10::Storage&, int64_t, int64_t) { return false; });
   EXPECT(apart.size() == 2);
 }

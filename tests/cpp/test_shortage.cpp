@@ -2,10 +2,10 @@
 #include <ATen/ops/arange.h>
 #include <c10/core/CPUAllocator.h>
 
+#include "executors/offload.h"
+#include "executors/state_copies.h"
 #include "fake_device.h"
-#include "host_shards.h"
-#include "offload.h"
-#include "state_copies.h"
+#include "memory/host_shards.h"
 #include "support.h"
 
 namespace ldc::testing {

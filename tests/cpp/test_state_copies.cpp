@@ -1,5 +1,5 @@
 // Optimizer states that visit the device chunk by chunk: while the optimizer steps, and ahead of it.
-#include "state_copies.h"
+#include "executors/state_copies.h"
 
 #include "fake_device.h"
 #include "support.h"

@@ -7,9 +7,9 @@
 #include <functional>
 #include <thread>
 
-#include "signal_pad.h"
+#include "communicators/signal_pad.h"
+#include "communicators/symmetric_communicator.h"
 #include "support.h"
-#include "symmetric_communicator.h"
 
 namespace ldc::testing {
 namespace {

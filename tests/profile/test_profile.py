@@ -48,7 +48,7 @@ def make_planner(mesh: Any, **settings: Any) -> tuple[Engine, torch.optim.Optimi
 
 def test_a_round_profiles_plans_swaps_and_measures(mesh: Any, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
     engine, optimizer = make_planner(mesh)
-    plain = make_engine(mesh)
+    plain = make_engine(mesh, schedule=EARLY[:1])
     plain_optimizer = sgd(plain)
     with caplog.at_level(logging.INFO, "lightning_deepcompile.tuning.tuner"):
         for step in range(ROUND + 1):
@@ -294,7 +294,7 @@ def test_configured_passes_are_checked_when_the_engine_is_made(mesh: Any) -> Non
 def test_what_is_kept_until_the_boundary_travels_once_a_step(mesh: Any) -> None:  # noqa: F811
     losses, gathers, held = [], [], []
     for keep in (False, True):
-        engine = make_engine(mesh)
+        engine = make_engine(mesh, schedule=EARLY[:1])
         optimizer = sgd(engine)
         for step in range(3):
             if step == 1 and keep:

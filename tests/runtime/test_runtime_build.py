@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -99,11 +100,20 @@ def test_unknown_mode_is_refused(build, monkeypatch):
 
 def test_a_compile_error_fails_the_build(tmp_path, monkeypatch):
     (tmp_path / "setup.py").write_text((ROOT / "setup.py").read_text())
-    (tmp_path / "csrc").mkdir()
-    (tmp_path / "csrc" / "broken.cpp").write_text("#error this file does not compile\n")
+    (tmp_path / "csrc" / "folder").mkdir(parents=True)
+    (tmp_path / "csrc" / "folder" / "broken.cpp").write_text("#error this file does not compile\n")
     (tmp_path / "lightning_deepcompile").mkdir()
     monkeypatch.setenv("LDC_BUILD", "cpu")
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0 and "this file does not compile" in done.stdout + done.stderr
     assert not list((tmp_path / "lightning_deepcompile").iterdir())
+
+
+def test_folders_of_cpp_files_include_what_comes_before_them():
+    source = ROOT / "csrc"
+    order = re.findall(r"^- `(\w+)/`", (source / "README.md").read_text(), re.MULTILINE)
+    assert set(order) == {path.name for path in source.iterdir() if path.is_dir()}
+    for file in [*source.rglob("*.h"), *source.rglob("*.cpp")]:
+        for folder in re.findall(r'^#include "(\w+)/', file.read_text(), re.MULTILINE):
+            assert order.index(folder) <= order.index(file.parent.name), f"{file} includes a header of {folder}/"

@@ -1,0 +1,29 @@
+// Which wires a runtime gets.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <memory>
+#include <string>
+
+#include "base/options.h"
+#include "base/stats.h"
+#include "communicators/communicator.h"
+
+namespace ldc {
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+/// "nccl" or "process_group", for what `RuntimeOptions::communicator` says.
+std::string resolve_kind(const std::string& wanted, Device device);
+
+/// Collective over `group`. `stats` outlives what is returned.
+std::shared_ptr<Communicator> make_gather_communicator(const std::string& kind, const Group& group, Device device,
+                                                       const RuntimeOptions& options, Stats& stats);
+
+/// Collective over `group`, and over `replicas` if there are any: gradients are averaged over both.
+std::shared_ptr<Communicator> make_reduce_communicator(const std::string& kind, const Group& group,
+                                                       const Group& replicas, Device device,
+                                                       const RuntimeOptions& options);
+
+}  // namespace ldc

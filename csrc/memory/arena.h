@@ -1,0 +1,67 @@
+// The arena: device memory for gathered parameters and staging buffers, at stable addresses.
+//
+// Slots go round: acquire → used on a communication stream, then on the compute stream → release → acquire …
+// Within a pass addresses repeat; when nothing is gathered any more the slots go back to torch's caching allocator, which
+// gives them out again for the next pass without a call to the driver.
+//
+// What makes a slot safe to use again: `release` records the slot's event on the stream that used it last, and
+// `acquire` makes the next user's stream wait for that event. Without it, a gather would overwrite weights that a
+// kernel of the previous block still reads. Memory returns to torch's allocator only in `clear`, which first orders
+// the stream that it was allocated on behind the last use; so `record_stream` is never needed.
+#pragma once
+
+#include <memory>
+
+#include "base/common.h"
+#include "memory/relief.h"
+
+namespace ldc {
+
+class Arena {
+ public:
+  struct Slot {
+    Slot(Tensor memory, Stream allocated_on, std::shared_ptr<int64_t> total);
+    ~Slot() { *total -= capacity(); }
+    Slot(const Slot&) = delete;
+    Slot& operator=(const Slot&) = delete;
+    int64_t capacity() const { return bytes.numel(); }
+
+    Tensor bytes;    // uint8
+    Stream home;     // current when the memory was allocated; torch hands freed memory out again in its order
+    Event released;  // the last use of the slot
+    Event ready;     // free for the owner of the slot; kept here so that it is created once
+    std::shared_ptr<int64_t> total;  // bytes of all slots alive, also of those that an error made somebody drop
+  };
+  using Lease = std::unique_ptr<Slot>;  // a slot in use; give it back with release()
+
+  explicit Arena(Device device) : device_(device) {}
+
+  /// A slot of at least `need` bytes that `user` may write at once: the smallest free one that wastes at most a
+  /// quarter (and 1 MiB), else fresh memory.
+  Lease acquire(int64_t need, const Stream& user);
+
+  /// Takes a slot back; everything queued on `last_user` so far still sees its contents.
+  void release(Lease slot, const Stream& last_user);
+
+  /// Frees the slots that nobody holds; returns their bytes.
+  int64_t clear();
+
+  /// What to do when there is no memory for a slot.
+  void relieve_with(GiveBack give_back) { give_back_ = std::move(give_back); }
+
+  int64_t bytes() const { return *bytes_; }  // held from torch's allocator, leased slots included
+  int64_t peak_bytes() const { return peak_bytes_; }
+  void reset_peak() { peak_bytes_ = *bytes_; }
+
+ private:
+  Lease allocate(int64_t capacity, const Stream& user);
+
+  Device device_;
+  std::vector<Lease> free_;
+  Event scratch_;
+  GiveBack give_back_;
+  std::shared_ptr<int64_t> bytes_ = std::make_shared<int64_t>(0);
+  int64_t peak_bytes_ = 0;
+};
+
+}  // namespace ldc

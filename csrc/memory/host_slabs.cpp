@@ -1,0 +1,83 @@
+#include "memory/host_slabs.h"
+
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+
+namespace ldc {
+namespace {
+
+constexpr int64_t kSmallestSlab = int64_t{1} << 20;
+constexpr int64_t kLargestSlab = int64_t{1} << 30;
+
+int64_t power_of_two(int64_t bytes) { return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(bytes))); }
+
+}  // namespace
+
+Tensor HostSlabs::place(const Tensor& like) {
+  LDC_CHECK_ARG(like.is_contiguous(), what_, ": a tensor of strides ", like.strides(), " has no place here; ",
+                "it must be contiguous.");
+  const PlainTensors plain;
+  const int64_t need = align_up(std::max<int64_t>(static_cast<int64_t>(like.nbytes()), 1), kAlignment);
+  Slab& slab = slab_for(need);
+  auto* const address = static_cast<std::byte*>(slab.memory->mutable_data_ptr()) + slab.used;
+  slab.used += need;
+  return at::from_blob(address, like.sizes(), [memory = slab.memory](void*) {},
+                       at::TensorOptions().dtype(like.scalar_type()));
+}
+
+HostSlabs::Slab& HostSlabs::slab_for(int64_t need) {
+  for (Slab& slab : slabs_) {
+    if (slab.used + need <= slab.memory->numel()) return slab;
+  }
+  int64_t capacity = power_of_two(std::max(need, std::clamp(bytes() / 4, kSmallestSlab, kLargestSlab)));
+  if (!memory_->can_allow(capacity)) capacity = power_of_two(need);
+  slabs_.push_back({std::make_shared<Tensor>(memory_->take(capacity, c10::str("offloaded ", what_)))});
+  return slabs_.back();
+}
+
+void HostSlabs::reserve(const std::vector<int64_t>& sizes) {
+  reserved_ = 0;
+  std::vector<int64_t> used;
+  for (const Slab& slab : slabs_) used.push_back(slab.used);
+  const auto empty_again = [&] {
+    used.resize(slabs_.size(), 0);
+    for (size_t i = 0; i < slabs_.size(); ++i) slabs_[i].used = used[i];
+  };
+  try {
+    for (const int64_t size : sizes) {
+      const int64_t need = align_up(std::max<int64_t>(size, 1), kAlignment);
+      slab_for(need).used += need;
+    }
+  } catch (...) {
+    empty_again();
+    throw;
+  }
+  empty_again();
+  if (!sizes.empty()) reserved_ = bytes();
+}
+
+int64_t HostSlabs::bytes() const {
+  int64_t total = 0;
+  for (const Slab& slab : slabs_) total += slab.memory->numel();
+  return total;
+}
+
+void HostSlabs::trim() {
+  const int64_t before = bytes();
+  int64_t left = before;
+  std::erase_if(slabs_, [&](Slab& slab) {
+    if (slab.memory.use_count() > 1) return false;
+    slab.used = 0;
+    if (left - slab.memory->numel() < reserved_) return false;
+    left -= slab.memory->numel();
+    return true;
+  });
+  if (left == before) return;
+  memory_->give_back(before - left);
+  memory_->free_cached();
+}
+
+}  // namespace ldc
