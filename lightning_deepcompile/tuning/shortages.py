@@ -1,7 +1,8 @@
 """A rank that runs out of memory in a planned program helps itself, finishes the step, and all ranks learn of it.
 
 It cannot give up the step: the other ranks would wait for its collectives. So a region that failed is called again when
-this rank has given memory back that no other rank knows of (``csrc/memory/relief.h``): a region is a function of its inputs.
+this rank has given memory back that no other rank knows of (``csrc/memory/relief.h``): a region is a function of its
+inputs.
 
 A region may free an input as soon as it has read it, so whoever wants to call it again must hold its inputs. This makes
 the peak higher by the inputs that the region at the peak reads last. Only planned programs pay for it: those which use
