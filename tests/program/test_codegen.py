@@ -76,7 +76,7 @@ def test_code_computes_what_interpretation_computes(data: st.DataObject) -> None
     run, source = generate(program)
     args: list[Any] = [float(i + 1) for i in range(count)]
     expected = fx.Interpreter(program.gm).run(*args)
-    assert list(run(args)) == list(expected), source
+    assert repr(list(run(args))) == repr(list(expected)), source  # nan, too
     assert args == [], "the arguments were handed over: the caller must not keep them alive"
 
 
