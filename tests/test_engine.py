@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from lightning_deepcompile import compat
 from lightning_deepcompile.capture import partition
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.engine import Engine
@@ -378,46 +377,3 @@ def test_gradients_and_norms_keep_their_dtypes_digits_and_range(mesh: DeviceMesh
     norm = engine.clipping.norm(engine.module.parameters(), 1.0)
     assert norm.dtype is torch.float64 and float(norm) == pytest.approx(float(x[0]), rel=1e-7)
     assert float(engine.module.scale.grad) == pytest.approx(1.0, rel=1e-7)
-
-
-class Images(nn.Module):
-    """Convolves twice, and gives one of its images away."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(2)
-        )
-        self.head = nn.Linear(3 * 36, 5)
-
-    def training_step(self, images: Tensor, batch_idx: int) -> tuple[Tensor, Tensor]:
-        for block in self.blocks:
-            images = block(images)
-        return self.head(images.transpose(2, 3).flatten(1)).square().mean(), images
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"memory_budget": 1 << 40}], ids=["whole", "cut"])
-def test_images_stay_in_the_layout_of_their_convolution(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, settings: dict[str, int]
-) -> None:
-    reported: list[Any] = []
-    report = compat.report_strides
-    monkeypatch.setattr(compat, "report_strides", lambda strides: (reported.extend(strides), report(strides)))
-    images = torch.randn(4, 3, 6, 6)
-    alone = Images()
-    expected, image = alone.training_step(images, 0)
-    expected.backward()
-    module = Images()
-    engine = Engine(module, mesh, CompileConfig(region_backend="inductor", **settings))
-    loss, seen = engine.run_step("training_step", images, 0)
-    assert seen.stride() == image.stride() == (108, 36, 6, 1)
-    assert (108, 1, 18, 3) in reported
-    engine.backward(loss.backward)
-    torch.testing.assert_close((loss, seen), (expected, image), rtol=1e-5, atol=1e-6)
-    for (name, sharded), parameter in zip(module.named_parameters(), alone.parameters(), strict=True):
-        actual = sharded.grad.full_tensor()
-        assert actual.is_contiguous()
-        torch.testing.assert_close(actual, parameter.grad, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-    engine.close()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.causal_mask import recognize_causal_masks
@@ -37,7 +37,7 @@ from lightning_deepcompile.plan.recompute import Checkpoint
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.program.codegen import Divider, Guard
 from lightning_deepcompile.program.executable import UNCHECKPOINTED, Executable
-from lightning_deepcompile.program.graph import args_of, is_gather, is_reduce, nbytes, output_node
+from lightning_deepcompile.program.graph import is_gather, is_reduce, nbytes, output_node
 from lightning_deepcompile.program.lower import RegionCompiler, lower
 from lightning_deepcompile.program.program import ParamInfo, Program, ProgramKind
 from lightning_deepcompile.program.rewrite import Gathers, read_schedule, reschedule
@@ -301,7 +301,7 @@ class Capture:
             for executable in frame.executables:
                 executable.swap(self._plan(frame, executable.base))
 
-    def _inline(self, frame: _Frame, kind: ProgramKind, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    def _inline(self, frame: _Frame, kind: ProgramKind, gm: fx.GraphModule) -> None:
         # Not earlier: AOTAutograd copies and prints its graphs, which a step of many blocks would wait for.
         inline_blocks(gm, frame.blocks)
         if kind == "inference":
@@ -313,7 +313,6 @@ class Capture:
             frame.saved = number_saved(gm, frame.outputs, frame.computed)
         else:
             mark_saved(gm, frame.saved)
-            _take_strides(gm, inputs)
 
     def _compile(
         self, frame: _Frame, kind: ProgramKind, gm: fx.GraphModule, inputs: Sequence[Any]
@@ -321,7 +320,7 @@ class Capture:
         graph_id = (self.runtime.serial << 32) | self._lowered
         self._lowered += 1
         with self._timed():
-            self._inline(frame, kind, gm, inputs)
+            self._inline(frame, kind, gm)
             # A backward program also releases what the forward program left, whether it reads it or not.
             frame.ids |= {n.args[1] for n in gm.graph.nodes if is_gather(n) or is_reduce(n)}
             name = f"frame{frame.index}.{kind}"
@@ -334,10 +333,7 @@ class Capture:
                 compile_region=self.regions,
                 progress=self.progress,
                 cuts=self._cuts(frame),
-                visible=frame.outputs if kind == "forward" and self.config.offload_activations == "none" else None,
             )
-            if kind == "forward":
-                _report_strides(gm)
             history = (*base.history, UNCHECKPOINTED) if self.uncheckpointed else base.history
             base = replace(base, frame=frame.index, history=history)
             self.runtime.register_graph(graph_id, sorted(frame.ids), stage=self.stage, reduce="every")
@@ -443,22 +439,6 @@ def _partition(
 def _saved_bytes(forward: Program) -> int:
     """Bytes of what a forward program makes and returns: nearly all of it is saved for backward."""
     return sum(nbytes(n) for n in output_node(forward.gm.graph).all_input_nodes if n.op != "placeholder")
-
-
-def _report_strides(forward: fx.GraphModule) -> None:
-    """Tells of saved tensors that regions have made in another layout than the traced one."""
-    (outputs,) = args_of(output_node(forward.graph))
-    if any(isinstance(node, fx.Node) and "restrided" in node.meta for node in outputs):
-        values = [node.meta["val"] if isinstance(node, fx.Node) else None for node in outputs]
-        compat.report_strides([value.stride() if isinstance(value, Tensor) else None for value in values])
-
-
-def _take_strides(backward: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """What a backward graph reads has the strides of `inputs`, the fake tensors that it is compiled for."""
-    for node, value in zip(backward.graph.find_nodes(op="placeholder"), inputs, strict=True):
-        traced = node.meta["val"]
-        if isinstance(traced, Tensor) and value is not traced and value.ndim >= 4 and value.stride() != traced.stride():
-            node.meta["val"], node.meta["restrided"] = value, True
 
 
 def _unless_elsewhere(capture: Capture, compiled: Callable[..., Any], graph: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,7 +19,6 @@ from lightning_deepcompile.compat.aot import (
     mark_effectful,
     partition,
     real_tensors,
-    report_strides,
 )
 from lightning_deepcompile.compat.autograd import (
     NO_TORCH_FUNCTION,
@@ -73,7 +72,6 @@ from lightning_deepcompile.compat.inductor import (
     compile_region,
     inference_joint_passes,
     start_compile_workers,
-    with_strides,
 )
 from lightning_deepcompile.compat.modules import (
     BatchNorm,
@@ -135,7 +133,6 @@ __all__ = [
     "plain_functions",
     "process_group",
     "real_tensors",
-    "report_strides",
     "reduce_scatter_mean_into",
     "root_cause",
     "run_first_after_step",
@@ -151,6 +148,5 @@ __all__ = [
     "unscale",
     "version_of",
     "with_local",
-    "with_strides",
     "with_own_code",
 ]

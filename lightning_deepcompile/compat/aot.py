@@ -23,7 +23,6 @@ __all__ = [
     "mark_effectful",
     "partition",
     "real_tensors",
-    "report_strides",
 ]
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
@@ -145,17 +144,6 @@ def current_fake_mode() -> FakeTensorMode:
     if mode is None:
         raise RuntimeError("No fake tensor mode is active: a graph was lowered outside of a compilation.")
     return mode
-
-
-def report_strides(strides: Sequence[tuple[int, ...] | None]) -> None:
-    """Tells AOTAutograd what strides the outputs of the forward graph that is being compiled really have.
-
-    Args:
-        strides: Of each output; None for what is not a tensor. The backward graph is compiled for these.
-    """
-    found = TracingContext.get().output_strides
-    if found is not None:
-        found[:] = strides
 
 
 def is_tracing() -> bool:

@@ -10,7 +10,7 @@ from torch._guards import TracingContext, tracing
 
 from lightning_deepcompile.compat.aot import BoxedCallable, current_fake_mode
 
-__all__ = ["compile_region", "inference_joint_passes", "start_compile_workers", "with_strides"]
+__all__ = ["compile_region", "inference_joint_passes", "start_compile_workers"]
 
 
 def inference_joint_passes(gm: fx.GraphModule) -> None:
@@ -20,27 +20,8 @@ def inference_joint_passes(gm: fx.GraphModule) -> None:
     _recursive_joint_graph_passes(gm)
 
 
-def with_strides(node: fx.Node) -> fx.Node:
-    """What `node` computes, with the strides that its metadata has: itself, or a copy; written behind it.
-
-    Inductor gives an operator's output the strides that follow from those of its inputs.
-    """
-    from torch._inductor.inductor_prims import force_stride_order
-
-    strides = tuple(node.meta["val"].stride())
-    with node.graph.inserting_after(node):
-        copy = node.graph.call_function(force_stride_order, (node, strides))
-    copy.meta["val"] = node.meta["val"]
-    return copy
-
-
 def compile_region(
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    *,
-    is_backward: bool,
-    is_inference: bool,
-    strides: list[tuple[int, ...] | None] | None = None,
+    gm: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool, is_inference: bool
 ) -> BoxedCallable:
     """Compiles one region with Inductor, apart from the compilation that is in progress.
 
@@ -52,16 +33,13 @@ def compile_region(
         inputs: Fake inputs.
         is_backward: Whether it belongs to a backward graph.
         is_inference: Whether no gradients will be needed.
-        strides: Filled with those of the outputs, for which Inductor chooses a layout where they are not user visible.
 
     Returns:
         The compiled region.
     """
     from torch._inductor.compile_fx import compile_fx_inner
 
-    context = TracingContext(current_fake_mode())
-    context.output_strides = strides
-    with tracing(context):
+    with tracing(TracingContext(current_fake_mode())):
         return compile_fx_inner(gm, inputs, is_backward=is_backward, is_inference=is_inference, static_input_idxs=())
 
 

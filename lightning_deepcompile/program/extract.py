@@ -37,7 +37,6 @@ class ExtractedRegion:
         key: Content key, in which devices are numbered by first mention.
         shape_env: Torch's shape environment whose symbols it is written in; None where all sizes are numbers.
         devices: The devices that `key` numbers: equal keys stand for the same code only on equal devices.
-        strides: Those that its outputs have as compiled; None where they are as traced.
     """
 
     parent: fx.GraphModule
@@ -46,7 +45,6 @@ class ExtractedRegion:
     key: str
     shape_env: object | None
     devices: tuple[str, ...]
-    strides: list[tuple[int, ...] | None] | None = None
 
     @property
     def fake_inputs(self) -> list[Any]:
@@ -145,9 +143,8 @@ def extract_region(parent: fx.GraphModule, region: Region) -> ExtractedRegion:
             if source.op == "get_attr" and source not in text.nodes:
                 text.nodes[source] = f"c{next(attributes)}"
                 lines.append(f"{text.nodes[source]} = {text.attribute(attribute(parent, source))}")
-        # Inductor's cache knows graphs by their code, which must tell what outputs have strides that it chose.
-        text.nodes[node] = name = f"{'free' if node in region.free else 'n'}{index}"
-        lines.append(f"{name} = {node.target}{text.arguments(node)}: {text.value(node.meta.get('val'))}")
+        text.nodes[node] = f"n{index}"
+        lines.append(f"n{index} = {node.target}{text.arguments(node)}: {text.value(node.meta.get('val'))}")
     lines.append("return " + ", ".join(text.nodes[node] for node in region.outputs))
     key = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
     sizes = _symbolic_sizes([*region.inputs, *region.nodes])
@@ -173,19 +170,10 @@ def _graph_of(parent: fx.GraphModule, region: Region, names: Mapping[fx.Node, st
         args, kwargs = fx.map_arg(node.args, copies.__getitem__), fx.map_arg(node.kwargs, copies.__getitem__)
         copy = copies[node] = graph.create_node(node.op, node.target, args, kwargs, name=names[node])
         copy.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
-    free = region.free
-    fix = compat.with_strides if region.restrided else _with_traced_strides
-    output = graph.output(
-        tuple(copies[n] if n in free or not _is_strided(n) else fix(copies[n]) for n in region.outputs)
-    )
-    # Inductor may otherwise choose other strides for outputs than their readers were traced with.
-    output.meta["user_visible_output_idxs"] = [i for i, node in enumerate(region.outputs) if node not in free]
+    output = graph.output(tuple(_with_traced_strides(copies[node]) for node in region.outputs))
+    # Inductor may otherwise choose other strides for outputs than the next region was traced with.
+    output.meta["user_visible_output_idxs"] = list(range(len(region.outputs)))
     return compat.graph_module(root, graph)
-
-
-def _is_strided(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.ndim > 1
 
 
 def _with_traced_strides(node: fx.Node) -> fx.Node:

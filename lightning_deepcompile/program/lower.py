@@ -13,7 +13,6 @@ from torch import fx, nn
 from lightning_deepcompile import compat
 from lightning_deepcompile.program.extract import ExtractedRegion, add_symbol_inputs, extract_region, symbol_sources
 from lightning_deepcompile.program.graph import (
-    args_of,
     attribute,
     is_compute,
     is_gather,
@@ -24,14 +23,10 @@ from lightning_deepcompile.program.graph import (
 )
 from lightning_deepcompile.program.normalize import normalize
 from lightning_deepcompile.program.program import ParamInfo, Program, ProgramKind, RegionInfo, RegionModule
-from lightning_deepcompile.program.regions import Region, cut_regions, free_outputs
+from lightning_deepcompile.program.regions import Region, cut_regions
 from lightning_deepcompile.program.repeatable import is_repeatable
 
 __all__ = ["RegionCompiler", "lower"]
-
-
-_Compiled = tuple[compat.BoxedCallable, list[tuple[int, ...] | None] | None]
-"""A region, and the strides of its outputs where they are not all those that were traced."""
 
 
 @dataclass
@@ -51,10 +46,10 @@ class RegionCompiler:
     compiled: int = 0
     requested: int = 0
     seconds: float = 0.0
-    _cache: dict[tuple[str, tuple[str, ...], ProgramKind, object], _Compiled] = field(default_factory=dict)
+    _cache: dict[tuple[str, tuple[str, ...], ProgramKind, object], compat.BoxedCallable] = field(default_factory=dict)
 
     def __call__(self, extracted: ExtractedRegion, kind: ProgramKind) -> compat.BoxedCallable:
-        """Returns the compiled form of `extracted` for a program of `kind`, and notes its strides."""
+        """Returns the compiled form of `extracted` for a program of `kind`."""
         self.requested += 1
         # Code for symbolic sizes holds under the guards of the frame it was compiled in, which are those of its shape
         # environment: another frame's sizes may break them. (Across frames Inductor's own cache checks the guards.)
@@ -62,21 +57,17 @@ class RegionCompiler:
         if key not in self._cache:
             start = time.perf_counter()
             if self.backend == "eager":
-                self._cache[key] = _run_eagerly(extracted.gm), None
+                self._cache[key] = _run_eagerly(extracted.gm)
             else:
-                strides: list[tuple[int, ...] | None] | None = [] if extracted.region.free else None
-                run = compat.compile_region(
+                self._cache[key] = compat.compile_region(
                     extracted.gm,
                     extracted.fake_inputs,
                     is_backward=kind == "backward",
                     is_inference=kind == "inference",
-                    strides=strides,
                 )
-                self._cache[key] = run, strides
             self.compiled += 1
             self.seconds += time.perf_counter() - start
-        run, extracted.strides = self._cache[key]
-        return run
+        return self._cache[key]
 
 
 def _run_eagerly(gm: fx.GraphModule) -> compat.BoxedCallable:
@@ -98,7 +89,6 @@ def lower(
     compile_region: Callable[[ExtractedRegion, ProgramKind], compat.BoxedCallable],
     progress: Callable[[str], None] | None = None,
     cuts: bool = True,
-    visible: int | None = None,
 ) -> Program:
     """Lowers `gm` to a program in its functional form: regions between ``dc.gather`` and ``dc.reduce``.
 
@@ -112,9 +102,6 @@ def lower(
         progress: Told which region is being compiled.
         cuts: Whether the graph is cut between blocks. If not, it is one region, which the compiler sees whole.
 
-        visible: How many of the graph's outputs, the first ones, need the strides that they were traced with; None:
-            all. The others' metadata says what strides they have, and "restrided" where that is not as traced.
-
     Returns:
         The program. It is correct as it stands (each gather and reduction blocks); passes schedule it.
     """
@@ -125,24 +112,16 @@ def lower(
     regions = cut_regions(
         graph, lambda key: (named[key] if isinstance(key, str) else params[key]).block if cuts else ""
     )
-    seen = {node for node in args_of(output_node(graph))[0][:visible] if isinstance(node, fx.Node)}
     for region in regions:
         add_symbol_inputs(region, symbols)
     compiled = []
     for index, region in enumerate(regions):
-        region.restrided = any("restrided" in node.meta for node in region.inputs)
-        if not symbols:
-            region.free = free_outputs(region, seen)
         if progress is not None:
             progress(f"compiling {name}, region {index + 1}/{len(regions)}")
         extracted = extract_region(gm, region)
         lookups = tuple((_brief(node), named[looked_up_name(node)].ds_id) for node in region.nodes if is_lookup(node))
         info = RegionInfo(extracted.key, tuple(region.blocks), len(region.nodes), is_repeatable(region.nodes), lookups)
         compiled.append(RegionModule(compile_region(extracted, kind), info))
-        for node, strides in zip(region.outputs, extracted.strides or (), strict=False):
-            if node in region.free and strides is not None and strides != node.meta["val"].stride():
-                node.meta["val"] = node.meta["val"].as_strided(node.meta["val"].size(), strides)
-                node.meta["restrided"] = True
     return _Builder(gm, name, kind, graph_id, params).build(regions, compiled)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 
 from lightning_deepcompile.program.graph import (
@@ -27,13 +26,12 @@ from lightning_deepcompile.program.graph import (
     source_gather,
 )
 
-__all__ = ["Region", "cut_regions", "free_outputs"]
+__all__ = ["Region", "cut_regions"]
 
 # A value that two regions share may be one layer's own: hoisted, all layers' would be alive at once.
 _MAX_SHARED_BY_TWO = 1 << 20
 _MAX_SHARED_BY_MANY = 128 << 20
 _LOOKUP_SEED = "inductor_lookup_seed"
-_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
 @dataclass
@@ -45,16 +43,12 @@ class Region:
         blocks: Names of the blocks whose parameters it reads or whose gradients it produces, in order of use.
         inputs: Nodes outside of it that it reads, gathers included, in order of first use.
         outputs: Its nodes that others read.
-        free: Outputs for which the compiler chooses strides; see `free_outputs`.
-        restrided: Whether it reads values whose strides a compiler has chosen.
     """
 
     nodes: list[fx.Node]
     blocks: list[str] = field(default_factory=list)
     inputs: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
-    free: set[fx.Node] = field(default_factory=set)
-    restrided: bool = False
 
 
 def cut_regions(graph: fx.Graph, block_of: Callable[[int | str], str]) -> list[Region]:
@@ -79,29 +73,6 @@ def cut_regions(graph: fx.Graph, block_of: Callable[[int | str], str]) -> list[R
         pieces = [shared, *([n for n in piece if n not in moved] for piece in pieces)]
     label_of = dict(zip(order, labels, strict=True))
     return [_describe(piece, label_of) for piece in pieces if piece]
-
-
-def free_outputs(region: Region, visible: set[fx.Node]) -> set[fx.Node]:
-    """Outputs of `region` for which a compiler may choose other strides than those that they were traced with.
-
-    Images, where the region convolves or reads what another has: convolutions are fastest in a layout of their own, and
-    to copy what each makes back into the traced one takes longer than many of them. Only code that is compiled later
-    reads such outputs.
-
-    Args:
-        region: A region of a graph without symbolic sizes.
-        visible: Nodes of which somebody else knows the traced strides.
-    """
-    if not region.restrided and not any(node.target in _CONVOLUTIONS for node in region.nodes):
-        return set()
-    return {
-        node
-        for node in region.outputs
-        if node not in visible
-        and isinstance(value := node.meta.get("val"), torch.Tensor)
-        and value.ndim >= 4
-        and all(user.op == "output" or is_compute(user) for user in node.users)
-    }
 
 
 def _labels(order: list[fx.Node], block_of: Callable[[int | str], str]) -> list[str | None]:
