@@ -150,7 +150,7 @@ class Engine:
         number = store.add(f"lightning_deepcompile/engines/{dist.get_rank()}", 1)
         meeting = (store, dist.get_rank(group), ranks.world_size, timeout, f"lightning_deepcompile/engine{number}")
         self.failures = Failures(store, dist.get_rank(group), meeting[-1])
-        agreement = self._agreement = Agreement(*meeting, self.host_group, self.model.names)
+        agreement = Agreement(*meeting, self.host_group, self.model.names)
         self.fallbacks = Fallbacks(config.fallback, dist.get_rank(group))
         leaving = ActivationOffload(config, self.model, device, stage, host_bytes)
         retry = MemoryRetry(self.runtime, device, dist.get_rank(group))
@@ -428,7 +428,7 @@ class Engine:
         if not self.ended:  # else there are no peers to wait for
             self.runtime.close()
         self.ended = True
-        self._agreement.rest()
+        self.timeline.order.rest()
         for shards in self._local_shards.values():
             shards.detach()
         self._retire()

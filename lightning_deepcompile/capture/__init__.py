@@ -1,1 +1,1 @@
-"""From an ordinary module to graphs that read sharded parameters: sharding, access, capture, gradients."""
+"""The compiler backend: Dynamo's graphs in, executables out; shards are made elsewhere, and no plan is made here."""

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_deepcompile import compat
 from lightning_deepcompile.checkpoint.module_state import gather, plain_name
 from lightning_deepcompile.offload.states import StateOffload
-from lightning_deepcompile.ranks.exchange import gather_objects
+from lightning_deepcompile.ranks.exchange import exchange
 from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.shards import ShardedModel
 
@@ -156,7 +156,7 @@ def _distributed_states(
             else:
                 table[index, key] = value.detach().cpu() if isinstance(value, Tensor) else value
     # A rank may lack a state: an optimizer skips parameters without gradients. What to gather must not depend on it.
-    tables = gather_objects(table)
+    tables = exchange(table)
     states: dict[int, dict[str, Any]] = {}
     for index, key in dict.fromkeys(chain.from_iterable(tables)):
         name, parameter = parameters[index]

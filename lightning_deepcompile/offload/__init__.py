@@ -1,1 +1,1 @@
-"""Optimizer states that live in host memory and visit the device while the optimizer steps."""
+"""Optimizer states, activations and shards in host memory; which of them a plan moves is decided in `plan`."""

@@ -10,18 +10,24 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = ["AnyRank", "attempt", "exchange", "gather_objects", "raise_together"]
+__all__ = ["AnyRank", "attempt", "exchange", "raise_together"]
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-def exchange(mine: T, group: dist.ProcessGroup) -> list[T]:
-    """What every rank of `group` passes, by rank; a collective, at setup or at an optimizer-step boundary."""
-    if group.size() == 1:
+def exchange(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What every rank of `group` passes, by rank; a collective, at setup or at an optimizer-step boundary.
+
+    Args:
+        mine: What this rank passes.
+        group: The ranks; None: all that there are, or this one alone before they know of each other.
+    """
+    size = group.size() if group is not None else dist.get_world_size() if dist.is_initialized() else 1
+    if size == 1:
         return [mine]
-    everybody: list[Any] = [None] * group.size()
+    everybody: list[Any] = [None] * size
     dist.all_gather_object(everybody, mine, group=group)
     return everybody
 
@@ -86,15 +92,6 @@ class AnyRank:
             ) from error
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's `value`, by rank; a collective of `group` (None: of all ranks)."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 @contextlib.contextmanager
 def raise_together(action: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raises on all ranks if the body raises on one. The body must contain no collectives.
@@ -111,7 +108,7 @@ def raise_together(action: str, group: dist.ProcessGroup | None = None) -> Itera
         yield
     except Exception as caught:
         error = caught
-    failures = gather_objects(None if error is None else f"{type(error).__name__}: {error}", group)
+    failures = exchange(None if error is None else f"{type(error).__name__}: {error}", group)
     if error is not None:
         raise error
     for rank, failure in enumerate(failures):
