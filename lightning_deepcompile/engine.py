@@ -51,8 +51,8 @@ from lightning_deepcompile.sharding.successors import Successors
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
 from lightning_deepcompile.step.clipping import Clipping
 from lightning_deepcompile.step.head_start import HeadStart
-from lightning_deepcompile.step.opening import StepOpening
 from lightning_deepcompile.step.optimizers import LocalShards, check_optimizer, take_over
+from lightning_deepcompile.step.prefetch import StepPrefetch
 from lightning_deepcompile.step.timeline import Timeline
 from lightning_deepcompile.summary import Summary
 from lightning_deepcompile.tuning.shortages import MemoryRetry, Shortages, ShortageWatch
@@ -188,16 +188,16 @@ class Engine:
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._mentions: dict[str, Mentions] = {}
         self._settings: dict[str, contextlib.AbstractContextManager[None]] = {}
-        opening = StepOpening(config, self.capture, self.runtime, self.host_group, device, stage)
+        prefetch = StepPrefetch(config, self.capture, self.runtime, self.host_group, device, stage)
         self.uncompiled = uncompiled = self.model.state.path = Uncompiled(
             self.model.parameters,
             stays=stage < 3,
             compare=compat.held_weakly(agreement.check_uncompiled),
-            written=opening.rewritten,
+            written=prefetch.rewritten,
             noticed=self.fallbacks.noticed,
         )
         self.timeline = Timeline(
-            self.runtime, agreement, self.tuner, states, leaving, opening, self.capture, uncompiled, self.gradients
+            self.runtime, agreement, self.tuner, states, leaving, prefetch, self.capture, uncompiled, self.gradients
         )
         self.ended = False
 
@@ -227,7 +227,7 @@ class Engine:
             with (
                 self._settings[name],
                 self.fallbacks.watching(),
-                self.timeline.opening.watching(),
+                self.timeline.prefetch.watching(),
                 self.uncompiled.in_step(),
                 self.capture.preparing(self.uncompiled.settle),
             ):
@@ -291,7 +291,7 @@ class Engine:
                     "or use offload='none'."
                 )
             check_optimizer(optimizer, self.model)
-            parts: Any = HeadStart.of(optimizer, self.timeline.opening)
+            parts: Any = HeadStart.of(optimizer, self.timeline.prefetch)
             if self.residency is not None:
                 parts = self.residency.attach(optimizer, parts)
             self._local_shards[optimizer] = LocalShards(

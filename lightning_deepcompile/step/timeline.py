@@ -18,7 +18,7 @@ from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
-from lightning_deepcompile.step.opening import StepOpening
+from lightning_deepcompile.step.prefetch import StepPrefetch
 from lightning_deepcompile.tuning.tuner import Tuner
 
 __all__ = ["Timeline"]
@@ -36,7 +36,7 @@ class Timeline:
         tuner: Measures steps and swaps their programs.
         residency: Keeps optimizer states in host memory; None if none leaves.
         leaving: Decides which activations leave, where no plan does.
-        opening: Follows writes to parameters, and launches the gathers that a step opens with.
+        prefetch: Follows writes to parameters, and launches the first gathers of the next step.
         capture: Has the programs.
         uncompiled: Has the parameters that uncompiled code reads.
         gradients: Has the gradients.
@@ -51,7 +51,7 @@ class Timeline:
     tuner: Tuner
     residency: Residency | None
     leaving: ActivationOffload
-    opening: StepOpening
+    prefetch: StepPrefetch
     capture: Capture
     uncompiled: Uncompiled
     gradients: GradientSession
@@ -69,14 +69,14 @@ class Timeline:
         self.order.begin(name)  # first: what follows communicates, and is compared as part of this step
         anew = False
         if name == TRAINING:
-            opened = {"early_gathers": self.opening.early, "head_start": self.opening.led}
-            anew = self.tuner.begin_micro_batch(opened)  # before all that depends on the programs, which it may swap
+            launched = {"early_gathers": self.prefetch.early, "head_start": self.prefetch.in_optimizer}
+            anew = self.tuner.begin_micro_batch(launched)  # before all that depends on the programs, which it may swap
             if self.residency is not None:  # before gathers, which take the memory that states leave
                 self.residency.begin_step(self.capture.waits_for_states)
-            self.opening.begin_training_step(isolated=self.tuner.isolates)  # drops what is out of date
-            self.capture.begin_step()  # after `opening`, which asks what the last step began with
+            self.prefetch.begin_training_step(isolated=self.tuner.isolates)  # drops what is out of date
+            self.capture.begin_step()  # after `prefetch`, which asks what the last step began with
         else:
-            self.opening.begin(name)
+            self.prefetch.begin(name)
         self.uncompiled.clear()  # parameters may have changed between steps, and nobody says so
         self.gradients.follow_requires_grad()  # before guards of the compiled step look at it
         self._began = time.perf_counter(), self.capture.program_seconds
@@ -96,8 +96,8 @@ class Timeline:
         self.uncompiled.clear()  # after `gradients`, which reduce what uncompiled code has left
         seconds = time.perf_counter() - self._began[0]
         self.uncompiled_share = 1 - (self.capture.program_seconds - self._began[1]) / seconds
-        self.opening.after_backward(last=self.gradients.update)
-        counts, before = self.runtime.stats(), self.opening.before
+        self.prefetch.after_backward(last=self.gradients.update)
+        counts, before = self.runtime.stats(), self.prefetch.before
         self.communicated = {key: value - before.get(key, 0) for key, value in counts.items()}
 
     def before_optimizer(self, *, follows: bool) -> None:
@@ -107,24 +107,24 @@ class Timeline:
             follows: Whether `end` comes right behind it: then gathers for the next step may be launched inside.
         """
         self.order.passed()
-        self.opening.follows = follows
+        self.prefetch.follows = follows
 
     def stepped(self) -> None:
         """An optimizer has stepped, or parameters were written to: what is gathered of them is out of date."""
         self.uncompiled.clear()
-        self.opening.stepped()
+        self.prefetch.stepped()
         self._stale_gradients = self.leaving.has_states = True
         self.tuner.end_step()  # last: what it times includes the work of the others
 
     def optimizer_left(self) -> None:
         """After the call that has stepped an optimizer, also where it failed."""
-        self.opening.follows = False
+        self.prefetch.follows = False
 
     def end(self) -> None:
         """The optimizer's step is over and the next training step uses its parameters: they may be gathered."""
         if self.residency is not None and not self.capture.waits_for_states:
             self.runtime.release_states()  # first: what is gathered now shall not wait for what leaves the device
-        self.opening.launch()
+        self.prefetch.launch()
 
     def abort(self) -> None:
         """A backward pass has failed."""
@@ -146,5 +146,5 @@ class Timeline:
         """As `rest`, while communication has not ended: memory, too."""
         self.gradients.forget_held_back()
         self.uncompiled.clear()
-        self.opening.forget()
+        self.prefetch.forget()
         self.runtime.clear_arena()
