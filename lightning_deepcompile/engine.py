@@ -37,6 +37,7 @@ from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.printer import format_program
+from lightning_deepcompile.ranks.exchange import AnyRank
 from lightning_deepcompile.ranks.failures import Failures
 from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.ranks.ranks import Ranks
@@ -196,8 +197,18 @@ class Engine:
             written=prefetch.rewritten,
             noticed=self.fallbacks.noticed,
         )
+        hosts = AnyRank(self.host_group, "whether parameters were written to", "whether training is to stop")
         self.timeline = Timeline(
-            self.runtime, agreement, self.tuner, states, leaving, prefetch, self.capture, uncompiled, self.gradients
+            self.runtime,
+            hosts,
+            agreement,
+            self.tuner,
+            states,
+            leaving,
+            prefetch,
+            self.capture,
+            uncompiled,
+            self.gradients,
         )
         self.ended = False
 
