@@ -21,7 +21,7 @@ from typing import Any
 __all__ = ["install"]
 
 #: The packages of Lightning that have a registry of strategies, and the registry's name there. Fabric, and the package
-#: `pytorch_lightning`, which is a class tree of its own, do not run our strategies: the names resolve to an error there.
+#: `pytorch_lightning`, which is a class tree of its own, do not run our strategies: there the names end in an error.
 _REGISTRIES = {
     "lightning.pytorch.strategies": "StrategyRegistry",
     "pytorch_lightning.strategies": "StrategyRegistry",
