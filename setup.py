@@ -133,6 +133,7 @@ def make_extension(plan: BuildPlan) -> CppExtension:
         extra_compile_args=[
             "-std=c++20",
             "-O2",
+            "-g0",  # Python's own flags may ask for debug information, which would be nine tenths of a wheel
             "-fvisibility=hidden",
             "-Wall",
             *os.environ.get("LDC_CXXFLAGS", "").split(),
