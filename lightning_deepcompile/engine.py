@@ -130,9 +130,9 @@ class Engine:
         )
         shares = config.memory_budget is None and not config.offloads  # else plans count on the memory of gathers
         if shares:
-            self.runtime.share_shards()
+            self.runtime.setup.share_shards()
         # Garbage is collected at another time on every rank, which must not wait for the others then; at exit it may.
-        at_exit = functools.partial(self.runtime.retire, _EXIT_SECONDS)
+        at_exit = functools.partial(self.runtime.close, _EXIT_SECONDS)
         atexit.register(at_exit)
         self._retire = weakref.finalize(self, _retire, self.runtime, at_exit)
         self._retire.atexit = False
@@ -440,4 +440,4 @@ def _place(code: types.CodeType | None) -> str:
 
 def _retire(runtime: Any, at_exit: Callable[[], None]) -> None:
     atexit.unregister(at_exit)
-    runtime.retire()
+    runtime.close(0.0)

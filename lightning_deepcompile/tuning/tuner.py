@@ -193,7 +193,7 @@ class Tuner:
             return
         isolated = moment == _ISOLATED
         # Of this object it may know nothing: programs with marks outlive a training that ends during a round.
-        drain = functools.partial(self._runtime.free_grads, []) if isolated else None
+        drain = functools.partial(self._runtime.gradients.free, []) if isolated else None
         self._probe = self._probes[moment] = StepProbe(self._device, self._memory, drain)
         if moment in (_OBSERVED, _ISOLATED):
             self._schedules[moment] = instrument(self._training(), self._probe)
