@@ -362,6 +362,7 @@ int main() {
   test_host_shards();
   test_host_memory();
   test_state_copies();
+  test_stream_order();
   test_symmetric();
   test_failures();
   test_serials();
