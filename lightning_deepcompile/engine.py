@@ -10,7 +10,7 @@ import logging
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -46,7 +46,7 @@ from lightning_deepcompile.sharding.access import uninstall_access
 from lightning_deepcompile.sharding.checks import check_module, check_same_model
 from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.mentions import Mentions, mentions_of
-from lightning_deepcompile.sharding.shards import ShardedModel, shard_module
+from lightning_deepcompile.sharding.shards import ReadRows, ShardedModel, shard_module
 from lightning_deepcompile.sharding.successors import Successors
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
 from lightning_deepcompile.step.clipping import Clipping
@@ -79,6 +79,7 @@ class Engine:
         timeout: How long to wait for other ranks.
         previous: Engines that have sharded the module, or parts of it, which is sharded anew. What cannot be sharded
             stays as it is with them.
+        stored: Parameters on the meta device of which each rank reads its rows; see `shard_module`.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Engine:
         stage: int = 3,
         timeout: timedelta = timedelta(minutes=30),
         previous: Sequence[Engine] = (),
+        stored: Mapping[nn.Parameter, ReadRows] | None = None,
     ) -> None:
         extension = load_extension()
         sharded_before = {parameter for engine in previous for parameter in engine.model.by_parameter}
@@ -141,7 +143,9 @@ class Engine:
         trace_sync_batchnorm(module)
         dtypes = {"gather_dtype": gather_dtype, "reduce_dtype": reduce_dtype}
         self.successors = Successors(module)
-        self.model: ShardedModel = shard_module(module, self.runtime, ranks, hosted=self._hosted.chunks, **dtypes)
+        self.model: ShardedModel = shard_module(
+            module, self.runtime, ranks, hosted=self._hosted.chunks, stored=stored, **dtypes
+        )
         self.successors.settle(engine.successors for engine in previous)
         holds_back = config.reduction(stage) != "every"
         self.gradients = GradientSession(self.runtime, self.model, group, holds_back=holds_back)
