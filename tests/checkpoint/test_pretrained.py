@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cases import VOCAB, Base, Record, assert_close, assert_same_training, full, train
+from init_memory import Peak, Tiny, peak_of_init
 from multiprocess import run_ranks
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ from lightning_deepcompile.sharding.adapters import materialize_adapters
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
+MIB = 2**20
 SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 36, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}  # fmt: skip
 MODELS: dict[str, Callable[[], Any]] = {
@@ -236,6 +238,41 @@ def test_adapters_that_begin_with_what_the_model_has_need_its_memory(folder: Pat
         model = MODELS["llama"]()
     with pytest.raises(ValueError, match=r"adapter 'default' of .*q_proj.lora_A.*without memory.*DoRA"):
         materialize_adapters(adapt(model, use_dora=True), {})
+
+
+class Heavy(Tiny):
+    """Layers of 36 MiB in a file."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "layers"):
+            with self.trainer.init_module(empty_init=True):
+                self.layers = heavy_layers()
+            self.trainer.strategy.load_pretrained(self.layers, self.folder)
+
+
+def heavy_layers() -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(3072, 3072, bias=False) for _ in range(6))
+
+
+def _peak(folder: Path) -> tuple[Peak, float]:
+    module = Heavy(folder)
+    peak = peak_of_init(module, strategy_of, "cpu")
+    return peak, float(full(module.layers[5].weight).double().sum())
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's /proc")
+def test_no_rank_holds_more_than_its_shard(tmp_path: Path) -> None:
+    layers = heavy_layers()
+    expected = float(layers[5].weight.detach().double().sum())
+    safetensors.save_file({n: t.detach() for n, t in layers.state_dict().items()}, tmp_path / "model.safetensors")
+    del layers
+    for peak, total in run_ranks(_peak, 2, tmp_path):
+        assert peak.shard == 6 * 18 * MIB and total == pytest.approx(expected, rel=1e-9)
+        assert peak.shard <= peak.host <= 1.15 * peak.shard, f"{peak.host / MIB:.0f} MiB"
 
 
 class Plain(nn.Module):
