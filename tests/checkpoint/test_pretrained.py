@@ -101,13 +101,14 @@ def _train(
     )  # fmt: skip
 
 
-def _save_in_all_ways(trainer: pl.Trainer, to: Path) -> dict[str, str]:
+def _save_in_all_ways(trainer: pl.Trainer, to: Path) -> dict[str, Any]:
     """Saves to `to`, over an older model and beside a file of the user; returns what the model's own way says."""
     strategy, net = trainer.strategy, trainer.lightning_module.net
-    said = {}
+    said: dict[str, Any] = {}
     with pytest.raises(RuntimeError) as refused:
         net.save_pretrained(to / "refused")
     said["model"] = str(refused.value)
+    said["generated"] = generate(net, trainer.global_rank, synced_gpus=True)
     strategy.save_pretrained(to / "saved", max_shard_size="9KB")
     strategy.save_pretrained(to / "half", dtype=torch.bfloat16)
     with pytest.raises(NotADirectoryError, match="is a file"):
@@ -119,6 +120,13 @@ def _save_in_all_ways(trainer: pl.Trainer, to: Path) -> dict[str, str]:
     said["loaded"] = {name: full(parameter) for name, parameter in net.named_parameters()}
     assert type(pickle.loads(pickle.dumps(net))) is type(net)
     return said
+
+
+def generate(model: Any, rank: int, **options: Any) -> Tensor:
+    """A continuation: of another length, and of a prompt of another length, on every rank."""
+    prompt = torch.arange(3, 6 + rank)[None]
+    model.eval()
+    return model.generate(prompt, min_new_tokens=2 + 2 * rank, max_new_tokens=2 + 2 * rank, do_sample=False, **options)
 
 
 def _in_ranks(folder: Path, to: Path) -> dict[str, Record]:
@@ -173,6 +181,8 @@ def test_a_folder_is_read_trained_and_saved(
     assert loaded.generation_config.max_new_tokens == 7
     for parameter, value in loaded.named_parameters():
         assert torch.equal(value, trained[0][name].params[f"net.{parameter}"]), parameter
+    for rank, records in enumerate(trained):
+        assert torch.equal(records[name].extra["generated"], generate(loaded, rank))
     half = transformers.AutoModelForCausalLM.from_pretrained(saved / name / "half")
     assert half.dtype == torch.bfloat16 and half.config.dtype == torch.bfloat16
     for parameter, value in half.named_parameters():
