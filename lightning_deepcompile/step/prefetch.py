@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.ranks.exchange import AnyRank
 from lightning_deepcompile.step.early_gathers import EarlyGathers
 from lightning_deepcompile.step.freshness import Freshness, writes_to
 
@@ -58,7 +57,6 @@ class StepPrefetch:
         self._model = capture.model
         self._launched = False
         self._rewritten = False  # this rank's part of what was gathered while the optimizer stepped, since
-        self._anybody = AnyRank(host_group, "whether parameters were written to")
         self._counts: list[int] | None = None  # of writes to what was gathered while the optimizer steps
         self._before_step: dict[str, list[int]] | None = None  # of writes to what the step under way found gathered
         self.early = self.in_optimizer = self.follows = False
@@ -70,20 +68,32 @@ class StepPrefetch:
         # Ranks may evaluate different numbers of batches: none waits for another one's answer.
         self._fresh.begin(name, self._fresh.may_stay(name) and not self._fresh.written())
 
-    def begin_training_step(self, isolated: bool) -> None:
-        """Call before a training step.
+    def may_stay(self, isolated: bool) -> bool:
+        """Whether a training step may use what is gathered, unless a rank's parameters were `written` to.
 
         Args:
             isolated: Whether it must gather everything by itself.
+
+        Returns:
+            The same on all ranks.
         """
         if isolated:
             self._fresh.doubt()
+        return self._fresh.may_stay("training_step")
+
+    def written(self) -> bool:
+        """Whether this rank's parameters were seen to be written to since they were gathered."""
+        return self._rewritten or self._fresh.written()
+
+    def begin_training_step(self, stays: bool) -> None:
+        """Call before a training step.
+
+        Args:
+            stays: Whether it uses what is gathered.
+        """
         self._counts = self._before_step = None  # of steps that failed
         early, self._launched = self._launched, False
-        rewritten, self._rewritten = self._rewritten, False
-        # A rank that gathered again alone would wait for the others: it may be the only one that has what was written.
-        may_stay = self._fresh.may_stay("training_step")
-        stays = may_stay and not self._anybody(rewritten or self._fresh.written())
+        self._rewritten = False
         self._fresh.begin("training_step", stays)
         if stays and early:
             self._early.check()
@@ -160,7 +170,7 @@ class StepPrefetch:
         """What is gathered is out of date."""
         self._counts = None
         self._fresh.doubt()
-        self._runtime.invalidate()
+        self._runtime.parameters.invalidate()
 
     def _writes_to_gathered(self) -> list[int]:
         names = [shard.spec.name for chunk in self._early.chunks() for shard in chunk.shards]

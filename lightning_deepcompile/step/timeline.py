@@ -9,12 +9,14 @@ alone.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.offload.residency import Residency
+from lightning_deepcompile.ranks.exchange import AnyRank
 from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
@@ -32,6 +34,8 @@ class Timeline:
 
     Args:
         runtime: ``_C.Runtime`` that executes the programs.
+        hosts: Asks the other ranks' hosts, once a training step, whether parameters were written to between steps,
+            and whether a rank was told to stop.
         order: Compares the ranks' order of collectives.
         tuner: Measures steps and swaps their programs.
         residency: Keeps optimizer states in host memory; None if none leaves.
@@ -42,11 +46,13 @@ class Timeline:
         gradients: Has the gradients.
 
     Attributes:
+        told_to_stop: Whether this rank was told to stop training.
         communicated: What the runtime has counted during the last training step whose backward pass is done.
         uncompiled_share: The share of its time that the host spent outside of programs.
     """
 
     runtime: Any
+    hosts: AnyRank
     order: Agreement
     tuner: Tuner
     residency: Residency | None
@@ -57,6 +63,9 @@ class Timeline:
     gradients: GradientSession
     communicated: dict[str, int] = field(default_factory=dict)
     uncompiled_share: float = 0.0
+    told_to_stop: bool = False
+    _answers: Callable[[], list[bool]] | None = None  # of the last training step
+    _stops: bool = False
     _stale_gradients: bool = False
     _began: tuple[float, float] = (0.0, 0.0)  # the last forward pass: when, and what programs had taken by then
 
@@ -73,7 +82,7 @@ class Timeline:
             anew = self.tuner.begin_micro_batch(launched)  # before all that depends on the programs, which it may swap
             if self.residency is not None:  # before gathers, which take the memory that states leave
                 self.residency.begin_step(self.capture.waits_for_states)
-            self.prefetch.begin_training_step(isolated=self.tuner.isolates)  # drops what is out of date
+            self.prefetch.begin_training_step(self._ask())  # drops what is out of date
             self.capture.begin_step()  # after `prefetch`, which asks what the last step began with
         else:
             self.prefetch.begin(name)
@@ -82,12 +91,26 @@ class Timeline:
         self._began = time.perf_counter(), self.capture.program_seconds
         return anew
 
+    def _ask(self) -> bool:
+        """Asks the other hosts; returns whether the training step that begins may use what is gathered."""
+        self.stops()  # keeps the answer of the step before
+        may_stay = self.prefetch.may_stay(isolated=self.tuner.isolates)
+        self._answers = self.hosts.ask(may_stay and self.prefetch.written(), self.told_to_stop)
+        # A rank that gathered again alone would wait for the others: it may be the only one that has what was written.
+        return may_stay and not self._answers()[0]
+
+    def stops(self) -> bool:
+        """Whether a rank had been told to stop when the last training step began; the same on all ranks."""
+        answers, self._answers = self._answers, None
+        self._stops |= answers is not None and answers()[1]
+        return self._stops
+
     def backward(self) -> None:
         """Before a backward pass."""
         self.order.passed()  # first: ranks that wait elsewhere learn that this one went on
         self.tuner.begin_backward(self.gradients.update)
         if self.residency is not None:
-            self.runtime.release_states()  # what the forward pass did not wait for
+            self.runtime.states.release()  # what the forward pass did not wait for
         self.gradients.begin_now()
 
     def backward_done(self) -> None:
@@ -123,7 +146,7 @@ class Timeline:
     def end(self) -> None:
         """The optimizer's step is over and the next training step uses its parameters: they may be gathered."""
         if self.residency is not None and not self.capture.waits_for_states:
-            self.runtime.release_states()  # first: what is gathered now shall not wait for what leaves the device
+            self.runtime.states.release()  # first: what is gathered now shall not wait for what leaves the device
         self.prefetch.launch()
 
     def abort(self) -> None:
@@ -141,10 +164,11 @@ class Timeline:
         if self.residency is not None:
             self.residency.retire()
         self.order.rest()  # ends its thread, also where communication has ended
+        self._answers, self._stops, self.told_to_stop = None, False, False
 
     def release_memory(self) -> None:
         """As `rest`, while communication has not ended: memory, too."""
         self.gradients.forget_held_back()
         self.uncompiled.clear()
         self.prefetch.forget()
-        self.runtime.clear_arena()
+        self.runtime.memory.free_unused()

@@ -76,7 +76,7 @@ def _sharded(way: str, first: int, inside: bool = False, early: bool = True, sta
     return _train(
         [_Writes(way, first, inside)],
         strategy=strategy,
-        inspect=lambda trainer: (_early(trainer)._safe, _early(trainer)._leads),
+        inspect=lambda trainer: (_early(trainer)._safe, _early(trainer)._may_in_optimizer),
         **options,
     )
 
