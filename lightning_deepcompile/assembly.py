@@ -109,7 +109,7 @@ class Assembly:
             **host_options(limit, device, ranks.group),
         )
         if self._shares:
-            runtime.share_shards()
+            runtime.setup.share_shards()
         return runtime
 
     def model(self, module: nn.Module, runtime: Any) -> ShardedModel:

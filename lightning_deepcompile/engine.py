@@ -81,7 +81,7 @@ class Engine:
         self._memory = parts.memory
         self.runtime = parts.runtime(module)
         # Garbage is collected at another time on every rank, which must not wait for the others then; at exit it may.
-        at_exit = functools.partial(self.runtime.retire, _EXIT_SECONDS)
+        at_exit = functools.partial(self.runtime.close, _EXIT_SECONDS)
         atexit.register(at_exit)
         self._retire = weakref.finalize(self, _retire, self.runtime, at_exit)
         self._retire.atexit = False
@@ -315,4 +315,4 @@ class Engine:
 
 def _retire(runtime: Any, at_exit: Callable[[], None]) -> None:
     atexit.unregister(at_exit)
-    runtime.retire()
+    runtime.close(0.0)

@@ -229,7 +229,7 @@ class Capture:
         self.executables = [executable for frame in self._frames for executable in frame.executables]
         self._first_frame, self.plan = None, {}
         self.agreement.forget()
-        self.runtime.invalidate()
+        self.runtime.parameters.invalidate()
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
@@ -296,7 +296,7 @@ class Capture:
         self.passes = self.passes if passes is None else tuple(passes)
         self.plan = {schedule.structure: schedule for schedule in plan}
         self.agreement.forget()  # a program that fitted the others' old ones may not fit their new ones
-        self.runtime.invalidate()
+        self.runtime.parameters.invalidate()
         for frame in self._frames:
             for executable in frame.executables:
                 executable.swap(self._plan(frame, executable.base))
@@ -336,9 +336,11 @@ class Capture:
             )
             history = (*base.history, UNCHECKPOINTED) if self.uncheckpointed else base.history
             base = replace(base, frame=frame.index, history=history)
-            self.runtime.register_graph(graph_id, sorted(frame.ids), stage=self.stage, reduce="every")
+            self.runtime.setup.register_graph(graph_id, sorted(frame.ids), stage=self.stage, reduce="every")
             if kind == "backward":
-                self.runtime.register_graph(base.boundary_id, sorted(frame.ids), stage=self.stage, reduce="boundary")
+                self.runtime.setup.register_graph(
+                    base.boundary_id, sorted(frame.ids), stage=self.stage, reduce="boundary"
+                )
             before = _nothing
             if kind == "backward":
                 before = compat.held_weakly(self.gradients.begin)

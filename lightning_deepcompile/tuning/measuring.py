@@ -62,7 +62,7 @@ class Measurement:
         if not (-2 <= moment < PLANNED or TIMED <= moment < VERIFIED):
             return None
         # Of the round it may know nothing: programs with marks outlive a training that ends during one.
-        drain = functools.partial(runtime.free_grads, []) if moment == ISOLATED else None
+        drain = functools.partial(runtime.gradients.free, []) if moment == ISOLATED else None
         probe = self._probes[moment] = StepProbe(device, memory, drain)
         if moment in (OBSERVED, ISOLATED):
             self._schedules[moment] = instrument(programs, probe)

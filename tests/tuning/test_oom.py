@@ -160,7 +160,7 @@ def _losses(engine: Engine, shortages: Shortages | None = None) -> tuple[list[li
         if shortages is not None:
             engine.capture.regions.before = shortages
             shortages.armed = step == FAILS
-        engine.runtime.clear_arena()
+        engine.runtime.memory.free_unused()
         engine.runtime.reset_stats()
         losses.append(optimizer_step(engine, rows, optimizer).tolist())
         stats = engine.runtime.stats()
@@ -265,7 +265,7 @@ def _train_with_shortages(folder: str) -> dict[str, Any]:
 def _give_back(engine: Engine, order: random.Random) -> Callable[[ProgramKind], None]:
     def before(kind: ProgramKind) -> None:
         for _ in range(order.choice([0, 0, 1, 10])):
-            engine.runtime.relieve()
+            engine.runtime.memory.give_back()
 
     return before
 
