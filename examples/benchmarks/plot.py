@@ -1,8 +1,9 @@
 r"""Draws what compare.py measured: milliseconds per step, and how near each system comes to the roofline.
 
     python examples/benchmarks/plot.py results/results.json results/plot.png
+    python examples/benchmarks/plot.py results/sweep.json results/sweep.png
 
-compare.py does so itself where matplotlib is installed.
+compare.py and sweep.py do so themselves where matplotlib is installed. Several memory budgets make a curve.
 """
 
 from __future__ import annotations
@@ -172,7 +173,9 @@ def main() -> int:
         print("plot.py needs matplotlib: pip install matplotlib", file=sys.stderr)
         return 2
     source, target = map(Path, sys.argv[1:])
-    if draw(json.loads(source.read_text())["results"], target):
+    results = json.loads(source.read_text())["results"]
+    swept = any("budget_gib" in result for result in results)  # which sweep.py's results have
+    if (draw_sweep if swept else draw)(results, target):
         return 0
     print(f"{source} has no numbers to draw", file=sys.stderr)
     return 1

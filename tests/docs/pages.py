@@ -5,10 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from sybil.document import Document
-from sybil.example import Example
-from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -17,13 +16,20 @@ PAGES = sorted(
 )
 
 
-def blocks(page: str, language: str) -> tuple[Document, list[Example]]:
+def blocks(page: str, language: str) -> tuple[Any, list[Any]]:
     """The blocks of a page in a language, in order; `<!-- skip: next "why" -->` before a block leaves it out.
 
     Args:
         page: Path in the repository.
         language: What stands behind the fence; Python's can be evaluated.
+
+    Returns:
+        Sybil's document, which holds the names that blocks share, and its examples. Without Sybil the test is skipped.
     """
+    pytest.importorskip("sybil")
+    from sybil.document import Document
+    from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
+
     parser = PythonCodeBlockParser() if language == "python" else CodeBlockParser(language, lambda example: None)
     document = Document.parse(str(ROOT / page), parser, SkipParser())
     return document, list(document.examples())

@@ -20,7 +20,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from pages import ROOT, blocks, commands, pages_with
 from torch import nn
@@ -95,6 +94,8 @@ def test_python(page: str, trained: dict[str, Any], workplace: Path) -> None:
 @pytest.mark.parametrize("page", pages_with("yaml"))
 def test_settings(page: str, workplace: Path) -> None:
     pytest.importorskip("jsonargparse")
+    from lightning.pytorch.cli import LightningCLI
+
     _, examples = blocks(page, "yaml")
     for number, example in enumerate(examples):
         file = workplace / f"{number}.yaml"

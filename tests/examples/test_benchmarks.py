@@ -193,7 +193,7 @@ def test_results_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.skipif(not plot.can_draw(), reason="matplotlib is not installed")
-def test_budgets_are_drawn_as_a_curve(tmp_path: Path) -> None:
+def test_budgets_are_drawn_as_a_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 
     def result(budget: int, ms: float, away: int) -> dict:
@@ -219,6 +219,9 @@ def test_budgets_are_drawn_as_a_curve(tmp_path: Path) -> None:
     for number, chosen in enumerate((results, results[:1], results[3:])):
         assert plot.draw_sweep(chosen, tmp_path / f"{number}.png"), "one budget is no curve"
     assert not plot.draw_sweep(results[3:4], tmp_path / "none.png")
+    (tmp_path / "sweep.json").write_text(json.dumps({"results": results}))  # no `case`, as compare.py's results have
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path / "sweep.json"), str(tmp_path / "sweep.png")])
+    assert plot.main() == 0 and (tmp_path / "sweep.png").is_file()
 
 
 @pytest.mark.slow
