@@ -26,7 +26,9 @@ from lightning_deepcompile.checkpoint import Checkpoints, StateDictType, with_de
 from lightning_deepcompile.compat.lightning import NoOptimizer, callbacks_of, optimizers_to_device, wrap_optimizer
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.options import checked
 from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.pass_manager import resolve_passes
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.ranks.failures import shorten
 from lightning_deepcompile.ranks.mesh import MeshArgument, check_mesh
@@ -53,6 +55,7 @@ from lightning_deepcompile.user_code.host_calls import HostOptimizer
 __all__ = ["DeepCompileStrategy"]
 
 
+@checked
 class DeepCompileStrategy(ProcessStrategy):
     """Trains an unmodified LightningModule with sharded parameters, gradients and optimizer states (ZeRO).
 
@@ -99,10 +102,12 @@ class DeepCompileStrategy(ProcessStrategy):
         save_distributed_checkpoint: ModelParallelStrategy's name for the same; True means ``"sharded"``.
         async_save: Whether sharded checkpoints are written by a thread while training goes on. A rank needs host memory
             for a copy of its shards.
-        compile: Settings of the compiler and of the schedule.
+        compile: Settings of the compiler and of the schedule: a `CompileConfig`, or a dict of its arguments.
 
     Raises:
-        ValueError: For a stage, state dict type or mesh that cannot be.
+        ValueError: For an argument of another type, a choice that there is not, arguments that contradict each other,
+            and passes that do not exist or do not fit together.
+        TypeError: For an argument that there is not; the message names the one that is most like it.
     """
 
     strategy_name = "deepcompile"
@@ -138,7 +143,7 @@ class DeepCompileStrategy(ProcessStrategy):
         state_dict_type: StateDictType = "full",
         save_distributed_checkpoint: bool | None = None,
         async_save: bool = False,
-        compile: CompileConfig | None = None,
+        compile: CompileConfig | dict[str, Any] | None = None,
     ) -> None:
         super().__init__(
             accelerator=accelerator,
@@ -172,7 +177,10 @@ class DeepCompileStrategy(ProcessStrategy):
         self.mixed_precision = mixed_precision
         self._checkpointing_policy = checkpointing_policy(activation_checkpointing, activation_checkpointing_policy)
         self.cpu_offload = CPUOffload(cpu_offload) if isinstance(cpu_offload, bool) else cpu_offload or CPUOffload()
-        self.compile = with_cpu_offload(compile or CompileConfig(), cpu_offload, self.stage)
+        config = CompileConfig(**compile) if isinstance(compile, dict) else compile or CompileConfig()
+        self.compile = with_cpu_offload(config, cpu_offload, self.stage)
+        for entry in self.compile.planned:
+            resolve_passes(entry["passes"], profiled=entry["step"] > 0)  # before processes start and a model is built
         self._checkpoints = Checkpoints(self, state_dict_type, save_distributed_checkpoint, async_save)
         self._sharded: ShardedModule | None = None
         self._progress = CompileProgress()

@@ -28,7 +28,7 @@ class PlanStore:
         group: The ranks.
     """
 
-    def __init__(self, path: str | None, setting: Setting, group: dist.ProcessGroup) -> None:
+    def __init__(self, path: str | Path | None, setting: Setting, group: dist.ProcessGroup) -> None:
         self._path = None if path is None else Path(path)
         self._setting, self._group = setting, group
 
