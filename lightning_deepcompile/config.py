@@ -83,9 +83,9 @@ class CompileConfig:
             `plan.DEFAULT_SCHEDULE`, which plans at step 3. None: nothing is measured; programs stay as they are
             compiled, with the least memory.
         memory_budget: What plans may use of each device's memory: bytes (at least 1 MiB), a text like ``"24GiB"`` or
-            ``"90%"``, or a fraction. None is 0.9 of it, less what activations took in the profiled step, so that later batches may be up to twice as
-            large; anything else is held to at stage 3: if no plan fits, training stops with an error that says what
-            would.
+            ``"90%"``, or a fraction. None is 0.9 of it, less what activations took in the profiled step, so that later
+            batches may be up to twice as large; anything else is held to at stage 3: if no plan fits, training stops
+            with an error that says what would.
             Where torch's allocator does not count (CPU), only what programs hold between regions is known.
         offload: Optimizer states in host memory: they come to the device, and leave again, chunk by chunk while the
             optimizer steps. ``"none"``: they stay on the device. ``"auto"``: as many bytes leave as exceed the memory

@@ -87,9 +87,8 @@ def checked(cls: type[T]) -> type[T]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs:
             if name not in names:
-                raise TypeError(
-                    f"{cls.__name__} has no argument {name!r}.{did_you_mean(name, names)} There are: {', '.join(names)}."
-                )
+                meant = did_you_mean(name, names)
+                raise TypeError(f"{cls.__name__} has no argument {name!r}.{meant} There are: {', '.join(names)}.")
         for name, value in signature.bind(self, *args, **kwargs).arguments.items():
             if name in names:
                 _check(cls.__name__, name, value, hints().get(name, Any))
@@ -125,7 +124,7 @@ def _check(owner: str, name: str, value: Any, hint: Any) -> None:
 
 
 def _judge(hint: Any, value: Any) -> str | None:
-    """ "" if `value` is what `hint` says, a complaint if it is of the type alone, None if it is something else."""
+    """Whether `value` is what `hint` says: "" if so, a complaint if it is of the type alone, None if not even that."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         rules = [rule for rule in arguments[1:] if isinstance(rule, Rule)]
