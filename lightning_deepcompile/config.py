@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from lightning_deepcompile.console import LogLevel
 from lightning_deepcompile.options import AtLeast, checked
 from lightning_deepcompile.plan.budget import Budget, ByteCount, as_fraction, parse_budget
 from lightning_deepcompile.plan.offload import OffloadMode
@@ -114,6 +115,9 @@ class CompileConfig:
         plan: File of a plan. If it exists and fits, training starts with it, and with optimizer states where it has
             them, and does not profile; the plan of a run that did profile is written to it. ``"auto"``:
             ``deepcompile_plan.json`` in the Trainer's root directory.
+        log_level: Least level of what the logger ``lightning_deepcompile`` tells: ``"debug"``, ``"info"``,
+            ``"warning"`` or ``"error"``. The environment variable ``DEEPCOMPILE_LOG`` goes before it. None: the level
+            that the logger has, or ``"info"``.
 
     Raises:
         ValueError: If a value is of another type, no choice, or out of range; the message names the argument, the value
@@ -145,6 +149,7 @@ class CompileConfig:
     offload_parameters: OffloadMode = "none"
     host_memory_budget: Budget | None = None
     offload_chunk: ByteCount = "256MiB"
+    log_level: LogLevel | None = field(default=None, compare=False)  # a module is not sharded anew for it
 
     def __post_init__(self) -> None:
         if self.max_ctas and self.communication_sms:

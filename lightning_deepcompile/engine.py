@@ -243,6 +243,10 @@ class Engine:
             self._mentions[name] = mentions_of(self.module, getattr(self.module, name))
         return self._mentions[name]
 
+    def has_run(self, name: str) -> bool:
+        """Whether the step `name` was called before."""
+        return name in self._compiled
+
     def _compile(self, name: str) -> Callable[..., Any]:
         step = getattr(self.module, name)
         falls_back = self.config.fallback == "warn"

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "lightning_deepcompile"
 # From the bottom to the top. Files at the package's root are rooms of their own.
 ORDER = (
     ["compat", "registry", "options"],
-    ["_autoload"],
+    ["_autoload", "console"],
     ["ranks"],
     ["runtime"],
     ["program"],

@@ -25,6 +25,7 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.checkpoint import Checkpoints, StateDictType, with_default
 from lightning_deepcompile.compat.lightning import NoOptimizer, callbacks_of, optimizers_to_device, wrap_optimizer
 from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.console import show_messages
 from lightning_deepcompile.engine import Engine
 from lightning_deepcompile.options import checked
 from lightning_deepcompile.plan.costs import Profile
@@ -178,6 +179,7 @@ class DeepCompileStrategy(ProcessStrategy):
         self._checkpointing_policy = checkpointing_policy(activation_checkpointing, activation_checkpointing_policy)
         self.cpu_offload = CPUOffload(cpu_offload) if isinstance(cpu_offload, bool) else cpu_offload or CPUOffload()
         config = CompileConfig(**compile) if isinstance(compile, dict) else compile or CompileConfig()
+        show_messages(config.log_level)
         self.compile = with_cpu_offload(config, cpu_offload, self.stage)
         for entry in self.compile.planned:
             resolve_passes(entry["passes"], profiled=entry["step"] > 0)  # before processes start and a model is built
@@ -361,7 +363,8 @@ class DeepCompileStrategy(ProcessStrategy):
             "predict_step": self.precision_plugin.predict_step_context,
         }[name]
         deferred = nullcontext() if name == "predict_step" else log.deferred()
-        shown = self._progress.shown(self.engine.capture)
+        first, ends = not self.engine.has_run(name), name != "training_step"
+        shown = self._progress.shown(self.engine.capture, name, first=first, ends=ends)
         with context(), deferred, host_calls.outside_graphs(), appends, shown:
             return self.engine.run_step(name, *args, **kwargs)
 

@@ -197,6 +197,10 @@ class Tuner:
         self._probe = self._probes[moment] = StepProbe(self._device, self._memory, drain)
         if moment in (_OBSERVED, _ISOLATED):
             self._schedules[moment] = instrument(self._training(), self._probe)
+            if moment == _OBSERVED:
+                self._say(f"Measuring steps {self._step} and {self._step + 1}, to plan with their times.", logging.INFO)
+            if self._capture.progress is not None:
+                self._capture.progress(f"measuring, step {moment + 1}/2")
 
     def _training(self) -> list[Executable]:
         return [e for e in self._capture.executables if e.program.kind != "inference"]
@@ -218,7 +222,8 @@ class Tuner:
             chosen = self._config.memory_budget
             profile, budget = agreed_profile(profiles, measured[0][1], chosen, self._limit, self._excess)
         except ProfileError as error:
-            self._say(f"No plan was made at step {self._step}: {error}", logging.WARNING)
+            text = f"No plan was made at step {self._step}, and training goes on as before: {error}"
+            self._say(text, logging.WARNING)
             self._end_round(retry=True)
             return
         self.profile = profile
@@ -236,7 +241,8 @@ class Tuner:
         self.profile, (planned, effects) = self._states.plan(profile, self._optimized)
         check_plan(effects[-1].prediction.peak_bytes, budget, chosen, [p.name for p in self._passes])
         reports = [PassReport.of(effect) for effect in effects]
-        self.rounds.append(Round(self._step, tuple(reports), budget, profile.step_seconds, profile.exposed_seconds))
+        times = profile.step_seconds, profile.exposed_seconds
+        self.rounds.append(Round(self._step, tuple(reports), budget, *times, before_peak_bytes=self._peak()))
         self._coverage.add(self._probes[_ISOLATED].runs)
         self._previous = (self._capture.passes, self._planned)
         before = self._capture_schedules()
@@ -256,7 +262,8 @@ class Tuner:
 
     def _trace_anew(self, done: Round) -> None:
         self.rounds.append(done)
-        self._say(str(done), logging.INFO if not done.reason else logging.WARNING)
+        self._say(done.headline(), logging.INFO if not done.reason else logging.WARNING)
+        self._say(str(done), logging.DEBUG)
         self._retraces = True
         self._planned, self._swapped = (), True
         if self._passes:  # else programs are compiled with those that they have at step 0, and stay so
@@ -337,9 +344,10 @@ class Tuner:
 
     def _finish_round(self, **fields: Any) -> None:
         self.rounds[-1] = done = replace(self.rounds[-1], **fields)
-        self._say(str(done), logging.INFO)
-        for miss in done.misses():
-            self._say(f"The plan of step {done.step} did not do what was predicted: {miss}.", logging.WARNING)
+        self._say(done.headline(), logging.INFO)
+        self._say(str(done), logging.DEBUG)
+        if text := done.shortfall():
+            self._say(text, logging.WARNING)
         if done.outcome != "reverted":
             self._save()
         self._end_round()
