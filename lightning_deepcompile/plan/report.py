@@ -102,8 +102,8 @@ class Round:
             return ""
         more = format_bytes(measured - predicted)
         return (
-            f"With the plan of step {self.step} steps take {format_bytes(measured)}, {more} more than predicted: that much "
-            "less is left for larger batches. If a rank runs out of memory, a leaner plan takes over; "
+            f"With the plan of step {self.step} steps take {format_bytes(measured)}, {more} more than predicted: that "
+            "much less is left for larger batches. If a rank runs out of memory, a leaner plan takes over; "
             "CompileConfig(memory_budget=...) limits what plans use."
         )
 

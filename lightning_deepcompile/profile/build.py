@@ -342,7 +342,7 @@ def describe_spread(profiles: Sequence[Profile]) -> str:
         return ""
     slowest = times.index(max(times))
     return (
-        f"Rank {slowest} computes {max(times) / min(times):.2f} times as long as the fastest rank in the measured steps. "
+        f"Rank {slowest} computes {max(times) / min(times):.2f} times as long as the fastest, in the measured steps. "
         "All wait for it, and plans are made for its times. If that stays so, look for uneven batches, or for other "
         "work on that rank's device or host."
     )

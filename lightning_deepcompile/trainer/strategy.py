@@ -31,7 +31,7 @@ from lightning_deepcompile.options import checked
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.pass_manager import resolve_passes
 from lightning_deepcompile.plan.report import Round
-from lightning_deepcompile.ranks.failures import shorten
+from lightning_deepcompile.ranks.failures import Failures, shorten
 from lightning_deepcompile.ranks.mesh import MeshArgument, check_mesh
 from lightning_deepcompile.summary import Summary
 from lightning_deepcompile.trainer.activation_checkpointing import CheckpointingPolicy
@@ -186,6 +186,7 @@ class DeepCompileStrategy(ProcessStrategy):
         self._checkpoints = Checkpoints(self, state_dict_type, save_distributed_checkpoint, async_save)
         self._sharded: ShardedModule | None = None
         self._progress = CompileProgress()
+        self._failures: Failures | None = None
 
     # What Lightning sets and reads -----------------------------------------------------------------------------------
 
@@ -241,6 +242,7 @@ class DeepCompileStrategy(ProcessStrategy):
         # Inference tensors cannot enter a compiled graph that also serves training.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
+        self._failures = Failures.of_setup()
         self._shard(self.lightning_module)
         self.barrier("sharded")
         if trainer.state.fn == TrainerFn.FITTING:
@@ -250,6 +252,7 @@ class DeepCompileStrategy(ProcessStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             optimizers_to_device(self.optimizers, self.root_device)
+        self._failures = self.engine.failures
 
     def _shard(self, module: pl.LightningModule) -> None:
         plugin = self.precision_plugin
@@ -329,7 +332,7 @@ class DeepCompileStrategy(ProcessStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled or copied of it: its settings, as before `setup`."""
-        fresh: dict[str, Any] = {"_sharded": None, "_progress": CompileProgress(), "_optimizers": []}
+        fresh: dict[str, Any] = {"_sharded": None, "_progress": CompileProgress(), "_failures": None, "_optimizers": []}
         return super().__getstate__() | fresh
 
     # Running ----------------------------------------------------------------------------------------------------------
@@ -407,7 +410,9 @@ class DeepCompileStrategy(ProcessStrategy):
         super().on_exception(exception)
         if self._sharded is not None:
             self.engine.tuner.explain(exception)
-            self.engine.failures.explain(exception)
+        if self._failures is not None:
+            self._failures.explain(exception)
+        if self._sharded is not None:
             self.engine.abort()
         self.end_started_processes()
         shorten(exception)
