@@ -214,8 +214,9 @@ class Capture:
 
     @property
     def flops_done(self) -> int:
-        """Floating-point operations that the programs have computed on this rank; see `count_flops`."""
-        return sum(one.calls * self._flops[one.program.name] for one in self.executables)
+        """Floating-point operations that training steps' programs have computed on this rank; see `count_flops`."""
+        training = [one for one in self.executables if one.program.kind != "inference"]
+        return sum(one.calls * self._flops[one.program.name] for one in training)
 
     def checkpoints(self, frame: int) -> list[Checkpoint]:
         """The blocks of a graph that are computed again in backward and need not be, in order.

@@ -47,8 +47,8 @@ class _Compilation:
             return f"Nothing of `{self.name}` was compiled: it runs as Python."
         again = " again" if self.again else ""
         return (
-            f"Compiled `{self.name}`{again} in {self.seconds:.1f} s: {self.graphs} programs, {self.compiled} of "
-            f"{self.regions} regions{'' if self.compiled == self.regions else ', which the others are equal to'}."
+            f"Compiled `{self.name}`{again} in {self.seconds:.1f} s: {self.graphs} program{'s'[: self.graphs != 1]}, "
+            f"{self.compiled} of {self.regions} regions{'' if self.compiled == self.regions else ' (equal ones once)'}."
         )
 
 

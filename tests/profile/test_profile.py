@@ -198,6 +198,7 @@ def test_plan_files(  # noqa: F811
     mesh: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "plans" / "plan.json"
+    caplog.set_level(logging.INFO, "lightning_deepcompile")
     engine, optimizer = make_planner(mesh, plan=str(path))
     for step in range(ROUND):
         if step == 5:
@@ -210,12 +211,15 @@ def test_plan_files(  # noqa: F811
     programs = engine.programs()
     strip = {name: text.partition("\n")[2] for name, text in programs.items()}
 
+    assert f"The plan is written to {str(path)!r}" in caplog.text
+
     # The next run starts with it, profiles nothing, and trains alike.
     second, optimizer = make_planner(mesh, plan=str(path))
     losses = [one_step(second, TOKENS, optimizer) for _ in range(ROUND)]
     assert {name: text.partition("\n")[2] for name, text in second.programs().items()} == strip
     assert second.report() == [] and losses[-1] < losses[0]
     second.close()
+    assert f"Training starts with the plan {str(path)!r}" in caplog.text and "replaced by" not in caplog.text
 
     # Another shape is another program: the plan does not cover it, and the run plans for itself.
     third, optimizer = make_planner(mesh, plan=str(path))
@@ -223,6 +227,8 @@ def test_plan_files(  # noqa: F811
         one_step(third, TOKENS[:, :6], optimizer)
     assert len(third.report()) == 1
     third.close()
+    if third.report()[0].outcome != "reverted":
+        assert f"The plan {str(path)!r} was for another model, or for other shapes: replaced" in caplog.text
 
     # So is a model with one more module, whose parameters have other numbers.
     plain_init = Net.__init__
