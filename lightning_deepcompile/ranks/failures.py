@@ -22,6 +22,7 @@ __all__ = ["Failures", "failure_key", "shorten"]
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = (*(os.path.dirname(str(file)) + os.sep for file in (torch.__file__, lightning.__file__)), _PACKAGE)
+_DEFECTS = (AssertionError, AttributeError, LookupError, NameError, TypeError)  # of them the way is of interest
 _LONGEST = 4000  # characters of an error that others are told
 _MOMENT = 1.0  # seconds in which ranks fail with the same error
 # As processes tell each other: of gloo's and NCCL's errors PyTorch passes some on as plain RuntimeErrors.
@@ -97,8 +98,7 @@ def shorten(error: BaseException) -> None:
     """Takes the lines of Lightning, PyTorch and this package that led to the user's last own one out of a traceback.
 
     What that line called stays: if it fails in a library, that is where to look. Of what this package refuses the last
-    line stays, as the message says what to do. An error without a line of the user's
-    stays as it is.
+    line stays, as the message says what to do. Any other error without a line of the user's stays as it is.
 
     Args:
         error: Is being handled.
@@ -109,11 +109,12 @@ def shorten(error: BaseException) -> None:
         frames.append(entry)
         entry = entry.tb_next
     own = [index for index, entry in enumerate(frames) if not _is_of_library(entry.tb_frame.f_code.co_filename)]
-    if not own:
-        return
-    called = frames[own[-1] + 1 :]
-    if called and called[-1].tb_frame.f_code.co_filename.startswith(_PACKAGE):
+    called = frames[own[-1] + 1 :] if own else frames
+    ours = bool(called) and called[-1].tb_frame.f_code.co_filename.startswith(_PACKAGE)
+    if ours and not isinstance(error, _DEFECTS):
         called = called[-1:]  # this package refuses something: its message says why
+    elif not own:
+        return
     kept = [frames[index] for index in own] + called
     for entry, following in zip(kept, [*kept[1:], None], strict=True):
         entry.tb_next = following

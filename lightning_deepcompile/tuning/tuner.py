@@ -242,7 +242,9 @@ class Tuner:
         check_plan(effects[-1].prediction.peak_bytes, budget, chosen, [p.name for p in self._passes])
         reports = [PassReport.of(effect) for effect in effects]
         times = profile.step_seconds, profile.exposed_seconds
-        self.rounds.append(Round(self._step, tuple(reports), budget, *times, before_peak_bytes=self._peak()))
+        self.rounds.append(
+            Round(self._step, tuple(reports), budget, *times, before_peak_bytes=self._memory.latest or None)
+        )
         self._coverage.add(self._probes[_ISOLATED].runs)
         self._previous = (self._capture.passes, self._planned)
         before = self._capture_schedules()
