@@ -15,14 +15,24 @@ if TYPE_CHECKING:
     from lightning_deepcompile.config import CompileConfig
     from lightning_deepcompile.runtime import dc
     from lightning_deepcompile.summary import Summary
+    from lightning_deepcompile.trainer.monitor import DeepCompileMonitor
     from lightning_deepcompile.trainer.precision import DeepCompilePrecision
     from lightning_deepcompile.trainer.strategy import DeepCompileStrategy
 
 __version__ = "0.1.0"
-__all__ = ["CompileConfig", "DeepCompilePrecision", "DeepCompileStrategy", "Summary", "__version__", "dc"]
+__all__ = [
+    "CompileConfig",
+    "DeepCompileMonitor",
+    "DeepCompilePrecision",
+    "DeepCompileStrategy",
+    "Summary",
+    "__version__",
+    "dc",
+]
 
 _HOMES = {
     "CompileConfig": "lightning_deepcompile.config",
+    "DeepCompileMonitor": "lightning_deepcompile.trainer.monitor",
     "DeepCompilePrecision": "lightning_deepcompile.trainer.precision",
     "DeepCompileStrategy": "lightning_deepcompile.trainer.strategy",
     "Summary": "lightning_deepcompile.summary",

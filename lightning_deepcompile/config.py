@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from lightning_deepcompile.plan.budget import parse_budget
+from lightning_deepcompile.console import LogLevel
+from lightning_deepcompile.options import AtLeast, checked
+from lightning_deepcompile.plan.budget import Budget, ByteCount, as_fraction, parse_budget
 from lightning_deepcompile.plan.offload import OffloadMode
+from lightning_deepcompile.plan.pass_schedule import PassSchedule
 from lightning_deepcompile.plan.settings import Reduction
 from lightning_deepcompile.runtime.dc import SYMMETRIC_THRESHOLD
 
 __all__ = ["CompileConfig"]
 
-_LEAST = {"prefetch_blocks": 0, "reduce_window": 0, "recompile_limit": 1, "max_ctas": 0, "communication_sms": 0}
+Schedule = Annotated[list[dict[str, Any]], PassSchedule()]
 
 
+@checked
 @dataclass
 class CompileConfig:
     """How the step is compiled and how its program is scheduled.
@@ -78,10 +83,10 @@ class CompileConfig:
             ``reduce_late``, ``proactive_prefetch``) or ``"package.module:name"`` of your own. ``"auto"``:
             `plan.DEFAULT_SCHEDULE`, which plans at step 3. None: nothing is measured; programs stay as they are
             compiled, with the least memory.
-        memory_budget: What plans may use of each device's memory: bytes, a text like ``"24GiB"``, or a fraction. None
-            is 0.9 of it, less what activations took in the profiled step, so that later batches may be up to twice as
-            large; anything else is held to at stage 3: if no plan fits, training stops with an error that says what
-            would.
+        memory_budget: What plans may use of each device's memory: bytes (at least 1 MiB), a text like ``"24GiB"`` or
+            ``"90%"``, or a fraction. None is 0.9 of it, less what activations took in the profiled step, so that later
+            batches may be up to twice as large; anything else is held to at stage 3: if no plan fits, training stops
+            with an error that says what would.
             Where torch's allocator does not count (CPU), only what programs hold between regions is known.
         offload: Optimizer states in host memory: they come to the device, and leave again, chunk by chunk while the
             optimizer steps. ``"none"``: they stay on the device. ``"auto"``: as many bytes leave as exceed the memory
@@ -97,7 +102,8 @@ class CompileConfig:
             into the memory budget when whatever else may leave has left, decided by sizes before the model is sharded.
             ``"all"``: all leave. Gradients stay on the device.
         host_memory_budget: What may be used of each node's memory for all of them, by all of its ranks together: bytes,
-            a text like ``"400GiB"``, or a fraction of what is available when training is set up. None is 0.8.
+            a text like ``"400GiB"`` or ``"80%"``, or a fraction of what is available when training is set up. None is
+            0.8.
         offload_chunk: Most bytes of states (and shards) that step together. Three such buffers are on the device while
             the optimizer steps, or more if a plan finds memory for them. A parameter whose states are larger is a chunk
             of its own, and the last to leave.
@@ -109,78 +115,63 @@ class CompileConfig:
         plan: File of a plan. If it exists and fits, training starts with it, and with optimizer states where it has
             them, and does not profile; the plan of a run that did profile is written to it. ``"auto"``:
             ``deepcompile_plan.json`` in the Trainer's root directory.
+        log_level: Least level of what the logger ``lightning_deepcompile`` tells: ``"debug"``, ``"info"``,
+            ``"warning"`` or ``"error"``. The environment variable ``DEEPCOMPILE_LOG`` goes before it. None: the level
+            that the logger has, or ``"info"``.
 
     Raises:
-        ValueError: If a value is out of range; the message names the argument and the value seen.
+        ValueError: If a value is of another type, no choice, or out of range; the message names the argument, the value
+            seen and what may be there.
+        TypeError: For an argument that there is not; the message names the one that is most like it.
     """
 
     region_backend: Literal["inductor", "eager"] = "inductor"
-    prefetch_blocks: int = 2
+    prefetch_blocks: Annotated[int, AtLeast(0)] = 2
     reduce: Reduction | None = None
-    reduce_window: int = 2
+    reduce_window: Annotated[int, AtLeast(0)] = 2
     early_gathers: bool = True
     head_start: bool = True
     keep_last_block: bool = True
-    recompile_limit: int = 16
+    recompile_limit: Annotated[int, AtLeast(1)] = 16
     fallback: Literal["warn", "error"] = "warn"
-    max_ctas: int = 0
-    communication_sms: int = 0
-    symmetric_memory: bool | int | str = False
+    max_ctas: Annotated[int, AtLeast(0)] = 0
+    communication_sms: Annotated[int, AtLeast(0)] = 0
+    symmetric_memory: bool | ByteCount = False
     embedding: Literal["auto", "gather", "exchange"] = "auto"
     recognize_causal_masks: bool = True
     trace_blocks_once: bool = True
-    schedule: list[dict[str, Any]] | Literal["auto"] | None = "auto"
-    memory_budget: int | float | str | None = None
+    schedule: Schedule | Literal["auto"] | None = "auto"
+    memory_budget: Budget | None = None
     recompute: Literal["always", "auto"] = "always"
-    plan: str | None = None
+    plan: str | Path | None = None
     offload: OffloadMode = "none"
     offload_activations: OffloadMode = "none"
     offload_parameters: OffloadMode = "none"
-    host_memory_budget: int | float | str | None = None
-    offload_chunk: int | str = "256MiB"
+    host_memory_budget: Budget | None = None
+    offload_chunk: ByteCount = "256MiB"
+    log_level: LogLevel | None = field(default=None, compare=False)  # a module is not sharded anew for it
 
     def __post_init__(self) -> None:
-        if self.region_backend not in ("inductor", "eager"):
-            raise ValueError(f"CompileConfig(region_backend={self.region_backend!r}): use 'inductor' or 'eager'.")
-        if self.fallback not in ("warn", "error"):
-            raise ValueError(f"CompileConfig(fallback={self.fallback!r}): use 'warn' or 'error'.")
-        if self.embedding not in ("auto", "gather", "exchange"):
-            raise ValueError(f"CompileConfig(embedding={self.embedding!r}): use 'auto', 'gather' or 'exchange'.")
-        if self.reduce not in ("every", "boundary", "auto", None):
-            raise ValueError(f"CompileConfig(reduce={self.reduce!r}): use 'every', 'boundary', 'auto' or None.")
-        if self.recompute not in ("always", "auto"):
-            raise ValueError(f"CompileConfig(recompute={self.recompute!r}): use 'always' or 'auto'.")
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"CompileConfig({name}={value!r}): expected an integer of at least {least}.")
         if self.max_ctas and self.communication_sms:
             raise ValueError(
                 f"CompileConfig(max_ctas={self.max_ctas}, communication_sms={self.communication_sms}): both limit the "
                 "thread blocks of collectives; give one of them."
             )
-        if not isinstance(self.symmetric_memory, bool | int | str):
-            raise ValueError(
-                f"CompileConfig(symmetric_memory={self.symmetric_memory!r}): expected True, False, bytes or a text."
-            )
-        if not isinstance(self.symmetric_memory, bool):
-            parse_budget(self.symmetric_memory, total=1, name="symmetric_memory")
-        parse_budget(self.memory_budget, total=1)
-        parse_budget(self.host_memory_budget, total=1, name="host_memory_budget")
-        for name in ("offload", "offload_activations", "offload_parameters"):
-            if getattr(self, name) not in ("none", "auto", "all"):
-                raise ValueError(f"CompileConfig({name}={getattr(self, name)!r}): use 'none', 'auto' or 'all'.")
-        if isinstance(self.offload_chunk, float):
-            raise ValueError(f"CompileConfig(offload_chunk={self.offload_chunk!r}): expected bytes or a text.")
-        parse_budget(self.offload_chunk, total=1, name="offload_chunk")
-        if self.schedule is not None and self.schedule != "auto":
-            _check_schedule(self.schedule)
+        # One form for each: settings are compared, and written to plan files.
+        self.memory_budget = as_fraction(self.memory_budget)
+        self.host_memory_budget = as_fraction(self.host_memory_budget)
+        self.plan = None if self.plan is None else str(self.plan)
 
     def reduction(self, stage: int) -> Reduction:
         """When gradients are reduced under a ZeRO stage; ``"auto"`` only where plans are made."""
         if self.reduce is None or (self.reduce == "auto" and stage != 3):
             return "boundary" if stage == 1 else "every"
         return self.reduce
+
+    @property
+    def planned(self) -> list[dict[str, Any]]:
+        """The entries of a `schedule` of the user's own."""
+        return self.schedule if isinstance(self.schedule, list) else []
 
     @property
     def offloads(self) -> bool:
@@ -198,20 +189,3 @@ class CompileConfig:
         """The settings of a run whose root directory is `root`, in which what is ``"auto"`` has its place."""
         plan = os.path.join(root, "deepcompile_plan.json") if self.plan == "auto" else self.plan
         return replace(self, plan=plan)
-
-
-def _check_schedule(schedule: list[dict[str, Any]]) -> None:
-    steps = []
-    for entry in schedule:
-        if not isinstance(entry, dict) or entry.keys() != {"step", "passes"} or not isinstance(entry["step"], int):
-            raise ValueError(
-                f"CompileConfig(schedule=...): {entry!r} should be like {{'step': 3, 'passes': ['zero3', 'unshard']}}."
-            )
-        steps.append(entry["step"])
-    if not steps or steps[0] != 0:
-        raise ValueError(f"CompileConfig(schedule=...) begins at step {steps[:1]}; its first entry must be of step 0.")
-    if any(later - earlier < 3 for earlier, later in zip(steps, steps[1:], strict=False)):
-        raise ValueError(
-            f"CompileConfig(schedule=...) has entries at steps {steps}; each must be 3 or more after the one before, "
-            "since the steps before are measured."
-        )

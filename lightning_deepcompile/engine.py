@@ -140,6 +140,10 @@ class Engine:
         """What the code of the step `name` mentions."""
         return self._steps.mentions(name)
 
+    def has_run(self, name: str) -> bool:
+        """Whether the step `name` was called before."""
+        return self._steps.has_run(name)
+
     def finish_step(self) -> None:
         """Call when an optimizer step is over and the next training step uses its parameters; may gather them."""
         self.timeline.end()

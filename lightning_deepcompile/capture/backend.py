@@ -20,6 +20,7 @@ from torch import fx
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.causal_mask import recognize_causal_masks
+from lightning_deepcompile.capture.flops import count_flops
 from lightning_deepcompile.capture.graph_checks import check_graph, check_losses_are_apart
 from lightning_deepcompile.capture.inlining import computed_with, inline_blocks
 from lightning_deepcompile.capture.lookups import LookupExchange
@@ -135,6 +136,7 @@ class Capture:
     _frames: list[_Frame] = field(default_factory=list)
     _captured: int = 0  # numbers of graphs and of programs: those of forgotten ones are not given again
     _lowered: int = 0
+    _flops: dict[str, int] = field(default_factory=dict)  # of a run of each program, by its name
     _timing: bool = False
     _first_frame: _Frame | None = None
 
@@ -204,6 +206,17 @@ class Capture:
     def frames(self) -> int:
         """Graphs that Dynamo captured."""
         return len(self._frames)
+
+    @property
+    def captured(self) -> int:
+        """Graphs that Dynamo captured so far, those that were forgotten included."""
+        return self._captured
+
+    @property
+    def flops_done(self) -> int:
+        """Floating-point operations that training steps' programs have computed on this rank; see `count_flops`."""
+        training = [one for one in self.executables if one.program.kind != "inference"]
+        return sum(one.calls * self._flops[one.program.name] for one in training)
 
     def checkpoints(self, frame: int) -> list[Checkpoint]:
         """The blocks of a graph that are computed again in backward and need not be, in order.
@@ -321,6 +334,7 @@ class Capture:
         self._lowered += 1
         with self._timed():
             self._inline(frame, kind, gm)
+            flops = count_flops(gm, backward=kind == "backward")
             # A backward program also releases what the forward program left, whether it reads it or not.
             frame.ids |= {n.args[1] for n in gm.graph.nodes if is_gather(n) or is_reduce(n)}
             name = f"frame{frame.index}.{kind}"
@@ -350,6 +364,7 @@ class Capture:
             plan = self._plan(frame, base)
             enter = compat.held_weakly(self._enter)
             executable = Executable(base, plan, before, enter, self.guard, self.divider)
+        self._flops[name] = flops
         self.executables.append(executable)
         frame.executables.append(executable)
         return executable

@@ -20,6 +20,9 @@ __all__ = ["BROKEN_TEXT", "Fallbacks", "why_not"]
 _log = logging.getLogger("lightning_deepcompile")
 _LIBRARIES = re.compile(r"[/\\](torch|lightning|pytorch_lightning|torchmetrics|lightning_deepcompile)[/\\]|^<")
 
+# They run as Python by design, or are hooks of a profiler of which the user was warned.
+_UNSPOKEN = re.compile(r"[/\\](lightning|pytorch_lightning|lightning_deepcompile)[/\\]")
+
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.*)_at_\d+$")  # Dynamo's name of what follows a break
 
 _SKIPPED = "Dynamo left it out of its graphs (TORCH_LOGS=graph_breaks says why)"
@@ -99,6 +102,9 @@ class Fallbacks:
         """
         function, first = f"{name} ({place})", reason.strip().partition("\n")[0]
         if function in self.reasons:
+            return
+        if _UNSPOKEN.search(place):
+            _log.debug("`%s` (%s) runs uncompiled: %s", name, place, first)
             return
         hint = next(text for start, text in _HINTS.items() if first.startswith(start))
         if self._mode == "error":

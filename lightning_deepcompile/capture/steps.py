@@ -42,6 +42,10 @@ class CompiledSteps:
         """The step `name` is compiled anew when it runs next."""
         self._compiled.pop(name, None)
 
+    def has_run(self, name: str) -> bool:
+        """Whether the step `name` was called before."""
+        return name in self._compiled
+
     def mentions(self, name: str) -> Mentions:
         """What the code of the step `name` mentions."""
         if name not in self._mentions:

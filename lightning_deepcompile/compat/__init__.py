@@ -66,6 +66,7 @@ from lightning_deepcompile.compat.fx import (
     UNSAFE_VIEW,
     OpOverload,
     graph_module,
+    is_of_forward,
     schema_of,
 )
 from lightning_deepcompile.compat.inductor import (
@@ -120,6 +121,7 @@ __all__ = [
     "inference_joint_passes",
     "is_accumulated",
     "is_checkpoint",
+    "is_of_forward",
     "is_tracing",
     "keeping_graphs",
     "local_of",

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_deepcompile.compat.dynamo import never_a_frame
+
 __all__ = [
     "NO_TORCH_FUNCTION",
     "after_backward",
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 
+@never_a_frame
 def alias(tensor: Tensor) -> Tensor:
     """The same memory as a tensor of its own: no view, with a count of writes of its own."""
     with torch.no_grad():
@@ -39,6 +42,7 @@ def alias(tensor: Tensor) -> Tensor:
         )
 
 
+@never_a_frame
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """The memory of a tensor; None where it has none of its own, as inside of a function transform."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or type(tensor) not in (Tensor, nn.Parameter):
@@ -46,16 +50,19 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     return tensor.untyped_storage() if tensor.layout is torch.strided else None
 
 
+@never_a_frame
 def storage_uses(tensor: Tensor) -> int:
     """How many tensors share the memory of `tensor`, itself included; temporary Python objects count, too."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
+@never_a_frame
 def hooks_saved_tensors() -> bool:
     """Whether hooks for saved tensors are on: of activation checkpointing, or a user's."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
+@never_a_frame
 def in_function_transform() -> bool:
     """Whether the code runs inside of ``torch.func.grad``, ``vmap`` or the like."""
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -68,6 +75,7 @@ def outside_transforms() -> contextlib.AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack() if in_function_transform() else contextlib.nullcontext()
 
 
+@never_a_frame
 def below_autograd() -> contextlib.AbstractContextManager[Any]:
     """Inside, operators run without autograd, and without the Python that derivatives of custom ones are written in.
 
@@ -102,6 +110,7 @@ def has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
+@never_a_frame
 def version_of(tensor: Tensor) -> int:
     """How often PyTorch has seen writes to the memory of `tensor`."""
     return tensor._version

@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 INNER_CALL = "_compiled_call_impl"
 """A module's attribute: what a call of the module runs if it is not None, and what Dynamo does not look at."""
@@ -150,13 +151,13 @@ def held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def never_a_frame(function: Callable[..., Any]) -> Callable[..., Any]:
+def never_a_frame(function: FunctionT) -> FunctionT:
     """Dynamo compiles what `function` calls, and traces through it, but never compiles `function` by itself.
 
     As it does with PyTorch's own ``Module.__call__``: behind a graph break, a function that all modules share would
     otherwise be compiled for each of them, which soon exceeds the recompile limit.
     """
-    never_code(function.__code__)
+    never_code(cast(types.FunctionType, function).__code__)
     return function
 
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch._ops import OpOverload
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-__all__ = ["UNSAFE_VIEW", "OpOverload", "graph_module", "schema_of"]
+__all__ = ["UNSAFE_VIEW", "OpOverload", "graph_module", "is_of_forward", "schema_of"]
 
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 """A view that autograd does not track as one."""
@@ -21,6 +21,11 @@ UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 def schema_of(operator: OpOverload) -> Any:
     """The ``torch.FunctionSchema`` of an operator: its name, arguments, returns, and what it writes to."""
     return operator._schema
+
+
+def is_of_forward(node: fx.Node) -> bool:
+    """Whether a node was traced in the forward pass: in a backward graph, such a node computes something again."""
+    return node.meta.get("partitioner_tag") == "is_forward"
 
 
 def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:

@@ -52,6 +52,7 @@ class Round:
             out of it before that was known, ``"leaner"`` for what follows a shortage, and ``"traced anew"`` where
             another part of what the model checkpoints is computed again: the next round plans for that.
         reason: What made a leaner plan take over, and what it does differently; else empty.
+        before_peak_bytes: Measured peak memory of this rank before; None where the allocator does not count.
     """
 
     step: int
@@ -63,6 +64,7 @@ class Round:
     after_peak_bytes: int | None = None
     outcome: str = "measuring"
     reason: str = ""
+    before_peak_bytes: int | None = None
 
     def __str__(self) -> str:
         """The round as a table."""
@@ -74,19 +76,36 @@ class Round:
         reason = f"\n  {self.reason}" if self.reason else ""
         return f"plan at step {self.step}{state}{reason}\n{_table(rows)}"
 
-    def misses(self) -> list[str]:
-        """Predictions that were more than 10 % off in time, or 5 % in memory; in words."""
-        found = []
-        if self.outcome == "kept" and self.passes and self.after_seconds:
-            predicted = self.passes[-1].step_seconds
-            if abs(predicted - self.after_seconds) > 0.1 * self.after_seconds:
-                found.append(
-                    f"a step of {predicted * 1e3:.1f} ms was predicted, {self.after_seconds * 1e3:.1f} measured"
-                )
-            peak = self.passes[-1].peak_bytes
-            if self.after_peak_bytes and abs(peak - self.after_peak_bytes) > 0.05 * self.after_peak_bytes:
-                found.append(f"{format_bytes(peak)} were predicted, {format_bytes(self.after_peak_bytes)} measured")
-        return found
+    def headline(self) -> str:
+        """The round in one sentence: what became of the programs, ms and bytes before and after."""
+        before, after = self.before_seconds * 1e3, (self.after_seconds or 0.0) * 1e3
+        peaks = ""
+        if self.after_peak_bytes and self.before_peak_bytes:
+            peaks = f", and {format_bytes(self.after_peak_bytes)} ({format_bytes(self.before_peak_bytes)} before)"
+        if self.outcome == "kept":
+            return f"The plan of step {self.step} is kept: {after:.1f} ms a step ({before:.1f} ms before){peaks}."
+        if self.outcome == "reverted":
+            slower = f"{after:.1f} ms a step were measured, {before:.1f} ms before"
+            return f"The plan of step {self.step} is taken back, as it is slower: {slower}."
+        if self.outcome == "unchanged":
+            return f"Planning at step {self.step} found nothing to change: {before:.1f} ms a step."
+        if self.outcome == "traced anew" and not self.reason:
+            return f"The step is traced anew at step {self.step}, to compute another part of its activations again."
+        return self.reason or f"The plan of step {self.step}: {self.outcome}."
+
+    def shortfall(self) -> str:
+        """What it means that steps take more memory than was predicted; "" if they take no more, by 5 %."""
+        if self.outcome != "kept" or not self.passes or not self.after_peak_bytes:
+            return ""
+        predicted, measured = self.passes[-1].peak_bytes, self.after_peak_bytes
+        if measured <= 1.05 * predicted:
+            return ""
+        more = format_bytes(measured - predicted)
+        return (
+            f"With the plan of step {self.step} steps take {format_bytes(measured)}, {more} more than predicted: that "
+            "much less is left for larger batches. If a rank runs out of memory, a leaner plan takes over; "
+            "CompileConfig(memory_budget=...) limits what plans use."
+        )
 
 
 def shortage_note(rounds: Sequence[Round]) -> str:

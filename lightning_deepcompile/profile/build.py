@@ -388,7 +388,11 @@ def describe_spread(profiles: Sequence[Profile]) -> str:
     if min(times) <= 0 or max(times) <= 1.2 * min(times):
         return ""
     slowest = times.index(max(times))
-    return f"Rank {slowest} computes {max(times) / min(times):.2f} times as long as the fastest: plans follow it."
+    return (
+        f"Rank {slowest} computes {max(times) / min(times):.2f} times as long as the fastest, in the measured steps. "
+        "All wait for it, and plans are made for its times. If that stays so, look for uneven batches, or for other "
+        "work on that rank's device or host."
+    )
 
 
 def _slowest(links: Sequence[Link]) -> Link:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -15,11 +16,15 @@ import lightning
 import torch
 import torch.distributed as dist
 
+from lightning_deepcompile import compat
+
 __all__ = ["Failures", "failure_key", "shorten"]
 
-_LIBRARIES = tuple(
-    os.path.dirname(str(file)) + os.sep for file in (torch.__file__, lightning.__file__, Path(__file__).parent)
-)
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_LIBRARIES = (*(os.path.dirname(str(file)) + os.sep for file in (torch.__file__, lightning.__file__)), _PACKAGE)
+_DEFECTS = (AssertionError, AttributeError, LookupError, NameError, TypeError)  # of them the way is of interest
+_LONGEST = 4000  # characters of an error that others are told
+_MOMENT = 1.0  # seconds in which ranks fail with the same error
 # As processes tell each other: of gloo's and NCCL's errors PyTorch passes some on as plain RuntimeErrors.
 _COMMUNICATION = re.compile(r"gloo|nccl|process group|connection (closed|reset)|broken pipe|communicat", re.IGNORECASE)
 
@@ -30,7 +35,7 @@ class Failures:
     Args:
         store: Key-value store shared by the ranks.
         rank: This rank.
-        prefix: Makes the key unique to one engine.
+        prefix: Makes the key unique to one engine, or to one attempt to make one.
     """
 
     def __init__(self, store: dist.Store, rank: int, prefix: str) -> None:
@@ -38,22 +43,50 @@ class Failures:
         self._rank = rank
         self._key = failure_key(prefix)
 
+    @classmethod
+    def of_setup(cls) -> Failures | None:
+        """For what fails before there is an engine; None before processes know of each other. Call on all ranks."""
+        if not dist.is_initialized():
+            return None
+        store, rank = compat.store(), dist.get_rank()
+        # All ranks set up as often as this one.
+        number = store.add(f"lightning_deepcompile/setups/{rank}", 1)
+        return cls(store, rank, f"lightning_deepcompile/setup{number}")
+
     def explain(self, error: BaseException) -> None:
         """Call before communication is ended: tells others of `error`; where it follows from another's, it says so.
 
         Args:
             error: What this rank fails with. If it is one of communication, and another rank has failed before, its
-                message becomes a line with that rank's error, and its traceback goes.
+                message becomes a line with that rank's error, and its traceback goes. If the first rank fails with the
+                same, that one prints it in full, and here it is one line.
         """
-        mine = f"rank {self._rank}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        text = f"{type(error).__name__}: {str(error).strip()}"[:_LONGEST]
+        mine = f"rank {self._rank}: {text}"
         try:
+            self._store.set(f"{self._key}/{self._rank}", text)
             first = self._store.compare_set(self._key, "", mine).decode()
+            if first != mine and _is_of_communication(error):
+                _replace(error, f"Rank {self._rank} was left alone. The error of the rank that failed first, {first}")
+            elif self._rank != 0 and self._first_rank_says() == text:
+                _replace(error, f"As on rank 0, which prints it in full: {str(error).strip().partition(chr(10))[0]}")
         except (RuntimeError, dist.DistError):  # whoever kept the store has ended, and cannot be asked
             return
-        if first != mine and _is_of_communication(error):
-            error.args = (f"Rank {self._rank} was left alone. The error of the rank that failed first, {first}",)
-            error.__cause__, error.__suppress_context__ = None, True
-            error.__traceback__ = None
+
+    def _first_rank_says(self) -> str:
+        """The error of rank 0; "" if it has none within a moment."""
+        key, deadline = f"{self._key}/0", time.monotonic() + _MOMENT
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                return ""
+            time.sleep(0.02)
+        return self._store.get(key).decode()
+
+
+def _replace(error: BaseException, text: str) -> None:
+    error.args = (text,)
+    error.__cause__, error.__suppress_context__ = None, True
+    error.__traceback__ = None
 
 
 def failure_key(prefix: str) -> str:
@@ -64,8 +97,8 @@ def failure_key(prefix: str) -> str:
 def shorten(error: BaseException) -> None:
     """Takes the lines of Lightning, PyTorch and this package that led to the user's last own one out of a traceback.
 
-    What that line called stays: if it fails in a library, that is where to look. An error without a line of the user's
-    stays as it is.
+    What that line called stays: if it fails in a library, that is where to look. Of what this package refuses the last
+    line stays, as the message says what to do. Any other error without a line of the user's stays as it is.
 
     Args:
         error: Is being handled.
@@ -76,9 +109,13 @@ def shorten(error: BaseException) -> None:
         frames.append(entry)
         entry = entry.tb_next
     own = [index for index, entry in enumerate(frames) if not _is_of_library(entry.tb_frame.f_code.co_filename)]
-    if not own:
+    called = frames[own[-1] + 1 :] if own else frames
+    ours = bool(called) and called[-1].tb_frame.f_code.co_filename.startswith(_PACKAGE)
+    if ours and not isinstance(error, _DEFECTS):
+        called = called[-1:]  # this package refuses something: its message says why
+    elif not own:
         return
-    kept = [frames[index] for index in own] + frames[own[-1] + 1 :]
+    kept = [frames[index] for index in own] + called
     for entry, following in zip(kept, [*kept[1:], None], strict=True):
         entry.tb_next = following
     error.__traceback__ = kept[0]

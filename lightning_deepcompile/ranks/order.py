@@ -19,6 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lightning_deepcompile import compat
 from lightning_deepcompile.ranks.exchange import exchange
 from lightning_deepcompile.ranks.failures import failure_key
 
@@ -42,6 +43,7 @@ class _Place:
         self.next: dict[str, _Place] = {}
 
 
+@compat.never_frames
 class Agreement:
     """Compares the ranks' paths.
 

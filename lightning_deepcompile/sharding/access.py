@@ -217,7 +217,8 @@ def sharded_class(original: type[nn.Module], parameters: _Parameters) -> type[nn
         parameters: Local name, full size and compute dtype of its sharded parameters, in registration order.
 
     Returns:
-        A subclass named ``Sharded<Original>``, importable from this module by its qualified name.
+        A subclass with the name of `original`, importable from this module as ``Sharded<Original>``, which is its
+        qualified name.
     """
     key = (original, parameters)
     if key not in _classes:
@@ -240,11 +241,12 @@ def sharded_class(original: type[nn.Module], parameters: _Parameters) -> type[nn
         # Users make another one of ``type(self)``, as `load_from_checkpoint` does: that is a plain one.
         body["__new__"] = lambda cls, *args, **kwargs: original(*args, **kwargs)
         body["_apply"] = _apply_of(original)
-        name = label = f"Sharded{original.__name__}"
+        label = f"Sharded{original.__name__}"
         if label in globals():
             label = f"{label}_{len(_classes)}"
         body |= {"__module__": __name__, "__qualname__": label}
-        _classes[key] = globals()[label] = type(name, (original,), body)
+        # Its short name is what summaries and printed modules show.
+        _classes[key] = globals()[label] = type(original.__name__, (original,), body)
     return _classes[key]
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed.fsdp import ShardingStrategy
 
 from lightning_deepcompile.compat.fsdp import HYBRID_SHARD_GRAD_OP
 from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.options import AnyCase
 
 __all__ = [
     "ShardingStrategyName",
@@ -22,7 +23,7 @@ __all__ = [
     "with_cpu_offload",
 ]
 
-ShardingStrategyName = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
+ShardingStrategyName = Annotated[Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"], AnyCase()]
 
 _STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 1, "HYBRID_SHARD": 3, "_HYBRID_SHARD_ZERO2": 2}
 _INSTEAD = {
@@ -48,15 +49,11 @@ def stage_for(sharding_strategy: Any, stage: int | None) -> int:
         stage: The stage, if it was given.
 
     Raises:
-        ValueError: For an unknown strategy or stage, and where the two contradict each other.
+        ValueError: Where the two contradict each other.
     """
-    if stage not in (None, 1, 2, 3):
-        raise ValueError(f"DeepCompileStrategy(stage={stage!r}): use 1, 2 or 3.")
     if sharding_strategy is None:
         return stage or 3
     name = _name(sharding_strategy)
-    if name not in _STAGES:
-        raise ValueError(f"DeepCompileStrategy(sharding_strategy={sharding_strategy!r}): use one of {[*_STAGES]}.")
     if stage is not None and stage != _STAGES[name]:
         raise ValueError(
             f"DeepCompileStrategy(stage={stage}, sharding_strategy={name!r}): that strategy is stage {_STAGES[name]}. "

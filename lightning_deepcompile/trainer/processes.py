@@ -30,6 +30,7 @@ from lightning_deepcompile.compat.lightning import (
     is_distributed,
     reduce_over_ranks,
 )
+from lightning_deepcompile.console import quieten
 
 __all__ = ["ProcessStrategy"]
 
@@ -135,6 +136,7 @@ class ProcessStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        quieten(self.global_rank)
         rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     @torch.compiler.disable

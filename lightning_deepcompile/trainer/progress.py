@@ -1,9 +1,12 @@
-"""While a step compiles, Lightning's progress bar says what: the first step takes a while, and would look stuck."""
+"""While a step compiles or is measured, a line in the log and Lightning's progress bar say so: it would look stuck."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -13,9 +16,44 @@ from lightning_deepcompile.capture.backend import Capture
 
 __all__ = ["CompileProgress"]
 
+_log = logging.getLogger(__name__)
+
+_QUIET_SECONDS = 20.0
+"""Where no bar is shown, how long nothing is said while a step compiles."""
+
+
+@dataclass
+class _Compilation:
+    """What was compiled of a step so far.
+
+    Args:
+        name: The step.
+        again: Whether it was compiled before.
+        seconds: How long calls took in which something was compiled.
+        graphs: Programs made.
+        regions: Regions in them.
+        compiled: Those that no equal one was there for.
+    """
+
+    name: str
+    again: bool
+    seconds: float = 0.0
+    graphs: int = 0
+    regions: int = 0
+    compiled: int = 0
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            return f"Nothing of `{self.name}` was compiled: it runs as Python."
+        again = " again" if self.again else ""
+        return (
+            f"Compiled `{self.name}`{again} in {self.seconds:.1f} s: {self.graphs} program{'s'[: self.graphs != 1]}, "
+            f"{self.compiled} of {self.regions} regions{'' if self.compiled == self.regions else ' (equal ones once)'}."
+        )
+
 
 class CompileProgress:
-    """Shows compilation in the description of the bar that is running; other kinds of bars are left alone.
+    """Shows compilation in the log, and in the description of the bar that is running if it is one of Lightning's.
 
     Args:
         trainer: Whose progress bar it is; without one nothing is shown.
@@ -25,14 +63,32 @@ class CompileProgress:
         self._trainer = trainer
         self._bar: _Bar | None = None
         self._description = ""
+        self._name = ""  # of the step under way
+        self._compilation: _Compilation | None = None
+        self._spoken = 0.0  # when something was said of it
 
     @contextlib.contextmanager
-    def shown(self, capture: Capture) -> Iterator[None]:
-        """For the duration, what `capture` compiles is shown; afterwards the bar is as it was. May be nested."""
+    def shown(self, capture: Capture, name: str = "", *, first: bool = False, ends: bool = True) -> Iterator[None]:
+        """For the duration, what `capture` compiles is shown; afterwards the bar is as it was. May be nested.
+
+        Args:
+            capture: Compiles.
+            name: The step that begins; "": the last one goes on.
+            first: Whether it is called for the first time.
+            ends: Whether the step is over afterwards: no backward pass belongs to it.
+        """
         if capture.progress is not None:
             yield
             return
+        if name:
+            self._finish()
+            self._name = name
         capture.progress = self._show
+        graphs, regions = len(capture.executables), capture.regions
+        requested, compiled, start = regions.requested, regions.compiled, time.perf_counter()
+        if first:
+            self._begin(again=False)
+            self._show(f"tracing {name}")
         try:
             yield
         finally:
@@ -40,11 +96,37 @@ class CompileProgress:
             if self._bar is not None:
                 self._bar.describe(self._description)
                 self._bar = None
+        done = self._compilation
+        made = max(len(capture.executables) - graphs, 0)  # a step that is traced anew forgets some
+        if done is not None and (made or first):
+            done.seconds += time.perf_counter() - start
+            done.graphs += made
+            done.regions += regions.requested - requested
+            done.compiled += regions.compiled - compiled
+        if ends:
+            self._finish()
+
+    def _begin(self, *, again: bool) -> None:
+        self._compilation, self._spoken = _Compilation(self._name, again), time.perf_counter()
+        if again:
+            _log.info("Compiling `%s` again, for other shapes or attributes.", self._name)
+        else:
+            _log.info("Compiling `%s`: its first call takes longer.", self._name)
+
+    def _finish(self) -> None:
+        done, self._compilation = self._compilation, None
+        if done is not None:
+            _log.info("%s", done)
 
     def _show(self, text: str) -> None:
+        if text.startswith("compiling") and self._compilation is None:
+            self._begin(again=True)
         if self._bar is None:
             self._bar = self._running_bar()
             if self._bar is None:
+                if time.perf_counter() - self._spoken > _QUIET_SECONDS:
+                    self._spoken = time.perf_counter()
+                    _log.info("Still %s.", text)
                 return
             self._description = self._bar.description
         self._bar.describe(text)

@@ -26,11 +26,14 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.checkpoint import Checkpoints, StateDictType, with_default
 from lightning_deepcompile.compat.lightning import NoOptimizer, callbacks_of, optimizers_to_device, wrap_optimizer
 from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.console import show_messages
 from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.options import checked
 from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.pass_manager import resolve_passes
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.ranks.exchange import raise_together
-from lightning_deepcompile.ranks.failures import shorten
+from lightning_deepcompile.ranks.failures import Failures, shorten
 from lightning_deepcompile.ranks.mesh import MeshArgument, check_mesh
 from lightning_deepcompile.sharding.shards import ReadRows
 from lightning_deepcompile.summary import Summary
@@ -56,6 +59,7 @@ from lightning_deepcompile.user_code.host_calls import HostOptimizer
 __all__ = ["DeepCompileStrategy"]
 
 
+@checked
 class DeepCompileStrategy(ProcessStrategy):
     """Trains an unmodified LightningModule with sharded parameters, gradients and optimizer states (ZeRO).
 
@@ -102,10 +106,12 @@ class DeepCompileStrategy(ProcessStrategy):
         save_distributed_checkpoint: ModelParallelStrategy's name for the same; True means ``"sharded"``.
         async_save: Whether sharded checkpoints are written by a thread while training goes on. A rank needs host memory
             for a copy of its shards.
-        compile: Settings of the compiler and of the schedule.
+        compile: Settings of the compiler and of the schedule: a `CompileConfig`, or a dict of its arguments.
 
     Raises:
-        ValueError: For a stage, state dict type or mesh that cannot be.
+        ValueError: For an argument of another type, a choice that there is not, arguments that contradict each other,
+            and passes that do not exist or do not fit together.
+        TypeError: For an argument that there is not; the message names the one that is most like it.
     """
 
     strategy_name = "deepcompile"
@@ -141,7 +147,7 @@ class DeepCompileStrategy(ProcessStrategy):
         state_dict_type: StateDictType = "full",
         save_distributed_checkpoint: bool | None = None,
         async_save: bool = False,
-        compile: CompileConfig | None = None,
+        compile: CompileConfig | dict[str, Any] | None = None,
     ) -> None:
         super().__init__(
             accelerator=accelerator,
@@ -175,11 +181,16 @@ class DeepCompileStrategy(ProcessStrategy):
         self.mixed_precision = mixed_precision
         self._checkpointing_policy = checkpointing_policy(activation_checkpointing, activation_checkpointing_policy)
         self.cpu_offload = CPUOffload(cpu_offload) if isinstance(cpu_offload, bool) else cpu_offload or CPUOffload()
-        self.compile = with_cpu_offload(compile or CompileConfig(), cpu_offload, self.stage)
+        config = CompileConfig(**compile) if isinstance(compile, dict) else compile or CompileConfig()
+        show_messages(config.log_level)
+        self.compile = with_cpu_offload(config, cpu_offload, self.stage)
+        for entry in self.compile.planned:
+            resolve_passes(entry["passes"], profiled=entry["step"] > 0)  # before processes start and a model is built
         self._checkpoints = Checkpoints(self, state_dict_type, save_distributed_checkpoint, async_save)
         self._sharded: ShardedModule | None = None
         self._stored: dict[nn.Parameter, ReadRows] = {}
         self._progress = CompileProgress()
+        self._failures: Failures | None = None
 
     # What Lightning sets and reads -----------------------------------------------------------------------------------
 
@@ -235,6 +246,7 @@ class DeepCompileStrategy(ProcessStrategy):
         # Inference tensors cannot enter a compiled graph that also serves training.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
+        self._failures = Failures.of_setup()
         self._shard(self.lightning_module)
         self.barrier("sharded")
         if trainer.state.fn == TrainerFn.FITTING:
@@ -244,6 +256,7 @@ class DeepCompileStrategy(ProcessStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             optimizers_to_device(self.optimizers, self.root_device)
+        self._failures = self.engine.failures
 
     def _shard(self, module: pl.LightningModule) -> None:
         plugin = self.precision_plugin
@@ -324,7 +337,13 @@ class DeepCompileStrategy(ProcessStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled or copied of it: its settings, as before `setup`."""
-        fresh: dict[str, Any] = {"_sharded": None, "_stored": {}, "_progress": CompileProgress(), "_optimizers": []}
+        fresh: dict[str, Any] = {
+            "_sharded": None,
+            "_stored": {},
+            "_progress": CompileProgress(),
+            "_failures": None,
+            "_optimizers": [],
+        }
         return super().__getstate__() | fresh
 
     # Running ----------------------------------------------------------------------------------------------------------
@@ -360,7 +379,8 @@ class DeepCompileStrategy(ProcessStrategy):
             "predict_step": self.precision_plugin.predict_step_context,
         }[name]
         deferred = nullcontext() if name == "predict_step" else log.deferred()
-        shown = self._progress.shown(self.engine.capture)
+        first, ends = not self.engine.has_run(name), name != "training_step"
+        shown = self._progress.shown(self.engine.capture, name, first=first, ends=ends)
         with context(), deferred, host_calls.outside_graphs(), appends, shown:
             return self.engine.run_step(name, *args, **kwargs)
 
@@ -403,7 +423,9 @@ class DeepCompileStrategy(ProcessStrategy):
         super().on_exception(exception)
         if self._sharded is not None:
             self.engine.tuner.explain(exception)
-            self.engine.failures.explain(exception)
+        if self._failures is not None:
+            self._failures.explain(exception)
+        if self._sharded is not None:
             self.engine.abort()
         self.end_started_processes()
         shorten(exception)

@@ -28,9 +28,12 @@ class PlanStore:
         group: The ranks.
     """
 
-    def __init__(self, path: str | None, setting: Setting, group: dist.ProcessGroup) -> None:
+    def __init__(self, path: str | Path | None, setting: Setting, group: dist.ProcessGroup) -> None:
         self._path = None if path is None else Path(path)
         self._setting, self._group = setting, group
+        self._text: str | None = None  # of the file, as this run has read or written it last
+        self._programs: frozenset[str] = frozenset()  # contents of the programs that the plan in it is for
+        self._refused = False  # whether it is said already that the file will be replaced
 
     def load(self) -> Plan | None:
         """The plan as rank 0 sees the file; None without a usable one. A collective."""
@@ -44,10 +47,19 @@ class PlanStore:
         try:
             if text is None:
                 raise PlanFileError(reason)
-            return read_plan(text, self._setting)
+            self._text = text
+            plan = read_plan(text, self._setting)
         except PlanFileError as error:
-            self._warn(f"The plan {str(path)!r} is not used, as {error}. Training plans anew.")
+            self._refused = True
+            self._say(
+                f"The plan {str(path)!r} is not used, as {error}. Training plans anew, and replaces the file.",
+                logging.WARNING,
+            )
             return None
+        self._programs = frozenset(plan.schedules)
+        count = len(self._programs)
+        self._say(f"Training starts with the plan {str(path)!r}, which is for {count} programs.", logging.INFO)
+        return plan
 
     def save(self, schedules: Sequence[Schedule], states: StatePlaces | None, uncheckpointed: int) -> None:
         """Writes a plan, on rank 0; a failure is a warning.
@@ -60,14 +72,35 @@ class PlanStore:
         path = self._path
         if path is None or self._group.rank() != 0:
             return
-        data = write_plan(schedules, self._setting, states, uncheckpointed).encode()
-        _, error = attempt(lambda: _write_whole(path, data))
+        text = write_plan(schedules, self._setting, states, uncheckpointed)
+        if text == self._text:
+            return
+        there, _ = attempt(lambda: path.read_text() if path.is_file() else None)
+        _, error = attempt(lambda: _write_whole(path, text.encode()))
         if error:
-            self._warn(f"The plan could not be written to {str(path)!r}: {error}")
+            self._say(f"The plan could not be written to {str(path)!r}: {error}", logging.WARNING)
+            return
+        programs = frozenset(schedule.content for schedule in schedules)
+        if there is not None and there != self._text:
+            self._say(
+                f"Another run has written the plan {str(path)!r} since this one began: replaced by this run's. Give "
+                "each its own file with CompileConfig(plan=...).",
+                logging.WARNING,
+            )
+        elif there is not None and not self._refused and not programs & self._programs:
+            self._say(
+                f"The plan {str(path)!r} was for another model, or for other shapes: replaced by this run's. "
+                "Give each its own file with CompileConfig(plan=...) to keep both.",
+                logging.WARNING,
+            )
+        else:
+            done = "written to" if there is None else "replaced in"
+            self._say(f"The plan is {done} {str(path)!r}: runs that find it start with it.", logging.INFO)
+        self._text, self._programs, self._refused = text, programs, False
 
-    def _warn(self, text: str) -> None:
+    def _say(self, text: str, level: int) -> None:
         if self._group.rank() == 0:
-            _log.warning("%s", text)
+            _log.log(level, "%s", text)
 
 
 def _write_whole(path: Path, data: bytes) -> None:

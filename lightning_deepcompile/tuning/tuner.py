@@ -32,7 +32,15 @@ from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import attempt, exchange
-from lightning_deepcompile.tuning.measuring import OBSERVED, PLANNED, TIMED, VERIFIED, Measurement, agreed_profile
+from lightning_deepcompile.tuning.measuring import (
+    ISOLATED,
+    OBSERVED,
+    PLANNED,
+    TIMED,
+    VERIFIED,
+    Measurement,
+    agreed_profile,
+)
 from lightning_deepcompile.tuning.plan_store import PlanStore
 from lightning_deepcompile.tuning.recomputation import Recomputation
 from lightning_deepcompile.tuning.shortages import Shortages
@@ -183,6 +191,10 @@ class Tuner:
             self._verify()
         if self._round is not None:
             self._probe = self._round.probe(moment, self._device, self._memory, self._runtime, self._training())
+            if moment == OBSERVED:
+                self._say(f"Measuring steps {self._step} and {self._step + 1}, to plan with their times.", logging.INFO)
+            if moment in (OBSERVED, ISOLATED) and self._capture.progress is not None:
+                self._capture.progress(f"measuring, step {moment + 1}/2")
 
     def _training(self) -> list[Executable]:
         return [e for e in self._capture.executables if e.program.kind != "inference"]
@@ -204,7 +216,8 @@ class Tuner:
             chosen = self._config.memory_budget
             profile, budget = agreed_profile(profiles, measured[0][1], chosen, self._limit, self._excess)
         except ProfileError as error:
-            self._say(f"No plan was made at step {self._step}: {error}", logging.WARNING)
+            text = f"No plan was made at step {self._step}, and training goes on as before: {error}"
+            self._say(text, logging.WARNING)
             self._end_round(retry=True)
             return
         self.profile = profile
@@ -222,7 +235,10 @@ class Tuner:
         self.profile, (planned, effects) = self._states.plan(profile, self._optimized)
         check_plan(effects[-1].prediction.peak_bytes, budget, chosen, [p.name for p in self._passes])
         reports = [PassReport.of(effect) for effect in effects]
-        self.rounds.append(Round(self._step, tuple(reports), budget, profile.step_seconds, profile.exposed_seconds))
+        times = profile.step_seconds, profile.exposed_seconds
+        self.rounds.append(
+            Round(self._step, tuple(reports), budget, *times, before_peak_bytes=self._memory.latest or None)
+        )
         self._coverage.add(measurement.runs)
         self._previous = (self._capture.passes, self._planned)
         before = self._capture_schedules()
@@ -242,7 +258,8 @@ class Tuner:
 
     def _trace_anew(self, done: Round) -> None:
         self.rounds.append(done)
-        self._say(str(done), logging.INFO if not done.reason else logging.WARNING)
+        self._say(done.headline(), logging.INFO if not done.reason else logging.WARNING)
+        self._say(str(done), logging.DEBUG)
         self._retraces = True
         self._planned, self._swapped = (), True
         if self._passes:  # else programs are compiled with those that they have at step 0, and stay so
@@ -318,9 +335,10 @@ class Tuner:
 
     def _finish_round(self, **fields: Any) -> None:
         self.rounds[-1] = done = replace(self.rounds[-1], **fields)
-        self._say(str(done), logging.INFO)
-        for miss in done.misses():
-            self._say(f"The plan of step {done.step} did not do what was predicted: {miss}.", logging.WARNING)
+        self._say(done.headline(), logging.INFO)
+        self._say(str(done), logging.DEBUG)
+        if text := done.shortfall():
+            self._say(text, logging.WARNING)
         if done.outcome != "reverted":
             self._save()
         self._end_round()

@@ -170,7 +170,7 @@ def test_a_budget_is_kept_and_said(mesh: DeviceMesh) -> None:
     (nothing,) = roomy.report()
     assert roomy.runtime.stats()["offloaded_bytes"] == 0
     needed = nothing.passes[0].peak_bytes
-    engine = make_engine(mesh, offload_activations="auto", memory_budget=int(0.8 * needed))
+    engine = make_engine(mesh, offload_activations="auto", memory_budget=f"{int(0.8 * needed)}B")
     optimizer = sgd(engine)
     losses, moved = [], []
     for _ in range(12):
@@ -192,7 +192,7 @@ def test_a_plan_file_remembers_what_leaves(mesh: DeviceMesh, tmp_path: Path) -> 
     moved = {}
     for mode, steps in (("auto", 11), ("auto", 2), ("none", 2)):
         torch._dynamo.reset()
-        engine = make_engine(mesh, offload_activations=mode, memory_budget=budget, plan=path)
+        engine = make_engine(mesh, offload_activations=mode, memory_budget=f"{budget}B", plan=path)
         optimizer = sgd(engine)
         for _ in range(steps):
             before = engine.runtime.stats()["offloaded_bytes"]
@@ -231,7 +231,7 @@ def test_a_larger_batch_than_planned_for_goes_to_the_host(mesh: DeviceMesh, sche
     losses, moved = [], []
     for mode in ("none", "auto"):
         torch._dynamo.reset()
-        engine = make_engine(mesh, schedule=schedule, offload_activations=mode, memory_budget=1_000_000)
+        engine = make_engine(mesh, schedule=schedule, offload_activations=mode, memory_budget="1MB")
         optimizer = sgd(engine)
         losses.append([one_step(engine, batch, optimizer) for batch in batches[:8]])
         moved.append([engine.runtime.stats()["offloaded_bytes"]])
@@ -245,7 +245,7 @@ def test_a_larger_batch_than_planned_for_goes_to_the_host(mesh: DeviceMesh, sche
 @pytest.mark.parametrize("mode", ["none", "auto"])
 def test_a_budget_below_everything_states_the_least(mesh: DeviceMesh, mode: str) -> None:
     """One rank holds to it, too, although it waits for no gather."""
-    engine = make_engine(mesh, offload_activations=mode, memory_budget=40_000)
+    engine = make_engine(mesh, offload_activations=mode, memory_budget="40kB")
     optimizer = sgd(engine)
     with pytest.raises(MemoryBudgetError, match="need [0-9]+ .* even with one block gathered at a time"):
         for _ in range(6):
@@ -258,7 +258,7 @@ def test_host_memory_that_does_not_suffice_is_named(mesh: DeviceMesh) -> None:
     plain = make_engine(mesh, schedule=None)
     expected = [one_step(plain, BATCH, optimizer) for optimizer in [sgd(plain)] for _ in range(2)]
     plain.close()
-    engine = make_engine(mesh, schedule=None, offload_activations="all", host_memory_budget=100_000)
+    engine = make_engine(mesh, schedule=None, offload_activations="all", host_memory_budget="100kB")
     optimizer = sgd(engine)
     with pytest.warns(UserWarning, match="no host memory for .* bytes of offloaded .*host_memory_budget"):
         losses = [one_step(engine, BATCH, optimizer) for _ in range(2)]
@@ -266,7 +266,7 @@ def test_host_memory_that_does_not_suffice_is_named(mesh: DeviceMesh) -> None:
     assert losses == expected and stats["stayed_tensors"] > 0 and stats["host_bytes"] <= 100_000
     engine.close()
     # What was not asked for by name takes what there is.
-    engine = make_engine(mesh, offload_activations="auto", memory_budget=1_000_000, host_memory_budget=600_000)
+    engine = make_engine(mesh, offload_activations="auto", memory_budget="1MB", host_memory_budget="600kB")
     one_step(engine, BATCH, sgd(engine))
     assert 0 < engine.runtime.stats()["host_bytes"] <= 600_000
     engine.close()

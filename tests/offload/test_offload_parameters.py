@@ -184,7 +184,13 @@ class Deep(Model):
         self.layers.extend(nn.Sequential(nn.Linear(13, 17), nn.Tanh(), nn.Linear(17, 13)) for _ in range(5))
 
 
-BUDGET = {"offload": "auto", "memory_budget": 47_500, "prefetch_blocks": 0, "reduce_window": 0, "offload_chunk": 2_000}
+BUDGET = {
+    "offload": "auto",
+    "memory_budget": "47.5kB",
+    "prefetch_blocks": 0,
+    "reduce_window": 0,
+    "offload_chunk": 2_000,
+}
 
 
 def _some() -> None:
@@ -232,7 +238,7 @@ def _errors() -> None:
     assert len(seen) > 10 and all(p.local.data_ptr() == p.host.data_ptr() for p in seen)
     for settings, arguments, message in (
         (SHARDS, {"stage": 2}, "offload_parameters='all'.* needs stage 3"),
-        ({**SHARDS, "host_memory_budget": 4_000}, {}, "gives each rank 2000 bytes .* parameters of [0-9]+ bytes"),
+        ({**SHARDS, "host_memory_budget": "4kB"}, {}, "gives each rank 2000 bytes .* parameters of [0-9]+ bytes"),
     ):
         with pytest.raises((ValueError, RuntimeError), match=message):
             fit(settings, arguments=arguments)

@@ -171,7 +171,7 @@ def some_leave(plain: pl.Trainer) -> dict[str, Any]:
     """Settings with which a part must leave: AdamW's states are twice the parameters, gradients once."""
     shards = plain.strategy.summary().sharded_bytes_per_rank
     schedule = [{"step": 0, "passes": ["zero3", "prefetch"]}]
-    return {"offload": "auto", "offload_chunk": 17_000, "memory_budget": int(3.7 * shards), "schedule": schedule}
+    return {"offload": "auto", "offload_chunk": 17_000, "memory_budget": f"{int(3.7 * shards)}B", "schedule": schedule}
 
 
 def _equal_training() -> dict[str, str]:
@@ -283,7 +283,7 @@ class TwoOptimizers(Model):
 def _manual() -> None:
     expected, plain = fit("adamw_loop", {}, build=TwoOptimizers)
     shards = plain.strategy.summary().sharded_bytes_per_rank
-    settings = {**some_leave(plain), "memory_budget": int(3.3 * shards)}
+    settings = {**some_leave(plain), "memory_budget": f"{int(3.3 * shards)}B"}
     actual, trainer = fit("adamw_loop", settings, build=TwoOptimizers)
     same(actual, expected, "manual")
     first, second = (sum(v.nbytes for s in o.state.values() for v in s.values() if v.dim()) for o in plain.optimizers)
@@ -329,11 +329,11 @@ def _refused() -> None:
         (lambda p: NoClosure(p, 0.1), EVERYTHING, "takes no closure"),
         (lambda p: Coupled(p, 0.1, momentum=0.9), EVERYTHING, r"changes \['lr'\] of its parameter group 0"),
         (lambda p: Twice(p, 0.1, momentum=0.9), EVERYTHING, "closure more than once"),
-        (lambda p: AdamW(p), {**EVERYTHING, "host_memory_budget": 100_000}, "states of [0-9]+ bytes .* every rank"),
-        (lambda p: AdamW(p), {"offload": "auto", "memory_budget": 60_000}, "a step still needs [0-9]+"),
+        (lambda p: AdamW(p), {**EVERYTHING, "host_memory_budget": "100kB"}, "states of [0-9]+ bytes .* every rank"),
+        (lambda p: AdamW(p), {"offload": "auto", "memory_budget": "60kB"}, "a step still needs [0-9]+"),
         (
             lambda p: AdamW(p),
-            {"offload": "auto", "offload_chunk": CHUNK, "memory_budget": 185_000, "host_memory_budget": 2000},
+            {"offload": "auto", "offload_chunk": CHUNK, "memory_budget": "185kB", "host_memory_budget": "2kB"},
             "gives each rank 1000 bytes of host memory",
         ),
     ):

@@ -266,7 +266,7 @@ def _plan_all(accelerator: str) -> dict[str, Record]:
             peak = results["planned"].extra["rounds"][0].passes[0].peak_bytes
             budget = peak + peak // 255 + 1  # of which plans leave 1/256 free
             measured(100.0)
-            results["tight"] = _fit("mlp", memory_budget=budget, **settings_)
+            results["tight"] = _fit("mlp", memory_budget=f"{budget}B", **settings_)
     finally:
         measuring.build_profile, tuner.Tuner._fastest = original, fastest  # type: ignore[method-assign]
     return results

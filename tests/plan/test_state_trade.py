@@ -165,7 +165,7 @@ def _moves(folder: Path) -> None:
     shards = trainer.strategy.summary().sharded_bytes_per_rank
     assert plain.away == [0] * 14
     # Parameters, gradients and states are 4 times the shards; only planning knows of activations and whole blocks.
-    watch, values, trainer = _fit(offload="auto", memory_budget=int(6.2 * shards), plan=str(folder / "plan"))
+    watch, values, trainer = _fit(offload="auto", memory_budget=f"{int(6.2 * shards)}B", plan=str(folder / "plan"))
     assert watch.losses == plain.losses
     assert all(torch.equal(values[key], value) for key, value in expected.items())
     assert watch.away[:5] == [0] * 5 and min(watch.away[5:11]) > 0 and watch.away[11:] == [0] * 3, watch.away
@@ -176,7 +176,7 @@ def _moves(folder: Path) -> None:
     assert offload.name == "offload" and "host memory: 0 B become" in offload.changed, str(done)
     assert before.peak_bytes > 6.2 * shards >= done.passes[-1].peak_bytes, str(done)
     # The next run has them there from its first step on, though what that showed would not have made them leave.
-    settings = {"offload": "auto", "memory_budget": int(6.2 * shards), "plan": str(folder / "plan")}
+    settings = {"offload": "auto", "memory_budget": f"{int(6.2 * shards)}B", "plan": str(folder / "plan")}
     again, _, trainer = _fit(gives_up=False, **settings)
     assert again.losses == plain.losses and trainer.strategy.report() == []
     assert again.away == [watch.away[6]] * 14, again.away
@@ -184,9 +184,9 @@ def _moves(folder: Path) -> None:
     # Where what the first step shows leaves no memory for the plan's places, as many leave as must.
     if os.environ["RANK"] == "0":
         file = json.loads((folder / "plan").read_text())
-        file["setting"]["memory_budget"] = int(3.6 * shards)  # as of a run that had needed less
+        file["setting"]["memory_budget"] = f"{int(3.6 * shards)}B"  # as of a run that had needed less
         (folder / "plan").write_text(json.dumps({**file, "states": {"away": 0, "slots": 3}}))
-    tight, _, trainer = _fit(gives_up=False, **{**settings, "memory_budget": int(3.6 * shards)})
+    tight, _, trainer = _fit(gives_up=False, **{**settings, "memory_budget": f"{int(3.6 * shards)}B"})
     assert tight.losses == plain.losses and 0 < tight.away[0] < again.away[0], (tight.away, again.away)
     assert " exceed " in trainer.strategy.summary().offload_reason
 

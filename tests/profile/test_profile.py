@@ -57,7 +57,7 @@ def test_a_round_profiles_plans_swaps_and_measures(mesh: Any, caplog: pytest.Log
     assert [p.name for p in done.passes] == ["zero3 -> prefetch", *PLANNED[2:]]
     assert all(p.step_seconds > 0 and p.peak_bytes > 0 for p in done.passes)
     assert done.before_seconds > 0 and (done.outcome == "unchanged" or done.after_seconds > 0)
-    assert "plan at step 5" in caplog.text and "proactive_prefetch" in caplog.text
+    assert "Measuring steps 3 and 4" in caplog.text and "step 5" in caplog.text and "ms a step" in caplog.text
     assert engine.capture.regions.compiled == plain.capture.regions.compiled, "nothing is compiled again"
     profile = engine.tuner.profile
     assert profile is not None and Profile.from_json(profile.to_json()) == profile
@@ -154,7 +154,7 @@ def test_running_out_of_memory_under_a_plan_says_what_limits_it(mesh: Any, monke
 
 
 def test_a_budget_that_nothing_fits_states_what_would(mesh: Any) -> None:  # noqa: F811
-    engine, optimizer = make_planner(mesh, memory_budget=1000)
+    engine, optimizer = make_planner(mesh, memory_budget="1000B")
     with pytest.raises(MemoryBudgetError, match=r"allows 1000 bytes, but this model and batch need \d+ "):
         for _ in range(ROUND):
             one_step(engine, TOKENS, optimizer)
@@ -166,7 +166,7 @@ def test_a_budget_that_steps_break_is_planned_for_again(mesh: Any, monkeypatch: 
     peaks = iter([budget + 2048, budget])  # a device whose steps take memory that the simulator knows nothing of
     monkeypatch.setattr(Tuner, "_peak", lambda _: next(peaks))
     monkeypatch.setattr(Tuner, "_fastest", lambda *_: 1.0)
-    engine, optimizer = make_planner(mesh, memory_budget=budget)
+    engine, optimizer = make_planner(mesh, memory_budget=f"{budget}B")
     budgets = set()
     for step in range(3 * ROUND):
         if step == 5:
@@ -197,6 +197,7 @@ def test_plan_files(  # noqa: F811
     mesh: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "plans" / "plan.json"
+    caplog.set_level(logging.INFO, "lightning_deepcompile")
     engine, optimizer = make_planner(mesh, plan=str(path))
     for step in range(ROUND):
         if step == 5:
@@ -209,12 +210,15 @@ def test_plan_files(  # noqa: F811
     programs = engine.programs()
     strip = {name: text.partition("\n")[2] for name, text in programs.items()}
 
+    assert f"The plan is written to {str(path)!r}" in caplog.text
+
     # The next run starts with it, profiles nothing, and trains alike.
     second, optimizer = make_planner(mesh, plan=str(path))
     losses = [one_step(second, TOKENS, optimizer) for _ in range(ROUND)]
     assert {name: text.partition("\n")[2] for name, text in second.programs().items()} == strip
     assert second.report() == [] and losses[-1] < losses[0]
     second.close()
+    assert f"Training starts with the plan {str(path)!r}" in caplog.text and "replaced by" not in caplog.text
 
     # Another shape is another program: the plan does not cover it, and the run plans for itself.
     third, optimizer = make_planner(mesh, plan=str(path))
@@ -222,6 +226,8 @@ def test_plan_files(  # noqa: F811
         one_step(third, TOKENS[:, :6], optimizer)
     assert len(third.report()) == 1
     third.close()
+    if third.report()[0].outcome != "reverted":
+        assert f"The plan {str(path)!r} was for another model, or for other shapes: replaced" in caplog.text
 
     # So is a model with one more module, whose parameters have other numbers.
     plain_init = Net.__init__
@@ -271,7 +277,7 @@ def test_plan_files(  # noqa: F811
 
 
 def test_configured_passes_are_checked_when_the_engine_is_made(mesh: Any) -> None:  # noqa: F811
-    with pytest.raises(ValueError, match="There is no pass 'zero4'"):
+    with pytest.raises(ValueError, match="there is no pass 'zero4'"):
         make_engine(mesh, schedule=[{"step": 0, "passes": ["zero4"]}])
     for schedule, message in [
         ([{"step": 1, "passes": []}], "must be of step 0"),

@@ -156,7 +156,7 @@ def _train(folder: Path) -> None:
     other, _, _ = _fit(2, plan=str(path))
     assert other.losses == plain.losses[:2] and other.kept == [0] * 2
     # There is memory for two or three of them.
-    some, values, trainer = _fit(recompute="auto", memory_budget=start_peak + 4 * block)
+    some, values, trainer = _fit(recompute="auto", memory_budget=f"{start_peak + 4 * block}B")
     assert some.losses == plain.losses and all(map(torch.equal, values, expected))
     assert 0 < some.kept[-1] < LAYERS, (trainer.strategy.report(), block)
 
@@ -206,7 +206,7 @@ def _alone(folder: Path) -> None:
     assert json.loads(path.read_text())["uncheckpointed"] == 0
     # There is no memory for any: they stay, and what is planned is within the budget.
     budget = anew.passes[0].peak_bytes + 1
-    tight, _, trainer = _fit(8, passes=None, recompute="auto", memory_budget=budget)
+    tight, _, trainer = _fit(8, passes=None, recompute="auto", memory_budget=f"{budget}B")
     assert tight.kept == [0] * 8
     (planned,) = trainer.strategy.report()
     assert planned.passes[-1].peak_bytes <= budget, str(planned)

@@ -1,0 +1,44 @@
+"""Counts what a graph computes: floating-point operations of matrix products, convolutions and attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from lightning_deepcompile import compat
+
+__all__ = ["count_flops"]
+
+aten = torch.ops.aten
+
+# PyTorch's formulas are of the GPUs' kernels; the one for CPUs takes the same arguments in the same order.
+_AS: dict[Any, Any] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+
+
+def count_flops(gm: fx.GraphModule, *, backward: bool = False) -> int:
+    """Floating-point operations of a graph, by the formulas of `torch.utils.flop_counter`.
+
+    What a backward graph computes again (activation checkpointing) does not count: utilization is that of the model.
+
+    Args:
+        gm: A forward, backward or inference graph of ATen operators. Symbolic sizes count with their hints.
+        backward: Whether it is a backward graph.
+    """
+    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+    return sum(_flops(node) for node in calls if not (backward and compat.is_of_forward(node)))
+
+
+def _flops(node: fx.Node) -> int:
+    packet = node.target.overloadpacket if isinstance(node.target, compat.OpOverload) else None
+    formula = flop_registry.get(_AS.get(packet, packet))
+    if formula is None:
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
+    count = formula(*args, **kwargs, out_val=node.meta.get("val"))
+    return int(count if isinstance(count, int) else count.node.hint or 0)

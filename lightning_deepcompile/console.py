@@ -1,0 +1,87 @@
+"""Where this package's messages go: to the user's own handlers, or to the screen if there are none.
+
+PyTorch imports this package long before users configure logging. So whether somebody else prints a message is looked at
+when it is printed, and messages always go up to the root logger.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Literal
+
+from tqdm import tqdm
+
+from lightning_deepcompile.options import did_you_mean
+
+__all__ = ["LogLevel", "quieten", "show_messages"]
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+VARIABLE = "DEEPCOMPILE_LOG"
+"""The environment variable that says how much is told; it goes before the setting."""
+
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_logger = logging.getLogger("lightning_deepcompile")
+
+
+class _Screen(logging.Handler):
+    """Prints to standard error, where no other handler sees the message.
+
+    Attributes:
+        chosen: The level that this package has set; another one is the user's own, and stays.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen = logging.NOTSET
+        self.setFormatter(logging.Formatter("deepcompile %(levelname)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints a message."""
+        if logging.getLogger().handlers or any(other is not self for other in _logger.handlers):
+            return
+        try:
+            # As `print`, but a progress bar that is on the screen moves one line down.
+            tqdm.write(self.format(record), file=sys.stderr)
+        except Exception:
+            self.handleError(record)
+
+
+def show_messages(level: LogLevel | None = None) -> None:
+    """Has messages shown, once, however often it is called.
+
+    Args:
+        level: Least level of what is told; the environment variable ``DEEPCOMPILE_LOG`` goes before it. None: what the
+            user has set for the logger ``lightning_deepcompile``, or ``"info"``.
+
+    Raises:
+        ValueError: If the variable names no level.
+    """
+    named = os.environ.get(VARIABLE, "").strip().lower() or level
+    if named is not None and named not in _LEVELS:
+        raise ValueError(f"{VARIABLE}={os.environ[VARIABLE]!r}: use one of {[*_LEVELS]}.{did_you_mean(named, _LEVELS)}")
+    screen = _screen()
+    if screen is None:
+        screen = _Screen()
+        _logger.addHandler(screen)
+    if named is not None or _logger.level in (logging.NOTSET, screen.chosen):
+        screen.chosen = _LEVELS[named or "info"]
+        _logger.setLevel(screen.chosen)
+
+
+def quieten(rank: int) -> None:
+    """Has every rank but the first tell warnings alone: they all would say the same. A level of the user's own stays.
+
+    Args:
+        rank: This process's, among all.
+    """
+    screen = _screen()
+    if rank != 0 and screen is not None and _logger.level == screen.chosen:
+        screen.chosen = max(screen.chosen, logging.WARNING)
+        _logger.setLevel(screen.chosen)
+
+
+def _screen() -> _Screen | None:
+    return next((handler for handler in _logger.handlers if isinstance(handler, _Screen)), None)
