@@ -11,6 +11,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -33,13 +34,18 @@ from lightning_deepcompile.offload.parameters import decide_hosted
 from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.offload.trade import StateTrade
+from lightning_deepcompile.plan.costs import Profile, Resident
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.plan.settings import PlanSettings
+from lightning_deepcompile.profile.labels import labels_of
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.printer import format_program
+from lightning_deepcompile.program.rewrite import read_schedule
+from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.failures import Failures
 from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.ranks.ranks import Ranks
+from lightning_deepcompile.report.record import StepRecord
 from lightning_deepcompile.runtime import load_extension
 from lightning_deepcompile.runtime.multiprocessors import PAIR, Multiprocessors
 from lightning_deepcompile.sharding.access import uninstall_access
@@ -52,7 +58,7 @@ from lightning_deepcompile.sharding.uncompiled import Uncompiled
 from lightning_deepcompile.step.clipping import Clipping
 from lightning_deepcompile.step.head_start import HeadStart
 from lightning_deepcompile.step.opening import StepOpening
-from lightning_deepcompile.step.optimizers import LocalShards, check_optimizer, take_over
+from lightning_deepcompile.step.optimizers import LocalShards, check_optimizer, state_bytes, take_over
 from lightning_deepcompile.step.timeline import Timeline
 from lightning_deepcompile.summary import Summary
 from lightning_deepcompile.tuning.shortages import MemoryRetry, Shortages, ShortageWatch
@@ -371,6 +377,27 @@ class Engine:
     def report(self) -> list[Round]:
         """What each round of profiling and planning did."""
         return list(self.tuner.rounds)
+
+    def profile(self) -> Profile | None:
+        """What the last round planned with, with names and sizes for reports; None if no step was measured."""
+        profile = self.tuner.profile
+        if profile is None:
+            return None
+        labels = labels_of(executable.program for executable in self.capture.executables)
+        states = sum(state_bytes(optimizer, self.device) for optimizer in self._local_shards)
+        return replace(profile, labels=labels, resident=Resident(self.model.device_bytes, states))
+
+    def record(self) -> StepRecord:
+        """What a report of the training step shows."""
+        profile = self.profile()
+        schedules: tuple[Schedule, ...] = ()
+        if profile is not None:
+            current = {e.program.name: read_schedule(e.program) for e in self.capture.executables}
+            # A step that was traced anew since has other programs: then those that were measured are shown.
+            schedules = tuple(current.get(schedule.name, schedule) for schedule in profile.schedules)
+            if not all(map(profile.covers, schedules)):
+                schedules = profile.schedules
+        return StepRecord(profile, schedules, tuple(self.report()), self.summary(), self.programs())
 
     def programs(self) -> dict[str, str]:
         """The current programs, printed, by name."""

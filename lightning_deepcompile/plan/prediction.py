@@ -32,6 +32,7 @@ class MemoryPoint(NamedTuple):
         away: Bytes of saved tensors in host memory.
         gradients: Bytes of whole gradients that the runtime holds, or has on their way; less those of shards that
             come later in the step.
+        states: Bytes of optimizer states that are on their way between the device and host memory.
     """
 
     micro_batch: int
@@ -42,6 +43,7 @@ class MemoryPoint(NamedTuple):
     bytes: int
     away: int
     gradients: int
+    states: int
 
 
 @dataclass(frozen=True)
