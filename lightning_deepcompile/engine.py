@@ -42,6 +42,7 @@ from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.rewrite import read_schedule
 from lightning_deepcompile.program.schedule import Schedule
+from lightning_deepcompile.ranks.exchange import AnyRank
 from lightning_deepcompile.ranks.failures import Failures
 from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.ranks.ranks import Ranks
@@ -57,8 +58,8 @@ from lightning_deepcompile.sharding.successors import Successors
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
 from lightning_deepcompile.step.clipping import Clipping
 from lightning_deepcompile.step.head_start import HeadStart
-from lightning_deepcompile.step.opening import StepOpening
 from lightning_deepcompile.step.optimizers import LocalShards, check_optimizer, state_bytes, take_over
+from lightning_deepcompile.step.prefetch import StepPrefetch
 from lightning_deepcompile.step.timeline import Timeline
 from lightning_deepcompile.summary import Summary
 from lightning_deepcompile.tuning.shortages import MemoryRetry, Shortages, ShortageWatch
@@ -194,16 +195,26 @@ class Engine:
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._mentions: dict[str, Mentions] = {}
         self._settings: dict[str, contextlib.AbstractContextManager[None]] = {}
-        opening = StepOpening(config, self.capture, self.runtime, self.host_group, device, stage)
+        prefetch = StepPrefetch(config, self.capture, self.runtime, self.host_group, device, stage)
         self.uncompiled = uncompiled = self.model.state.path = Uncompiled(
             self.model.parameters,
             stays=stage < 3,
             compare=compat.held_weakly(agreement.check_uncompiled),
-            written=opening.rewritten,
+            written=prefetch.rewritten,
             noticed=self.fallbacks.noticed,
         )
+        hosts = AnyRank(self.host_group, "whether parameters were written to", "whether training is to stop")
         self.timeline = Timeline(
-            self.runtime, agreement, self.tuner, states, leaving, opening, self.capture, uncompiled, self.gradients
+            self.runtime,
+            hosts,
+            agreement,
+            self.tuner,
+            states,
+            leaving,
+            prefetch,
+            self.capture,
+            uncompiled,
+            self.gradients,
         )
         self.ended = False
 
@@ -233,7 +244,7 @@ class Engine:
             with (
                 self._settings[name],
                 self.fallbacks.watching(),
-                self.timeline.opening.watching(),
+                self.timeline.prefetch.watching(),
                 self.uncompiled.in_step(),
                 self.capture.preparing(self.uncompiled.settle),
             ):
@@ -297,7 +308,7 @@ class Engine:
                     "or use offload='none'."
                 )
             check_optimizer(optimizer, self.model)
-            parts: Any = HeadStart.of(optimizer, self.timeline.opening)
+            parts: Any = HeadStart.of(optimizer, self.timeline.prefetch)
             if self.residency is not None:
                 parts = self.residency.attach(optimizer, parts)
             self._local_shards[optimizer] = LocalShards(

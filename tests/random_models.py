@@ -19,6 +19,9 @@ __all__ = ["Model", "Spec", "batches", "specs"]
 VOCAB, LENGTH, ROWS = 7, 3, 2  # ROWS per rank
 SIZES = (1, 2, 3, 5, 6)
 STEPS = 2
+EPS = 0.1
+"""Of norms. Equal rows differ by rounding errors, which a norm divides by the root of this: with PyTorch's defaults, a
+few norms in a row make them as large as the numbers that are compared."""
 
 Op = tuple[Any, ...]
 """A kind, a size, and for what is made of others these, in lists."""
@@ -58,7 +61,7 @@ def _depthwise(width: int, size: int) -> tuple[nn.Module, int]:
 
 
 def _group_norm(width: int, size: int) -> tuple[nn.Module, int]:
-    return nn.GroupNorm(next(n for n in (3, 2, 1) if width % n == 0), width), width
+    return nn.GroupNorm(next(n for n in (3, 2, 1) if width % n == 0), width, eps=EPS), width
 
 
 # What makes a layer of the width before and a size, and how it is called, with the tokens of the batch.
@@ -66,9 +69,8 @@ LAYERS: dict[str, tuple[Callable[[int, int], tuple[nn.Module, int]], Callable[[A
     "linear": (_linear, lambda m, x, t: m(x)),
     "conv": (_conv, lambda m, x, t: m(x.mT).mT),
     "depthwise": (_depthwise, lambda m, x, t: m(x.mT).mT[:, :LENGTH]),
-    "layer norm": (lambda w, s: (nn.LayerNorm(w, bias=s > 2), w), lambda m, x, t: m(x)),
-    # The default eps, 2e-16 in double precision, raises a rounding error of 1e-14 (a group norm of equal rows) to 1e-6.
-    "rms norm": (lambda w, s: (nn.RMSNorm((LENGTH, w), eps=1e-5), w), lambda m, x, t: m(x)),
+    "layer norm": (lambda w, s: (nn.LayerNorm(w, eps=EPS, bias=s > 2), w), lambda m, x, t: m(x)),
+    "rms norm": (lambda w, s: (nn.RMSNorm((LENGTH, w), eps=EPS), w), lambda m, x, t: m(x)),
     "group norm": (_group_norm, lambda m, x, t: m(x.mT).mT),
     "embedding": (lambda w, s: (nn.Embedding(VOCAB, w, padding_idx=s), w), lambda m, x, t: x + m(t)),
     "bag": (lambda w, s: (nn.EmbeddingBag(VOCAB, w), w), lambda m, x, t: x * m(t)[:, None]),

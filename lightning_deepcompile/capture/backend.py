@@ -136,7 +136,7 @@ class Capture:
     _captured: int = 0  # numbers of graphs and of programs: those of forgotten ones are not given again
     _lowered: int = 0
     _timing: bool = False
-    _opening: _Frame | None = None
+    _first_frame: _Frame | None = None
 
     def __post_init__(self) -> None:
         self.regions = RegionCompiler(self.config.region_backend)
@@ -227,7 +227,7 @@ class Capture:
         self.uncheckpointed = uncheckpointed
         self._frames = [f for f in self._frames if all(e.program.kind == "inference" for e in f.executables)]
         self.executables = [executable for frame in self._frames for executable in frame.executables]
-        self._opening, self.plan = None, {}
+        self._first_frame, self.plan = None, {}
         self.agreement.forget()
         self.runtime.invalidate()
 
@@ -343,7 +343,7 @@ class Capture:
             if kind == "backward":
                 before = compat.held_weakly(self.gradients.begin)
             elif kind == "forward":
-                before = functools.partial(compat.held_weakly(self._opens), frame)
+                before = functools.partial(compat.held_weakly(self._note_first), frame)
             plan = self._plan(frame, base)
             enter = compat.held_weakly(self._enter)
             executable = Executable(base, plan, before, enter, self.guard, self.divider)
@@ -355,27 +355,27 @@ class Capture:
         """Whether the graphs of `frame` are cut: for what moves between regions, or to compile equal blocks once."""
         return not self.nothing_moves or bool(frame.blocks) or not all(self.model.by_id[i].is_whole for i in frame.ids)
 
-    def _opens(self, frame: _Frame) -> None:
-        self._opening = self._opening or frame
+    def _note_first(self, frame: _Frame) -> None:
+        self._first_frame = self._first_frame or frame
 
     def begin_step(self) -> None:
         """Call before every training step."""
-        self._opening = None
+        self._first_frame = None
 
-    def opening(self) -> list[Gathers]:
+    def first_gathers(self) -> list[Gathers]:
         """The gathers that the last training step's first program begins with.
 
         Ranks whose programs communicate alike get the same, whatever shapes they met.
         """
-        if self._opening is None:
+        if self._first_frame is None:
             return []
-        (forward,) = (e for e in self._opening.executables if e.program.kind == "forward")
-        return forward.opening
+        (forward,) = (e for e in self._first_frame.executables if e.program.kind == "forward")
+        return forward.first_gathers
 
     @property
     def waits_for_states(self) -> bool:
         """Whether the last training step's first program waits for optimizer states that leave the device."""
-        return self._opening is not None and any(e.waits_for_states for e in self._opening.executables)
+        return self._first_frame is not None and any(e.waits_for_states for e in self._first_frame.executables)
 
     def schedules(self, names: Iterable[str], passes: Sequence[Pass]) -> dict[str, Schedule]:
         """What planning starts from: what the program passes among `passes` make of programs; nothing is swapped.

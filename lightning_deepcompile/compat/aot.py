@@ -1,4 +1,7 @@
-"""AOTAutograd: graphs captured and partitioned by it, and the fake tensors of its tracing."""
+"""AOTAutograd: graphs captured and partitioned by it, and the fake tensors of its tracing.
+
+Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
+"""
 
 from __future__ import annotations
 

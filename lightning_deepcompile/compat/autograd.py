@@ -1,4 +1,7 @@
-"""Autograd and tensors: modes, hooks, function transforms, memory, and counts of writes."""
+"""Autograd and tensors: modes, hooks, function transforms, memory, and counts of writes.
+
+Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""torch.distributed: names that changed, the rendezvous store, local tensors of DTensors."""
+"""torch.distributed: names that changed, the rendezvous store, local tensors of DTensors.
+
+Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Dynamo: what it compiles, what it leaves alone, what it says of that, and the graphs that it makes."""
+"""Dynamo: what it compiles, what it leaves alone, what it says of that, and the graphs that it makes.
+
+Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
+"""
 
 from __future__ import annotations
 

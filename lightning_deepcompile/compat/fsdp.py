@@ -1,4 +1,7 @@
-"""FSDP's names; imported by itself."""
+"""FSDP's names; imported by itself.
+
+Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
+"""
 
 from torch.distributed.fsdp import ShardingStrategy
 

@@ -1,4 +1,7 @@
-"""FX graphs and operators."""
+"""FX graphs and operators.
+
+Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
+"""
 
 from __future__ import annotations
 

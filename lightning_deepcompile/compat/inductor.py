@@ -1,4 +1,7 @@
-"""Inductor: its passes over whole graphs, and regions compiled apart from the compilation under way."""
+"""Inductor: its passes over whole graphs, and regions compiled apart from the compilation under way.
+
+Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
+"""
 
 from __future__ import annotations
 

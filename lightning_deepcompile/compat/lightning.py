@@ -1,4 +1,7 @@
-"""Lightning 2.6: launchers, process groups, loops, optimizers, averages and precision; imported by itself."""
+"""Lightning 2.6: launchers, process groups, loops, optimizers, averages and precision; imported by itself.
+
+Seen to work with Lightning 2.6.6.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Modules: the base of layers, and what a call of a module runs."""
+"""Modules: the base of layers, and what a call of a module runs.
+
+Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Optimizers, gradient scalers, and functions of many tensors."""
+"""Optimizers, gradient scalers, and functions of many tensors.
+
+Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
+"""
 
 from __future__ import annotations
 

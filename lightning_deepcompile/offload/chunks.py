@@ -44,7 +44,7 @@ class Chunk:
 
     Args:
         params: For each of the optimizer's groups, in its order.
-        visits: Whether their states come from host memory, or go there.
+        offloaded: Whether their states come from host memory, or go there.
         arrived: Of each state that was fetched: parameter, name, its home, and the tensor on the device.
         shards: Of each parameter that was fetched itself: parameter, its home, and the tensor on the device.
         mapped: Of each of `shards` that is in use, what the parameter was before, and will be again.
@@ -53,7 +53,7 @@ class Chunk:
     """
 
     params: list[list[Tensor]]
-    visits: bool
+    offloaded: bool
     arrived: list[tuple[Tensor, str, Tensor, Tensor]] = field(default_factory=list)
     shards: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     mapped: list[Tensor] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Chunk:
 
 def make_chunks(
     groups: Sequence[dict[str, Any]],
-    visits: Callable[[Tensor], bool],
+    offloaded: Callable[[Tensor], bool],
     size_of: Callable[[int, Tensor], int],
     limit: int,
 ) -> list[Chunk]:
@@ -77,20 +77,20 @@ def make_chunks(
 
     Args:
         groups: The optimizer's.
-        visits: Whether a parameter's states come and go.
+        offloaded: Whether a parameter's states come and go.
         size_of: Bytes of the states of a parameter of a group.
         limit: Most bytes of a chunk that has more than one parameter.
 
     Returns:
         The chunks; none is empty.
     """
-    staying = Chunk([[p for p in group["params"] if not visits(p)] for group in groups], visits=False)
+    staying = Chunk([[p for p in group["params"] if not offloaded(p)] for group in groups], offloaded=False)
     chunks = [staying] if any(staying.params) else []
-    visiting = [(size_of(k, p), k, p) for k, group in enumerate(groups) for p in group["params"] if visits(p)]
+    leaving = [(size_of(k, p), k, p) for k, group in enumerate(groups) for p in group["params"] if offloaded(p)]
     filled = limit + 1
-    for size, index, parameter in sorted(visiting, key=lambda one: leaving_order(one[0], limit)):
+    for size, index, parameter in sorted(leaving, key=lambda one: leaving_order(one[0], limit)):
         if filled + size > limit:
-            chunks.append(Chunk([[] for _ in groups], visits=True))
+            chunks.append(Chunk([[] for _ in groups], offloaded=True))
             filled = 0
         chunks[-1].params[index].append(parameter)
         filled += size

@@ -118,7 +118,7 @@ def _need(
     pending = sum(whole) if config.reduction(3) == "boundary" else (config.reduce_window + 1) * max(whole, default=0)
     gradients = sum(size for size, is_trained in zip(shards, trained, strict=True) if is_trained)
     states, stepping = 2 * gradients, 0  # Adam's
-    if config.offload != "none":  # they visit the device with their parameters, in three buffers
+    if config.offload != "none":  # they are copied to the device with their parameters, through three buffers
         largest = max(shard.shard_numel * chunk.dtype.itemsize for chunk in chunks for shard in chunk.shards)
         chunk_bytes = parse_budget(config.offload_chunk, total=1, name="offload_chunk")
         states, stepping = 0, 3 * min(max(chunk_bytes, 3 * largest), gradients)

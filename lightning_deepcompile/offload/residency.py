@@ -30,8 +30,8 @@ from lightning_deepcompile.plan.offload import (
     leaving_order,
     with_least_buffers,
 )
+from lightning_deepcompile.plan.state_copies import LEAST_SLOTS
 from lightning_deepcompile.plan.state_trade import StateMemory
-from lightning_deepcompile.plan.visits import LEAST_SLOTS
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.printer import format_bytes

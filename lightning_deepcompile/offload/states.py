@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lightning_deepcompile import compat
 from lightning_deepcompile.offload.chunks import Chunk, GroupChanges, Parts, make_chunks
 from lightning_deepcompile.offload.probe import StateSizes, can_leave
-from lightning_deepcompile.plan.visits import LEAST_SLOTS, round_slots
+from lightning_deepcompile.plan.state_copies import LEAST_SLOTS, round_slots
 
 __all__ = ["StateOffload"]
 
@@ -120,11 +120,11 @@ class StateOffload:
         optimizer = self._held()
         self.moved = 0
         self._forget_replaced()
-        if not any(self._visits(p) for group in optimizer.param_groups for p in group["params"]):
+        if not any(self._is_offloaded(p) for group in optimizer.param_groups for p in group["params"]):
             if self._otherwise is not None:
                 self._otherwise.begin(*args, **kwargs)
             return
-        self._chunks = make_chunks(optimizer.param_groups, self._visits, self._size_of, self._chunk_bytes)
+        self._chunks = make_chunks(optimizer.param_groups, self._is_offloaded, self._size_of, self._chunk_bytes)
         self._current = 0
         self._changes = GroupChanges(optimizer)
         fetched = self._runtime.take_states() if self.alone else []
@@ -154,7 +154,7 @@ class StateOffload:
             return
         self._leave()
         self._changes.apply()
-        chunks = [chunk for chunk in self._chunks if chunk.visits]
+        chunks = [chunk for chunk in self._chunks if chunk.offloaded]
         self.restore()
         self._expect([(self._homes_of(chunk), sorted(chunk.slots)) for chunk in chunks])
 
@@ -204,11 +204,11 @@ class StateOffload:
         turn = 0
         for chunk in self._chunks:
             homes = self._homes_of(chunk)
-            if chunk.visits and (not homes or any(home not in self._early for home in homes)):
+            if chunk.offloaded and (not homes or any(home not in self._early for home in homes)):
                 chunk.slot = turn % slots
                 turn += 1
 
-    def _visits(self, local: Tensor) -> bool:
+    def _is_offloaded(self, local: Tensor) -> bool:
         if self._homes.get(local) or self._shard_home(local) is not None:
             return True
         # Without a gradient an optimizer makes no state; one that is still on the device leaves.
@@ -237,7 +237,7 @@ class StateOffload:
         wanted = [
             (p, name, home) for params in chunk.params for p in params for name, home in self._homes.get(p, {}).items()
         ]
-        parameters = [p for params in chunk.params for p in params] if chunk.visits else []
+        parameters = [p for params in chunk.params for p in params] if chunk.offloaded else []
         shards = [(p, home) for p in parameters if (home := self._shard_home(p)) is not None]
         chunk.arrived = [(*entry, self._early[entry[2]][1]) for entry in wanted if entry[2] in self._early]
         wanted = [entry for entry in wanted if entry[2] not in self._early]
@@ -274,7 +274,7 @@ class StateOffload:
         known = {(p, name): (home, tensor) for p, name, home, tensor in chunk.arrived}
         buffers = {tensor.untyped_storage().data_ptr() for *_, tensor in chunk.arrived}
         leaving: list[tuple[Tensor, Tensor, Tensor | None]] = []  # what, where to, and where it came from
-        for p in (p for params in chunk.params for p in params if chunk.visits):
+        for p in (p for params in chunk.params for p in params if chunk.offloaded):
             entries = optimizer.state[p] if p in optimizer.state else {}
             kept: dict[str, Tensor] = {}
             for name, value in entries.items():

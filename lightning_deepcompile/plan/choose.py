@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_deepcompile.plan.costs import Profile
-from lightning_deepcompile.plan.prediction import Prediction
-from lightning_deepcompile.plan.simulate import memory_excess, simulate
+from lightning_deepcompile.plan.simulate import Prediction, memory_excess, simulate
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 
 __all__ = ["MARGINS", "Candidate", "Keep", "choose_by_gain", "fastest_that_fits"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_deepcompile.plan.budget import MemoryBudgetError
-from lightning_deepcompile.plan.visits import LEAST_SLOTS
+from lightning_deepcompile.plan.state_copies import LEAST_SLOTS
 from lightning_deepcompile.program.printer import format_bytes
 
 __all__ = [

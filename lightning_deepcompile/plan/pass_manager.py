@@ -19,9 +19,8 @@ from lightning_deepcompile.plan.passes.proactive_prefetch import proactive_prefe
 from lightning_deepcompile.plan.passes.reduce_late import reduce_late
 from lightning_deepcompile.plan.passes.unshard import unshard
 from lightning_deepcompile.plan.passes.zero3 import zero3
-from lightning_deepcompile.plan.prediction import Prediction
 from lightning_deepcompile.plan.settings import PlanSettings
-from lightning_deepcompile.plan.simulate import simulate
+from lightning_deepcompile.plan.simulate import Prediction, simulate
 from lightning_deepcompile.program.printer import format_bytes, format_program
 from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.rewrite import read_schedule, reschedule

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_deepcompile.program.schedule import RELEASES, Instruction, Schedule, opening_positions
+from lightning_deepcompile.program.schedule import RELEASES, Instruction, Schedule, first_gather_positions
 
-__all__ = ["Group", "Placement", "opened_part"]
+__all__ = ["Group", "Placement", "first_gathers_part"]
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class Placement:
         return self.schedule.with_instructions(result)
 
 
-def opened_part(schedule: Schedule) -> float:
+def first_gathers_part(schedule: Schedule) -> float:
     """How much of what `schedule` gathers it gathers before it waits for the first time."""
     gathers = [schedule.instructions[position] for position in schedule.at("gather")]
     sizes = {i: size for gather in gathers for i, size in zip(gather.ids, gather.sizes, strict=True)}
-    opened = {i for n in opening_positions(schedule.instructions) for i in schedule.instructions[n].ids}
-    return sum(sizes[i] for i in opened) / max(sum(sizes.values()), 1)
+    launched = {i for n in first_gather_positions(schedule.instructions) for i in schedule.instructions[n].ids}
+    return sum(sizes[i] for i in launched) / max(sum(sizes.values()), 1)

@@ -6,33 +6,100 @@ discrete events (`events`), memory from the host's order alone, as the allocator
 
 A step is one of many equal ones: where the gathers that open it are launched early, it finds them on their way since
 the end of the step before, for as long as the trainer was busy in between, or since the optimizer stepped on what they
-read. What optimizer states are copied, `visits` follows.
+read. What optimizer states are copied, `state_copies` follows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_deepcompile.plan.arena import ArenaModel, Slot, group_bytes
 from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
 from lightning_deepcompile.plan.events import StreamName, Task, run_tasks
 from lightning_deepcompile.plan.gradients import GradientModel
-from lightning_deepcompile.plan.placement import opened_part
-from lightning_deepcompile.plan.prediction import MemoryPoint, Prediction, Span
-from lightning_deepcompile.plan.visits import StateVisits
-from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Schedule, opening_positions
+from lightning_deepcompile.plan.placement import first_gathers_part
+from lightning_deepcompile.plan.state_copies import StateCopyModel
+from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Schedule, first_gather_positions
 
 __all__ = [
+    "MemoryPoint",
+    "Prediction",
+    "Span",
     "arena_bytes",
     "first_excess",
     "gradient_bytes",
     "memory_bytes",
     "memory_excess",
-    "opening_bytes",
+    "first_gather_bytes",
     "simulate",
 ]
+
+
+class Span(NamedTuple):
+    """Something that a stream did, from `start` to `end` in seconds; before the step's begin they are negative."""
+
+    stream: StreamName
+    label: str
+    start: float
+    end: float
+
+
+class MemoryPoint(NamedTuple):
+    """The most memory while an instruction was issued.
+
+    Args:
+        micro_batch: Number of the micro-batch.
+        schedule: Index of the schedule within it.
+        instruction: Position of the instruction.
+        seconds: When the device gets there.
+        arena: Bytes of slots for gathered parameters.
+        bytes: All allocated bytes.
+        away: Bytes of saved tensors in host memory.
+        gradients: Bytes of whole gradients that the runtime holds, or has on their way; less those of shards that
+            come later in the step.
+        states: Bytes of optimizer states that are on their way between the device and host memory.
+    """
+
+    micro_batch: int
+    schedule: int
+    instruction: int
+    seconds: float
+    arena: int
+    bytes: int
+    away: int
+    gradients: int
+    states: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step is expected to do.
+
+    Args:
+        seconds: Its duration, `Profile.unexplained_seconds` included, the time between steps not.
+        compute_seconds: How long compute, the optimizer included, is busy.
+        exposed_seconds: How long compute stands still for communication.
+        gather_seconds: How long gathers take.
+        reduce_seconds: How long reductions take.
+        peak_bytes: The most memory.
+        memory: Memory, in the host's order.
+        spans: What ran when.
+    """
+
+    seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    gather_seconds: float
+    reduce_seconds: float
+    peak_bytes: int
+    memory: tuple[MemoryPoint, ...]
+    spans: tuple[Span, ...]
+
+    def over(self, budget: int | None) -> int:
+        """Bytes by which the peak exceeds `budget`; at most 0 if it fits."""
+        return self.peak_bytes - budget if budget is not None else -1
 
 
 def simulate(schedules: Sequence[Schedule], profile: Profile) -> Prediction:
@@ -85,10 +152,10 @@ def arena_bytes(schedules: Sequence[Schedule], cast_ratio: float = 0.0) -> list[
     return [[m.arena - m.away for m in memory if m.schedule == index] for index in range(len(schedules))]
 
 
-def opening_bytes(schedules: Sequence[Schedule], profile: Profile) -> int:
+def first_gather_bytes(schedules: Sequence[Schedule], profile: Profile) -> int:
     """Bytes of the arena's slots for the gathers that a step begins with."""
     opens = schedules and schedules[0].kind == "forward"
-    return _MemoryOnly(profile).launch_opening(schedules[0]) if opens else 0
+    return _MemoryOnly(profile).launch_first_gathers(schedules[0]) if opens else 0
 
 
 def gradient_bytes(
@@ -143,7 +210,7 @@ class _Simulation:
         self._boundary = False  # in the last micro-batch
         self._copies: dict[tuple[int, int], int] = {}  # the last copy of a frame's saved tensor
         self._away = 0
-        self._visits = StateVisits(profile)
+        self._states = StateCopyModel(profile)
         # Of every `MemoryPoint` the next task (the optimizer if there is none), its place, and its bytes.
         self._memory: list[tuple[int, tuple[int, int, int], tuple[int, int, int, int, int]]] = []
 
@@ -174,32 +241,32 @@ class _Simulation:
             for schedule in schedules:
                 for position in schedule.at("reduce_at_boundary"):
                     self._gradients.expect(schedule.instructions[position], counted=not self._profile.host_computes)
-        self._visits.begin(schedules, self._add)
+        self._states.begin(schedules, self._add)
         if self._profile.early_gathers and schedules and schedules[0].kind == "forward":
-            self._open(schedules)
+            self._begin_step(schedules)
         for micro_batch in range(self._profile.micro_batches):
             self._boundary = not self._profile.accumulates or micro_batch + 1 == self._profile.micro_batches
             for index, schedule in enumerate(schedules):
                 self._run_schedule(micro_batch, index, schedule)
                 if index == last_backward:
                     self._barrier.extend(self._gradients.drain())
-        for seconds, after in self._visits.step(self._compute_point()):
+        for seconds, after in self._states.step(self._compute_point()):
             self._barrier.extend(after)
             self._compute(seconds, 0.0, "optimizer")
-            self._visits.stepped(self._computed)
+            self._states.stepped(self._computed)
 
-    def _open(self, schedules: Sequence[Schedule]) -> None:
+    def _begin_step(self, schedules: Sequence[Schedule]) -> None:
         """What the end of the step before launched, and the time until this one begins."""
-        self.launch_opening(schedules[0], _left(schedules[-1], self._profile))
+        self.launch_first_gathers(schedules[0], _left(schedules[-1], self._profile))
         seconds = self._profile.between_seconds
         if self._profile.head_start:
-            seconds += self._profile.optimizer_seconds * (1 - opened_part(schedules[0]))
+            seconds += self._profile.optimizer_seconds * (1 - first_gathers_part(schedules[0]))
         self._begin = self._add("trainer", seconds, [], "between steps")
         self._barrier.append(self._begin)
 
-    def launch_opening(self, first: Schedule, other: int = 0) -> int:
+    def launch_first_gathers(self, first: Schedule, other: int = 0) -> int:
         """The gathers that a step begins with, beside `other` bytes; returns the arena's."""
-        for position in opening_positions(first.instructions):
+        for position in first_gather_positions(first.instructions):
             task, instruction = len(self._tasks), first.instructions[position]
             self._gather(instruction, [], f"{first.name}/{instruction.text}")
             self._remember(task, (0, 0, position), other, self._gradients.bytes)
@@ -207,8 +274,8 @@ class _Simulation:
 
     def _remember(self, task: int, where: tuple[int, int, int], other: int, gradients: int) -> None:
         """Notes the memory of an instruction: `other` is what neither the arena nor gradients explain."""
-        size = self._arena.bytes + other + gradients - self._away + self._visits.bytes
-        self._memory.append((task, where, (self._arena.bytes, size, self._away, gradients, self._visits.bytes)))
+        size = self._arena.bytes + other + gradients - self._away + self._states.bytes
+        self._memory.append((task, where, (self._arena.bytes, size, self._away, gradients, self._states.bytes)))
 
     def _run_schedule(self, micro_batch: int, index: int, schedule: Schedule) -> None:
         costs = [
@@ -218,7 +285,7 @@ class _Simulation:
         waiting = schedule.waiting
         other = next((cost.before for cost in costs if cost is not None), 0)
         if schedule.kind == "backward":
-            self._visits.left()
+            self._states.left()
         for position, (instruction, cost) in enumerate(zip(schedule.instructions, costs, strict=True)):
             task = len(self._tasks)
             held, beside = other, None
@@ -257,9 +324,9 @@ class _Simulation:
                 if schedule.kind == "forward":
                     self._away += instruction.bytes
             case "wait", "states":
-                self._barrier.extend(self._visits.wait(instruction.ids))
+                self._barrier.extend(self._states.wait(instruction.ids))
             case "launch", "states" if now:
-                self._visits.reload(instruction.ids, [*host, *self._compute_point()])
+                self._states.reload(instruction.ids, [*host, *self._compute_point()])
         return None
 
     def _copy(self, frame: int, instruction: Instruction, host: list[int], label: str) -> None:

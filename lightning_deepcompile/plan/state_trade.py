@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from lightning_deepcompile.plan.context import NO_LIMIT
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.pass_manager import PassEffect
-from lightning_deepcompile.plan.simulate import arena_bytes, opening_bytes
-from lightning_deepcompile.plan.visits import LEAST_SLOTS
+from lightning_deepcompile.plan.simulate import arena_bytes, first_gather_bytes
+from lightning_deepcompile.plan.state_copies import LEAST_SLOTS
 from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["Planned", "StateMemory", "Trade", "trade_states", "with_away"]
@@ -78,8 +78,8 @@ class StateMemory:
     def while_stepping(self, away: int, slots: int = LEAST_SLOTS) -> int:
         """Device memory while the optimizer steps, with so many bytes of states in host memory, and so many slots."""
         chunks = self.chunks(away)
-        visiting = sum(sorted(chunks, reverse=True)[:slots]) if chunks else self.buffers if away else 0
-        return self.stepping + self.total - away + visiting
+        buffers = sum(sorted(chunks, reverse=True)[:slots]) if chunks else self.buffers if away else 0
+        return self.stepping + self.total - away + buffers
 
     def at_least(self, wanted: int) -> int:
         """What leaves if at least so many bytes shall: whole shards' states, as far as host memory goes."""
@@ -164,7 +164,7 @@ def trade_states(profile: Profile, states: StateMemory, plan: Callable[[Profile]
     limit = (profile.budget or NO_LIMIT) + profile.room
 
     def fitting(away: int, schedules: Sequence[Schedule]) -> int:
-        free = limit - _opening(schedules, profile) - states.stepping - states.total + away
+        free = limit - _gathers_at_begin(schedules, profile) - states.stepping - states.total + away
         return states.slots(away, free)
 
     @functools.cache
@@ -185,7 +185,7 @@ def trade_states(profile: Profile, states: StateMemory, plan: Callable[[Profile]
         # While states leave, the gathers that open the next step are launched.
         beside = _arena(schedules, profile) - _arena(profile.schedules, profile)
         if not profile.host_computes:
-            beside = max(beside, opening_bytes(schedules, profile))
+            beside = max(beside, first_gather_bytes(schedules, profile))
         most = max(effects[-1].prediction.peak_bytes, states.while_stepping(away, slots) + beside)
         return Trade(away, adapted, (schedules, effects), slots, most - limit)
 
@@ -223,10 +223,10 @@ def trade_states(profile: Profile, states: StateMemory, plan: Callable[[Profile]
     return now, best
 
 
-def _opening(schedules: Sequence[Schedule], profile: Profile) -> int:
+def _gathers_at_begin(schedules: Sequence[Schedule], profile: Profile) -> int:
     """Bytes of the gathers that open a step, or of the two largest groups, if those are more."""
     sizes = sorted(s.instructions[k].bytes for s in schedules for k in s.at("gather"))
-    return max(sum(sizes[-2:]), opening_bytes(schedules, profile))
+    return max(sum(sizes[-2:]), first_gather_bytes(schedules, profile))
 
 
 def _fewer(states: StateMemory, now: Trade, least: int) -> list[int]:

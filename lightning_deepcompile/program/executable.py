@@ -11,7 +11,7 @@ from typing import Any
 from lightning_deepcompile.program.codegen import Divider, Guard, Marks, generate
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import Program
-from lightning_deepcompile.program.rewrite import Gathers, opening_gathers, waits_for_states
+from lightning_deepcompile.program.rewrite import Gathers, first_gathers, waits_for_states
 
 __all__ = ["UNCHECKPOINTED", "Executable"]
 
@@ -37,7 +37,7 @@ class Executable:
     Attributes:
         calls: Number of runs.
         seconds: What they took of the host's time.
-        opening: The gathers that the current schedule begins with.
+        first_gathers: The gathers that the current schedule begins with.
         waits_for_states: Whether it waits for optimizer states that leave the device.
     """
 
@@ -50,7 +50,7 @@ class Executable:
     calls: int = 0
     seconds: float = 0.0
     source: str = field(init=False, default="")
-    opening: list[Gathers] = field(init=False)
+    first_gathers: list[Gathers] = field(init=False)
     waits_for_states: bool = field(init=False)
     _run: Callable[[list[Any]], Sequence[Any]] = field(init=False)
     _running: Program = field(init=False)
@@ -72,7 +72,7 @@ class Executable:
         self.program = self._running = program
         guard = None if {"plan", UNCHECKPOINTED}.isdisjoint(program.history) else self.guard
         self._run, self.source = generate(program, guard=guard, divider=self.divider)
-        self.opening = opening_gathers(program)
+        self.first_gathers = first_gathers(program)
         self.waits_for_states = waits_for_states(program)
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("%s", format_program(program))

@@ -27,10 +27,10 @@ from lightning_deepcompile.program.schedule import (
     Schedule,
     ScheduleError,
     check_schedule,
-    opening_positions,
+    first_gather_positions,
 )
 
-__all__ = ["Gathers", "opening_gathers", "read_schedule", "reschedule", "waits_for_states"]
+__all__ = ["Gathers", "first_gathers", "read_schedule", "reschedule", "waits_for_states"]
 
 Gathers = tuple[int, list[int], list[torch.dtype]]
 """What a group of gathers is launched with: graph, parameters, dtypes."""
@@ -62,13 +62,13 @@ def read_schedule(program: Program) -> Schedule:
     )
 
 
-def opening_gathers(program: Program) -> list[Gathers]:
+def first_gathers(program: Program) -> list[Gathers]:
     """The gathers that `program` launches before it waits for the first one."""
     nodes = instructions_of(program.gm.graph)
-    opening = [nodes[position] for position in opening_positions([Instruction(traits.op) for _, traits in nodes])]
+    first = [nodes[position] for position in first_gather_positions([Instruction(traits.op) for _, traits in nodes])]
     return [
         (traits.argument(node, "graph")[0], list(traits.argument(node, "ids")), list(traits.argument(node, "dtypes")))
-        for node, traits in opening
+        for node, traits in first
     ]
 
 

@@ -35,7 +35,7 @@ __all__ = [
     "ScheduleError",
     "check_copies",
     "check_schedule",
-    "opening_positions",
+    "first_gather_positions",
 ]
 
 
@@ -138,7 +138,7 @@ class Schedule:
         return replace(self, instructions=tuple(instructions), **changes)
 
 
-def opening_positions(instructions: Sequence[Instruction]) -> list[int]:
+def first_gather_positions(instructions: Sequence[Instruction]) -> list[int]:
     """Positions of the gathers that come before the first wait."""
     effects = enumerate(instruction.traits.effect for instruction in instructions)
     before = itertools.takewhile(lambda pair: pair[1] != ("wait", "parameters"), effects)

@@ -42,42 +42,41 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, str]:
 
 
 class AnyRank:
-    """Asks whether something is so on any rank, as often as every batch.
+    """Asks whether things are so on any rank, as often as every batch.
 
     Hosts ask each other, past the devices: a collective of devices would wait for a place among what they compute, and
     a host that waits for it is as late with the next step.
 
     Args:
         group: Of the ranks' CPUs.
-        question: What is asked, for errors: "whether ...".
+        *questions: What is asked, for errors: "whether ...".
     """
 
-    def __init__(self, group: dist.ProcessGroup, question: str) -> None:
-        self._group, self._question = group, question
+    def __init__(self, group: dist.ProcessGroup, *questions: str) -> None:
+        self._group, self._questions = group, questions
 
-    def __call__(self, mine: bool) -> bool:
-        """Asks, and waits for the other ranks' hosts. Call on all ranks.
+    def ask(self, *mine: bool) -> Callable[[], list[bool]]:
+        """Asks all questions at once. Call on all ranks.
 
         Args:
-            mine: Whether it is so on this one.
+            *mine: To each question, this rank's answer.
+
+        Returns:
+            A function that waits for the other ranks' hosts, and returns to each question whether it is so on any.
 
         Raises:
-            RuntimeError: If another rank has failed.
+            RuntimeError: If another rank has failed; so does what is returned.
         """
-        return self.ask(mine)()
-
-    def ask(self, mine: bool) -> Callable[[], bool]:
-        """As a call, but what is returned waits for the answer."""
         if self._group.size() == 1:
-            return lambda: mine
-        answer = torch.tensor(mine, dtype=torch.int32, device="cpu")
+            return lambda: list(mine)
+        answers = torch.tensor(mine, dtype=torch.int32, device="cpu")
         with self._naming():
-            asked = dist.all_reduce(answer, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            asked = dist.all_reduce(answers, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
-        def wait() -> bool:
+        def wait() -> list[bool]:
             with self._naming():
                 asked.wait()
-            return bool(answer)
+            return [bool(answer) for answer in answers.tolist()]
 
         return wait
 
@@ -87,7 +86,7 @@ class AnyRank:
             yield
         except RuntimeError as error:
             raise RuntimeError(
-                f"Asking the other ranks {self._question} failed on rank {self._group.rank()} of "
+                f"Asking the other ranks {' and '.join(self._questions)} failed on rank {self._group.rank()} of "
                 f"{self._group.size()}: {error} If another rank failed, look at its error first."
             ) from error
 

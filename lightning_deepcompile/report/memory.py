@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_deepcompile.plan.costs import Profile
-from lightning_deepcompile.plan.prediction import Prediction, Span
+from lightning_deepcompile.plan.simulate import Prediction, Span
 from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["KINDS", "MemoryAt", "memory_by_kind"]

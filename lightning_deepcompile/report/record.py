@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.pass_manager import Pass, optimize
-from lightning_deepcompile.plan.prediction import Prediction
 from lightning_deepcompile.plan.report import PassReport, Round
 from lightning_deepcompile.plan.settings import PlanSettings
-from lightning_deepcompile.plan.simulate import simulate
+from lightning_deepcompile.plan.simulate import Prediction, simulate
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.summary import Summary
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.events import StreamName
-from lightning_deepcompile.plan.prediction import Prediction
+from lightning_deepcompile.plan.simulate import Prediction
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 from lightning_deepcompile.report.names import blocks_of, describe

@@ -1,9 +1,9 @@
-"""The gathers that open a step are launched when the optimizer has stepped, while the host is busy with the trainer.
+"""The first gathers of a step are launched when the optimizer has stepped, while the host is busy with the trainer.
 
 Between two steps the trainer fetches a batch and calls hooks; then the step's guards are checked, and then nothing can
 be computed before the first block has arrived. Launched early, it is there by then.
 
-They may even be launched while the optimizer steps, when it has stepped on what they read (`lead`).
+They may even be launched while the optimizer steps, when it has stepped on what they read (`launch_in_optimizer`).
 
 What was gathered early is wrong if somebody writes to the parameters before the step. Writes that PyTorch counts are
 noticed (`Freshness`); those that it does not (``parameter.data``, ``torch._foreach`` functions on parameters) show in a
@@ -32,27 +32,27 @@ _log = logging.getLogger(__name__)
 
 
 class EarlyGathers:
-    """Launches the opening gathers of a training step; one per engine.
+    """Launches the first gathers of a training step; one per engine.
 
     Args:
-        capture: Its programs say what opens a step.
+        capture: Its programs say which gathers a step begins with.
         group: Of the ranks' CPUs; they decide together whether it is safe.
         device: Where the shards are.
 
     Attributes:
-        launched: Whether the last step was opened early.
-        led: Whether that was while the optimizer stepped.
+        launched: Whether the first gathers of the last step were launched before it.
+        in_optimizer: Whether that was while the optimizer stepped.
     """
 
     def __init__(self, capture: Capture, group: dist.ProcessGroup, device: torch.device) -> None:
         self._capture, self._group, self._device = capture, group, device
-        self.launched = self.led = False
+        self.launched = self.in_optimizer = False
         self._safe: bool | None = None  # None: not known yet
-        self._opening: list[Gathers] = []  # what was launched last; another plan may open a step otherwise
+        self._groups: list[Gathers] = []  # launched last; another plan may begin a step with others
         self._chunks: list[ChunkLayout] = []  # those that it gathers from
         self._watched: list[Tensor] = []  # a shard of every block that it gathers from
         self._sums: Tensor | None = None  # after the optimizer's step
-        self._leads = False  # whether they may be launched within it: decided with `_safe`
+        self._may_in_optimizer = False  # whether they may be launched within it: decided with `_safe`
         self._trial: Tensor | None = None  # before that, sums from within the optimizer's step
         self._written = torch.zeros((), dtype=torch.bool, device=device)  # since it is known to be safe
         self._seen = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")  # its copy on the host
@@ -66,50 +66,52 @@ class EarlyGathers:
     def chunks(self) -> list[ChunkLayout]:
         """The parameters that are gathered, with those that share their memory; none while nothing is launched."""
         self._look()
-        return self._chunks if self._safe is None or (self._safe and self._leads) else []
+        return self._chunks if self._safe is None or (self._safe and self._may_in_optimizer) else []
 
     @property
     def ids(self) -> list[int]:
         """Of the parameters that were gathered last."""
-        return [i for _, ids, _ in self._opening for i in ids]
+        return [i for _, ids, _ in self._groups for i in ids]
 
-    def lead(self) -> None:
+    def launch_in_optimizer(self) -> None:
         """Call instead of `launch` while the optimizer steps, when it has stepped on `chunks`, on all ranks alike.
 
         What follows in that step may write to them as little as what follows it. Before that is known to be so,
         nothing is launched, and `launch` is to be called, too.
         """
-        self.led = self.launched = bool(self._safe and self._leads and self._opening)
-        if self.led:
+        self.in_optimizer = self.launched = bool(self._safe and self._may_in_optimizer and self._groups)
+        if self.in_optimizer:
             self._gather()
             self._sums = self._checksums()
         elif self._safe is None:
-            self._trial = self._checksums() if self._opening else None
+            self._trial = self._checksums() if self._groups else None
 
     def launch(self) -> None:
         """Call after the optimizer's step, on all ranks alike."""
-        before, self.led = self._opening, False
+        before, self.in_optimizer = self._groups, False
         self._look()
-        self._sums = self._checksums() if self._opening else None
+        self._sums = self._checksums() if self._groups else None
         if self._trial is not None:
-            same = self._sums is not None and before == self._opening and torch.equal(self._trial, self._sums)
-            self._leads, self._trial = same, None
-        self.launched = bool(self._safe and self._opening)
+            same = self._sums is not None and before == self._groups and torch.equal(self._trial, self._sums)
+            self._may_in_optimizer, self._trial = same, None
+        self.launched = bool(self._safe and self._groups)
         if self.launched:
             self._gather()
 
     def _look(self) -> None:
         # Shards in host memory are left to the step: a checksum of them would cost as much as the copy to the device.
         model = self._capture.model
-        opening = [group for group in self._capture.opening() if all(model.by_id[i].host is None for i in group[1])]
-        if opening != self._opening:
-            names = {model.by_id[i].name for _, ids, _ in opening for i in ids}
-            self._opening = opening
+        groups = [
+            group for group in self._capture.first_gathers() if all(model.by_id[i].host is None for i in group[1])
+        ]
+        if groups != self._groups:
+            names = {model.by_id[i].name for _, ids, _ in groups for i in ids}
+            self._groups = groups
             self._chunks = [c for c in model.chunks if any(shard.spec.name in names for shard in c.shards)]
             self._watched = [model.by_name[chunk.shards[0].spec.name].leaf for chunk in self._chunks]
 
     def _gather(self) -> None:
-        for graph_id, ids, dtypes in self._opening:
+        for graph_id, ids, dtypes in self._groups:
             torch.ops.dc.prefetch_params_fused(graph_id, [], ids, dtypes)
 
     def check(self) -> None:
@@ -124,9 +126,9 @@ class EarlyGathers:
             return
         changed = (self._checksums() != sums).any()
         if self._safe is None:
-            verdicts = exchange((bool(changed), self._leads), self._group)
+            verdicts = exchange((bool(changed), self._may_in_optimizer), self._group)
             self._safe = not any(written for written, _ in verdicts)
-            self._leads = all(leads for _, leads in verdicts)
+            self._may_in_optimizer = all(may for _, may in verdicts)
             if not self._safe:
                 _log.info("Parameters are written to between steps, so that nothing is gathered before a step begins.")
             return

@@ -1,4 +1,4 @@
-"""An optimizer steps first on what opens the next step, which is gathered while the optimizer steps on the rest.
+"""An optimizer steps first on what the next step gathers first, which is gathered while it steps on the rest.
 
 An optimizer's step is bound by memory and leaves the links idle: time that a forward pass lacks which waits for its
 gathers. The two parts are the class's own `step` on copies of the parameter groups, as chunks of offloaded states are.
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.offload.chunks import Chunk, GroupChanges
-from lightning_deepcompile.step.opening import StepOpening
+from lightning_deepcompile.step.prefetch import StepPrefetch
 
 __all__ = ["HeadStart"]
 
@@ -43,21 +43,21 @@ class HeadStart:
 
     Args:
         optimizer: While it steps it holds this rank's plain shards.
-        opening: Knows what opens the next step, and launches its gathers.
+        prefetch: Knows the first gathers of the next step, and launches them.
     """
 
     needs_closure = False
 
-    def __init__(self, optimizer: Optimizer, opening: StepOpening) -> None:
+    def __init__(self, optimizer: Optimizer, prefetch: StepPrefetch) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._opening = opening
+        self._prefetch = prefetch
         self._rest: Chunk | None = None
         self._changes: GroupChanges | None = None
 
     @classmethod
-    def of(cls, optimizer: Optimizer, opening: StepOpening) -> HeadStart | None:
+    def of(cls, optimizer: Optimizer, prefetch: StepPrefetch) -> HeadStart | None:
         """A head start for one of PyTorch's element-wise optimizers; None for others, their subclasses included."""
-        return cls(optimizer, opening) if type(optimizer) in _KNOWN else None
+        return cls(optimizer, prefetch) if type(optimizer) in _KNOWN else None
 
     @property
     def stepping(self) -> bool:
@@ -66,14 +66,14 @@ class HeadStart:
 
     @torch.no_grad()
     def begin(self, *args: Any, **kwargs: Any) -> None:
-        """Steps on what opens the next step, and leaves the optimizer with the rest.
+        """Steps on what the next step gathers first, and leaves the optimizer with the rest.
 
         Args:
             *args: Arguments of the optimizer's `step`, without a closure.
             **kwargs: Its keyword arguments.
         """
         optimizer = self._held()
-        head = self._opening.head()
+        head = self._prefetch.stepped_first()
         first, rest = (self._part(optimizer, head, inside) for inside in (True, False))
         if not any(first.params) or not any(rest.params):
             return
@@ -83,7 +83,7 @@ class HeadStart:
             step(optimizer, *args, **kwargs)
             self._changes.add(first, optimizer.param_groups, type(optimizer).__name__)
         optimizer.param_groups = rest.narrow(self._changes.groups)
-        self._opening.lead()
+        self._prefetch.launch_in_optimizer()
 
     def finish(self) -> None:
         """Ends a step whose rest has been stepped."""
@@ -102,7 +102,9 @@ class HeadStart:
 
     @staticmethod
     def _part(optimizer: Optimizer, head: frozenset[Tensor], inside: bool) -> Chunk:
-        return Chunk([[p for p in g["params"] if (p in head) == inside] for g in optimizer.param_groups], visits=False)
+        return Chunk(
+            [[p for p in g["params"] if (p in head) == inside] for g in optimizer.param_groups], offloaded=False
+        )
 
     def _held(self) -> Optimizer:
         optimizer = self._optimizer()

@@ -9,16 +9,18 @@ alone.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.offload.residency import Residency
+from lightning_deepcompile.ranks.exchange import AnyRank
 from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
-from lightning_deepcompile.step.opening import StepOpening
+from lightning_deepcompile.step.prefetch import StepPrefetch
 from lightning_deepcompile.tuning.tuner import Tuner
 
 __all__ = ["Timeline"]
@@ -32,31 +34,38 @@ class Timeline:
 
     Args:
         runtime: ``_C.Runtime`` that executes the programs.
+        hosts: Asks the other ranks' hosts, once a training step, whether parameters were written to between steps,
+            and whether a rank was told to stop.
         order: Compares the ranks' order of collectives.
         tuner: Measures steps and swaps their programs.
         residency: Keeps optimizer states in host memory; None if none leaves.
         leaving: Decides which activations leave, where no plan does.
-        opening: Follows writes to parameters, and launches the gathers that a step opens with.
+        prefetch: Follows writes to parameters, and launches the first gathers of the next step.
         capture: Has the programs.
         uncompiled: Has the parameters that uncompiled code reads.
         gradients: Has the gradients.
 
     Attributes:
+        told_to_stop: Whether this rank was told to stop training.
         communicated: What the runtime has counted during the last training step whose backward pass is done.
         uncompiled_share: The share of its time that the host spent outside of programs.
     """
 
     runtime: Any
+    hosts: AnyRank
     order: Agreement
     tuner: Tuner
     residency: Residency | None
     leaving: ActivationOffload
-    opening: StepOpening
+    prefetch: StepPrefetch
     capture: Capture
     uncompiled: Uncompiled
     gradients: GradientSession
     communicated: dict[str, int] = field(default_factory=dict)
     uncompiled_share: float = 0.0
+    told_to_stop: bool = False
+    _answers: Callable[[], list[bool]] | None = None  # of the last training step
+    _stops: bool = False
     _stale_gradients: bool = False
     _began: tuple[float, float] = (0.0, 0.0)  # the last forward pass: when, and what programs had taken by then
 
@@ -69,18 +78,32 @@ class Timeline:
         self.order.begin(name)  # first: what follows communicates, and is compared as part of this step
         anew = False
         if name == TRAINING:
-            opened = {"early_gathers": self.opening.early, "head_start": self.opening.led}
-            anew = self.tuner.begin_micro_batch(opened)  # before all that depends on the programs, which it may swap
+            launched = {"early_gathers": self.prefetch.early, "head_start": self.prefetch.in_optimizer}
+            anew = self.tuner.begin_micro_batch(launched)  # before all that depends on the programs, which it may swap
             if self.residency is not None:  # before gathers, which take the memory that states leave
                 self.residency.begin_step(self.capture.waits_for_states)
-            self.opening.begin_training_step(isolated=self.tuner.isolates)  # drops what is out of date
-            self.capture.begin_step()  # after `opening`, which asks what the last step began with
+            self.prefetch.begin_training_step(self._ask())  # drops what is out of date
+            self.capture.begin_step()  # after `prefetch`, which asks what the last step began with
         else:
-            self.opening.begin(name)
+            self.prefetch.begin(name)
         self.uncompiled.clear()  # parameters may have changed between steps, and nobody says so
         self.gradients.follow_requires_grad()  # before guards of the compiled step look at it
         self._began = time.perf_counter(), self.capture.program_seconds
         return anew
+
+    def _ask(self) -> bool:
+        """Asks the other hosts; returns whether the training step that begins may use what is gathered."""
+        self.stops()  # keeps the answer of the step before
+        may_stay = self.prefetch.may_stay(isolated=self.tuner.isolates)
+        self._answers = self.hosts.ask(may_stay and self.prefetch.written(), self.told_to_stop)
+        # A rank that gathered again alone would wait for the others: it may be the only one that has what was written.
+        return may_stay and not self._answers()[0]
+
+    def stops(self) -> bool:
+        """Whether a rank had been told to stop when the last training step began; the same on all ranks."""
+        answers, self._answers = self._answers, None
+        self._stops |= answers is not None and answers()[1]
+        return self._stops
 
     def backward(self) -> None:
         """Before a backward pass."""
@@ -96,8 +119,8 @@ class Timeline:
         self.uncompiled.clear()  # after `gradients`, which reduce what uncompiled code has left
         seconds = time.perf_counter() - self._began[0]
         self.uncompiled_share = 1 - (self.capture.program_seconds - self._began[1]) / seconds
-        self.opening.after_backward(last=self.gradients.update)
-        counts, before = self.runtime.stats(), self.opening.before
+        self.prefetch.after_backward(last=self.gradients.update)
+        counts, before = self.runtime.stats(), self.prefetch.before
         self.communicated = {key: value - before.get(key, 0) for key, value in counts.items()}
 
     def before_optimizer(self, *, follows: bool) -> None:
@@ -107,24 +130,24 @@ class Timeline:
             follows: Whether `end` comes right behind it: then gathers for the next step may be launched inside.
         """
         self.order.passed()
-        self.opening.follows = follows
+        self.prefetch.follows = follows
 
     def stepped(self) -> None:
         """An optimizer has stepped, or parameters were written to: what is gathered of them is out of date."""
         self.uncompiled.clear()
-        self.opening.stepped()
+        self.prefetch.stepped()
         self._stale_gradients = self.leaving.has_states = True
         self.tuner.end_step()  # last: what it times includes the work of the others
 
     def optimizer_left(self) -> None:
         """After the call that has stepped an optimizer, also where it failed."""
-        self.opening.follows = False
+        self.prefetch.follows = False
 
     def end(self) -> None:
         """The optimizer's step is over and the next training step uses its parameters: they may be gathered."""
         if self.residency is not None and not self.capture.waits_for_states:
             self.runtime.release_states()  # first: what is gathered now shall not wait for what leaves the device
-        self.opening.launch()
+        self.prefetch.launch()
 
     def abort(self) -> None:
         """A backward pass has failed."""
@@ -141,10 +164,11 @@ class Timeline:
         if self.residency is not None:
             self.residency.retire()
         self.order.rest()  # ends its thread, also where communication has ended
+        self._answers, self._stops, self.told_to_stop = None, False, False
 
     def release_memory(self) -> None:
         """As `rest`, while communication has not ended: memory, too."""
         self.gradients.forget_held_back()
         self.uncompiled.clear()
-        self.opening.forget()
+        self.prefetch.forget()
         self.runtime.clear_arena()

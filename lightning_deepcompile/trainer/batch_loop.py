@@ -5,21 +5,19 @@ device: then the host waits for what that has to do already, and the device for 
 next batch's first kernel. A rank that is told broadcasts that, too, from within its signal's handler, and stops by
 itself when its batch is over: ranks that are told a moment later, in the next batch, wait for it in vain.
 
-Here a signal is only noted. At the end of a batch hosts ask each other, and all stop before the next one, or none.
+Here a signal is only noted. When a training step begins, hosts ask each other (`Timeline`), and all stop before the
+next batch, or none.
 """
 
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_deepcompile.compat.lightning import DataFetcher, SignalConnector, TrainingEpochLoop, signal_connector
-from lightning_deepcompile.ranks.exchange import AnyRank
 
 __all__ = ["let_host_run_ahead"]
 
@@ -37,42 +35,36 @@ class _SignalConnector(SignalConnector):
 
 
 class _BatchLoop(TrainingEpochLoop):
-    """Asks the other hosts at the end of a batch, and stops before the next one if any rank was told to."""
-
-    _stops: AnyRank
-    _answer: Callable[[], bool] | None
+    """Stops before a batch if any rank was told to before the step of the batch before."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = {name: value for name, value in vars(self).items() if name not in ("_stops", "_answer")}
         # What is read is Lightning's own loop, as it was before there were ranks to ask.
-        return copyreg._reconstructor, (TrainingEpochLoop, object, None), state  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (TrainingEpochLoop, object, None), vars(self)  # type: ignore[attr-defined]
 
     def on_advance_end(self, data_fetcher: DataFetcher) -> None:
-        """Ends the batch; who was told to stop waits for the next one's beginning, where all do."""
+        """Ends the batch; a rank that was told to stop does so before a later one, where all do."""
         try:
             super().on_advance_end(data_fetcher)
         except SIGTERMException:
             if not self.trainer.training:  # a validation that was left half-way
                 raise
-        self._answer = self._stops.ask(self.trainer.received_sigterm)
 
     def _broadcast_sigterm_tensor(self) -> None:
-        answer, self._answer = self._answer, None
-        if answer is not None and answer():
+        strategy: Any = self.trainer.strategy
+        if strategy.engine.timeline.stops():
             raise SIGTERMException
 
 
-def let_host_run_ahead(trainer: pl.Trainer, host_group: dist.ProcessGroup) -> None:
+def let_host_run_ahead(trainer: pl.Trainer, ranks: int) -> None:
     """Gives one trainer's loop and signals the classes above; Lightning's own classes stay as they are.
 
     Args:
         trainer: Before it trains, and listens to signals. A loop of another class than Lightning's is left alone.
-        host_group: Of the ranks' CPUs.
+        ranks: How many train together.
     """
     loop: Any = trainer.fit_loop.epoch_loop
-    if type(loop) not in (TrainingEpochLoop, _BatchLoop) or host_group.size() == 1:
+    if type(loop) not in (TrainingEpochLoop, _BatchLoop) or ranks == 1:
         return
     if hasattr(loop, "_broadcast_sigterm_tensor"):  # versions of Lightning that do not ask need nothing
         loop.__class__ = _BatchLoop
-        loop._stops, loop._answer = AnyRank(host_group, "whether training is to stop"), None
         signal_connector(trainer).__class__ = _SignalConnector

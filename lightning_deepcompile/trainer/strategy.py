@@ -237,7 +237,7 @@ class DeepCompileStrategy(ProcessStrategy):
         self._shard(self.lightning_module)
         self.barrier("sharded")
         if trainer.state.fn == TrainerFn.FITTING:
-            let_host_run_ahead(trainer, self.engine.host_group)
+            let_host_run_ahead(trainer, self.world_size)
             shard_averages(trainer, self.engine.model, self.root_device, self.engine.runtime.host_shard)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -331,6 +331,8 @@ class DeepCompileStrategy(ProcessStrategy):
         """Runs the compiled training step."""
         if may_drop_gradients(self.lightning_module):
             self.engine.drop_stale_gradients()
+        assert self.lightning_module is not None
+        self.engine.timeline.told_to_stop = self.lightning_module.trainer.received_sigterm
         return self._run("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

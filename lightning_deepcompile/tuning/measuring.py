@@ -31,7 +31,7 @@ def measured_profile(
     *,
     step_seconds: float,
     between_seconds: float,
-    opened: Mapping[str, bool],
+    launched: Mapping[str, bool],
     host_room: Callable[[], int] | None,
     states_travel: bool,
 ) -> tuple[Profile, tuple[Schedule, ...]]:
@@ -44,7 +44,7 @@ def measured_profile(
         passes: What planning uses.
         step_seconds: Duration of an ordinary step.
         between_seconds: From a step's end to the next.
-        opened: When a step's first gathers are launched, as fields of a `Profile`.
+        launched: When a step's first gathers are launched, as fields of a `Profile`.
         host_room: Bytes of host memory that saved tensors may take; None where none may leave.
         states_travel: Whether optimizer states come and go.
     """
@@ -66,8 +66,8 @@ def measured_profile(
         step_seconds=step_seconds,
         live={name: live_bytes(programs[name]) for name in names},
     )
-    early, led = (opened.get(name, False) for name in ("early_gathers", "head_start"))
-    profile = replace(profile, early_gathers=early, head_start=led, between_seconds=between_seconds)
+    early, in_optimizer = (launched.get(name, False) for name in ("early_gathers", "head_start"))
+    profile = replace(profile, early_gathers=early, head_start=in_optimizer, between_seconds=between_seconds)
     if capture.settings.reduce == "auto" and profile.micro_batches > 1 and profile.hold_seconds is None:
         profile = replace(profile, hold_seconds=measure_holds(dtypes, device))
     if config.memory_budget is None:

@@ -103,7 +103,7 @@ class Tuner:
         capture.passes = self._start = first[1]
         self._passes: tuple[Pass, ...] = self._entries[-1][1] if self._entries else ()
         self._host_room = host_room
-        self._opened: dict[str, bool] = {}
+        self._launched: dict[str, bool] = {}
         self._retraces = False  # whether the training step is to be compiled anew
         self.rounds: list[Round] = []
         self.profile: Profile | None = None
@@ -128,11 +128,11 @@ class Tuner:
 
     # What the engine calls --------------------------------------------------------------------------------------------
 
-    def begin_micro_batch(self, opened: dict[str, bool]) -> bool:
+    def begin_micro_batch(self, launched: dict[str, bool]) -> bool:
         """Call before a training step's forward pass, on all ranks.
 
         Args:
-            opened: When the last step's first gathers were launched, as fields of a `Profile`.
+            launched: When the last step's first gathers were launched, as fields of a `Profile`.
 
         Returns:
             Whether the training step is to be compiled anew.
@@ -140,7 +140,7 @@ class Tuner:
         self._swapped = self._retraces = False
         if self._first is None and self._recheck is None and not self._watches:
             return False
-        self._opened = opened
+        self._launched = launched
         if self._boundary:
             self._boundary, self._probe = False, None
             self._step += 1
@@ -300,7 +300,7 @@ class Tuner:
             # The steps before may still have grown memory or tuned kernels; marks, too, only make a step longer.
             step_seconds=self._fastest(-2, _OBSERVED + 1),
             between_seconds=min(between, default=0.0),
-            opened=self._opened,
+            launched=self._launched,
             host_room=self._host_room,
             states_travel=self._states.travel,
         )

@@ -82,7 +82,7 @@ def test_chunks_keep_the_groups_and_the_limit() -> None:
     def shape(params: list[list[Tensor]]) -> list[list[int]]:
         return [[p.numel() for p in group] for group in params]
 
-    assert [(c.visits, shape(c.params)) for c in chunks] == [
+    assert [(c.offloaded, shape(c.params)) for c in chunks] == [
         (False, [[4], []]),
         (True, [[3], [1]]),
         (True, [[], [2, 1]]),

@@ -174,8 +174,8 @@ def test_groups_that_help_only_together_are_kept() -> None:
 def test_keep_whole_turns_stage_3_into_stage_2_as_far_as_memory_goes() -> None:
     step = _blocks(4)
     # Forward alone reads parameter 9; it is gathered first, with nothing beside it.
-    opening = [gather(9), wait(9), compute(9, 9), release(9)]
-    step[0] = step[0].with_instructions([*opening, *step[0].instructions])
+    first = [gather(9), wait(9), compute(9, 9), release(9)]
+    step[0] = step[0].with_instructions([*first, *step[0].instructions])
     base = profile(step, seconds=0.1, gathers=1.0, micro_batches=4)
     least = simulate(step, base).peak_bytes
     seconds, gathered = [], []

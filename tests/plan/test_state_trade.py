@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.plan.costs import Contention, Link, Profile, RegionCost
 from lightning_deepcompile.plan.pass_manager import PassEffect
-from lightning_deepcompile.plan.prediction import Prediction
+from lightning_deepcompile.plan.simulate import Prediction
 from lightning_deepcompile.plan.state_trade import Planned, StateMemory, trade_states, with_away
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 
@@ -93,9 +93,9 @@ def test_states_go_where_a_step_fits_and_is_fastest(
 
 def test_the_gathers_that_open_a_step_find_memory_beside_states_that_leave() -> None:
     unit = 1 << 16
-    opening = Instruction("gather", (0,), (16 * unit,))
+    first = Instruction("gather", (0,), (16 * unit,))
     rest = [Instruction(op, (0,), (16 * unit,)) for op in ("wait", "release")]
-    forward = Schedule("f", "forward", 0, (opening, rest[0], Instruction("compute", (0,), region="r"), rest[1]), ())
+    forward = Schedule("f", "forward", 0, (first, rest[0], Instruction("compute", (0,), region="r"), rest[1]), ())
     states = replace(
         STATES, sizes=(10 * unit,) * 6, away=60 * unit, stepping=10 * unit, host=1 << 30, chunk=10 * unit, movable=False
     )

@@ -76,13 +76,13 @@ def _sharded(way: str, first: int, inside: bool = False, early: bool = True, sta
     return _train(
         [_Writes(way, first, inside)],
         strategy=strategy,
-        inspect=lambda trainer: (_early(trainer)._safe, _early(trainer)._leads),
+        inspect=lambda trainer: (_early(trainer)._safe, _early(trainer)._may_in_optimizer),
         **options,
     )
 
 
 def _early(trainer: pl.Trainer) -> Any:
-    return trainer.strategy.engine.timeline.opening._early
+    return trainer.strategy.engine.timeline.prefetch._early
 
 
 @pytest.mark.parametrize(
@@ -182,9 +182,9 @@ def test_they_are_under_way_before_the_step_and_counted_with_it() -> None:
     per_step = late.gather_groups_per_step
     assert early.gather_groups_per_step == per_step
     assert [count for _, count in late_starts] == [per_step * step for step in range(STEPS)]
-    opening = 3  # the embedding, and two blocks ahead
+    first = 3  # the embedding, and two blocks ahead
     # Nothing is launched early before it is known that nobody writes, which is when the second step begins.
-    assert [count - per_step * step for step, count in early_starts] == [0, 0, *[opening] * (STEPS - 2)]
+    assert [count - per_step * step for step, count in early_starts] == [0, 0, *[first] * (STEPS - 2)]
 
 
 def _in_parts(accelerator: str) -> dict[tuple[str, bool], tuple[Record, list[int]]]:

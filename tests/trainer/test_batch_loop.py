@@ -35,7 +35,7 @@ def _kind_of_loops() -> list[str]:
     for kind in (Own, _TrainingEpochLoop):
         trainer.fit_loop.epoch_loop.__class__ = kind
         for _ in range(2):
-            let_host_run_ahead(trainer, dist.group.WORLD)
+            let_host_run_ahead(trainer, dist.get_world_size())
             kinds.append(type(trainer.fit_loop.epoch_loop).__name__)
     dist.destroy_process_group()
     return kinds

@@ -22,8 +22,8 @@ from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.plan import recompute
 from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
 from lightning_deepcompile.plan.pass_manager import PassEffect
-from lightning_deepcompile.plan.prediction import Prediction
 from lightning_deepcompile.plan.recompute import Checkpoint, choose_recompute
+from lightning_deepcompile.plan.simulate import Prediction
 from lightning_deepcompile.plan.state_trade import Planned
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 from lightning_deepcompile.tuning.tuner import Tuner

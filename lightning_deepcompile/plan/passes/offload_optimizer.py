@@ -8,7 +8,7 @@ from lightning_deepcompile.plan.choose import MARGINS, fastest_that_fits
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.simulate import memory_bytes
-from lightning_deepcompile.plan.visits import LEAST_SLOTS, still_there
+from lightning_deepcompile.plan.state_copies import LEAST_SLOTS, still_there
 from lightning_deepcompile.program.schedule import (
     REDUCTIONS,
     RELEASES,

@@ -8,14 +8,13 @@ from lightning_deepcompile.plan.choose import MARGINS
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.placement import Placement
-from lightning_deepcompile.plan.prediction import Prediction
-from lightning_deepcompile.plan.simulate import first_excess, simulate
+from lightning_deepcompile.plan.simulate import Prediction, first_excess, simulate
 from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["proactive_prefetch"]
 
 _DISTANCES = (1, 2, 3, 4)
-_OPENINGS = (2, 4, 8, 12, 16, 24)
+_AHEAD = (2, 4, 8, 12, 16, 24)
 
 
 def proactive_prefetch(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
@@ -25,8 +24,8 @@ def proactive_prefetch(schedules: list[Schedule], context: PlanContext) -> list[
 
     Changes: from the last group to the first, a launch goes to the last place from which its transfer, and those queued
     behind it, end before they are waited for. Transfers are slower beside others than the model says, so placements
-    with more and more margin are simulated, and those at fixed distances. Where the gathers that open a step are
-    launched while the optimizer steps on the rest, so are openings of several lengths. The fastest stays, and of
+    with more and more margin are simulated, and those at fixed distances. Where the first gathers of a step are
+    launched while the optimizer steps on the rest, so are several numbers of groups. The fastest stays, and of
     equally fast ones that with the least memory. Where a placement exceeds the budget, launches move later until it
     fits.
 
@@ -77,7 +76,7 @@ def _placements(schedule: Schedule, profile: Profile) -> Iterator[Schedule]:
     needs = [group.need for group in placement.groups]
     if profile.head_start and schedule.kind == "forward":
         latest = _latest(placement, profile, 1.0)
-        for count in _OPENINGS:
+        for count in _AHEAD:
             yield placement.at([0 if k < count else max(p, needs[0] + 1) for k, p in enumerate(latest)])
     for distance in _DISTANCES:
         yield placement.at([needs[max(0, k - distance)] for k in range(len(needs))])

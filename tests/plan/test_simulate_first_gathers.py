@@ -76,7 +76,7 @@ def test_gathers_between_steps_take_memory_beside_what_a_step_leaves() -> None:
     assert [point.bytes for point in memory[:2]] == [5000 + SLOT, 5000 + 2 * SLOT]
     assert simulate(both, base).peak_bytes == 5000 + 2 * SLOT
     assert simulate(both, replace(base, early_gathers=False)).peak_bytes == 5000 + SIZE
-    # Over a budget that the second one breaks, it is launched behind the wait that ends the opening.
+    # Over a budget that the second one breaks, it is launched behind the first wait.
     context = PlanContext(profile=replace(base, budget=5000 + 2 * SLOT - 1))
     (moved, _) = proactive_prefetch(both, context)
     assert [i.op for i in moved.instructions[:3]] == ["gather", "wait", "gather"]

@@ -1,4 +1,4 @@
-"""What a training step begins with: nothing out of date, and its first gathers under way as early as possible."""
+"""Prefetch across the step boundary: the first gathers of a training step start before it, out of fresh parameters."""
 
 from __future__ import annotations
 
@@ -12,30 +12,29 @@ from torch import Tensor
 
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.ranks.exchange import AnyRank
 from lightning_deepcompile.step.early_gathers import EarlyGathers
 from lightning_deepcompile.step.freshness import Freshness, writes_to
 
-__all__ = ["StepOpening"]
+__all__ = ["StepPrefetch"]
 
 
-class StepOpening:
-    """Follows writes to parameters, and launches the gathers that open a step; one per engine.
+class StepPrefetch:
+    """Follows writes to parameters, and launches the first gathers of the next step; one per engine.
 
-    They are launched, at stage 3, when the optimizer has stepped on what they read (`lead`), when it has stepped
-    (`launch`), or with the step that they open.
+    At stage 3 they are launched inside the optimizer's step, when it has stepped on what they read
+    (`launch_in_optimizer`), after the optimizer's step (`launch`), or with the step itself.
 
     Args:
         config: Says whether they are launched early.
-        capture: Its programs say what opens a step.
+        capture: Its programs say which gathers a step begins with.
         runtime: ``_C.Runtime`` that gathers.
         host_group: Of the ranks' CPUs.
         device: Where the shards are.
         stage: ZeRO stage.
 
     Attributes:
-        early: Whether the last gathers that open a step were launched before it.
-        led: Whether they were launched while the optimizer stepped.
+        early: Whether the first gathers of the last step were launched before it.
+        in_optimizer: Whether they were launched while the optimizer stepped.
         follows: Whether a training step follows the optimizer's: nobody's code is known to come in between.
         before: The runtime's counters before the first gather of the step under way.
     """
@@ -53,41 +52,52 @@ class StepOpening:
         self._fresh = Freshness(capture.model, runtime, stage)
         self._keeps = stage == 3
         self._is_early = stage == 3 and config.early_gathers and capture.model.ranks.shards > 1
-        self._may_lead = self._is_early and config.head_start
+        self._may_in_optimizer = self._is_early and config.head_start
         self._early = EarlyGathers(capture, host_group, device)
         self._model = capture.model
         self._launched = False
         self._rewritten = False  # this rank's part of what was gathered while the optimizer stepped, since
-        self._anybody = AnyRank(host_group, "whether parameters were written to")
         self._counts: list[int] | None = None  # of writes to what was gathered while the optimizer steps
-        self._opened: dict[str, list[int]] | None = None  # of writes to what was gathered before the step under way
-        self.early = self.led = self.follows = False
+        self._before_step: dict[str, list[int]] | None = None  # of writes to what the step under way found gathered
+        self.early = self.in_optimizer = self.follows = False
         self.before: dict[str, int] = {}
 
     def begin(self, name: str) -> None:
         """Call before the step `name`, which trains nothing."""
-        self._opened = None
+        self._before_step = None
         # Ranks may evaluate different numbers of batches: none waits for another one's answer.
         self._fresh.begin(name, self._fresh.may_stay(name) and not self._fresh.written())
 
-    def begin_training_step(self, isolated: bool) -> None:
-        """Call before a training step.
+    def may_stay(self, isolated: bool) -> bool:
+        """Whether a training step may use what is gathered, unless a rank's parameters were `written` to.
 
         Args:
             isolated: Whether it must gather everything by itself.
+
+        Returns:
+            The same on all ranks.
         """
         if isolated:
             self._fresh.doubt()
-        self._counts = self._opened = None  # of steps that failed
+        return self._fresh.may_stay("training_step")
+
+    def written(self) -> bool:
+        """Whether this rank's parameters were seen to be written to since they were gathered."""
+        return self._rewritten or self._fresh.written()
+
+    def begin_training_step(self, stays: bool) -> None:
+        """Call before a training step.
+
+        Args:
+            stays: Whether it uses what is gathered.
+        """
+        self._counts = self._before_step = None  # of steps that failed
         early, self._launched = self._launched, False
-        rewritten, self._rewritten = self._rewritten, False
-        # A rank that gathered again alone would wait for the others: it may be the only one that has what was written.
-        may_stay = self._fresh.may_stay("training_step")
-        stays = may_stay and not self._anybody(rewritten or self._fresh.written())
+        self._rewritten = False
         self._fresh.begin("training_step", stays)
         if stays and early:
             self._early.check()
-            self._opened = self._opened_counts()
+            self._before_step = self._writes_before_step()
         else:  # what was launched early is gone, and gathered again
             self.before = self._runtime.stats()
 
@@ -99,8 +109,8 @@ class StepOpening:
             RuntimeError: If it wrote to what was gathered before it began, other than by an optimizer.
         """
         yield
-        before, self._opened = self._opened, None
-        if before is None or before == (now := self._opened_counts()):
+        before, self._before_step = self._before_step, None
+        if before is None or before == (now := self._writes_before_step()):
             return
         name = next(name for name, counts in now.items() if before.get(name) != counts)
         raise RuntimeError(
@@ -114,38 +124,38 @@ class StepOpening:
         if self._keeps:  # between micro-batches, plans may keep what was gathered
             self._fresh.doubt() if last else self._fresh.settle()
 
-    def head(self) -> frozenset[Tensor]:
-        """Local shards on which the optimizer should step first, so that `lead` can be called; may be empty."""
-        if not (self._may_lead and self.follows):
+    def stepped_first(self) -> frozenset[Tensor]:
+        """Local shards on which the optimizer steps first, before `launch_in_optimizer`; may be empty."""
+        if not (self._may_in_optimizer and self.follows):
             return frozenset()
         shards = [shard for chunk in self._early.chunks() for shard in chunk.shards]
         return frozenset(self._model.by_name[shard.spec.name].local for shard in shards)
 
-    def lead(self) -> None:
-        """Call while an optimizer steps, when it has stepped on `head`."""
+    def launch_in_optimizer(self) -> None:
+        """Call while an optimizer steps, when it has stepped on `stepped_first`."""
         self.forget()
         before = self._runtime.stats()
-        self._early.lead()
-        if self._early.led:
-            self.before, self._counts = before, self._head_counts()
+        self._early.launch_in_optimizer()
+        if self._early.in_optimizer:
+            self.before, self._counts = before, self._writes_to_gathered()
 
     def stepped(self) -> None:
         """Call when an optimizer has stepped, or parameters were written to: what is gathered is out of date."""
-        self._opened = None
+        self._before_step = None
         if self._counts is None:  # else it was gathered since
             self.forget()
 
     def rewritten(self) -> None:
         """Call when code of a step has written to parameters, on all ranks: what was gathered before is out of date."""
-        self._opened = None
+        self._before_step = None
         self.forget()
 
     def launch(self) -> None:
         """Call when an optimizer's step is over and the next training step uses its parameters; may gather them."""
         counts, self._counts = self._counts, None
-        self.led = counts is not None
-        if self.led:
-            self._rewritten = counts != self._head_counts()
+        self.in_optimizer = counts is not None
+        if self.in_optimizer:
+            self._rewritten = counts != self._writes_to_gathered()
             self._fresh.settle()
             self._launched = self.early = True
             return
@@ -162,10 +172,10 @@ class StepOpening:
         self._fresh.doubt()
         self._runtime.invalidate()
 
-    def _head_counts(self) -> list[int]:
+    def _writes_to_gathered(self) -> list[int]:
         names = [shard.spec.name for chunk in self._early.chunks() for shard in chunk.shards]
         return [count for name in names for count in writes_to(self._model.by_name[name])]
 
-    def _opened_counts(self) -> dict[str, list[int]]:
+    def _writes_before_step(self) -> dict[str, list[int]]:
         parameters = [self._model.by_id[i] for i in self._early.ids]
         return {parameter.name: writes_to(parameter) for parameter in parameters}

@@ -1,4 +1,4 @@
-"""A model of optimizer states that wait in host memory, and visit the device for the optimizer's step.
+"""A model of optimizer states that wait in host memory and are copied to the device for the optimizer's step.
 
 It follows ``offload/states.py`` and ``csrc/executors/state_copies.cpp``: chunk by chunk they are copied in, stepped,
 copied out. Those that programs fetch have slots of their own; the others go round in what slots are left, at least
@@ -15,7 +15,7 @@ from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.events import StreamName
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["LEAST_SLOTS", "StateVisits", "round_slots", "still_there"]
+__all__ = ["LEAST_SLOTS", "StateCopyModel", "round_slots", "still_there"]
 
 LEAST_SLOTS = 3
 """One chunk arrives, one is stepped, one leaves."""
@@ -44,8 +44,8 @@ class _Add(Protocol):
         """Adds a task, and returns its number."""
 
 
-class StateVisits:
-    """Follows the visits of one step; of none, if no states are in host memory.
+class StateCopyModel:
+    """Follows the copies of one step; of none, if no states are in host memory.
 
     Args:
         profile: Knows the chunks, and how fast they are copied and stepped.
@@ -59,7 +59,7 @@ class StateVisits:
         self._sizes = profile.state_chunks
         self._leaving: dict[int, int] = {}  # copies out of the step before, of chunks that take memory
         self._coming: dict[int, int] = {}  # copies in
-        self._left: dict[int, int] = {}  # all of them: a home holds what left before it is read
+        self._left: dict[int, int] = {}  # all of them: a host buffer holds what left before it is read
         self._out: list[int] = []  # copies out of this step, of chunks that go round
         self._ring = self._turn = 0
         self._pending: int | None = None  # the chunk that is stepped, if its slot is needed again

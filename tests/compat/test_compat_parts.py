@@ -1,0 +1,322 @@
+"""Small private parts of neighbours: each does what it is used for, and none is without a test."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.profilers import PyTorchProfiler
+from multiprocess import join, run_ranks
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.compat import checkpoint, fsdp
+from lightning_deepcompile.compat import lightning as compat_lightning
+
+FOLDER = Path(compat.__file__).parent
+# Named for an `isinstance`, an annotation or a base class, or exercised by every test of training.
+USED_BY_ALL_TRAINING = {
+    "DataFetcher", "DefaultDtype", "NoOptimizer", "SubprocessLauncher", "WrappingCheckpointIO", "is_distributed",
+    "default_backend", "init_process_group", "optimizers_to_device", "reduce_over_ranks", "BoxedCallable",
+    "FakeTensor",
+}  # fmt: skip
+
+
+def _public(file: Path) -> set[str]:
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    raise AssertionError(f"{file.name} has no __all__")
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("[!_]*.py")), ids=lambda file: file.stem)
+def test_every_part_has_a_test_and_every_file_says_where_it_was_seen_to_work(file: Path) -> None:
+    tests = "".join(test.read_text() for test in Path(__file__).parent.glob("test_*.py"))
+    named = set(re.findall(r"\w+", tests.replace('\n    "', ""))) - USED_BY_ALL_TRAINING
+    assert _public(file) - USED_BY_ALL_TRAINING <= named
+    assert re.search(r"Seen to work with (torch|Lightning) 2\.\d+\.\d+", ast.get_docstring(ast.parse(file.read_text())))
+
+
+# Autograd -------------------------------------------------------------------------------------------------------------
+
+
+def test_operators_below_autograd_leave_no_graph() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    with compat.below_autograd():
+        product = weight * 2
+    assert not product.requires_grad and product.tolist() == [2, 2]
+
+
+def test_storages_and_writes_are_counted() -> None:
+    tensor = torch.ones(3)
+    before, version = compat.storage_uses(tensor), compat.version_of(tensor)
+    view = tensor[1:]
+    assert compat.storage_uses(tensor) == before + 1
+    view.add_(1)
+    assert compat.version_of(tensor) == version + 1
+
+
+def test_transforms_are_seen_and_left() -> None:
+    seen: list[bool] = []
+
+    def square(x: Tensor) -> Tensor:
+        seen.append(compat.in_function_transform())
+        with compat.outside_transforms():
+            seen.append(compat.in_function_transform())
+            assert type(torch.ones(2) * 2) is Tensor
+        return x * x
+
+    assert torch.func.grad(square)(torch.tensor(3.0)) == 6
+    assert seen == [True, False] and not compat.in_function_transform()
+
+
+class Loud(Tensor):
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return "intercepted"
+
+
+class Quiet(Tensor):
+    __torch_function__ = compat.NO_TORCH_FUNCTION
+
+
+def test_subclasses_are_treated_as_tensors() -> None:
+    loud, quiet = torch.ones(2).as_subclass(Loud), torch.ones(2).as_subclass(Quiet)
+    assert torch.neg(loud) == "intercepted" and type(torch.neg(quiet)) is Tensor
+    with compat.plain_functions():
+        assert torch.neg(loud).tolist() == [-1, -1]
+
+
+def test_a_backward_pass_says_which_leaves_it_reaches_and_calls_back() -> None:
+    reached, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    seen: list[Any] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            seen.append((compat.is_accumulated(reached), compat.is_accumulated(other)))
+            compat.after_backward(lambda: seen.append(reached.grad.tolist()))
+            return gradient
+
+    (other.sum() + Look.apply(reached * 3).sum()).backward(inputs=[reached])
+    assert seen == [(True, False), [3, 3]]
+
+
+def test_hooks_for_gradients_are_seen() -> None:
+    plain, hooked, behind = (torch.ones(2, requires_grad=True) for _ in range(3))
+    hooked.register_hook(lambda gradient: None)
+    behind.register_post_accumulate_grad_hook(lambda leaf: None)
+    assert [compat.has_hooks(leaf) for leaf in (plain, hooked, behind)] == [False, True, True]
+
+
+class Empty(Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(str(function))
+
+
+def test_a_stand_in_has_a_shape_and_no_memory() -> None:
+    made = compat.stand_in(Empty, (1 << 20, 1 << 20), torch.bfloat16, torch.device("cpu"))
+    assert type(made) is Empty and made.shape == (1 << 20, 1 << 20) and made.dtype == torch.bfloat16
+
+
+def test_assertions_on_the_device_say_what_is_wrong() -> None:
+    compat.assert_on_device(torch.tensor(True), "fits")
+    with pytest.raises(RuntimeError, match="does not fit"):
+        compat.assert_on_device(torch.tensor(False), "does not fit")
+
+
+# Graphs and Dynamo ----------------------------------------------------------------------------------------------------
+
+
+def test_operators_have_schemas() -> None:
+    schema = compat.schema_of(torch.ops.aten.add_.Tensor)
+    assert isinstance(torch.ops.aten.add_.Tensor, compat.OpOverload)
+    assert schema.name == "aten::add_" and schema.arguments[0].alias_info.is_write
+    assert compat.schema_of(compat.UNSAFE_VIEW).name == "aten::_unsafe_view"
+
+
+def test_functions_for_global_state_are_those_that_graphs_call() -> None:
+    found: set[Any] = set()
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        found.update(node.target for node in gm.graph.nodes)
+        return gm
+
+    def step(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = x @ x
+        with torch.no_grad():
+            return y + x
+
+    torch._dynamo.reset()
+    torch.compile(step, backend=backend)(torch.ones(2, 2, requires_grad=True))
+    assert {compat.ENTER_AUTOCAST, compat.EXIT_AUTOCAST, compat.SET_GRADIENTS} <= found
+    assert callable(compat.LOG_USE)
+
+
+def test_code_of_its_own_is_compiled_apart() -> None:
+    compiled: list[Any] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(gm)
+        return gm
+
+    def step(x: Tensor) -> Tensor:
+        return x + 1
+
+    torch._dynamo.reset()
+    for function in (step, compat.with_own_code(step)):
+        for _ in range(2):
+            assert torch.compile(function, backend=backend)(torch.ones(())) == 2
+    assert len(compiled) == 2
+
+    def skipped(x: Tensor) -> Tensor:
+        return x + 2
+
+    compat.never_code(skipped.__code__)
+    assert torch.compile(skipped, backend=backend)(torch.ones(())) == 3 and len(compiled) == 2
+
+
+def test_a_part_is_captured_without_the_whole_learning_of_it() -> None:
+    found: list[str] = []
+
+    def keep(kind: str) -> Any:
+        def compile(gm: fx.GraphModule, inputs: Any) -> compat.BoxedCallable:
+            found.append(kind)
+            return compat.compile_region(gm, inputs, is_backward=kind == "backward", is_inference=False)
+
+        return compile
+
+    def backend(gm: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        like = compat.current_fake_mode().from_tensor(inputs[0])
+        fake = compat.fake_tensor(torch.empty(2, 3, device="meta"), like)
+        assert fake.device == like.device and fake.fake_mode is compat.current_fake_mode()
+        assert compat.fake_tensor(fake, like) is fake
+        compilers = {kind: keep(kind) for kind in ("forward", "backward", "inference")}
+        compat.capture_apart(gm, [like], partitioner=partition, **compilers)
+        return gm
+
+    def partition(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        return compat.partition(gm, inputs, lambda gm: None, **kwargs)
+
+    torch._dynamo.reset()
+    x = torch.ones(2, requires_grad=True)
+    torch.compile(lambda x: (x.sin() * x).sum(), backend=backend)(x).backward()
+    assert found == ["forward", "backward"]
+
+
+def test_graphs_that_are_kept_can_be_used_twice() -> None:
+    torch._dynamo.reset()
+    x = torch.ones(2, requires_grad=True)
+    with compat.keeping_graphs():
+        loss = torch.compile(lambda x: (x.sin() * x).sum(), backend="aot_eager")(x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert torch.allclose(x.grad, 2 * (x.cos() * x + x.sin()).detach())
+
+
+# Distributed ----------------------------------------------------------------------------------------------------------
+
+
+def _collectives() -> tuple[list[float], list[float], bool]:
+    join("cpu")
+    rank, group = dist.get_rank(), dist.group.WORLD
+    swapped, mean = torch.zeros(2), torch.zeros(1)
+    compat.all_to_all_into(swapped, torch.tensor([10.0 * rank, 10.0 * rank + 1]), group)
+    compat.reduce_scatter_mean_into(mean, torch.tensor([1.0, 3.0]) * (rank + 1), group)
+    compat.store().set(f"here{rank}", "")
+    compat.store().wait([f"here{1 - rank}"])
+    return swapped.tolist(), mean.tolist(), True
+
+
+def test_collectives_and_the_store() -> None:
+    assert run_ranks(_collectives, 2) == [([0, 10], [1.5], True), ([1, 11], [4.5], True)]
+
+
+def test_local_tensors_are_the_ones_inside(mesh: DeviceMesh) -> None:
+    sharded = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+    compat.local_of(sharded).add_(1)
+    assert sharded.to_local().tolist() == [2, 2] and compat.local_of(sharded) is compat.local_of(sharded)
+
+
+# Modules, optimizers, files -------------------------------------------------------------------------------------------
+
+
+def test_what_a_call_of_a_module_runs() -> None:
+    layer, calls = nn.Linear(2, 2), []
+    layer.register_forward_pre_hook(lambda *_: calls.append("before"))
+    x = torch.ones(1, 2)
+    assert torch.equal(compat.hooked_forward(layer)(x), layer.forward(x)) and calls == ["before"]
+    assert {nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm} <= set(_subclasses(compat.BatchNorm))
+
+
+def _subclasses(kind: type) -> list[type]:
+    return [kind, *(one for child in kind.__subclasses__() for one in _subclasses(child))]
+
+
+def test_functions_of_many_tensors() -> None:
+    tensors = [torch.tensor([3.0, -4.0]), torch.tensor([6.0])]
+    assert [float(norm) for norm in compat.norms(tensors, torch.float64)] == [5, 6]
+    compat.scale(tensors, torch.tensor(2.0))
+    compat.clamp(tensors, 7.0)
+    assert [tensor.tolist() for tensor in tensors] == [[6, -7], [7]]
+
+
+def test_a_scaler_tells_fused_optimizers_what_they_understand(mesh: DeviceMesh) -> None:
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    for gradient, found in ((2.0, 0.0), (float("inf"), 1.0)):
+        parameter = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        scaler = ShardedGradScaler(device="cpu", init_scale=2.0, process_group=mesh.get_group())
+        scaler.scale(torch.ones(()))
+        parameter.grad = torch.full((2,), gradient)
+        compat.unscale(scaler, optimizer)
+        (value,) = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+        assert value.shape == () and float(value) == found
+        assert found or parameter.grad.tolist() == [1, 1]
+
+
+def test_names_of_fsdp_and_of_checkpoints() -> None:
+    assert fsdp.HYBRID_SHARD_GRAD_OP.name == "_HYBRID_SHARD_ZERO2"
+    assert {"read_data", "read_metadata"} <= set(dir(checkpoint.FsspecReader))
+
+
+# Lightning ------------------------------------------------------------------------------------------------------------
+
+
+class Own(LightningOptimizer):
+    pass
+
+
+def test_parts_of_a_trainer() -> None:
+    callback = pl.Callback()
+    trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[callback], enable_checkpointing=False)
+    assert callback in compat_lightning.callbacks_of(trainer)
+    assert type(compat_lightning.signal_connector(trainer)) is compat_lightning.SignalConnector
+    assert type(trainer.fit_loop.epoch_loop) is compat_lightning.TrainingEpochLoop
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    assert isinstance(compat_lightning.wrap_optimizer(Own, optimizer, trainer.strategy), Own)
+
+
+def test_averages_and_profilers() -> None:
+    callback = WeightAveraging(device="cpu")
+    assert compat_lightning.average_of(callback) is None
+    assert torch.device(compat_lightning.average_device(callback)) == torch.device("cpu")
+    found = [compat_lightning.records_modules(PyTorchProfiler(record_module_names=on)) for on in (True, False)]
+    assert found == [True, False]
