@@ -10,9 +10,10 @@ An error here would make ``import torch`` fail for everybody on the machine. So 
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -24,6 +25,7 @@ _LIGHTNING = "lightning.pytorch.strategies"
 # The other name of the same project is a class tree of its own, which our strategy is no part of. Where it is the only
 # one installed, the name resolves all the same, to an error that says what to install.
 _FALLBACK = "pytorch_lightning.strategies"
+_CLI = "lightning.pytorch.cli"
 
 
 def install() -> None:
@@ -34,6 +36,8 @@ def install() -> None:
     try:
         if (module := sys.modules.get(_LIGHTNING)) is not None:
             _register(module)
+        if (module := sys.modules.get(_CLI)) is not None:
+            _name_classes(module)
         # The finder stays for the life of the process, as taking it out while another thread walks through
         # `sys.meta_path` would make that thread skip a finder.
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -50,6 +54,18 @@ def _register(module: ModuleType) -> None:
             from lightning_deepcompile.registry import register_strategies
 
             register_strategies(registry)
+    except Exception as error:
+        _warn(error)
+
+
+def _name_classes(module: ModuleType) -> None:
+    """Imports the strategy for LightningCLI, which knows short names of classes that are imported, and their settings.
+
+    That makes ``--trainer.strategy deepcompile --trainer.strategy.stage 2`` a command line that it can read.
+    """
+    try:
+        if "jsonargparse" in sys.modules:  # else there is no LightningCLI, though the module can be imported
+            importlib.import_module("lightning_deepcompile.trainer.short_names")
     except Exception as error:
         _warn(error)
 
@@ -74,7 +90,7 @@ def _warn(error: Exception) -> None:
 
 
 class _Finder:
-    """Finds Lightning's ``strategies`` package as the other finders do, and has us told when it was executed."""
+    """Finds two modules of Lightning's as the other finders do, and has us told when they were executed."""
 
     def __init__(self) -> None:
         self._searching: set[str] = set()
@@ -82,7 +98,7 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in (_LIGHTNING, _FALLBACK) or name in self._searching:
+        if name not in (_LIGHTNING, _FALLBACK, _CLI) or name in self._searching:
             return None
         # Import hooks of others may ask all finders in turn, this one included.
         self._searching.add(name)
@@ -93,8 +109,9 @@ class _Finder:
         finally:
             self._searching.discard(name)
         if spec is not None and hasattr(spec.loader, "exec_module"):
+            then = _name_classes if name == _CLI else _register
             # Python asks for no more than the methods.
-            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
+            spec.loader = _Loader(spec.loader, then)  # type: ignore[assignment]
         return spec
 
     def _ask_the_others(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
@@ -106,10 +123,10 @@ class _Finder:
 
 
 class _Loader:
-    """Executes a module with the loader it stands for, then registers our strategies."""
+    """Executes a module with the loader it stands for, then calls `then` with it."""
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
+        self._loader, self._then = loader, then
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -120,7 +137,7 @@ class _Loader:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        _register(module)
+        self._then(module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.events import StreamName
@@ -40,7 +40,8 @@ _OF_STREAM: dict[StreamName, str] = {
 }
 
 
-class Event(NamedTuple):
+@dataclass(frozen=True)
+class Event:
     """Something that a stream does.
 
     Args:
@@ -104,7 +105,7 @@ def _programs(events: Sequence[Event], schedules: Sequence[Schedule]) -> list[Ev
         if event.lane != "compute" or not event.program:
             continue
         if runs and runs[-1].program == event.program and event.detail not in firsts:
-            runs[-1] = runs[-1]._replace(end=event.end)
+            runs[-1] = replace(runs[-1], end=event.end)
         else:
             name = event.program
             runs.append(Event("program", name, f"{kinds[name]} program", "", name, event.start, event.end))

@@ -68,7 +68,7 @@ def measured_profile(
     )
     early, in_optimizer = (launched.get(name, False) for name in ("early_gathers", "head_start"))
     profile = replace(profile, early_gathers=early, head_start=in_optimizer, between_seconds=between_seconds)
-    if capture.settings.reduce == "auto" and profile.micro_batches > 1 and profile.hold_seconds is None:
+    if profile.micro_batches > 1 and profile.hold_seconds is None:
         profile = replace(profile, hold_seconds=measure_holds(dtypes, device))
     if config.memory_budget is None:
         profile = leave_room(profile)
