@@ -65,7 +65,8 @@ def main(arguments: Sequence[str]) -> None:
     settings = PlanSettings(offload_activations=options.offload_activations, reduce=options.reduce or "every")
     _, effects = optimize(profile.schedules, passes, PlanContext(settings, profile))
     print(
-        f"{profile.world_size} ranks, {profile.micro_batches} micro-batches a step; gathers {profile.gather}; "
+        f"{_count(profile.world_size, 'rank', 'ranks')}, "
+        f"{_count(profile.micro_batches, 'micro-batch', 'micro-batches')} a step; gathers {profile.gather}; "
         f"reductions {profile.reduce}"
     )
     for note in _notes(measured, profile, options):
@@ -77,6 +78,10 @@ def main(arguments: Sequence[str]) -> None:
     if (excess := _excess(profile, least, effects[-1].prediction.peak_bytes)) is not None:
         print(f"does not fit: {excess}")
         raise SystemExit(1)
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
 
 
 def _excess(profile: Profile, least: int, peak: int) -> str | None:
