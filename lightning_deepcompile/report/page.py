@@ -92,7 +92,10 @@ def _head(record: StepRecord) -> str:
     steps = _count(profile.micro_batches, "micro-batch", "micro-batches")
     cards = [
         ("predicted step", _ms(prediction.seconds)),
-        ("measured before planning", _ms(profile.step_seconds) if profile.step_seconds else "unknown"),
+        (
+            "measured before planning" if any(done.passes for done in record.rounds) else "measured step",
+            _ms(profile.step_seconds) if profile.step_seconds else "unknown",
+        ),
     ]
     measured = [done for done in record.rounds if done.after_seconds is not None]
     if measured and (after := measured[-1].after_seconds) is not None:
@@ -217,8 +220,6 @@ def _compared(done: Round) -> str:
         rows.append(("step before planning", _ms(first.step_seconds), _ms(done.before_seconds),
                      _off(first.step_seconds, done.before_seconds)))  # fmt: skip
         rows.append(("compute waits before planning", _ms(first.exposed_seconds), _ms(done.before_exposed_seconds), ""))
-    elif done.before_seconds > 0:
-        rows.append(("step", "-", _ms(done.before_seconds), ""))
     if done.passes and done.after_seconds is not None:
         last = done.passes[-1]
         rows.append(("step with the plan", _ms(last.step_seconds), _ms(done.after_seconds),

@@ -48,7 +48,7 @@ T = TypeVar("T")
 # A round, in steps from its first profiled one: two ordinary steps before are timed.
 _OBSERVED, _ISOLATED, _PLANNED, _TIMED, _VERIFIED = 0, 1, 2, 3, 6
 _NOISE = 0.03  # how much slower than before a plan may measure
-_ALONE = "One rank gathers and reduces nothing: its step was measured, and there was nothing to plan."
+_ALONE = "One rank has no other to wait for: its step was measured, and there was nothing to plan."
 _ATTEMPTS = 4  # at most, so that a model with ever new shapes does not plan for ever
 
 
