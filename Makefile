@@ -5,6 +5,8 @@
 # make test-gpu  only what needs GPUs, two for each test and as many tests at a time as there are pairs
 # make sanitize  the C++ runtime's own tests, and random calls of its operators, under ASan and UBSan (minutes)
 # make types   mypy alone                 make coverage  the test suite, and which lines of each file it reached
+# make docs    the documentation, to build/docs; a warning of Sphinx is an error
+# make wheel   a wheel for the installed torch, to dist/
 # make test-newest  the test suite with the newest torch, $(NEWEST), in an environment of its own, .venv-newest
 #
 # `make test PYTEST_ARGS='-m "not slow" -k demo'` chooses tests. MAX_JOBS limits the compilers at work.
@@ -25,7 +27,7 @@ ifneq ($(shell $(IDENTITY) 2>/dev/null),$(shell cat $(STAMP) 2>/dev/null))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: demo test test-all test-gpu test-newest coverage lint types sanitize build clean
+.PHONY: demo test test-all test-gpu test-newest coverage lint types sanitize docs wheel build clean
 .DEFAULT_GOAL := build
 
 build: $(STAMP)
@@ -65,6 +67,15 @@ lint: $(if $(VENV),$(VENV)/.tools)
 types: $(if $(VENV),$(VENV)/.tools)
 	$(CHECK_TYPES)
 
+# The reference imports the package. Without network there may be no Sphinx: that fails nothing.
+docs: build $(if $(VENV),$(VENV)/.docs)
+	@if $(PY) -c 'import furo, myst_parser, sphinx' 2>/dev/null; then \
+	$(PY) -m sphinx --fail-on-warning --keep-going -q -b html docs build/docs && echo build/docs/index.html; \
+	else echo "no furo, myst_parser or sphinx: the documentation is not built"; fi
+
+wheel: $(if $(VENV),$(VENV)/.tools)
+	$(PY) -m pip wheel -q --no-build-isolation --no-deps -w dist .
+
 ifeq ($(VENV),)
 # Not installed: Python finds the package here, and its entry points through the metadata folder that egg_info writes.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -82,6 +93,12 @@ $(VENV)/.tools:
 
 $(VENV)/.coverage: $(VENV)/.tools
 	$(PY) -m pip install -q pytest-cov
+	touch $@
+
+EXTRA = $$($(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"])')
+
+$(VENV)/.docs: $(VENV)/.tools pyproject.toml
+	$(PY) -m pip install -q $(call EXTRA,docs)
 	touch $@
 
 # Installing compiles from scratch in a temporary folder; later changes of C++ alone are compiled where they are.

@@ -13,12 +13,15 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from zipfile import ZipFile
 
 import torch
 from setuptools import setup
+from setuptools.command.editable_wheel import editable_wheel
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 ROOT = Path(__file__).resolve().parent
+AUTOLOAD = "lightning_deepcompile_autoload.py"
 CUDA_SOURCES = (
     "csrc/base/cuda_error.cpp",
     "csrc/communicators/cuda_peer_memory.cpp",
@@ -130,6 +133,7 @@ def make_extension(plan: BuildPlan) -> CppExtension:
         extra_compile_args=[
             "-std=c++20",
             "-O2",
+            "-g0",  # Python's own flags may ask for debug information, which would be nine tenths of a wheel
             "-fvisibility=hidden",
             "-Wall",
             *os.environ.get("LDC_CXXFLAGS", "").split(),
@@ -169,6 +173,29 @@ class Build(BuildExtension):
         super().build_extensions()
 
 
+class EditableWheel(editable_wheel):
+    """`pip install -e`: copies the module that torch imports at its start, which must outlive a checkout that moves."""
+
+    def run(self) -> None:
+        """Builds the wheel that points to the checkout, then adds the module to it."""
+        super().run()
+        for wheel in Path(self.dist_dir).glob("*editable*.whl"):
+            add_to_wheel(wheel, ROOT / AUTOLOAD)
+
+
+def add_to_wheel(wheel: Path, file: Path) -> None:
+    """Writes a wheel again, with one more file at its top."""
+    from wheel.wheelfile import WheelFile  # only here: a build in place does without the package `wheel`
+
+    old = wheel.rename(wheel.with_suffix(".old"))
+    with ZipFile(old) as source, WheelFile(wheel, "w") as target:
+        for info in source.infolist():
+            if not info.filename.endswith(".dist-info/RECORD"):  # which closing the new wheel writes
+                target.writestr(info, source.read(info))
+        target.write(file, file.name)
+    old.unlink()
+
+
 PLAN = make_plan()
 
-setup(ext_modules=[make_extension(PLAN)], cmdclass={"build_ext": Build})
+setup(ext_modules=[make_extension(PLAN)], cmdclass={"build_ext": Build, "editable_wheel": EditableWheel})

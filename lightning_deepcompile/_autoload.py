@@ -1,8 +1,9 @@
 """Makes Lightning know our strategies as soon as Lightning is imported, without anybody importing this package.
 
 Lightning reads no entry point when it looks up a strategy by name. But it imports torch first, and torch calls every
-entry point of the group ``torch.backends`` at the end of its own import. :func:`install` is one of them: it waits for
-Lightning's registry to be imported, and adds our names to it.
+entry point of the group ``torch.backends`` at the end of its own import. The module ``lightning_deepcompile_autoload``,
+which lies beside the package, is one of them and calls :func:`install`, which waits for Lightning's registries to be
+imported, and adds our names to them.
 
 An error here would make ``import torch`` fail for everybody on the machine. So this module (and the package's
 ``__init__``, which is imported with it) uses the standard library alone, and :func:`install` never raises.
@@ -15,16 +16,19 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 __all__ = ["install"]
 
-_LIGHTNING = "lightning.pytorch.strategies"
-# The other name of the same project is a class tree of its own, which our strategy is no part of. Where it is the only
-# one installed, the name resolves all the same, to an error that says what to install.
-_FALLBACK = "pytorch_lightning.strategies"
+#: The packages of Lightning that have a registry of strategies, and the registry's name there. Fabric, and the package
+#: `pytorch_lightning`, which is a class tree of its own, do not run our strategies: there the names end in an error.
+_REGISTRIES = {
+    "lightning.pytorch.strategies": "StrategyRegistry",
+    "pytorch_lightning.strategies": "StrategyRegistry",
+    "lightning.fabric.strategies": "STRATEGY_REGISTRY",
+    "lightning_fabric.strategies": "STRATEGY_REGISTRY",
+}
 _CLI = "lightning.pytorch.cli"
 
 
@@ -34,8 +38,9 @@ def install() -> None:
     It may be called any number of times, and never raises.
     """
     try:
-        if (module := sys.modules.get(_LIGHTNING)) is not None:
-            _register(module)
+        for name in _REGISTRIES:
+            if (module := sys.modules.get(name)) is not None:
+                _register(module)
         if (module := sys.modules.get(_CLI)) is not None:
             _name_classes(module)
         # The finder stays for the life of the process, as taking it out while another thread walks through
@@ -47,13 +52,16 @@ def install() -> None:
 
 
 def _register(module: ModuleType) -> None:
-    """Adds our names to the registry of `module`, which is Lightning's ``strategies`` package."""
+    """Adds our names to the registry of `module`, which is one of Lightning's ``strategies`` packages."""
     try:
         # A module that is still being executed has no registry yet; the loader below comes back to it.
-        if (registry := getattr(module, "StrategyRegistry", None)) is not None:
-            from lightning_deepcompile.registry import register_strategies
+        if (registry := getattr(module, _REGISTRIES[module.__name__], None)) is not None:
+            from lightning_deepcompile.registry import register_refusals, register_strategies
 
-            register_strategies(registry)
+            if module.__name__ == "lightning.pytorch.strategies":
+                register_strategies(registry)
+            else:
+                register_refusals(registry, module.__name__.partition(".strategies")[0])
     except Exception as error:
         _warn(error)
 
@@ -70,13 +78,6 @@ def _name_classes(module: ModuleType) -> None:
         _warn(error)
 
 
-def _has_lightning() -> bool:
-    try:
-        return find_spec("lightning") is not None
-    except (ImportError, ValueError):  # hidden on purpose, or half imported
-        return False
-
-
 def _warn(error: Exception) -> None:
     try:
         warnings.warn(
@@ -90,7 +91,7 @@ def _warn(error: Exception) -> None:
 
 
 class _Finder:
-    """Finds two modules of Lightning's as the other finders do, and has us told when they were executed."""
+    """Finds modules of Lightning's as the other finders do, and has us told when one was executed."""
 
     def __init__(self) -> None:
         self._searching: set[str] = set()
@@ -98,13 +99,11 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in (_LIGHTNING, _FALLBACK, _CLI) or name in self._searching:
+        if name not in (*_REGISTRIES, _CLI) or name in self._searching:
             return None
         # Import hooks of others may ask all finders in turn, this one included.
         self._searching.add(name)
         try:
-            if name == _FALLBACK and _has_lightning():
-                return None
             spec = self._ask_the_others(name, path, target)
         finally:
             self._searching.discard(name)

@@ -5,65 +5,41 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import inspect
 import logging
-import types
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_deepcompile import compat
-from lightning_deepcompile.capture.backend import Capture
-from lightning_deepcompile.capture.fallback import BROKEN_TEXT, Fallbacks, why_not
+from lightning_deepcompile.assembly import Assembly
 from lightning_deepcompile.capture.graph_checks import explain
-from lightning_deepcompile.capture.lookups import exchange_lookups
+from lightning_deepcompile.capture.steps import CompiledSteps
 from lightning_deepcompile.capture.sync_batchnorm import trace_sync_batchnorm
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.offload.activations import ActivationOffload
-from lightning_deepcompile.offload.host_memory import host_limit, host_options
-from lightning_deepcompile.offload.parameters import decide_hosted
-from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.offload.states import StateOffload
-from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.plan.costs import Profile, Resident
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.profile.labels import labels_of
-from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.printer import format_program
-from lightning_deepcompile.program.rewrite import read_schedule
 from lightning_deepcompile.program.schedule import Schedule
-from lightning_deepcompile.ranks.exchange import AnyRank
-from lightning_deepcompile.ranks.failures import Failures
-from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.report.record import StepRecord
-from lightning_deepcompile.runtime import load_extension
-from lightning_deepcompile.runtime.multiprocessors import PAIR, Multiprocessors
 from lightning_deepcompile.sharding.access import uninstall_access
 from lightning_deepcompile.sharding.checks import check_module, check_same_model
-from lightning_deepcompile.sharding.gradients import GradientSession
-from lightning_deepcompile.sharding.mentions import Mentions, mentions_of
-from lightning_deepcompile.sharding.shards import ShardedModel, shard_module
+from lightning_deepcompile.sharding.mentions import Mentions
+from lightning_deepcompile.sharding.shards import ShardedModel
 from lightning_deepcompile.sharding.successors import Successors
-from lightning_deepcompile.sharding.uncompiled import Uncompiled
 from lightning_deepcompile.step.clipping import Clipping
 from lightning_deepcompile.step.head_start import HeadStart
 from lightning_deepcompile.step.optimizers import LocalShards, check_optimizer, state_bytes, take_over
-from lightning_deepcompile.step.prefetch import StepPrefetch
-from lightning_deepcompile.step.timeline import Timeline
 from lightning_deepcompile.summary import Summary
-from lightning_deepcompile.tuning.shortages import MemoryRetry, Shortages, ShortageWatch
-from lightning_deepcompile.tuning.tuner import Tuner
 
 __all__ = ["Engine"]
 
@@ -100,122 +76,34 @@ class Engine:
         timeout: timedelta = timedelta(minutes=30),
         previous: Sequence[Engine] = (),
     ) -> None:
-        extension = load_extension()
         sharded_before = {parameter for engine in previous for parameter in engine.model.by_parameter}
         check_module(module, sharded_before, world_size=mesh.size())
         ranks = Ranks(mesh)
-        group = ranks.group
-        check_same_model(module, group)
+        check_same_model(module, ranks.group)
         self.module, self.config, self.stage = module, config, stage
-        self.device = device = torch.device(
-            mesh.device_type, *([torch.cuda.current_device()] if mesh.device_type == "cuda" else [])
-        )
-        self._memory = PeakMemory(device)
-        self.host_group = ranks.new_host_group(timeout=timeout)
-        gather_group = reduce_group = ranks.shard_group
-        if mesh.device_type == "cpu" and mesh.size() > 1:
-            # Separate groups, so that gathers and reductions need not wait for each other.
-            gather_group, reduce_group = ranks.new_shard_groups(2, timeout=timeout)
-        if config.region_backend == "inductor" and device.type == "cuda":
-            compat.start_compile_workers()  # they are there when the step is traced
-        limit = host_limit(config.host_memory_budget, group) if config.offloads else 0
-        self._hosted = decide_hosted(
-            config, module, ranks, device, stage=stage, gather_dtype=gather_dtype, host_bytes=limit
-        )
-        host_bytes = max(limit - self._hosted.bytes, 1) if config.offloads else 0
-        self.runtime = extension.Runtime(
-            gather_group,
-            reduce_group,
-            device,
-            replica_group=ranks.replica_group,
-            reduce_window=config.reduce_window,
-            max_ctas=config.communication_sms or config.max_ctas,
-            cta_cluster=PAIR if config.communication_sms else 0,
-            symmetric_threshold=config.symmetric_threshold,
-            timeout=timeout.total_seconds(),
-            **host_options(limit, device, group),
-        )
-        shares = config.memory_budget is None and not config.offloads  # else plans count on the memory of gathers
-        if shares:
-            self.runtime.share_shards()
+        parts = Assembly(mesh, ranks, config, stage, timeout, gather_dtype, reduce_dtype)
+        self.device, self.host_group, self.fallbacks = parts.device, parts.host_group, parts.fallbacks
+        self._memory = parts.memory
+        self.runtime = parts.runtime(module)
         # Garbage is collected at another time on every rank, which must not wait for the others then; at exit it may.
-        at_exit = functools.partial(self.runtime.retire, _EXIT_SECONDS)
+        at_exit = functools.partial(self.runtime.close, _EXIT_SECONDS)
         atexit.register(at_exit)
         self._retire = weakref.finalize(self, _retire, self.runtime, at_exit)
         self._retire.atexit = False
+        self._hosted = parts.hosted
         for child in module.modules():  # nothing is refused any more
             uninstall_access(child)
         trace_sync_batchnorm(module)
-        dtypes = {"gather_dtype": gather_dtype, "reduce_dtype": reduce_dtype}
         self.successors = Successors(module)
-        self.model: ShardedModel = shard_module(module, self.runtime, ranks, hosted=self._hosted.chunks, **dtypes)
+        self.model: ShardedModel = parts.model(module, self.runtime)
         self.successors.settle(engine.successors for engine in previous)
-        holds_back = config.reduction(stage) != "every"
-        self.gradients = GradientSession(self.runtime, self.model, group, holds_back=holds_back)
-        store = compat.store()
-        # Engines are made in the same order on all ranks; a number of its own keeps one's keys from another's.
-        number = store.add(f"lightning_deepcompile/engines/{dist.get_rank()}", 1)
-        meeting = (store, dist.get_rank(group), ranks.world_size, timeout, f"lightning_deepcompile/engine{number}")
-        self.failures = Failures(store, dist.get_rank(group), meeting[-1])
-        agreement = Agreement(*meeting, self.host_group, self.model.names)
-        self.fallbacks = Fallbacks(config.fallback, dist.get_rank(group))
-        leaving = ActivationOffload(config, self.model, device, stage, host_bytes)
-        retry = MemoryRetry(self.runtime, device, dist.get_rank(group))
-        divides = config.communication_sms and device.type == "cuda"
-        divider = Multiprocessors(device, config.communication_sms, self.runtime) if divides else None
-        self.capture = Capture(
-            config,
-            self.model,
-            self.runtime,
-            self.gradients,
-            agreement,
-            stage,
-            choose_activations=leaving.choose,
-            lookups=exchange_lookups(config, self.model, stage, reduce_dtype, self.host_group),
-            guard=compat.held_weakly(retry.guard),
-            divider=divider,
-            nothing_moves=shares and mesh.size() == 1 and config.schedule in (None, "auto"),
-        )
-        self._backend = compat.held_weakly(self.capture.__call__)
-        self.residency: Residency | None = None
-        if config.offload != "none":
-            self.residency = Residency(config, self.model, self.runtime, group, device, self._memory, host_bytes)
-        states = self.residency
-        trade = StateTrade(states, self._hosted.describe)
-        room: Callable[[], int] | None = None
-        if config.offload_activations != "none":
-
-            def room() -> int:
-                return host_bytes - (0 if states is None else states.host_bytes)
-
-        shortages = Shortages(retry, ShortageWatch(*meeting))
-        self.tuner = Tuner(self.capture, self.runtime, group, device, self._memory, shortages, trade, room)
-        self.clipping = Clipping(self.model, self.gradients, device)
+        self.gradients = parts.gradients(self.runtime, self.model)
+        self.timeline, self.failures = parts.timeline(self.runtime, self.model, self.gradients)
+        self.capture, self.tuner = self.timeline.capture, self.timeline.tuner
+        self.residency, self.uncompiled = self.timeline.residency, self.timeline.uncompiled
+        self.clipping = Clipping(self.model, self.gradients, self.device)
+        self._steps = CompiledSteps(module, config, self.capture, self.fallbacks)
         self._local_shards: weakref.WeakKeyDictionary[Optimizer, LocalShards] = weakref.WeakKeyDictionary()
-        self._compiled: dict[str, Callable[..., Any]] = {}
-        self._mentions: dict[str, Mentions] = {}
-        self._settings: dict[str, contextlib.AbstractContextManager[None]] = {}
-        prefetch = StepPrefetch(config, self.capture, self.runtime, self.host_group, device, stage)
-        self.uncompiled = uncompiled = self.model.state.path = Uncompiled(
-            self.model.parameters,
-            stays=stage < 3,
-            compare=compat.held_weakly(agreement.check_uncompiled),
-            written=prefetch.rewritten,
-            noticed=self.fallbacks.noticed,
-        )
-        hosts = AnyRank(self.host_group, "whether parameters were written to", "whether training is to stop")
-        self.timeline = Timeline(
-            self.runtime,
-            hosts,
-            agreement,
-            self.tuner,
-            states,
-            leaving,
-            prefetch,
-            self.capture,
-            uncompiled,
-            self.gradients,
-        )
         self.ended = False
 
     def run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -236,19 +124,16 @@ class Engine:
         if not self.model.state.whole:
             self.model.check_installed()
         if self.timeline.begin(name):
-            self._compiled.pop(name, None)
+            self._steps.forget(name)
         self.uncompiled.hands_out_plain = self.mentions(name).transforms
-        if name not in self._compiled:
-            self._compiled[name] = self._compile(name)
         try:
             with (
-                self._settings[name],
-                self.fallbacks.watching(),
+                self._steps.running(name) as step,
                 self.timeline.prefetch.watching(),
                 self.uncompiled.in_step(),
                 self.capture.preparing(self.uncompiled.settle),
             ):
-                return self._compiled[name](*args, **kwargs)
+                return step(*args, **kwargs)
         except RuntimeError as error:
             if (explained := explain(error)) is None:
                 raise
@@ -256,25 +141,7 @@ class Engine:
 
     def mentions(self, name: str) -> Mentions:
         """What the code of the step `name` mentions."""
-        if name not in self._mentions:
-            self._mentions[name] = mentions_of(self.module, getattr(self.module, name))
-        return self._mentions[name]
-
-    def _compile(self, name: str) -> Callable[..., Any]:
-        step = getattr(self.module, name)
-        falls_back = self.config.fallback == "warn"
-        self._settings[name] = compat.step_settings(self.config.recompile_limit, falls_back=falls_back)
-        bounded = {n for n, value in vars(self.module).items() if isinstance(value, deque) and value.maxlen is not None}
-        found = self.mentions(name)
-        code = getattr(inspect.unwrap(step), "__code__", None)
-        if (reason := why_not(found, bounded)) is not None:
-            self.fallbacks.add(name, _place(code), reason)
-            return step
-        own = compat.with_own_code(step)
-        for broken in found.broken_texts:
-            self.fallbacks.add(broken.co_name, _place(broken), BROKEN_TEXT)
-            compat.never_code(own.__code__ if broken is code else broken)
-        return torch.compile(own, backend=self._backend)
+        return self._steps.mentions(name)
 
     def finish_step(self) -> None:
         """Call when an optimizer step is over and the next training step uses its parameters; may gather them."""
@@ -403,7 +270,7 @@ class Engine:
         profile = self.profile()
         schedules: tuple[Schedule, ...] = ()
         if profile is not None:
-            current = {e.program.name: read_schedule(e.program) for e in self.capture.executables}
+            current = {e.program.name: e.program.schedule for e in self.capture.executables}
             # A step that was traced anew since has other programs: then those that were measured are shown.
             schedules = tuple(current.get(schedule.name, schedule) for schedule in profile.schedules)
             if not all(map(profile.covers, schedules)):
@@ -472,10 +339,6 @@ class Engine:
         self._retire()
 
 
-def _place(code: types.CodeType | None) -> str:
-    return "?" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
-
-
 def _retire(runtime: Any, at_exit: Callable[[], None]) -> None:
     atexit.unregister(at_exit)
-    runtime.retire()
+    runtime.close(0.0)

@@ -1,10 +1,10 @@
-"""The names under which Lightning's Trainer and LightningCLI know our strategies."""
+"""The names under which Lightning's Trainer and LightningCLI know our strategies, and what others say to them."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
-__all__ = ["STRATEGIES", "Registry", "register_strategies"]
+__all__ = ["STRATEGIES", "Registry", "register_refusals", "register_strategies"]
 
 _ZERO1 = "ZeRO stage 1 by compiled programs: optimizer states are sharded, gradients reduced once per optimizer step"
 _ZERO2 = "ZeRO stage 2 by compiled programs: gradients and optimizer states are sharded"
@@ -42,16 +42,35 @@ def register_strategies(registry: Registry) -> None:
         registry.register(name, _make_strategy, description=description, override=True, **init_params)
 
 
+def register_refusals(registry: Registry, package: str) -> None:
+    """Adds our names to a registry whose owner cannot run our strategies: each ends in an error that says what can.
+
+    Args:
+        registry: The registry of Fabric, or of the package ``pytorch_lightning``.
+        package: Whose registry it is, such as ``"lightning.fabric"``.
+    """
+
+    def refuse(**init_params: Any) -> NoReturn:
+        raise ImportError(_refusal(package))
+
+    for name, (_, description) in STRATEGIES.items():
+        registry.register(name, refuse, description=description, override=True)
+
+
+def _refusal(package: str) -> str:
+    if package.endswith("fabric"):
+        return (
+            "Fabric(strategy='deepcompile'): the deepcompile strategies compile the steps of a LightningModule, and "
+            "Fabric has no such steps. Use lightning.pytorch.Trainer(strategy='deepcompile')."
+        )
+    return (
+        f"{package}.Trainer(strategy='deepcompile'): the deepcompile strategies work with the package `lightning` "
+        "alone. Write `from lightning.pytorch import Trainer, LightningModule` (`pip install 'lightning>=2.6,<2.7'`)."
+    )
+
+
 def _make_strategy(**init_params: Any) -> Any:
     # Imported when the strategy is asked for: registering happens while Lightning itself is being imported.
-    try:
-        from lightning_deepcompile import DeepCompileStrategy
-    except ModuleNotFoundError as error:
-        if error.name != "lightning":
-            raise
-        raise ModuleNotFoundError(
-            "The deepcompile strategies work with the package `lightning`, and only `pytorch_lightning` is installed. "
-            'Run `pip install "lightning>=2.6,<2.7"` and import from `lightning.pytorch`.',
-            name="lightning",
-        ) from error
+    from lightning_deepcompile import DeepCompileStrategy
+
     return DeepCompileStrategy(**init_params)

@@ -24,6 +24,7 @@ ORDER = (
     ["offload"],
     ["tuning"],
     ["step"],
+    ["assembly"],
     ["engine"],
     ["checkpoint", "user_code"],
     ["trainer"],

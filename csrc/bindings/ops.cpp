@@ -22,99 +22,143 @@ std::vector<Dtype> optional_dtypes(const std::optional<std::vector<ScalarType>>&
   return dtypes ? std::vector<Dtype>(dtypes->begin(), dtypes->end()) : std::vector<Dtype>{};
 }
 
+/// An operator at work: its runtime, which it keeps alive, and its turn with it.
+class Call {
+ public:
+  /// `id`: of a graph or a parameter.
+  explicit Call(int64_t id) : runtime_(Runtime::of(id)), turn_(runtime_->enter()) {}
+  Engines* operator->() const { return &*turn_; }
+
+ private:
+  std::shared_ptr<Runtime> runtime_;
+  Turn turn_;
+};
+
 Tensor allgather_param(const Tensor& /*param*/, int64_t graph_id, int64_t ds_id, Dtype dtype) {
-  return Runtime::of(graph_id)->allgather_param(graph_id, ds_id, dtype);
+  return Call(graph_id)->executor(graph_id).allgather(ds_id, dtype);
 }
 
 Tensor wait_allgather(const Tensor& /*v*/, int64_t graph_id, int64_t ds_id) {
-  return Runtime::of(graph_id)->wait_allgather(graph_id, ds_id);
+  return Call(graph_id)->executor(graph_id).wait_copy(ds_id);
 }
 
 Tensor release_param(const Tensor& dummy, int64_t graph_id, int64_t ds_id, int64_t n_users) {
-  Runtime::of(graph_id)->release_param(graph_id, ds_id, n_users);
+  Call(graph_id)->executor(graph_id).release_use(ds_id, n_users);
   return dummy.clone();
 }
 
 void prefetch_params_fused(int64_t graph_id, at::TensorList /*params*/, std::vector<int64_t> ids,
                            std::optional<std::vector<ScalarType>> dtypes) {
-  Runtime::of(graph_id)->prefetch_params_fused(graph_id, ids, optional_dtypes(dtypes));
-}
-
-Tensor reduce_grad(const Tensor& grad, int64_t graph_id, int64_t ds_id) {
-  Runtime::of(graph_id)->reduce_grad(graph_id, ds_id, grad);
-  return at::empty({0}, grad.options());
-}
-
-void end_backward(int64_t graph_id) { Runtime::of(graph_id)->end_backward(graph_id); }
-
-void free_tensors(at::TensorList tensors, int64_t graph_id) { Runtime::of(graph_id)->free_tensors(tensors.vec()); }
-
-Tensor offload_tensor(const Tensor& tensor, int64_t graph_id, int64_t id) {
-  return Runtime::of(graph_id)->offload_tensor(tensor, graph_id, id);
-}
-
-Tensor wait_offload(const Tensor& /*tensor*/, int64_t graph_id, int64_t id) {
-  return Runtime::of(graph_id)->wait_offload(graph_id, id);
-}
-
-Tensor reload_tensor(const Tensor& tensor, int64_t graph_id, int64_t id) {
-  return Runtime::of(graph_id)->reload_tensor(tensor, graph_id, id);
-}
-
-Tensor wait_reload(const Tensor& /*tensor*/, int64_t graph_id, int64_t id) {
-  return Runtime::of(graph_id)->wait_reload(graph_id, id);
-}
-
-std::vector<Tensor> offload_tensors_fused(int64_t graph_id, at::TensorList tensors) {
-  return Runtime::of(graph_id)->offload_tensors_fused(graph_id, tensors.vec());
-}
-
-std::vector<Tensor> reload_tensors_fused(int64_t graph_id, at::TensorList hosts) {
-  return Runtime::of(graph_id)->reload_tensors_fused(graph_id, hosts.vec());
-}
-
-void wait_copies_fused(int64_t graph_id, at::TensorList hosts) {
-  Runtime::of(graph_id)->wait_copies_fused(graph_id, hosts.vec());
-}
-
-void reload_states(int64_t graph_id, std::vector<int64_t> chunks, std::vector<int64_t> /*sizes*/) {
-  Runtime::of(graph_id)->reload_states(graph_id, static_cast<int64_t>(chunks.size()));
-}
-
-void wait_states(int64_t graph_id, std::vector<int64_t> chunks, std::vector<int64_t> /*sizes*/) {
-  Runtime::of(graph_id)->wait_states(graph_id, static_cast<int64_t>(chunks.size()));
-}
-
-void offload_parameter(const Tensor& /*param*/, int64_t graph_id, int64_t id) {
-  Runtime::of(graph_id)->offload_parameter(graph_id, id);
-}
-
-void reload_parameter(const Tensor& /*param*/, int64_t graph_id, int64_t id) {
-  Runtime::of(graph_id)->reload_parameter(graph_id, id);
+  const std::vector<Dtype> wanted = optional_dtypes(dtypes);
+  const Call call(graph_id);
+  LDC_CHECK_ARG(wanted.empty() || wanted.size() == ids.size(), "prefetch_params_fused: ", ids.size(), " ids but ",
+                wanted.size(), " dtypes.");
+  call->executor(graph_id).prefetch(ids, wanted);
 }
 
 std::vector<Tensor> wait_allgather_fused(int64_t graph_id, std::vector<int64_t> ids) {
-  return Runtime::of(graph_id)->wait_allgather_fused(graph_id, ids);
+  return Call(graph_id)->executor(graph_id).wait(ids);
 }
 
 void release_params_fused(int64_t graph_id, std::vector<int64_t> ids) {
-  Runtime::of(graph_id)->release_params_fused(graph_id, ids);
+  Call(graph_id)->executor(graph_id).release(ids);
 }
 
 void release_params_at_boundary(int64_t graph_id, std::vector<int64_t> ids) {
-  Runtime::of(graph_id)->release_params_at_boundary(graph_id, ids);
+  Call(graph_id)->executor_in_backward("release_params_at_boundary", graph_id).release_at_boundary(ids);
+}
+
+Tensor reduce_grad(const Tensor& grad, int64_t graph_id, int64_t ds_id) {
+  Call(graph_id)->executor_in_backward("reduce_grad", graph_id).reduce(ds_id, grad);
+  return at::empty({0}, grad.options());
 }
 
 void reduce_grads_fused(int64_t graph_id, at::TensorList grads, std::vector<int64_t> ids) {
-  Runtime::of(graph_id)->reduce_grads_fused(graph_id, ids, grads.vec());
+  Call(graph_id)->executor_in_backward("reduce_grads_fused", graph_id).reduce(ids, grads.vec());
+}
+
+void end_backward(int64_t graph_id) { Call(graph_id)->end_backward(graph_id); }
+
+void free_tensors(at::TensorList tensors, int64_t graph_id) { Call(graph_id)->free_tensors(tensors.vec()); }
+
+// What moves to the host and back belongs to no executor; a graph that nobody registered is refused all the same.
+
+Tensor offload_tensor(const Tensor& tensor, int64_t graph_id, int64_t id) {
+  const Call call(graph_id);
+  call->executor(graph_id);
+  return call->offloads.offload(tensor, id);
+}
+
+Tensor wait_offload(const Tensor& /*tensor*/, int64_t graph_id, int64_t id) {
+  const Call call(graph_id);
+  call->executor(graph_id);
+  return call->offloads.wait_offload(id);
+}
+
+Tensor reload_tensor(const Tensor& tensor, int64_t graph_id, int64_t id) {
+  const Call call(graph_id);
+  call->executor(graph_id);
+  return call->offloads.reload(tensor, id);
+}
+
+Tensor wait_reload(const Tensor& /*tensor*/, int64_t graph_id, int64_t id) {
+  const Call call(graph_id);
+  call->executor(graph_id);
+  return call->offloads.wait_reload(id);
+}
+
+std::vector<Tensor> offload_tensors_fused(int64_t graph_id, at::TensorList tensors) {
+  const Call call(graph_id);
+  call->executor(graph_id);
+  return call->offloads.offload_group(tensors.vec());
+}
+
+std::vector<Tensor> reload_tensors_fused(int64_t graph_id, at::TensorList hosts) {
+  const Call call(graph_id);
+  call->executor(graph_id);
+  return call->offloads.reload_group(hosts.vec());
+}
+
+void wait_copies_fused(int64_t graph_id, at::TensorList hosts) {
+  const Call call(graph_id);
+  call->executor(graph_id);
+  call->offloads.wait_copies(hosts.vec());
+}
+
+void offload_parameter(const Tensor& /*param*/, int64_t graph_id, int64_t id) {
+  const Call call(graph_id);
+  call->executor(graph_id).check_members({id});
+  call->offloads.offload_param(id);
+}
+
+void reload_parameter(const Tensor& /*param*/, int64_t graph_id, int64_t id) {
+  const Call call(graph_id);
+  call->executor(graph_id).check_members({id});
+  call->offloads.reload_param(id);
+}
+
+/// Does nothing but in the backward before the optimizer steps.
+void reload_states(int64_t graph_id, std::vector<int64_t> chunks, std::vector<int64_t> /*sizes*/) {
+  const Call call(graph_id);
+  call->executor_in_backward("reload_states", graph_id);
+  if (call->phase.boundary) call->states.advance(static_cast<int64_t>(chunks.size()));
+}
+
+void wait_states(int64_t graph_id, std::vector<int64_t> chunks, std::vector<int64_t> /*sizes*/) {
+  const Call call(graph_id);
+  call->executor(graph_id);
+  call->states.settle_first(static_cast<int64_t>(chunks.size()));
 }
 
 Tensor gather(const Tensor& shard, int64_t ds_id, c10::SymIntArrayRef size, ScalarType dtype) {
-  return Runtime::of(ds_id)->gather(shard, ds_id, C10_AS_INTARRAYREF_SLOW(size), dtype);
+  const Call call(ds_id);
+  return call->gathers.gather_now(shard, C10_AS_INTARRAYREF_SLOW(size), dtype, call->name_of(ds_id));
 }
 
 Tensor reduce(const Tensor& grad, int64_t ds_id, c10::SymIntArrayRef shard_size, ScalarType dtype) {
-  return Runtime::of(ds_id)->reduce(grad, ds_id, C10_AS_INTARRAYREF_SLOW(shard_size), dtype);
+  const Call call(ds_id);
+  const Dtype wire = call->registry.contains(ds_id) ? call->registry.at(ds_id).reduce_dtype : Dtype{};
+  return call->reductions.reduce_now(grad, C10_AS_INTARRAYREF_SLOW(shard_size), dtype, wire, call->name_of(ds_id));
 }
 
 /// Nothing here depends on the device, so both keys get the same kernels (a build without CUDA too).

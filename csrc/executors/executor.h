@@ -45,7 +45,7 @@ class Executor {
   void check_members(const Ids& ids) const;
   /// Everything handed to reduce() so far that is to travel in this backward is on the wire when this returns.
   void end_backward();
-  /// The weights changed or a step was abandoned: state that spans instructions starts over.
+  /// The weights changed or a step was given up: state that spans instructions starts over.
   void reset() { uses_left_.clear(); }
 
   virtual int64_t stage() const = 0;

@@ -200,7 +200,7 @@ Tensor GatherEngine::placeholder(int64_t id) {
   const Tensor& full = launched(id).full;
   const bool has_nan = full.is_floating_point() || full.is_complex();
   const double value = has_nan ? std::numeric_limits<double>::quiet_NaN() : 0;
-  return allocate_with_relief(give_back_, [&] { return at::full({}, value, full.options()); }).expand(full.sizes());
+  return allocate_with_retry(give_back_, [&] { return at::full({}, value, full.options()); }).expand(full.sizes());
 }
 
 Tensor GatherEngine::wait(int64_t id) {
@@ -212,7 +212,7 @@ Tensor GatherEngine::wait(int64_t id) {
 
 Tensor GatherEngine::copy(int64_t id) {
   const PlainTensors plain;
-  return allocate_with_relief(give_back_, [&] { return wait(id).clone(); });  // relief may send the parameter away
+  return allocate_with_retry(give_back_, [&] { return wait(id).clone(); });  // a retry may send it away
 }
 
 void GatherEngine::complete(Group& group) {
@@ -224,7 +224,7 @@ void GatherEngine::complete(Group& group) {
   group.waited = true;
 }
 
-void GatherEngine::drop(std::unordered_map<int64_t, Gathered>::iterator entry) {
+void GatherEngine::release_entry(std::unordered_map<int64_t, Gathered>::iterator entry) {
   const auto group = std::move(entry->second.group);
   gathered_.erase(entry);
   if (--group->resident > 0) return;
@@ -232,20 +232,20 @@ void GatherEngine::drop(std::unordered_map<int64_t, Gathered>::iterator entry) {
   if (group->slot) arena_.release(std::move(group->slot), current_stream(device_));
 }
 
-void GatherEngine::relieve_with(const GiveBack& give_back) {
+void GatherEngine::retry_with(const GiveBack& give_back) {
   give_back_ = give_back;
-  arena_.relieve_with(give_back);
+  arena_.retry_with(give_back);
 }
 
 void GatherEngine::release(int64_t id) {
   const auto entry = gathered_.find(id);
   if (entry == gathered_.end()) return;
   if (registry_.at(id).persistent) return;
-  drop(entry);
+  release_entry(entry);
   // With prefetching this is the end of a pass, where the largest gradients are made: they can have the memory.
   if (!gathered_.empty()) return;
   release_fetched();
-  arena_.clear();
+  arena_.free_unused();
 }
 
 void GatherEngine::keep(int64_t id) {
@@ -276,15 +276,15 @@ void GatherEngine::invalidate() {
   release_fetched();
   if (gathered_.empty()) return;  // a second call in a row must not forget what the first one remembered
   refetch_ = kept_groups();
-  while (!gathered_.empty()) drop(gathered_.begin());
-  arena_.clear();  // what is gathered next may need slots of other sizes
+  while (!gathered_.empty()) release_entry(gathered_.begin());
+  arena_.free_unused();  // what is gathered next may need slots of other sizes
 }
 
 void GatherEngine::order_behind_current_stream() { refresh_ = true; }
 
 void GatherEngine::invalidate(int64_t id) {
   refresh_ = true;
-  if (const auto entry = gathered_.find(id); entry != gathered_.end()) drop(entry);
+  if (const auto entry = gathered_.find(id); entry != gathered_.end()) release_entry(entry);
 }
 
 void GatherEngine::refetch() {
@@ -330,14 +330,14 @@ Tensor GatherEngine::gather_now(const Tensor& shard, Shape size, ScalarType dtyp
   LDC_CHECK(shard.numel() == 0 || shard.storage().nbytes() > 0, "the memory of parameter '", name,
             "'s shard was freed; it is needed for a gather.");
   // Cast and output come from the compute stream's pool and go back to it only after the compute stream has waited.
-  const Tensor host = HostShards::host_of(shard);
+  const Tensor host = host_of(shard);
   Tensor input = shard.detach();
   if (host.defined()) {
-    input = allocate_with_relief(give_back_, [&] { return at::empty(host.sizes(), host.options().device(device_)); });
+    input = allocate_with_retry(give_back_, [&] { return at::empty(host.sizes(), host.options().device(device_)); });
     input.copy_(host, /*non_blocking=*/true);
   }
-  input = allocate_with_relief(give_back_, [&] { return input.to(dtype).contiguous(); });
-  Tensor full = allocate_with_relief(give_back_, [&] { return at::empty({input.numel() * world}, input.options()); });
+  input = allocate_with_retry(give_back_, [&] { return input.to(dtype).contiguous(); });
+  Tensor full = allocate_with_retry(give_back_, [&] { return at::empty({input.numel() * world}, input.options()); });
   if (dry_) return typed_view(full, 0, size, dtype);
   const Stream compute = current_stream(device_);
   order(compute_, compute, stream_);
@@ -356,7 +356,7 @@ void GatherEngine::clear() {
   gathered_.clear();
   refetch_.clear();
   fetched_.reset();
-  arena_.clear();
+  arena_.free_unused();
 }
 
 }  // namespace ldc

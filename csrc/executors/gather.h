@@ -15,7 +15,7 @@
 //                                 the next group's copy runs beside this group's gather
 //   gather done → compute stream  the slot's `ready` event, in wait()
 //   last use → slot free          recorded when the last parameter of a slot is released
-//   last use → copy to the host   both on the compute stream; the host waits for the copy (relieve)
+//   last use → copy to the host   both on the compute stream; the host waits for the copy (give_back)
 //
 // What stays gathered until the weights change (persistent parameters; every parameter of stages 1 and 2) is gathered
 // again by refetch(), all at once and in the order of its first use: later groups travel under the compute of earlier
@@ -93,14 +93,14 @@ class GatherEngine {
   Arena& arena() { return arena_; }
   /// The device is short of memory: frees the arena's slots; if there are none, sends one group of parameters that
   /// nobody reads at the moment to host memory, until the next wait for it. Returns the bytes, 0 if nothing is left.
-  int64_t relieve();
-  void relieve_with(const GiveBack& give_back);
+  int64_t give_back();
+  void retry_with(const GiveBack& give_back);
   void clear();  // drops everything; for the end of a runtime
 
  private:
   struct Group {
     Arena::Lease slot;     // the gathered parameters; empty while they are `away`, and where they are shards
-    Tensor away;           // the same in host memory, where relieve() sent them
+    Tensor away;           // the same in host memory, where give_back() sent them
     Arena::Lease staging;  // cast shards; on devices with streams it is back in the arena once the group is launched
     Arena::Lease fetched;  // shards that came from host memory; on devices with streams the engine keeps it
     Completion completion;
@@ -138,7 +138,7 @@ class GatherEngine {
   int64_t send_away(Group& group);
   void bring_back(Group& group);
   std::vector<Request> kept_groups() const;  // in the order of their launch
-  void drop(std::unordered_map<int64_t, Gathered>::iterator entry);
+  void release_entry(std::unordered_map<int64_t, Gathered>::iterator entry);
 
   Device device_;
   std::shared_ptr<Communicator> communicator_;

@@ -16,7 +16,7 @@ OffloadEngine::OffloadEngine(Device device, Registry& registry, GatherEngine& ga
       in_(pool_stream(device, /*high_priority=*/false)),
       pool_(std::make_shared<HostPool>(memory)) {
   memory->make_room_with([pool = std::weak_ptr(pool_)] {
-    if (const auto alive = pool.lock()) alive->trim();
+    if (const auto alive = pool.lock()) alive->free_unused();
   });
 }
 
@@ -40,7 +40,7 @@ void OffloadEngine::copy_in(const Tensor& target, HostPool::Lease& host, Event& 
 }
 
 Tensor OffloadEngine::device_tensor_like(const Tensor& host) const {
-  return allocate_with_relief(give_back_, [&] {
+  return allocate_with_retry(give_back_, [&] {
     return at::empty_strided(host.sizes(), host.strides(), host.options().device(device_));
   });
 }
@@ -55,7 +55,7 @@ Tensor OffloadEngine::offload(const Tensor& tensor, int64_t id) {
   entry.host = pool_->acquire(tensor, out_);
   // Whoever made the tensor may have another use for its memory as soon as this returns.
   entry.source = tensor.detach();
-  if (has_streams(device_)) entry.source = allocate_with_relief(give_back_, [&] { return tensor.detach().clone(); });
+  if (has_streams(device_)) entry.source = allocate_with_retry(give_back_, [&] { return tensor.detach().clone(); });
   copy_out(entry.source, entry.host, entry.done);
   if (!has_streams(device_)) entry.source.reset();
   // Memory that nobody touches costs nothing; the host tensor itself is what this call's result must not be, as whoever
@@ -100,7 +100,7 @@ Tensor OffloadEngine::wait_reload(int64_t id) {
   waited.done.block(current_stream(device_));
   const PlainTensors plain;
   // reload()'s result lies in the target, so that whoever compiles the caller takes that for free from here on.
-  Tensor own = allocate_with_relief(give_back_, [&] { return waited.target.clone(); });
+  Tensor own = allocate_with_retry(give_back_, [&] { return waited.target.clone(); });
   entries_.erase(id);
   return own;
 }
@@ -154,7 +154,7 @@ std::vector<Tensor> OffloadEngine::reload_group(const std::vector<Tensor>& hosts
     if (HostPool::buffer_of(host) != nullptr) {
       targets.push_back(device_tensor_like(host));
     } else {  // never left, or a user's saved-tensor hooks have packed it into memory of their own
-      targets.push_back(allocate_with_relief(give_back_, [&] { return host.to(device_); }));
+      targets.push_back(allocate_with_retry(give_back_, [&] { return host.to(device_); }));
     }
   }
   order(scratch_, current_stream(device_), in_);
@@ -226,7 +226,7 @@ void OffloadEngine::reload_param(int64_t id) {
   if (shard.place == Place::host) {
     const PlainTensors plain;
     const auto bytes = static_cast<size_t>(shard.bytes);
-    allocate_with_relief(give_back_, [&] { reallocate(param.shard.storage(), bytes, device_); });
+    allocate_with_retry(give_back_, [&] { reallocate(param.shard.storage(), bytes, device_); });
     copy_in(param.shard, shard.copy, *shard.done);
     shard.version = version_of(param.shard);
   }
@@ -259,7 +259,7 @@ void OffloadEngine::invalidate() {
   }
 }
 
-void OffloadEngine::abandon() {
+void OffloadEngine::reset() {
   for (auto& [id, entry] : entries_) entry.done.block(current_stream(device_));
   entries_.clear();
   for (auto& [id, shard] : shards_) reload_param(id);
@@ -271,8 +271,8 @@ void OffloadEngine::clear() {
   shards_.clear();
 }
 
-void OffloadEngine::trim() {
-  pool_->trim();
+void OffloadEngine::free_unused() {
+  pool_->free_unused();
   short_ = false;
 }
 

@@ -64,11 +64,11 @@ class OffloadEngine {
   /// Orders the current stream behind all copies of shards and frees those that left.
   void settle();
 
-  void relieve_with(GiveBack give_back) { give_back_ = std::move(give_back); }
+  void retry_with(GiveBack give_back) { give_back_ = std::move(give_back); }
   int64_t host_bytes() const { return pool_->bytes(); }
-  void trim();
+  void free_unused();
   /// Drops what is in flight, ordered behind it; shards come back. For the end of a step that was given up.
-  void abandon();
+  void reset();
   void clear();  // drops everything; for the end of a runtime
 
  private:

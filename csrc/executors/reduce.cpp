@@ -80,7 +80,7 @@ void ReduceEngine::collect(int64_t id, const Tensor& grad) {
   if (gradient.value.is_same(grad)) {  // else it is a sum, which belongs to this engine
     const PlainTensors plain;
     // As it travels, so that it is not copied again.
-    gradient.value = allocate_with_relief(give_back_, [&] {
+    gradient.value = allocate_with_retry(give_back_, [&] {
       return grad.detach().to(gradient.wire, /*non_blocking=*/false, /*copy=*/true, c10::MemoryFormat::Contiguous);
     });
   }
@@ -163,7 +163,7 @@ void ReduceEngine::reduce_group(const std::vector<Gradient>& group) {
   // Before anything is allocated for this group: compute waits for the oldest here in any case, and its memory is free.
   while (!pending_.empty() && pending_.size() >= window_) pop();
   for (const Gradient& gradient : group) {
-    allocate_with_relief(give_back_, [&] { registry_.allocate_grad(*gradient.param); });
+    allocate_with_retry(give_back_, [&] { registry_.allocate_grad(*gradient.param); });
   }
   const Plan plan = make_plan(group);
 
@@ -242,18 +242,18 @@ void ReduceEngine::pop() {
   if (oldest.buffers) arena_.release(std::move(oldest.buffers), stream_);
 }
 
-int64_t ReduceEngine::relieve() {
+int64_t ReduceEngine::give_back() {
   int64_t freed = 0;
   while (!pending_.empty()) {
     for (const Tensor& gradient : pending_.front().kept) freed += static_cast<int64_t>(gradient.nbytes());
     pop();
   }
-  return freed + arena_.clear();
+  return freed + arena_.free_unused();
 }
 
-void ReduceEngine::relieve_with(const GiveBack& give_back) {
+void ReduceEngine::retry_with(const GiveBack& give_back) {
   give_back_ = give_back;
-  arena_.relieve_with(give_back);
+  arena_.retry_with(give_back);
 }
 
 bool ReduceEngine::owns(const c10::Storage& storage) const {
@@ -273,7 +273,7 @@ void ReduceEngine::drain() {
   }
 }
 
-void ReduceEngine::abandon() noexcept {
+void ReduceEngine::reset() noexcept {
   bucket_.clear();
   bucket_elements_ = 0;
   held_.clear();
@@ -291,7 +291,7 @@ void ReduceEngine::start_accumulation(const Ids& ids) {
 
 void ReduceEngine::forget(int64_t id) {
   start_accumulation({id});
-  held_.drop({id});
+  held_.forget({id});
 }
 
 Ids ReduceEngine::ids_with_grad() const {
@@ -306,7 +306,7 @@ Ids ReduceEngine::ids_with_grad() const {
 void ReduceEngine::free_grads(const Ids& ids) {
   drain();  // the memory goes back to the compute stream's pool, so that stream must be behind the last write
   for (const int64_t id : ids) registry_.at(id).has_grad = false;
-  held_.drop(ids);
+  held_.forget(ids);
   registry_.free_unused_grads(ids);
 }
 
@@ -322,13 +322,13 @@ Tensor ReduceEngine::reduce_now(const Tensor& grad, Shape shard_size, ScalarType
   const ScalarType travels_as = wire.value_or(grad.scalar_type());
 
   // All buffers come from the compute stream's pool and go back to it only after the compute stream has waited.
-  const auto relieved = [this](const auto& allocate) { return allocate_with_relief(give_back_, allocate); };
-  Tensor send = relieved([&] { return grad.detach().to(travels_as).contiguous(); });
-  const Tensor shard = relieved([&] { return at::empty(shard_size, send.options()); });
-  const auto result = [&] { return relieved([&] { return shard.to(dtype); }); };
+  const auto retried = [this](const auto& allocate) { return allocate_with_retry(give_back_, allocate); };
+  Tensor send = retried([&] { return grad.detach().to(travels_as).contiguous(); });
+  const Tensor shard = retried([&] { return at::empty(shard_size, send.options()); });
+  const auto result = [&] { return retried([&] { return shard.to(dtype); }); };
   if (dry_) return result();
   if (shard.numel() * world != send.numel()) {
-    const Tensor padded = relieved([&] { return at::empty({shard.numel() * world}, send.options()); });
+    const Tensor padded = retried([&] { return at::empty({shard.numel() * world}, send.options()); });
     fill_send_buffer(padded, send);
     send = padded;
   }
@@ -350,7 +350,7 @@ void ReduceEngine::clear() {
   bucket_.clear();
   bucket_elements_ = 0;
   held_.clear();
-  arena_.clear();
+  arena_.free_unused();
 }
 
 }  // namespace ldc

@@ -80,7 +80,7 @@ class ReduceEngine {
                     std::string_view name);
 
   /// A step was given up: waits for what is on the wire and forgets the rest. Does not raise.
-  void abandon() noexcept;
+  void reset() noexcept;
 
   /// Dry: gradients are checked and dropped.
   void set_dry(bool dry) { dry_ = dry; }
@@ -88,8 +88,8 @@ class ReduceEngine {
   Arena& arena() { return arena_; }
   /// The device is short of memory: waits for what is on the wire, and frees the gradients and buffers that it used.
   /// Returns their bytes.
-  int64_t relieve();
-  void relieve_with(const GiveBack& give_back);
+  int64_t give_back();
+  void retry_with(const GiveBack& give_back);
   void clear();  // drops everything; for the end of a runtime
 
  private:

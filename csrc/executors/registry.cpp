@@ -76,7 +76,7 @@ void Registry::add(int64_t id, std::string name, std::vector<int64_t> shape, con
   param.shape = std::move(shape);
   param.numel = c10::multiply_integers(param.shape);
   param.shard = shard.detach();
-  param.host = HostShards::host_of(param.shard);
+  param.host = host_of(param.shard);
   param.reduce_dtype = reduce_dtype;
   param.persistent = persistent;
   if (const auto known = params_.find(id); known != params_.end()) {
@@ -90,9 +90,9 @@ void Registry::add(int64_t id, std::string name, std::vector<int64_t> shape, con
 void Registry::adopt_grad(Param& param, const Tensor& grad) {
   const c10::Storage& storage = grad.storage();
   param.grad = grad.detach();
-  auto& home = grad_storages_.try_emplace(storage.unsafeGetStorageImpl(), GradStorage{storage, 0, {}}).first->second;
-  home.bytes = std::max(home.bytes, storage.nbytes());
-  home.ids.push_back(param.id);
+  auto& entry = grad_storages_.try_emplace(storage.unsafeGetStorageImpl(), GradStorage{storage, 0, {}}).first->second;
+  entry.bytes = std::max(entry.bytes, storage.nbytes());
+  entry.ids.push_back(param.id);
 }
 
 void Registry::replace_grad(int64_t id, const Tensor& grad) {
@@ -110,15 +110,15 @@ void Registry::replace_grad(int64_t id, const Tensor& grad) {
 
 void Registry::disown_grad(const Param& param) {
   if (!param.grad.defined()) return;
-  const auto home = grad_storages_.find(param.grad.storage().unsafeGetStorageImpl());
-  std::erase(home->second.ids, param.id);
-  if (home->second.ids.empty()) grad_storages_.erase(home);
+  const auto entry = grad_storages_.find(param.grad.storage().unsafeGetStorageImpl());
+  std::erase(entry->second.ids, param.id);
+  if (entry->second.ids.empty()) grad_storages_.erase(entry);
 }
 
 bool Registry::is_free(const c10::Storage& storage, int64_t begin, int64_t end) const {
-  const auto home = grad_storages_.find(storage.unsafeGetStorageImpl());
-  if (home == grad_storages_.end()) return false;
-  return std::none_of(home->second.ids.begin(), home->second.ids.end(), [&](int64_t id) {
+  const auto entry = grad_storages_.find(storage.unsafeGetStorageImpl());
+  if (entry == grad_storages_.end()) return false;
+  return std::none_of(entry->second.ids.begin(), entry->second.ids.end(), [&](int64_t id) {
     const Tensor& other = params_.at(id).grad;
     return other.storage_offset() < end && begin < other.storage_offset() + other.numel();
   });

@@ -22,7 +22,7 @@ struct Param {
   std::vector<int64_t> shape;  // of the whole parameter
   int64_t numel = 0;           // of the whole parameter, without padding
   Tensor shard;                // memory owned by the caller, read by gathers
-  Tensor host;                 // the same memory, if it is the host's; else undefined. See HostShards
+  Tensor host;                 // the same memory, if it is the host's; else undefined. See host_shards.h
   Tensor grad;                 // like the shard; written by reductions. Its storage may hold 0 bytes between steps.
                                // Undefined: the parameter is frozen
   std::shared_ptr<Event> arriving;  // the shard may be read after it: it comes back from the host. Null: it is there

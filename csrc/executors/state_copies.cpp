@@ -18,11 +18,12 @@ StateCopies::StateCopies(Device device, Stats& stats, std::shared_ptr<HostMemory
 
 namespace {
 
-int64_t buffer_bytes(const std::vector<Tensor>& homes) {
+int64_t buffer_bytes(const std::vector<Tensor>& host_buffers) {
   int64_t need = 0;
-  for (const Tensor& home : homes) {
-    LDC_CHECK_ARG(home.device().is_cpu() && home.is_contiguous(), "fetch_states: needs what state_home() returned.");
-    append(need, static_cast<int64_t>(home.nbytes()));
+  for (const Tensor& host_buffer : host_buffers) {
+    LDC_CHECK_ARG(host_buffer.device().is_cpu() && host_buffer.is_contiguous(),
+                  "states.fetch: needs what states.host_buffer() returned.");
+    append(need, static_cast<int64_t>(host_buffer.nbytes()));
   }
   return need;
 }
@@ -30,32 +31,32 @@ int64_t buffer_bytes(const std::vector<Tensor>& homes) {
 }  // namespace
 
 void StateCopies::expect(std::vector<std::vector<Tensor>> chunks, std::vector<std::vector<int64_t>> slots) {
-  LDC_CHECK_ARG(chunks.size() == slots.size(), "expect_states: ", chunks.size(), " chunks but slots of ", slots.size(),
+  LDC_CHECK_ARG(chunks.size() == slots.size(), "states.expect: ", chunks.size(), " chunks but slots of ", slots.size(),
                 ".");
-  drop();
+  forget_fetched();
   expected_ = std::move(chunks);
   expected_from_ = std::move(slots);
 }
 
 void StateCopies::advance(int64_t count) {
   for (; count > 0 && advanced_.size() < expected_.size(); --count) {
-    const std::vector<Tensor>& homes = expected_[advanced_.size()];
+    const std::vector<Tensor>& host_buffers = expected_[advanced_.size()];
     Slot& target = slots_[ahead(advanced_.size())];
     release(target);
     for (const int64_t slot : expected_from_[advanced_.size()]) slots_[slot].left.block(in_);
-    advanced_.push_back(copy_in(target, homes, buffer_bytes(homes)));
+    advanced_.push_back(copy_in(target, host_buffers, buffer_bytes(host_buffers)));
   }
 }
 
 std::vector<std::vector<Tensor>> StateCopies::take() { return std::exchange(advanced_, {}); }
 
-void StateCopies::drop() {
+void StateCopies::forget_fetched() {
   const size_t count = std::exchange(advanced_, {}).size();
   for (size_t chunk = 0; chunk < count; ++chunk) release(slots_[ahead(chunk)]);
 }
 
 void StateCopies::begin(int64_t slot_bytes) {
-  LDC_CHECK_ARG(slot_bytes >= 0, "begin_states: `slot_bytes` must not be negative, got ", slot_bytes, ".");
+  LDC_CHECK_ARG(slot_bytes >= 0, "states.begin: `slot_bytes` must not be negative, got ", slot_bytes, ".");
   for (auto& [number, slot] : slots_) {
     if (number >= 0) settle(slot);
   }
@@ -64,21 +65,21 @@ void StateCopies::begin(int64_t slot_bytes) {
   order(scratch_, current_stream(device_), in_);
 }
 
-std::vector<Tensor> StateCopies::fetch(int64_t slot, const std::vector<Tensor>& homes) {
-  LDC_CHECK_ARG(slot >= 0, "fetch_states: there is no slot ", slot, ".");
+std::vector<Tensor> StateCopies::fetch(int64_t slot, const std::vector<Tensor>& host_buffers) {
+  LDC_CHECK_ARG(slot >= 0, "states.fetch: there is no slot ", slot, ".");
   Slot& target = slots_[slot];
   release_held(target);
-  if (homes.empty()) return {};
-  const int64_t need = buffer_bytes(homes);
+  if (host_buffers.empty()) return {};
+  const int64_t need = buffer_bytes(host_buffers);
   if (target.memory.defined() && target.memory.numel() < need) release(target);
-  return copy_in(target, homes, std::max(need, slot_bytes_));
+  return copy_in(target, host_buffers, std::max(need, slot_bytes_));
 }
 
 /// Copies into the slot's memory, `bytes` of which are allocated if there is none.
-std::vector<Tensor> StateCopies::copy_in(Slot& target, const std::vector<Tensor>& homes, int64_t bytes) {
+std::vector<Tensor> StateCopies::copy_in(Slot& target, const std::vector<Tensor>& host_buffers, int64_t bytes) {
   const PlainTensors plain;
   if (!target.memory.defined()) {
-    target.memory = allocate_with_relief(
+    target.memory = allocate_with_retry(
         give_back_, [&] { return at::empty({bytes}, at::TensorOptions().dtype(c10::kByte).device(device_)); });
     order(scratch_, current_stream(device_), in_);
     note_device_bytes();
@@ -87,33 +88,33 @@ std::vector<Tensor> StateCopies::copy_in(Slot& target, const std::vector<Tensor>
   std::vector<Tensor> arriving;
   const c10::StreamGuard guard(in_);
   int64_t offset = 0;
-  for (const Tensor& home : homes) {
-    const auto size = static_cast<int64_t>(home.nbytes());
-    arriving.push_back(typed_view(target.memory, append(offset, size), home.sizes(), home.scalar_type()));
-    arriving.back().copy_(home, /*non_blocking=*/true);
+  for (const Tensor& host_buffer : host_buffers) {
+    const auto size = static_cast<int64_t>(host_buffer.nbytes());
+    arriving.push_back(typed_view(target.memory, append(offset, size), host_buffer.sizes(), host_buffer.scalar_type()));
+    arriving.back().copy_(host_buffer, /*non_blocking=*/true);
     stats_.reloaded_bytes += size;
   }
   target.arrived.record(in_);
   return arriving;
 }
 
-void StateCopies::arrive(int64_t slot) {
+void StateCopies::wait(int64_t slot) {
   const auto found = slots_.find(slot);
-  LDC_CHECK_ARG(found != slots_.end(), "await_states: nothing was fetched into slot ", slot, ".");
+  LDC_CHECK_ARG(found != slots_.end(), "states.wait: nothing was fetched into slot ", slot, ".");
   found->second.arrived.block(current_stream(device_));
 }
 
-void StateCopies::stow(int64_t slot, const std::vector<Tensor>& sources, const std::vector<Tensor>& homes) {
+void StateCopies::stow(int64_t slot, const std::vector<Tensor>& sources, const std::vector<Tensor>& host_buffers) {
   Slot& origin = slots_[slot];
-  LDC_CHECK_ARG(sources.size() == homes.size(), "stow_states: ", sources.size(), " tensors but ", homes.size(),
-                " homes.");
+  LDC_CHECK_ARG(sources.size() == host_buffers.size(), "states.stow: ", sources.size(), " tensors but ",
+                host_buffers.size(), " host buffers.");
   origin.stowed = ++stows_;
   // Also with nothing to copy: the slot may have been read, and what was stowed before may still be leaving.
   const PlainTensors plain;
   order(scratch_, current_stream(device_), out_);
   const c10::StreamGuard guard(out_);
   for (size_t i = 0; i < sources.size(); ++i) {
-    homes[i].copy_(sources[i], /*non_blocking=*/true);
+    host_buffers[i].copy_(sources[i], /*non_blocking=*/true);
     stats_.offloaded_bytes += static_cast<int64_t>(sources[i].nbytes());
     const bool in_buffer = origin.memory.defined() && sources[i].is_alias_of(origin.memory);
     if (!in_buffer) origin.held.push_back(sources[i]);
@@ -137,11 +138,11 @@ void StateCopies::settle(Slot& slot) {
 }
 
 void StateCopies::settle() {
-  drop();
+  forget_fetched();
   for (auto& [number, slot] : slots_) settle(slot);
 }
 
-void StateCopies::depart(int64_t count) {
+void StateCopies::settle_first(int64_t count) {
   for (; count > 0; --count) {
     Slot* first = nullptr;
     for (auto& [number, slot] : slots_) {
@@ -176,7 +177,7 @@ void StateCopies::synchronize() {
     slot.arrived.synchronize();
     slot.left.synchronize();
   }
-  slabs_.trim();
+  slabs_.free_unused();
 }
 
 int64_t StateCopies::device_bytes() const {

@@ -1,19 +1,21 @@
-// Optimizer states that live in host memory and visit the device, chunk by chunk, while the optimizer steps.
+// Optimizer states that live in host memory, in host buffers, and are on the device while the optimizer steps: chunk by
+// chunk.
 //
 // Device buffers, the slots, go round: one chunk arrives, one is stepped, one leaves. They exist from the first fetch of
-// a step until their chunk has left (depart) or until release() or settle(), so that forward and backward passes have
-// their memory. What fits beside the end of a backward pass is fetched there already (expect, advance), into slots of
-// its own.
+// a step until their chunk has left (settle_first) or until release() or settle(), so that forward and backward passes
+// have their memory. What fits beside the end of a backward pass is fetched there already (expect, advance), into slots
+// of its own.
 //
 // Order on the device, and what would break without it:
-//   copy out (last step) → copy in   begin(), and the slot's `left` event in advance(): the home must hold what was left
-//   home written → copy in           begin(): kernels write to shards that live in host memory (HostShards)
+//   copy out (last step) → copy in   begin(), and the slot's `left` event in advance(): the host buffer must hold
+//                                    what was stowed
+//   host buffer written → copy in    begin(): kernels write to shards that live in host memory (host_shards.h)
 //   buffer allocated → copy in       its memory comes from the compute stream's pool, which may still be using it
-//   copy in → stepped                arrive()
+//   copy in → stepped                wait()
 //   stepped → copy out               stow() orders the copy-out stream behind the compute stream
 //   copy out → copy in               the slot's `left` event: the next chunk overwrites the buffer
-//   copy out → freed                 depart(), settle(), or release(), which leaves that to the allocator; tensors that
-//                                    an optimizer made itself are held until the slot is used again
+//   copy out → freed                 settle_first(), settle(), or release(), which leaves that to the allocator;
+//                                    tensors that an optimizer made itself are held until the slot is used again
 //   copy out → read by the host      synchronize()
 // On a device without streams every copy is finished when its call returns.
 #pragma once
@@ -22,7 +24,7 @@
 
 #include "base/stats.h"
 #include "memory/host_slabs.h"
-#include "memory/relief.h"
+#include "memory/retry.h"
 
 namespace ldc {
 
@@ -30,39 +32,39 @@ class StateCopies {
  public:
   StateCopies(Device device, Stats& stats, std::shared_ptr<HostMemory> memory);
 
-  /// A place in host memory for a tensor like `like`; uninitialised.
-  Tensor home(const Tensor& like) { return slabs_.place(like); }
+  /// A host tensor like `like`, in which a state waits between steps; uninitialised.
+  Tensor host_buffer(const Tensor& like) { return slabs_.place(like); }
   void reserve(const std::vector<int64_t>& sizes) { slabs_.reserve(sizes); }
 
-  /// What advance() fetches, chunk by chunk: homes that nobody but stow() writes to, and the slots out of which it did.
-  /// Drops what was fetched.
+  /// What advance() fetches, chunk by chunk: host buffers that nobody but stow() writes to, and the slots out of which it
+  /// did. Forgets what was fetched.
   void expect(std::vector<std::vector<Tensor>> chunks, std::vector<std::vector<int64_t>> slots);
   /// Starts fetching the next `count` of the chunks that are expected.
   void advance(int64_t count);
   /// What advance() has fetched: chunk k is in the slot -1 - k. The next advance() begins with the first chunk again.
   std::vector<std::vector<Tensor>> take();
   /// Forgets what was fetched and not taken; the next advance() begins with the first chunk again.
-  void drop();
+  void forget_fetched();
 
   /// Starts a step. Slots get `slot_bytes` at least (every tensor rounded up to kAlignment), so that most chunks fit any.
   void begin(int64_t slot_bytes);
-  /// Starts copying to the device what lies at `homes`; returns the device tensors, to be used after arrive().
-  std::vector<Tensor> fetch(int64_t slot, const std::vector<Tensor>& homes);
+  /// Starts copying host buffers to the device; returns the device tensors, to be used after wait().
+  std::vector<Tensor> fetch(int64_t slot, const std::vector<Tensor>& host_buffers);
   /// From here on the current stream may use what fetch() returned.
-  void arrive(int64_t slot);
-  /// Starts copying to `homes`. The slot may be fetched into again at once.
-  void stow(int64_t slot, const std::vector<Tensor>& sources, const std::vector<Tensor>& homes);
+  void wait(int64_t slot);
+  /// Starts copying to host buffers. The slot may be fetched into again at once.
+  void stow(int64_t slot, const std::vector<Tensor>& sources, const std::vector<Tensor>& host_buffers);
   /// Orders the current stream behind the copies out of the `count` slots that were stowed first, which are freed.
-  void depart(int64_t count);
+  void settle_first(int64_t count);
   /// Orders the current stream behind all copies and frees the slots.
   void settle();
   /// Frees the slots, but for what is expected, while copies out of them go on: torch's allocator hands their memory out
   /// when these are done.
   void release();
-  /// Blocks the calling thread until the homes hold what was stowed; frees host memory that nobody uses.
+  /// Blocks the calling thread until the host buffers hold what was stowed; frees host memory that nobody uses.
   void synchronize();
 
-  void relieve_with(GiveBack give_back) { give_back_ = std::move(give_back); }
+  void retry_with(GiveBack give_back) { give_back_ = std::move(give_back); }
   int64_t host_bytes() const { return slabs_.bytes(); }
   int64_t device_bytes() const;  // of buffers, and of tensors that leave
 
@@ -70,14 +72,14 @@ class StateCopies {
   struct Slot {
     Tensor memory;
     std::vector<Tensor> held;  // sources outside of `memory`
-    int64_t stowed = 0;  // the how manieth stow() of all filled it; 0: none did
+    int64_t stowed = 0;  // the number of the stow() that filled it, counted from 1; 0: none did
     Event arrived;
     Event left;
 
     bool empty() const { return !memory.defined() && held.empty(); }
   };
   static int64_t ahead(size_t chunk) { return -1 - static_cast<int64_t>(chunk); }
-  std::vector<Tensor> copy_in(Slot& target, const std::vector<Tensor>& homes, int64_t bytes);
+  std::vector<Tensor> copy_in(Slot& target, const std::vector<Tensor>& host_buffers, int64_t bytes);
   void settle(Slot& slot);
   void release(Slot& slot);
   void release_held(Slot& slot);

@@ -11,7 +11,7 @@ void WholeGradients::add(const std::vector<Gradient>& gradients, const GiveBack&
       continue;
     }
     // A copy even where the dtype fits: the caller's tensor is not ours to add to.
-    const Tensor sum = allocate_with_relief(give_back, [&] {
+    const Tensor sum = allocate_with_retry(give_back, [&] {
       return gradient.value.detach().to(gradient.param->grad.scalar_type(), /*non_blocking=*/false, /*copy=*/true,
                                         c10::MemoryFormat::Contiguous);
     });
@@ -41,7 +41,7 @@ std::vector<Gradient> WholeGradients::take(Ids ids) {
   return taken;
 }
 
-void WholeGradients::drop(const Ids& ids) {
+void WholeGradients::forget(const Ids& ids) {
   for (const int64_t id : ids) sums_.erase(id);
 }
 

@@ -8,7 +8,7 @@
 #include <map>
 
 #include "executors/registry.h"
-#include "memory/relief.h"
+#include "memory/retry.h"
 
 namespace ldc {
 
@@ -21,13 +21,13 @@ struct Gradient {
 
 class WholeGradients {
  public:
-  /// Adds to the sums; new ones may need relief.
+  /// Adds to the sums; while there is no memory for new ones, `give_back` is asked for some.
   void add(const std::vector<Gradient>& gradients, const GiveBack& give_back);
   /// The gradient plus its parameter's sum, which is taken out.
   Gradient complete(Gradient last);
   /// Takes the sums of those of `ids` that have one, by ascending id.
   std::vector<Gradient> take(Ids ids);
-  void drop(const Ids& ids);
+  void forget(const Ids& ids);
   void clear() { sums_.clear(); }
   /// Name of a parameter with a sum; empty if there is none.
   std::string_view any() const { return sums_.empty() ? std::string_view() : sums_.begin()->second.param->name; }

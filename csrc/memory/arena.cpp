@@ -7,7 +7,7 @@
 namespace ldc {
 
 Arena::Slot::Slot(Tensor memory, Stream allocated_on, std::shared_ptr<int64_t> total)
-    : bytes(std::move(memory)), home(allocated_on), total(std::move(total)) {
+    : bytes(std::move(memory)), allocated_on(allocated_on), total(std::move(total)) {
   *this->total += capacity();
 }
 
@@ -30,16 +30,16 @@ Arena::Lease Arena::acquire(int64_t need, const Stream& user) {
 Arena::Lease Arena::allocate(int64_t capacity, const Stream& user) {
   const PlainTensors plain;
   const auto fresh = [&] { return at::empty({capacity}, at::TensorOptions().dtype(c10::kByte).device(device_)); };
-  const Stream home = current_stream(device_);
-  Tensor memory = allocate_with_relief(
+  const Stream allocated_on = current_stream(device_);
+  Tensor memory = allocate_with_retry(
       [this] {
-        const int64_t freed = clear();  // slots of other sizes may be what is in the way
+        const int64_t freed = free_unused();  // slots of other sizes may be what is in the way
         return freed > 0 || !give_back_ ? freed : give_back_();
       },
       fresh);
   // Torch's allocator hands out memory that is free in the order of the current stream, which may still be using it.
-  order(scratch_, home, user);
-  auto slot = std::make_unique<Slot>(std::move(memory), home, bytes_);
+  order(scratch_, allocated_on, user);
+  auto slot = std::make_unique<Slot>(std::move(memory), allocated_on, bytes_);
   peak_bytes_ = std::max(peak_bytes_, *bytes_);
   return slot;
 }
@@ -49,10 +49,10 @@ void Arena::release(Lease slot, const Stream& last_user) {
   free_.push_back(std::move(slot));
 }
 
-int64_t Arena::clear() {
+int64_t Arena::free_unused() {
   int64_t freed = 0;
   for (const Lease& slot : free_) {
-    slot->released.block(slot->home);
+    slot->released.block(slot->allocated_on);
     freed += slot->capacity();
   }
   free_.clear();

@@ -6,14 +6,14 @@
 //
 // What makes a slot safe to use again: `release` records the slot's event on the stream that used it last, and
 // `acquire` makes the next user's stream wait for that event. Without it, a gather would overwrite weights that a
-// kernel of the previous block still reads. Memory returns to torch's allocator only in `clear`, which first orders
-// the stream that it was allocated on behind the last use; so `record_stream` is never needed.
+// kernel of the previous block still reads. Memory returns to torch's allocator only in `free_unused`, which first
+// orders the stream that it was allocated on behind the last use; so `record_stream` is never needed.
 #pragma once
 
 #include <memory>
 
 #include "base/common.h"
-#include "memory/relief.h"
+#include "memory/retry.h"
 
 namespace ldc {
 
@@ -26,10 +26,10 @@ class Arena {
     Slot& operator=(const Slot&) = delete;
     int64_t capacity() const { return bytes.numel(); }
 
-    Tensor bytes;    // uint8
-    Stream home;     // current when the memory was allocated; torch hands freed memory out again in its order
-    Event released;  // the last use of the slot
-    Event ready;     // free for the owner of the slot; kept here so that it is created once
+    Tensor bytes;         // uint8
+    Stream allocated_on;  // current when the memory was allocated; torch hands freed memory out again in its order
+    Event released;       // the last use of the slot
+    Event ready;          // free for the owner of the slot; kept here so that it is created once
     std::shared_ptr<int64_t> total;  // bytes of all slots alive, also of those that an error made somebody drop
   };
   using Lease = std::unique_ptr<Slot>;  // a slot in use; give it back with release()
@@ -44,10 +44,10 @@ class Arena {
   void release(Lease slot, const Stream& last_user);
 
   /// Frees the slots that nobody holds; returns their bytes.
-  int64_t clear();
+  int64_t free_unused();
 
   /// What to do when there is no memory for a slot.
-  void relieve_with(GiveBack give_back) { give_back_ = std::move(give_back); }
+  void retry_with(GiveBack give_back) { give_back_ = std::move(give_back); }
 
   int64_t bytes() const { return *bytes_; }  // held from torch's allocator, leased slots included
   int64_t peak_bytes() const { return peak_bytes_; }

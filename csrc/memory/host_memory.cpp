@@ -10,6 +10,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <unistd.h>
 
+#include <bit>
+
 #ifdef LDC_WITH_NCCL
 #include "base/cuda_error.h"
 #endif
@@ -42,14 +44,19 @@ HostMemory::HostMemory(Device device, int64_t limit, NumaPlace place, Allocate a
   }
 }
 
-Tensor HostMemory::take(int64_t bytes, std::string_view purpose) {
-  std::string shortage;
-  Tensor memory = try_take(bytes, purpose, shortage);
-  TORCH_CHECK_WITH(OutOfMemoryError, memory.defined(), shortage);
-  return memory;
+int64_t HostMemory::round_up(int64_t bytes) {
+  return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(bytes)));
 }
 
-Tensor HostMemory::try_take(int64_t bytes, std::string_view purpose, std::string& shortage) {
+std::unique_ptr<HostMemory::Block> HostMemory::take(int64_t bytes, std::string_view purpose) {
+  std::string shortage;
+  std::unique_ptr<Block> block = try_take(bytes, purpose, shortage);
+  TORCH_CHECK_WITH(OutOfMemoryError, block != nullptr, shortage);
+  return block;
+}
+
+std::unique_ptr<HostMemory::Block> HostMemory::try_take(int64_t bytes, std::string_view purpose,
+                                                        std::string& shortage) {
   if (!can_allow(bytes)) {
     shortage = c10::str("lightning_deepcompile: no host memory for ", bytes, " more bytes of ", purpose, ": ", held(),
                         " of at most ", limit_, " bytes are in use. Offload less, or raise `host_limit` (with the "
@@ -64,8 +71,7 @@ Tensor HostMemory::try_take(int64_t bytes, std::string_view purpose, std::string
         const c10::DeviceGuard guard(device_);  // perhaps on another thread, whose current device is another one
         memory = allocate_(bytes);
       });
-      held_ += bytes;
-      return memory;
+      return std::make_unique<Block>(std::move(memory), shared_from_this());
     } catch (const std::exception& error) {
       reason = first_line(message_of(error));
     }

@@ -3,8 +3,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
-#include <bit>
-
 namespace ldc {
 namespace {
 
@@ -30,8 +28,7 @@ HostPool::Lease HostPool::acquire(const Tensor& like, const Stream& writer) {
 
 HostPool::Lease HostPool::try_acquire(const Tensor& like, const Stream& writer, std::string& shortage,
                                       bool grow) {
-  const auto bytes = static_cast<uint64_t>(std::max<int64_t>(static_cast<int64_t>(like.nbytes()), kSmallest));
-  const auto capacity = static_cast<int64_t>(std::bit_ceil(bytes));
+  const int64_t capacity = HostMemory::round_up(std::max(static_cast<int64_t>(like.nbytes()), kSmallest));
   std::unique_ptr<Buffer> buffer = free_buffer(capacity);
   if (!buffer && !grow) {
     shortage = "no buffer is free";
@@ -41,7 +38,7 @@ HostPool::Lease HostPool::try_acquire(const Tensor& like, const Stream& writer, 
     buffer = std::make_unique<Buffer>();
     // Without the lock: where memory is missing, this pool is asked for what it has to spare.
     buffer->memory = memory_->try_take(capacity, "offloaded tensors", shortage);
-    if (!buffer->memory.defined()) return {};
+    if (!buffer->memory) return {};
     const std::lock_guard lock(mutex_);
     bytes_ += capacity;
   }
@@ -51,7 +48,7 @@ HostPool::Lease HostPool::try_acquire(const Tensor& like, const Stream& writer, 
   const std::vector<int64_t> strides =
       dense ? like.strides().vec() : at::empty(like.sizes(), like.options().device(c10::kMeta)).strides().vec();
   auto owner = std::make_unique<Owner>(shared_from_this(), std::move(buffer));
-  return {at::for_blob(address->memory.mutable_data_ptr(), like.sizes())
+  return {at::for_blob(address->memory->data(), like.sizes())
               .strides(strides)
               .context(owner.release(), &HostPool::end_lease)
               .options(at::TensorOptions().dtype(like.scalar_type()))
@@ -67,7 +64,7 @@ HostPool::Buffer* HostPool::buffer_of(const Tensor& tensor) {
 void HostPool::end_lease(void* owner) noexcept {
   const std::unique_ptr<Owner> ending(static_cast<Owner*>(owner));
   try {
-    ending->pool->give_back(ending->buffer);
+    ending->pool->take_back(ending->buffer);
   } catch (const std::exception& error) {
     // The device may still write to the buffer, or read what is copied there: neither is ever freed.
     static_cast<void>(ending->buffer.release());
@@ -77,13 +74,13 @@ void HostPool::end_lease(void* owner) noexcept {
 }
 
 /// Leaves `buffer` with the caller if it raises.
-void HostPool::give_back(std::unique_ptr<Buffer>& buffer) {
+void HostPool::take_back(std::unique_ptr<Buffer>& buffer) {
   if (buffer->source.defined()) {  // a step that was given up between the copy and the wait for it
     buffer->used.synchronize();
     buffer->source.reset();
   }
   const std::lock_guard lock(mutex_);
-  const int64_t capacity = buffer->memory.numel();
+  const int64_t capacity = buffer->memory->bytes();
   free_.emplace(capacity, std::move(buffer));
 }
 
@@ -92,18 +89,13 @@ int64_t HostPool::bytes() const {
   return bytes_;
 }
 
-void HostPool::trim() {
+void HostPool::free_unused() {
   const std::lock_guard lock(mutex_);
-  trim_locked();
-}
-
-void HostPool::trim_locked() {
   if (free_.empty()) return;
   while (!free_.empty()) {
     const auto first = free_.begin();
     first->second->used.synchronize();
     bytes_ -= first->first;
-    memory_->give_back(first->first);
     free_.erase(first);
   }
   memory_->free_cached();

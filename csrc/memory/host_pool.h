@@ -2,8 +2,7 @@
 //
 // A buffer returns to the pool when the last tensor over it is gone, on whatever thread that happens. The copies that
 // still run then are its `used` event's business: the next writer's stream waits for it, the host never does.
-// Capacities are powers of two, since torch's allocator of pinned memory rounds up to them anyway: like this the bound
-// counts what is really held, and sizes that differ a little share buffers.
+// Capacities are powers of two (HostMemory::round_up), so sizes that differ a little share buffers.
 #pragma once
 
 #include <map>
@@ -17,7 +16,7 @@ namespace ldc {
 class HostPool : public std::enable_shared_from_this<HostPool> {
  public:
   struct Buffer {
-    Tensor memory;
+    std::unique_ptr<HostMemory::Block> memory;
     Event used;     // the last copy from or to it
     Tensor source;  // what is being copied here, as long as its memory may not be used for anything else
   };
@@ -39,7 +38,7 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
 
   int64_t bytes() const;  // held, free buffers included
   /// Frees the buffers that nobody holds; waits for their last copies.
-  void trim();
+  void free_unused();
 
  private:
   /// What the memory of a leased tensor belongs to.
@@ -50,8 +49,7 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
   static void end_lease(void* owner) noexcept;  // storages call it from their destructors
 
   std::unique_ptr<Buffer> free_buffer(int64_t capacity);  // one that nobody holds, or null
-  void give_back(std::unique_ptr<Buffer>& buffer);
-  void trim_locked();
+  void take_back(std::unique_ptr<Buffer>& buffer);
 
   const std::shared_ptr<HostMemory> memory_;
   mutable std::mutex mutex_;

@@ -11,30 +11,10 @@
 
 namespace ldc {
 
-class HostShards {
- public:
-  HostShards(Device device, std::shared_ptr<HostMemory> memory)
-      : device_(device), slabs_(std::move(memory), "parameter shards") {}
+/// A 1-D tensor of `device` that lies in `slabs`, which it keeps like any other tensor there; uninitialised.
+Tensor place_host_shard(HostSlabs& slabs, int64_t numel, ScalarType dtype, Device device);
 
-  /// A 1-D tensor of the device that lies in host memory; uninitialised.
-  Tensor place(int64_t numel, ScalarType dtype);
-
-  /// The memory of such a tensor, or of a contiguous view of one, as a host tensor; undefined for any other tensor.
-  static Tensor host_of(const Tensor& tensor);
-
-  int64_t bytes() const { return slabs_.bytes(); }
-  /// Frees what no tensor lies in. The device must be done with it.
-  void trim() { slabs_.trim(); }
-
- private:
-  /// What the memory of a placed tensor belongs to.
-  struct Owner {
-    Tensor host;
-  };
-  static void end(void* owner) { delete static_cast<Owner*>(owner); }
-
-  const Device device_;
-  HostSlabs slabs_;
-};
+/// The memory of such a tensor, or of a contiguous view of one, as a host tensor; undefined for any other tensor.
+Tensor host_of(const Tensor& tensor);
 
 }  // namespace ldc

@@ -3,7 +3,6 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
-#include <bit>
 #include <cstddef>
 
 namespace ldc {
@@ -11,8 +10,6 @@ namespace {
 
 constexpr int64_t kSmallestSlab = int64_t{1} << 20;
 constexpr int64_t kLargestSlab = int64_t{1} << 30;
-
-int64_t power_of_two(int64_t bytes) { return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(bytes))); }
 
 }  // namespace
 
@@ -22,7 +19,7 @@ Tensor HostSlabs::place(const Tensor& like) {
   const PlainTensors plain;
   const int64_t need = align_up(std::max<int64_t>(static_cast<int64_t>(like.nbytes()), 1), kAlignment);
   Slab& slab = slab_for(need);
-  auto* const address = static_cast<std::byte*>(slab.memory->mutable_data_ptr()) + slab.used;
+  auto* const address = static_cast<std::byte*>(slab.memory->data()) + slab.used;
   slab.used += need;
   return at::from_blob(address, like.sizes(), [memory = slab.memory](void*) {},
                        at::TensorOptions().dtype(like.scalar_type()));
@@ -30,11 +27,11 @@ Tensor HostSlabs::place(const Tensor& like) {
 
 HostSlabs::Slab& HostSlabs::slab_for(int64_t need) {
   for (Slab& slab : slabs_) {
-    if (slab.used + need <= slab.memory->numel()) return slab;
+    if (slab.used + need <= slab.memory->bytes()) return slab;
   }
-  int64_t capacity = power_of_two(std::max(need, std::clamp(bytes() / 4, kSmallestSlab, kLargestSlab)));
-  if (!memory_->can_allow(capacity)) capacity = power_of_two(need);
-  slabs_.push_back({std::make_shared<Tensor>(memory_->take(capacity, c10::str("offloaded ", what_)))});
+  int64_t capacity = HostMemory::round_up(std::max(need, std::clamp(bytes() / 4, kSmallestSlab, kLargestSlab)));
+  if (!memory_->can_allow(capacity)) capacity = HostMemory::round_up(need);
+  slabs_.push_back({memory_->take(capacity, c10::str("offloaded ", what_))});
   return slabs_.back();
 }
 
@@ -61,22 +58,21 @@ void HostSlabs::reserve(const std::vector<int64_t>& sizes) {
 
 int64_t HostSlabs::bytes() const {
   int64_t total = 0;
-  for (const Slab& slab : slabs_) total += slab.memory->numel();
+  for (const Slab& slab : slabs_) total += slab.memory->bytes();
   return total;
 }
 
-void HostSlabs::trim() {
+void HostSlabs::free_unused() {
   const int64_t before = bytes();
   int64_t left = before;
   std::erase_if(slabs_, [&](Slab& slab) {
     if (slab.memory.use_count() > 1) return false;
     slab.used = 0;
-    if (left - slab.memory->numel() < reserved_) return false;
-    left -= slab.memory->numel();
+    if (left - slab.memory->bytes() < reserved_) return false;
+    left -= slab.memory->bytes();
     return true;
   });
   if (left == before) return;
-  memory_->give_back(before - left);
   memory_->free_cached();
 }
 

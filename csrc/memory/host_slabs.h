@@ -1,8 +1,8 @@
 // Host memory that tensors live in for long: packed into slabs, pinned where the device has streams, bounded.
 //
-// torch's allocator of pinned memory rounds every allocation up to a power of two; one allocation per tensor would waste
-// up to half of it. Slabs are powers of two themselves, grow on demand with what is held already, and take tensors of
-// any size one behind the other. A tensor keeps its slab alive. Each has a storage of its own, as Python may hold on to a
+// Allocations of pinned memory are powers of two (HostMemory::round_up); one for each tensor would waste up to half of it.
+// Slabs grow on demand with what is held already, and take tensors of any size one behind the other. A tensor keeps its
+// slab alive. Each has a storage of its own, as Python may hold on to a
 // storage for as long as anybody uses it, so nobody could tell when a shared one is needed no more.
 #pragma once
 
@@ -27,11 +27,11 @@ class HostSlabs {
 
   int64_t bytes() const;  // of all slabs
   /// Frees the slabs in which no tensor lies, but for what is reserved. No copy from or to them may be under way.
-  void trim();
+  void free_unused();
 
  private:
   struct Slab {
-    std::shared_ptr<Tensor> memory;  // shared with the tensors that lie in it
+    std::shared_ptr<const HostMemory::Block> memory;  // shared with the tensors that lie in it
     int64_t used = 0;
   };
   Slab& slab_for(int64_t need);

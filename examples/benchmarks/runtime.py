@@ -76,8 +76,8 @@ class Layer:
         self.grads = [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
         for id_, grad in zip(self.ids, self.grads, strict=True):
             shard = grad.new_zeros(-(-grad.shape[0] // world), *grad.shape[1:])
-            runtime.register_param(id_, f"p{id_ - self.graph}", list(grad.shape), shard, torch.zeros_like(shard))
-        runtime.register_graph(self.graph, self.ids)
+            runtime.setup.register_param(id_, f"p{id_ - self.graph}", list(grad.shape), shard, torch.zeros_like(shard))
+        runtime.setup.register_graph(self.graph, self.ids)
         self.numel = sum(grad.numel() for grad in self.grads)
 
     def gather(self) -> None:
@@ -88,9 +88,9 @@ class Layer:
 
     def reduce(self) -> None:
         """One grouped reduction, complete."""
-        self.runtime.start_backward(self.ids)
+        self.runtime.gradients.start_backward(self.ids)
         torch.ops.dc.reduce_grads_fused(self.graph, self.grads, self.ids)
-        self.runtime.finish_backward()
+        self.runtime.gradients.finish_backward()
 
 
 def measure_wire(layer: Layer, watch: Stopwatch, device: torch.device, world: int) -> list[tuple[str, float, float]]:

@@ -31,10 +31,10 @@ class Groups:
             self._ids.append([])
             for shape in shapes:
                 shard = torch.zeros(-(-shape[0] // world), *shape[1:], device=device, dtype=torch.bfloat16)
-                self.runtime.register_param(self._graph | number, f"p{number}", list(shape), shard)
+                self.runtime.setup.register_param(self._graph | number, f"p{number}", list(shape), shard)
                 self._ids[-1].append(self._graph | number)
                 number += 1
-        self.runtime.register_graph(self._graph, [id_ for ids in self._ids for id_ in ids])
+        self.runtime.setup.register_graph(self._graph, [id_ for ids in self._ids for id_ in ids])
 
     def gather(self, group: int) -> None:
         """Gathers one group, waits on the current stream, and releases it."""

@@ -45,8 +45,8 @@ class Chunk:
     Args:
         params: For each of the optimizer's groups, in its order.
         offloaded: Whether their states come from host memory, or go there.
-        arrived: Of each state that was fetched: parameter, name, its home, and the tensor on the device.
-        shards: Of each parameter that was fetched itself: parameter, its home, and the tensor on the device.
+        arrived: Of each state that was fetched: parameter, name, its host buffer, and the tensor on the device.
+        shards: Of each parameter that was fetched itself: parameter, its host buffer, and the tensor on the device.
         mapped: Of each of `shards` that is in use, what the parameter was before, and will be again.
         slot: Of the runtime's buffers, the one for what is fetched while the optimizer steps; None if all is there.
         slots: All that hold some of it.

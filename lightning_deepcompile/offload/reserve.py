@@ -31,14 +31,14 @@ def reserve(runtime: Any, leaving: Iterable[tuple[Tensor, int]], group: dist.Pro
             sizes += [min(each, size - start) for start in range(0, size, each)]
     reason = ""
     try:
-        runtime.reserve_states(sizes)
+        runtime.states.reserve(sizes)
     except torch.OutOfMemoryError as error:
         reason = str(error)
     failed = [(rank, text) for rank, text in enumerate(exchange(reason, group)) if text]
     if not failed:
         return ""
-    runtime.reserve_states([])  # gives back what was taken in vain
-    runtime.synchronize_states()
+    runtime.states.reserve([])  # gives back what was taken in vain
+    runtime.states.synchronize()
     rank, text = failed[0]
     others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
     return f"Rank {rank}{others} of {group.size()} could not take {sum(sizes)} bytes for optimizer states: {text}"

@@ -132,12 +132,12 @@ class Residency:
         Args:
             waits: Whether its program waits for that itself.
         """
-        self._runtime.drop_states()  # of a step that was skipped
+        self._runtime.states.forget_fetched()  # of a step that was skipped
         if not waits:
-            self._runtime.release_states()
+            self._runtime.states.release()
         if self._coming > self.host_bytes:  # the optimizer has stepped since
             self._coming = 0
-            self._runtime.synchronize_states()  # what nobody uses any more is freed
+            self._runtime.states.synchronize()  # what nobody uses any more is freed
         undecided = self._config.offload == "auto" and self.decision is None
         if undecided and not self._observing:
             self._memory.restart()

@@ -80,17 +80,17 @@ class StateOffload:
         self.slots = LEAST_SLOTS
         self.optional = False
         self.moved = 0
-        self._homes: dict[Tensor, dict[str, Tensor]] = {}  # by shard and name
+        self._host_buffers: dict[Tensor, dict[str, Tensor]] = {}  # by shard and name
         self._chunks: list[Chunk] = []  # of the step under way
-        self._expected: list[list[Tensor]] = []  # homes of the chunks that programs may fetch
+        self._expected: list[list[Tensor]] = []  # host buffers of the chunks that programs may fetch
         self._slots_of: list[list[int]] = []  # out of which they left
         self._versions: list[list[int]] = []  # of what they hold
-        self._early: dict[Tensor, tuple[int, Tensor]] = {}  # of homes that they have: slot, and tensor on the device
+        self._early: dict[Tensor, tuple[int, Tensor]] = {}  # by host buffer: slot, and tensor on the device
         self._current = 0
         self._shards_moved = False
         self._changes: GroupChanges | None = None
         # Copies to the host may still run when a step has returned.
-        optimizer.register_state_dict_pre_hook(lambda _: runtime.synchronize_states())
+        optimizer.register_state_dict_pre_hook(lambda _: runtime.states.synchronize())
 
     @property
     def stepping(self) -> bool:
@@ -100,11 +100,11 @@ class StateOffload:
     @property
     def host_bytes(self) -> int:
         """Bytes of states in host memory."""
-        return sum(home.nbytes for entries in self._homes.values() for home in entries.values())
+        return sum(buffer.nbytes for entries in self._host_buffers.values() for buffer in entries.values())
 
     def holds(self, local: Tensor) -> bool:
         """Whether states of a shard are in host memory."""
-        return bool(self._homes.get(local))
+        return bool(self._host_buffers.get(local))
 
     # A step -----------------------------------------------------------------------------------------------------------
 
@@ -127,16 +127,16 @@ class StateOffload:
         self._chunks = make_chunks(optimizer.param_groups, self._is_offloaded, self._size_of, self._chunk_bytes)
         self._current = 0
         self._changes = GroupChanges(optimizer)
-        fetched = self._runtime.take_states() if self.alone else []
+        fetched = self._runtime.states.take() if self.alone else []
         self._early = {
-            home: (-1 - k, tensor)
+            buffer: (-1 - k, tensor)
             for k, tensors in enumerate(fetched)
-            for home, version, tensor in zip(self._expected[k], self._versions[k], tensors, strict=True)
-            if compat.version_of(home) == version  # else somebody has written to it since
+            for buffer, version, tensor in zip(self._expected[k], self._versions[k], tensors, strict=True)
+            if compat.version_of(buffer) == version  # else somebody has written to it since
         }
         self._place_chunks(round_slots(self.slots, len(fetched)))
-        sizes = [self._home_bytes(chunk) for chunk in self._chunks]
-        self._runtime.begin_states(max((size for size in sizes if size <= self._chunk_bytes), default=0))
+        sizes = [self._fetched_bytes(chunk) for chunk in self._chunks]
+        self._runtime.states.begin(max((size for size in sizes if size <= self._chunk_bytes), default=0))
         self._fetch(0)
         with compat.unhooked_step(optimizer) as step:
             for _ in self._chunks[1:]:
@@ -156,7 +156,7 @@ class StateOffload:
         self._changes.apply()
         chunks = [chunk for chunk in self._chunks if chunk.offloaded]
         self.restore()
-        self._expect([(self._homes_of(chunk), sorted(chunk.slots)) for chunk in chunks])
+        self._expect([(self._buffers_of(chunk), sorted(chunk.slots)) for chunk in chunks])
 
     def restore(self) -> None:
         """Gives the optimizer its own groups back; after an error, states that came to the device stay there."""
@@ -170,7 +170,7 @@ class StateOffload:
                 p.data = mapped
         if self._shards_moved:
             self._shards_moved = False
-            self._runtime.settle_states()  # whoever reads parameters from now on finds what was stepped
+            self._runtime.states.settle()  # whoever reads parameters from now on finds what was stepped
         self._held().param_groups = self._changes.groups
         self._changes = None
         self._chunks = []
@@ -178,75 +178,78 @@ class StateOffload:
 
     def _expect(self, left: list[tuple[list[Tensor], list[int]]]) -> None:
         """Tells the runtime what the next step begins with, and out of which slots it left: programs can fetch it."""
-        left = [(homes, slots) for homes, slots in left if homes] if self.alone else []
-        chunks, slots_of = [homes for homes, _ in left], [slots for _, slots in left]
-        self._versions = [[compat.version_of(home) for home in homes] for homes in chunks]
-        known = [home for homes in self._expected for home in homes]
-        new = [home for homes in chunks for home in homes]
+        left = [(buffers, slots) for buffers, slots in left if buffers] if self.alone else []
+        chunks, slots_of = [buffers for buffers, _ in left], [slots for _, slots in left]
+        self._versions = [[compat.version_of(buffer) for buffer in buffers] for buffers in chunks]
+        known = [buffer for buffers in self._expected for buffer in buffers]
+        new = [buffer for buffers in chunks for buffer in buffers]
         same = [len(c) for c in chunks] == [len(c) for c in self._expected] and all(map(operator.is_, known, new))
         if not same or slots_of != self._slots_of:
             self._expected, self._slots_of = chunks, slots_of
-            self._runtime.expect_states(chunks, slots_of)
+            self._runtime.states.expect(chunks, slots_of)
 
     def _forget_replaced(self) -> None:
-        """Homes that the optimizer does not hold any more, as where somebody has cleared its states."""
+        """Forgets host buffers that the optimizer does not hold any more, as where somebody has cleared its states."""
         state = self._held().state
-        for p, homes in list(self._homes.items()):
-            held = {name: home for name, home in homes.items() if p in state and state[p].get(name) is home}
-            if len(held) < len(homes):
-                self._homes[p] = held
+        for p, buffers in list(self._host_buffers.items()):
+            held = {name: buffer for name, buffer in buffers.items() if p in state and state[p].get(name) is buffer}
+            if len(held) < len(buffers):
+                self._host_buffers[p] = held
 
-    def _homes_of(self, chunk: Chunk) -> list[Tensor]:
-        return [home for params in chunk.params for p in params for home in self._homes.get(p, {}).values()]
+    def _buffers_of(self, chunk: Chunk) -> list[Tensor]:
+        return [buffer for params in chunk.params for p in params for buffer in self._host_buffers.get(p, {}).values()]
 
     def _place_chunks(self, slots: int) -> None:
         """Gives a slot to each chunk that has to be fetched, or whose states are new; slots go round."""
         turn = 0
         for chunk in self._chunks:
-            homes = self._homes_of(chunk)
-            if chunk.offloaded and (not homes or any(home not in self._early for home in homes)):
+            buffers = self._buffers_of(chunk)
+            if chunk.offloaded and (not buffers or any(buffer not in self._early for buffer in buffers)):
                 chunk.slot = turn % slots
                 turn += 1
 
     def _is_offloaded(self, local: Tensor) -> bool:
-        if self._homes.get(local) or self._shard_home(local) is not None:
+        if self._host_buffers.get(local) or self._shard_buffer(local) is not None:
             return True
         # Without a gradient an optimizer makes no state; one that is still on the device leaves.
         return self.leaving(local) and (local.grad is not None or bool(self._held().state.get(local)))
 
-    def _shard_home(self, local: Tensor) -> Tensor | None:
+    def _shard_buffer(self, local: Tensor) -> Tensor | None:
         """Where a shard comes from that is going to be stepped, if that is host memory."""
-        home = self._host_of(local)
-        return home if home is not None and home.numel() > 0 and local.grad is not None else None
+        buffer = self._host_of(local)
+        return buffer if buffer is not None and buffer.numel() > 0 and local.grad is not None else None
 
     def _size_of(self, group: int, local: Tensor) -> int:
-        homes = self._homes.get(local)
-        states = _buffer_bytes(homes.values()) if homes else self.sizes.of(group, local.dtype, local.numel())
+        buffers = self._host_buffers.get(local)
+        states = _buffer_bytes(buffers.values()) if buffers else self.sizes.of(group, local.dtype, local.numel())
         return states + self._shard_bytes(local)
 
     def _shard_bytes(self, local: Tensor) -> int:
-        home = self._shard_home(local)
-        return 0 if home is None else _buffer_bytes([home])
+        buffer = self._shard_buffer(local)
+        return 0 if buffer is None else _buffer_bytes([buffer])
 
-    def _home_bytes(self, chunk: Chunk) -> int:
-        homes = [home for home in self._homes_of(chunk) if home not in self._early]
-        return _buffer_bytes(homes) + sum(self._shard_bytes(p) for params in chunk.params for p in params)
+    def _fetched_bytes(self, chunk: Chunk) -> int:
+        buffers = [buffer for buffer in self._buffers_of(chunk) if buffer not in self._early]
+        return _buffer_bytes(buffers) + sum(self._shard_bytes(p) for params in chunk.params for p in params)
 
     def _fetch(self, index: int) -> None:
         chunk = self._chunks[index]
         wanted = [
-            (p, name, home) for params in chunk.params for p in params for name, home in self._homes.get(p, {}).items()
+            (p, name, buffer)
+            for params in chunk.params
+            for p in params
+            for name, buffer in self._host_buffers.get(p, {}).items()
         ]
         parameters = [p for params in chunk.params for p in params] if chunk.offloaded else []
-        shards = [(p, home) for p in parameters if (home := self._shard_home(p)) is not None]
+        shards = [(p, buffer) for p in parameters if (buffer := self._shard_buffer(p)) is not None]
         chunk.arrived = [(*entry, self._early[entry[2]][1]) for entry in wanted if entry[2] in self._early]
         wanted = [entry for entry in wanted if entry[2] not in self._early]
-        homes = [*(home for _, _, home in wanted), *(home for _, home in shards)]
-        tensors = iter(() if chunk.slot is None else self._runtime.fetch_states(chunk.slot, homes))
-        chunk.slots = {self._early[home][0] for *_, home, _ in chunk.arrived}
+        buffers = [*(buffer for _, _, buffer in wanted), *(buffer for _, buffer in shards)]
+        tensors = iter(() if chunk.slot is None else self._runtime.states.fetch(chunk.slot, buffers))
+        chunk.slots = {self._early[buffer][0] for *_, buffer, _ in chunk.arrived}
         if chunk.slot is not None:
             chunk.slots.add(chunk.slot)
-        self.moved += sum(home.nbytes for home in (*homes, *(home for _, _, home, _ in chunk.arrived)))
+        self.moved += sum(buffer.nbytes for buffer in (*buffers, *(buffer for _, _, buffer, _ in chunk.arrived)))
         chunk.arrived += [(*entry, next(tensors)) for entry in wanted]
         chunk.shards = [(*entry, next(tensors)) for entry in shards]
 
@@ -257,7 +260,7 @@ class StateOffload:
             self._fetch(index + 1)
         chunk = self._chunks[index]
         for slot in chunk.slots:
-            self._runtime.await_states(slot)
+            self._runtime.states.wait(slot)
         for p, name, _, tensor in chunk.arrived:
             optimizer.state[p][name] = tensor
         for p, _, tensor in chunk.shards:
@@ -271,43 +274,43 @@ class StateOffload:
         assert self._changes is not None
         chunk = self._chunks[index]
         self._changes.add(chunk, optimizer.param_groups, type(optimizer).__name__)
-        known = {(p, name): (home, tensor) for p, name, home, tensor in chunk.arrived}
-        buffers = {tensor.untyped_storage().data_ptr() for *_, tensor in chunk.arrived}
+        known = {(p, name): (buffer, tensor) for p, name, buffer, tensor in chunk.arrived}
+        fetched_to = {tensor.untyped_storage().data_ptr() for *_, tensor in chunk.arrived}
         leaving: list[tuple[Tensor, Tensor, Tensor | None]] = []  # what, where to, and where it came from
         for p in (p for params in chunk.params for p in params if chunk.offloaded):
             entries = optimizer.state[p] if p in optimizer.state else {}
             kept: dict[str, Tensor] = {}
             for name, value in entries.items():
-                home, fetched = known.get((p, name), (None, None))
-                if value is not fetched and type(value) is Tensor and value.untyped_storage().data_ptr() in buffers:
-                    entries[name] = value = value.clone()  # a new view of a buffer that goes to the next chunk
+                buffer, fetched = known.get((p, name), (None, None))
+                if value is not fetched and type(value) is Tensor and value.untyped_storage().data_ptr() in fetched_to:
+                    entries[name] = value = value.clone()  # a new view of a slot, which goes to the next chunk
                 if value is not fetched and not can_leave(value, p):
                     continue
                 if not self.leaving(p):
                     # It has come back to stay.
                     entries[name] = fetched.clone() if fetched is not None and value is fetched else value
                     continue
-                source = home if value is fetched else None
-                if home is None or home.shape != value.shape or home.dtype != value.dtype:
-                    home = self._runtime.state_home(value)
-                entries[name] = kept[name] = home
-                leaving.append((value, home, source))
+                source = buffer if value is fetched else None
+                if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+                    buffer = self._runtime.states.host_buffer(value)
+                entries[name] = kept[name] = buffer
+                leaving.append((value, buffer, source))
             if kept:
-                self._homes[p] = kept
+                self._host_buffers[p] = kept
             else:
-                self._homes.pop(p, None)
-        for (p, home, _), mapped in zip(chunk.shards, chunk.mapped, strict=True):
-            leaving.append((p.detach(), home, None))
+                self._host_buffers.pop(p, None)
+        for (p, buffer, _), mapped in zip(chunk.shards, chunk.mapped, strict=True):
+            leaving.append((p.detach(), buffer, None))
             p.data = mapped
         chunk.arrived, chunk.shards, chunk.mapped = [], [], []
         for slot in sorted(chunk.slots):
             mine = [(v, h) for v, h, source in leaving if self._slot_of(source, chunk) == slot]
-            self._runtime.stow_states(slot, [value for value, _ in mine], [home for _, home in mine])
-        self.moved += sum(home.nbytes for _, home, _ in leaving)
+            self._runtime.states.stow(slot, [value for value, _ in mine], [buffer for _, buffer in mine])
+        self.moved += sum(buffer.nbytes for _, buffer, _ in leaving)
         self._current += 1
 
     def _slot_of(self, source: Tensor | None, chunk: Chunk) -> int | None:
-        """The slot in which a tensor of a chunk lies that came from the home `source`; None: from nowhere."""
+        """The slot of a chunk's tensor that came from the host buffer `source`; None: from nowhere."""
         if source in self._early:
             return self._early[source][0]
         return min(chunk.slots, default=None) if chunk.slot is None else chunk.slot
@@ -344,14 +347,14 @@ class StateOffload:
         """
         local = self._local_of(parameter)
         try:
-            home = self._runtime.state_home(torch.empty(value.shape, dtype=dtype, device="meta"))
+            buffer = self._runtime.states.host_buffer(torch.empty(value.shape, dtype=dtype, device="meta"))
         except torch.OutOfMemoryError:
             if not self.optional:
                 raise
             return value.to(local.device, dtype, copy=True)
-        home.copy_(value)
-        self._homes.setdefault(local, {})[name] = home
-        return home
+        buffer.copy_(value)
+        self._host_buffers.setdefault(local, {})[name] = buffer
+        return buffer
 
     @torch.no_grad()
     def depart(self) -> None:
@@ -366,22 +369,22 @@ class StateOffload:
 
     def forget(self) -> None:
         """Call when the optimizer has got another state: what was in host memory is freed."""
-        self._homes.clear()
+        self._host_buffers.clear()
         self._expect([])
-        self._runtime.synchronize_states()
+        self._runtime.states.synchronize()
 
     def retire(self) -> None:
         """Moves what is in pinned memory to ordinary host memory, for an optimizer that is not going to step soon."""
         optimizer = self._optimizer()
-        homes, self._homes = self._homes, {}
+        buffers, self._host_buffers = self._host_buffers, {}
         self._expect([])
-        if optimizer is None or not homes:
+        if optimizer is None or not buffers:
             return
-        self._runtime.synchronize_states()
+        self._runtime.states.synchronize()
         for parameter, entries in optimizer.state.items():
-            for name, home in homes.pop(self._local_of(parameter), {}).items():
-                if entries.get(name) is home:
-                    entries[name] = home.clone()
+            for name, buffer in buffers.pop(self._local_of(parameter), {}).items():
+                if entries.get(name) is buffer:
+                    entries[name] = buffer.clone()
 
     def _held(self) -> Optimizer:
         optimizer = self._optimizer()
@@ -390,6 +393,6 @@ class StateOffload:
 
 
 @compat.never_a_frame
-def _buffer_bytes(homes: Iterable[Tensor]) -> int:
+def _buffer_bytes(buffers: Iterable[Tensor]) -> int:
     """Bytes of a buffer of the runtime that holds such tensors."""
-    return sum(-(-home.nbytes // _ALIGNMENT) * _ALIGNMENT for home in homes)
+    return sum(-(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT for buffer in buffers)

@@ -63,63 +63,31 @@ def build_profile(
             f"{sorted(others)} ran, or could be marked, in one of the two profiled steps only. A plan needs two "
             'successive steps that run the same: CompileConfig(schedule=[..., {"step": n, ...}]) says which.'
         )
-    by_name: dict[str, list[Run]] = {}
-    for run in isolated.runs:
-        by_name.setdefault(run.program, []).append(run)
-    gathers: list[tuple[int, float]] = []
-    reductions: list[tuple[int, float]] = []
-    holds: list[tuple[int, float]] = []
-    launches: list[float] = []
-    regions: dict[str, RegionCost] = {}
     on_device = isolated.device.type == "cuda"
-    ran = [isolated_schedules[name] for name in order]
     accumulates = len(isolated.accumulating) > 0
     cast_ratio = 1 / world_size if hold_ratio != 1 else 0.0
-    arenas = arena_bytes(ran, cast_ratio)
-    gradients = gradient_bytes(ran, hold_ratio, isolated.micro_batches if accumulates else 1, world_size)
-    ordinary = _region_times(observed, schedules)
-    for name, runs in by_name.items():
-        schedule = isolated_schedules[name]
-        rows = [run.seconds() for run in runs]
-        seconds = _typical(rows, schedule)
-        host = _typical([run.host_seconds() for run in runs], schedule)
-        for position, instruction in enumerate(schedule.instructions):
-            traits = instruction.traits
-            if instruction.region:
-                memory = live[name][instruction.region]
-                if on_device:
-                    place = order.index(name) if name in order else None
-                    whole = [0 if place is None else part[place][position] for part in gradients]
-                    memory = _allocated(runs, position, 0 if place is None else arenas[place][position], whole)
-                key = f"{name}/{instruction.region}"
-                # Either step may have met with a hiccup; communication beside a region makes it no faster.
-                times = zip((seconds[position], host[position]), ordinary.get(key, (math.inf, math.inf)), strict=True)
-                device, launched = map(min, times)
-                regions[key] = RegionCost(device, launched if on_device else 0.0, *memory)
-            elif traits.effect == ("launch", "parameters"):
-                # The wait comes right behind it.
-                gathers.append((instruction.bytes, seconds[position] + seconds[position + 1]))
-            elif traits.effect == ("launch", "gradients"):
-                by_hold: dict[bool, list[float]] = {}
-                for run, row in zip(runs, rows, strict=True):
-                    held = traits.at_boundary and not isolated.at_boundary(run)
-                    by_hold.setdefault(held, []).append(row[position])
-                for held, samples in by_hold.items():
-                    (holds if held else reductions).append((instruction.bytes, statistics.median(samples)))
-            elif traits.effect == ("free", "parameters") and not traits.at_boundary:
-                launches.append(host[position])
+    ran = [isolated_schedules[name] for name in order]
+    memory = _Memory(
+        order,
+        arena_bytes(ran, cast_ratio),
+        gradient_bytes(ran, hold_ratio, isolated.micro_batches if accumulates else 1, world_size),
+        None if on_device else live,
+    )
+    samples = _Samples(isolated, memory, _region_times(observed, schedules))
+    for name in dict.fromkeys(run.program for run in isolated.runs):
+        samples.add(isolated_schedules[name])
     profile = Profile(
         world_size=world_size,
         device_type=isolated.device.type,
         schedules=tuple(schedules[name] for name in order),
-        regions=regions,
-        gather=fit_link(gathers, world_size),
-        reduce=fit_link(reductions, world_size),
+        regions=samples.regions,
+        gather=fit_link(samples.gathers, world_size),
+        reduce=fit_link(samples.reductions, world_size),
         micro_batches=isolated.micro_batches,
         accumulates=accumulates,
         optimizer_seconds=_optimizer_seconds(isolated),
-        launch_seconds=statistics.median(launches) if on_device and launches else 0.0,
-        hold_seconds=_rate(holds) if holds else None,
+        launch_seconds=statistics.median(samples.launches) if on_device and samples.launches else 0.0,
+        hold_seconds=_rate(samples.holds) if samples.holds else None,
         hold_ratio=hold_ratio,
         cast_ratio=cast_ratio,
         reduce_window=reduce_window,
@@ -128,6 +96,85 @@ def build_profile(
         exposed_seconds=_exposed(observed, schedules),
     )
     return replace(profile, contention=_contention(observed, schedules, profile))
+
+
+class _Memory:
+    """Bytes before, at the peak of and after a region, without what the runtime holds.
+
+    Args:
+        order: Programs of a micro-batch, by name.
+        arenas: Of gathered parameters, by program and instruction.
+        gradients: Of whole gradients, by micro-batch, program and instruction.
+        live: Estimates by program and region, for devices whose allocator does not count; None: it does.
+    """
+
+    def __init__(
+        self,
+        order: Sequence[str],
+        arenas: Sequence[Sequence[int]],
+        gradients: Sequence[Sequence[Sequence[int]]],
+        live: Mapping[str, Mapping[str, tuple[int, int, int]]] | None,
+    ) -> None:
+        self._order, self._arenas, self._gradients, self._live = order, arenas, gradients, live
+
+    def of(self, schedule: Schedule, position: int, runs: Sequence[Run]) -> tuple[int, int, int]:
+        """Those of the region at `position`, the most of all `runs`."""
+        if self._live is not None:
+            return self._live[schedule.name][schedule.instructions[position].region]
+        if schedule.name not in self._order:
+            return _allocated(runs, position, 0, [0] * len(self._gradients))
+        place = self._order.index(schedule.name)
+        whole = [part[place][position] for part in self._gradients]
+        return _allocated(runs, position, self._arenas[place][position], whole)
+
+
+class _Samples:
+    """What the isolated step showed, by kind of instruction: bytes and seconds, or seconds.
+
+    Args:
+        isolated: The step.
+        memory: Knows the memory of regions.
+        ordinary: Seconds of regions, and of their launch, in the step that ran as scheduled.
+    """
+
+    def __init__(self, isolated: StepProbe, memory: _Memory, ordinary: Mapping[str, tuple[float, float]]) -> None:
+        self._probe, self._memory, self._ordinary = isolated, memory, ordinary
+        self._on_device = isolated.device.type == "cuda"
+        self.regions: dict[str, RegionCost] = {}
+        self.gathers: list[tuple[int, float]] = []
+        self.reductions: list[tuple[int, float]] = []
+        self.holds: list[tuple[int, float]] = []
+        self.launches: list[float] = []
+
+    def add(self, schedule: Schedule) -> None:
+        """Adds what the runs of one program showed."""
+        runs = [run for run in self._probe.runs if run.program == schedule.name]
+        rows = [run.seconds() for run in runs]
+        seconds = _typical(rows, schedule)
+        host = _typical([run.host_seconds() for run in runs], schedule)
+        for position, instruction in enumerate(schedule.instructions):
+            traits = instruction.traits
+            if instruction.region:
+                key = f"{schedule.name}/{instruction.region}"
+                # Either step may have met with a hiccup; communication beside a region makes it no faster.
+                times = zip(
+                    (seconds[position], host[position]), self._ordinary.get(key, (math.inf, math.inf)), strict=True
+                )
+                device, launched = map(min, times)
+                cost = (device, launched if self._on_device else 0.0)
+                self.regions[key] = RegionCost(*cost, *self._memory.of(schedule, position, runs))
+            elif traits.effect == ("launch", "parameters"):
+                # The wait comes right behind it.
+                self.gathers.append((instruction.bytes, seconds[position] + seconds[position + 1]))
+            elif traits.effect == ("launch", "gradients"):
+                by_hold: dict[bool, list[float]] = {}
+                for run, row in zip(runs, rows, strict=True):
+                    held = traits.at_boundary and not self._probe.at_boundary(run)
+                    by_hold.setdefault(held, []).append(row[position])
+                for held, samples in by_hold.items():
+                    (self.holds if held else self.reductions).append((instruction.bytes, statistics.median(samples)))
+            elif traits.effect == ("free", "parameters") and not traits.at_boundary:
+                self.launches.append(host[position])
 
 
 def _known_runs(probe: StepProbe, schedules: Mapping[str, Schedule]) -> list[tuple[Run, Schedule]]:

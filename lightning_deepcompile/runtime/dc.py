@@ -204,7 +204,9 @@ def register_param(
         ValueError: If shapes, dtypes or devices do not fit, or the id is taken.
     """
     _check_id("ds_id", ds_id)
-    _front.runtime.register_param(ds_id, f"param{ds_id}", list(ds_shape), ds_tensor, grad_buffer, persistent=persistent)
+    _front.runtime.setup.register_param(
+        ds_id, f"param{ds_id}", list(ds_shape), ds_tensor, grad_buffer, persistent=persistent
+    )
 
 
 def register_z3_param(
@@ -239,43 +241,43 @@ def register_graph_z3(graph_id: int, ds_ids: Sequence[int]) -> None:
 
 def _register_graph(graph_id: int, ds_ids: Sequence[int], stage: int) -> None:
     _check_id("graph_id", graph_id)
-    _front.runtime.register_graph(graph_id, list(ds_ids), stage=stage)
-    _front.runtime.validate_registration()
+    _front.runtime.setup.register_graph(graph_id, list(ds_ids), stage=stage)
+    _front.runtime.setup.validate()
 
 
 def set_persistent(ds_id: int) -> None:
     """Keeps a parameter gathered from its next use on, until the weights change."""
-    _front.runtime.set_persistent(ds_id)
+    _front.runtime.parameters.set_persistent(ds_id)
 
 
 def update_param_grad_buffer(ds_id: int, grad_buffer: Tensor) -> None:
     """Gives a parameter another gradient buffer, like the one before; that one keeps its values."""
-    _front.runtime.update_param_grad_buffer(ds_id, grad_buffer)
+    _front.runtime.gradients.replace(ds_id, grad_buffer)
 
 
 def invalidate_gathered_param(ds_id: int) -> None:
     """Forgets the gathered form of one parameter, whose shards changed."""
-    _front.runtime.invalidate_gathered_param(ds_id)
+    _front.runtime.parameters.invalidate(ds_id)
 
 
 def clear_all_gathered_params() -> None:
     """Forgets the gathered form of all parameters."""
-    _front.runtime.clear_all_gathered_params()
+    _front.runtime.parameters.invalidate()
 
 
 def enable_profiling(enable: bool) -> None:
     """Switches the profiling mode: shapes and memory as ever, but nothing is communicated and values are undefined."""
-    _front.runtime.enable_profiling(enable)
+    _front.runtime.passes.enable_profiling(enable)
 
 
 def is_profiling() -> bool:
     """Whether the profiling mode is on."""
-    return _front.present is not None and _front.runtime.profiling
+    return _front.present is not None and _front.runtime.passes.profiling
 
 
 def start_forward() -> None:
     """Opens a forward pass. After an update, gathered parameters and accumulated gradients start anew."""
-    _front.runtime.start_forward()
+    _front.runtime.passes.start_forward()
 
 
 def end_forward() -> None:
@@ -284,7 +286,7 @@ def end_forward() -> None:
     Raises:
         RuntimeError: If there is none.
     """
-    _front.runtime.end_forward()
+    _front.runtime.passes.end_forward()
 
 
 def start_backward(update: bool) -> None:
@@ -293,7 +295,7 @@ def start_backward(update: bool) -> None:
     Args:
         update: Whether the optimizer steps afterwards; False while gradients of several passes add up.
     """
-    _front.runtime.start_pass(update)
+    _front.runtime.passes.start_backward(update)
 
 
 def end_backward(graph_id: int) -> None:
@@ -303,7 +305,7 @@ def end_backward(graph_id: int) -> None:
         RuntimeError: If there is no backward pass, or a reduction failed.
         ValueError: If the graph is not registered.
     """
-    _front.runtime.end_backward(graph_id)
+    _front.runtime.passes.end_backward(graph_id)
 
 
 def free_tensors(tensors: Sequence[Tensor]) -> None:
@@ -313,7 +315,7 @@ def free_tensors(tensors: Sequence[Tensor]) -> None:
         ValueError: If one of them is in use: a gathered or registered tensor, one of a group of gradients that is being
             reduced, or one that is offloaded.
     """
-    _front.runtime.free_tensors(list(tensors))
+    _front.runtime.memory.free_tensors(list(tensors))
 
 
 def reset() -> None:

@@ -81,7 +81,7 @@ class GradientSession:
         self._stashed = {p: p.grad for p in self._replicated()}
         for replicated in self._stashed:
             replicated.grad = None
-        self._runtime.start_backward([p.ds_id for p in reset], self.update)
+        self._runtime.gradients.start_backward([p.ds_id for p in reset], self.update)
         self._active, self._adopts = True, False
 
     @torch.compiler.disable  # autograd calls it inside of a step; Dynamo would compile it for every parameter
@@ -91,11 +91,11 @@ class GradientSession:
             self.adopt()
             return
         self._active = False
-        self._runtime.finish_backward()
+        self._runtime.gradients.finish_backward()
         if self._discards:
             self._discards = False
-            self._runtime.free_grads([parameter.ds_id for parameter in self._trainable()])
-        for ds_id in self._runtime.ids_with_grad():
+            self._runtime.gradients.free([parameter.ds_id for parameter in self._trainable()])
+        for ds_id in self._runtime.gradients.ids():
             parameter = self._model.by_id[ds_id]
             parameter.dtensor.grad = parameter.grad_dtensor
         self._return()
@@ -162,7 +162,7 @@ class GradientSession:
         for parameter in chosen:
             parameter.dtensor.grad = None
         self._protect_held(chosen)
-        self._runtime.free_grads([p.ds_id for p in chosen])
+        self._runtime.gradients.free([p.ds_id for p in chosen])
         if not self._active:  # else `finish` does
             self._return()
 
@@ -198,7 +198,7 @@ class GradientSession:
         buffer = GradBuffer(parameter.leaf.new_empty(parameter.layout.shard_numel))
         parameter.grad_offset = 0
         buffer.add(parameter)
-        self._runtime.update_param_grad_buffer(parameter.ds_id, parameter.grad_padded)
+        self._runtime.gradients.replace(parameter.ds_id, parameter.grad_padded)
         buffer.settle()
         self._model.grad_buffers.append(buffer)
 

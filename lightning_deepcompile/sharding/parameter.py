@@ -156,7 +156,7 @@ class GradBuffer:
         self.flat = torch.empty_like(self.flat)
         for parameter in self.parameters:
             self.add(parameter)
-            runtime.update_param_grad_buffer(parameter.ds_id, parameter.grad_padded)
+            runtime.gradients.replace(parameter.ds_id, parameter.grad_padded)
         self.settle()
 
 

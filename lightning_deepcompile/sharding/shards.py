@@ -199,7 +199,7 @@ def shard_module(
     for index, chunk in enumerate(chunks):
         materializer.materialize(owners_of[spec.name][0].module for spec in specs if spec.block == chunk.block)
         if index in hosted:
-            values = runtime.host_shard(chunk.numel, chunk.dtype).zero_()
+            values = runtime.memory.host_shard(chunk.numel, chunk.dtype).zero_()
         else:
             values = torch.zeros(chunk.numel, dtype=chunk.dtype, device=device)
         buffer = GradBuffer(torch.empty_like(values)) if chunk.shards[0].spec.requires_grad else None
@@ -208,11 +208,11 @@ def shard_module(
             owners = owners_of[spec.name]
             in_place = spec.name in deferred  # else it is the user's memory
             parameter = _shard_parameter(owners, layout, values, ranks, next_id, gather_dtype, in_place=in_place)
-            parameter.host = runtime.host_of(parameter.local.detach()) if index in hosted else None
+            parameter.host = runtime.memory.host_of(parameter.local.detach()) if index in hosted else None
             next_id += 1
             if buffer is not None:
                 buffer.add(parameter)
-            runtime.register_param(
+            runtime.setup.register_param(
                 parameter.ds_id,
                 spec.name,
                 list(spec.shape),
@@ -226,7 +226,7 @@ def shard_module(
             buffer.settle()
             buffers.append(buffer)
             # It exists to be registered; it takes memory only while it holds gradients.
-            runtime.free_grads([parameter.ds_id for parameter in buffer.parameters])
+            runtime.gradients.free([parameter.ds_id for parameter in buffer.parameters])
     materializer.materialize(module.modules())  # those without parameters that are sharded
     _move_rest(module, ranks, device)
     _install(list(parameters.values()), state)

@@ -48,10 +48,10 @@ class Freshness:
             stays: Whether what is gathered is used.
         """
         if stays:
-            self._runtime.order_gathers()  # those that follow, behind writes that nobody counts
+            self._runtime.parameters.order_gathers()  # those that follow, behind writes that nobody counts
         else:
-            self._runtime.invalidate()
-            self._runtime.refetch()
+            self._runtime.parameters.invalidate()
+            self._runtime.parameters.refetch()
         self._counts = self._writes.counts() if self._keeps else None
         self._ran = name
 

@@ -170,7 +170,7 @@ class StepPrefetch:
         """What is gathered is out of date."""
         self._counts = None
         self._fresh.doubt()
-        self._runtime.invalidate()
+        self._runtime.parameters.invalidate()
 
     def _writes_to_gathered(self) -> list[int]:
         names = [shard.spec.name for chunk in self._early.chunks() for shard in chunk.shards]

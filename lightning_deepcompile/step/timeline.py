@@ -110,7 +110,7 @@ class Timeline:
         self.order.passed()  # first: ranks that wait elsewhere learn that this one went on
         self.tuner.begin_backward(self.gradients.update)
         if self.residency is not None:
-            self.runtime.release_states()  # what the forward pass did not wait for
+            self.runtime.states.release()  # what the forward pass did not wait for
         self.gradients.begin_now()
 
     def backward_done(self) -> None:
@@ -146,7 +146,7 @@ class Timeline:
     def end(self) -> None:
         """The optimizer's step is over and the next training step uses its parameters: they may be gathered."""
         if self.residency is not None and not self.capture.waits_for_states:
-            self.runtime.release_states()  # first: what is gathered now shall not wait for what leaves the device
+            self.runtime.states.release()  # first: what is gathered now shall not wait for what leaves the device
         self.prefetch.launch()
 
     def abort(self) -> None:
@@ -171,4 +171,4 @@ class Timeline:
         self.gradients.forget_held_back()
         self.uncompiled.clear()
         self.prefetch.forget()
-        self.runtime.clear_arena()
+        self.runtime.memory.free_unused()

@@ -238,7 +238,7 @@ class DeepCompileStrategy(ProcessStrategy):
         self.barrier("sharded")
         if trainer.state.fn == TrainerFn.FITTING:
             let_host_run_ahead(trainer, self.world_size)
-            shard_averages(trainer, self.engine.model, self.root_device, self.engine.runtime.host_shard)
+            shard_averages(trainer, self.engine.model, self.root_device, self.engine.runtime.memory.host_shard)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:

@@ -1,9 +1,11 @@
-"""What one rank saw of the profiled steps, as a profile, and what all ranks plan with."""
+"""The measured steps of a round, what one rank saw of them as a profile, and what all ranks plan with."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -13,70 +15,123 @@ from lightning_deepcompile.plan.pass_manager import Pass
 from lightning_deepcompile.profile.build import build_profile, explain, leave_room, limit_memory, merge_profiles
 from lightning_deepcompile.profile.copies import measure_copies
 from lightning_deepcompile.profile.holds import hold_ratio, measure_holds
+from lightning_deepcompile.profile.instrument import instrument
 from lightning_deepcompile.profile.memory import memory_limit
-from lightning_deepcompile.profile.probe import StepProbe
+from lightning_deepcompile.profile.peak_memory import PeakMemory
+from lightning_deepcompile.profile.probe import Run, StepProbe
+from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.live import live_bytes
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["agreed_profile", "measured_profile"]
+__all__ = ["ISOLATED", "OBSERVED", "PLANNED", "TIMED", "VERIFIED", "Measurement", "agreed_profile"]
+
+# A round, in steps from its first profiled one: two ordinary steps before are timed. One runs as scheduled, with marks;
+# the next waits for every collective at once.
+OBSERVED, ISOLATED, PLANNED, TIMED, VERIFIED = 0, 1, 2, 3, 6
 
 _MARGIN = 8  # of a chosen budget, plans leave 1 / 2^8 free: predictions are not better than that
 
 
-def measured_profile(
-    capture: Capture,
-    device: torch.device,
-    steps: Sequence[tuple[StepProbe, Mapping[str, Schedule]]],
-    passes: Sequence[Pass],
-    *,
-    step_seconds: float,
-    between_seconds: float,
-    launched: Mapping[str, bool],
-    host_room: Callable[[], int] | None,
-    states_travel: bool,
-) -> tuple[Profile, tuple[Schedule, ...]]:
-    """The profile of the programs that this rank ran, and the schedules that planning starts from.
+class Measurement:
+    """The steps of one round: which of them are timed or run with marks, and what they showed.
+
+    Steps are counted from the round's first profiled one (`moment`).
 
     Args:
-        capture: Has compiled them.
-        device: Where they ran.
-        steps: What ran with marks, and how: a step as scheduled, and one in which every collective was waited for.
-        passes: What planning uses.
-        step_seconds: Duration of an ordinary step.
-        between_seconds: From a step's end to the next.
-        launched: When a step's first gathers are launched, as fields of a `Profile`.
-        host_room: Bytes of host memory that saved tensors may take; None where none may leave.
-        states_travel: Whether optimizer states come and go.
+        first: That step, in optimizer steps since training began.
+        searching: Whether the round is for programs that were not measured yet.
     """
-    (observed, ran), (isolated, ran_isolated) = steps
-    config, model = capture.config, capture.model
-    names = list(dict.fromkeys(run.program for run in isolated.runs))
-    start = capture.schedules(names, passes)
-    programs = {e.program.name: e.program for e in capture.executables}
-    dtypes = {(p.gather_dtype, p.local.dtype) for p in model.parameters if p.dtensor.requires_grad}
-    profile = build_profile(
-        observed,
-        isolated,
-        ran,
-        ran_isolated,
-        world_size=model.ranks.shards,
-        hold_ratio=hold_ratio(dtypes),
-        reduce_window=config.reduce_window,
-        budget=memory_limit(device, config.memory_budget),
-        step_seconds=step_seconds,
-        live={name: live_bytes(programs[name]) for name in names},
-    )
-    early, in_optimizer = (launched.get(name, False) for name in ("early_gathers", "head_start"))
-    profile = replace(profile, early_gathers=early, head_start=in_optimizer, between_seconds=between_seconds)
-    if profile.micro_batches > 1 and profile.hold_seconds is None:
-        profile = replace(profile, hold_seconds=measure_holds(dtypes, device))
-    if config.memory_budget is None:
-        profile = leave_room(profile)
-    if host_room is not None or states_travel:
-        out, back, duplex = measure_copies(device)
-        room, contention = host_room and host_room(), replace(profile.contention, duplex=duplex)
-        profile = replace(profile, copy_out=out, copy_in=back, contention=contention, host_budget=room)
-    return profile, tuple(start[s.name] for s in profile.schedules)
+
+    def __init__(self, first: int, searching: bool = False) -> None:
+        self.first, self.searching = first, searching
+        self._probes: dict[int, StepProbe] = {}
+        self._schedules: dict[int, dict[str, Schedule]] = {}  # what ran in the profiled steps
+
+    def probe(
+        self, moment: int, device: torch.device, memory: PeakMemory, runtime: Any, programs: list[Executable]
+    ) -> StepProbe | None:
+        """What times the step that begins; None for steps that are not timed. Profiled steps get marks.
+
+        Args:
+            moment: The step.
+            device: Where it runs.
+            memory: Of that device.
+            runtime: ``_C.Runtime``; in the isolated step it waits for every collective at once.
+            programs: Those of a training step.
+        """
+        if not (-2 <= moment < PLANNED or TIMED <= moment < VERIFIED):
+            return None
+        # Of the round it may know nothing: programs with marks outlive a training that ends during one.
+        drain = functools.partial(runtime.gradients.free, []) if moment == ISOLATED else None
+        probe = self._probes[moment] = StepProbe(device, memory, drain)
+        if moment in (OBSERVED, ISOLATED):
+            self._schedules[moment] = instrument(programs, probe)
+        return probe
+
+    def fastest(self, first: int, last: int) -> float:
+        """Seconds of the shortest of the steps from `first` up to `last`; 0 if none was timed."""
+        times = [self._probes[m].seconds() for m in range(first, last) if m in self._probes]
+        return min((t for t in times if t > 0), default=0.0)
+
+    @property
+    def runs(self) -> list[Run]:
+        """What the isolated step ran."""
+        return self._probes[ISOLATED].runs
+
+    def profile(
+        self,
+        capture: Capture,
+        device: torch.device,
+        passes: Sequence[Pass],
+        *,
+        step_seconds: float,
+        launched: Mapping[str, bool],
+        host_room: Callable[[], int] | None,
+        states_travel: bool,
+    ) -> tuple[Profile, tuple[Schedule, ...]]:
+        """The profile of the programs that this rank ran, and the schedules that planning starts from.
+
+        Args:
+            capture: Has compiled them.
+            device: Where they ran.
+            passes: What planning uses.
+            step_seconds: Duration of an ordinary step.
+            launched: When a step's first gathers are launched, as fields of a `Profile`.
+            host_room: Bytes of host memory that saved tensors may take; None where none may leave.
+            states_travel: Whether optimizer states come and go.
+        """
+        observed, isolated = self._probes[OBSERVED], self._probes[ISOLATED]
+        between = [self._probes[m + 1].seconds_since(self._probes[m]) for m in range(-2, 0) if m in self._probes]
+        config, model = capture.config, capture.model
+        names = list(dict.fromkeys(run.program for run in isolated.runs))
+        start = capture.schedules(names, passes)
+        programs = {e.program.name: e.program for e in capture.executables}
+        dtypes = {(p.gather_dtype, p.local.dtype) for p in model.parameters if p.dtensor.requires_grad}
+        profile = build_profile(
+            observed,
+            isolated,
+            self._schedules[OBSERVED],
+            self._schedules[ISOLATED],
+            world_size=model.ranks.shards,
+            hold_ratio=hold_ratio(dtypes),
+            reduce_window=config.reduce_window,
+            budget=memory_limit(device, config.memory_budget),
+            step_seconds=step_seconds,
+            live={name: live_bytes(programs[name]) for name in names},
+        )
+        early, in_optimizer = (launched.get(name, False) for name in ("early_gathers", "head_start"))
+        profile = replace(
+            profile, early_gathers=early, head_start=in_optimizer, between_seconds=min(between, default=0.0)
+        )
+        if profile.micro_batches > 1 and profile.hold_seconds is None:
+            profile = replace(profile, hold_seconds=measure_holds(dtypes, device))
+        if config.memory_budget is None:
+            profile = leave_room(profile)
+        if host_room is not None or states_travel:
+            out, back, duplex = measure_copies(device)
+            room, contention = host_room and host_room(), replace(profile.contention, duplex=duplex)
+            profile = replace(profile, copy_out=out, copy_in=back, contention=contention, host_budget=room)
+        return profile, tuple(start[s.name] for s in profile.schedules)
 
 
 def agreed_profile(

@@ -1,7 +1,7 @@
 """A rank that runs out of memory in a planned program helps itself, finishes the step, and all ranks learn of it.
 
 It cannot give up the step: the other ranks would wait for its collectives. So a region that failed is called again when
-this rank has given memory back that no other rank knows of (``csrc/memory/relief.h``): a region is a function of its
+this rank has given memory back that no other rank knows of (``csrc/memory/retry.h``): a region is a function of its
 inputs.
 
 A region may free an input as soon as it has read it, so whoever wants to call it again must hold its inputs. This makes
@@ -40,7 +40,7 @@ class MemoryRetry:
     """What one rank does when a region finds no memory.
 
     Args:
-        runtime: ``_C.Runtime``; its ``relieve`` gives memory back and says how much.
+        runtime: ``_C.Runtime``; its ``memory.give_back`` gives memory back and says how much.
         device: Where regions run.
         rank: This rank, for the report.
     """
@@ -89,7 +89,7 @@ class MemoryRetry:
         return shortages
 
     def _call_again(self, run: Run, held: list[Any], shortage: Shortage) -> Sequence[Any]:
-        while given := self.runtime.relieve():
+        while given := self.runtime.memory.give_back():
             shortage.relieved += given
             try:
                 result = run(held.copy())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
@@ -27,15 +26,13 @@ from lightning_deepcompile.plan.recompute import Checkpoint
 from lightning_deepcompile.plan.report import PassReport, Round, shortage_note
 from lightning_deepcompile.plan.state_trade import Planned
 from lightning_deepcompile.profile.build import describe_spread
-from lightning_deepcompile.profile.instrument import instrument
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.profile.probe import Run, StepProbe
 from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.printer import format_bytes
-from lightning_deepcompile.program.rewrite import read_schedule
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import attempt, exchange
-from lightning_deepcompile.tuning.measuring import agreed_profile, measured_profile
+from lightning_deepcompile.tuning.measuring import OBSERVED, PLANNED, TIMED, VERIFIED, Measurement, agreed_profile
 from lightning_deepcompile.tuning.plan_store import PlanStore
 from lightning_deepcompile.tuning.recomputation import Recomputation
 from lightning_deepcompile.tuning.shortages import Shortages
@@ -45,8 +42,6 @@ __all__ = ["Coverage", "Tuner", "pass_schedule"]
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# A round, in steps from its first profiled one: two ordinary steps before are timed.
-_OBSERVED, _ISOLATED, _PLANNED, _TIMED, _VERIFIED = 0, 1, 2, 3, 6
 _NOISE = 0.03  # how much slower than before a plan may measure
 _ALONE = "One rank has no other to wait for: its step was measured, and there was nothing to plan."
 _ATTEMPTS = 4  # at most, so that a model with ever new shapes does not plan for ever
@@ -110,14 +105,11 @@ class Tuner:
         self.profile: Profile | None = None
         self._step = 0  # optimizer steps done
         self._boundary = False  # the optimizer has stepped since the last micro-batch
-        self._first: int | None = None  # the round's first profiled step
+        self._round: Measurement | None = None  # the one under way, or the next one if it is known when that begins
         self._recheck: int | None = None  # when to look for programs that no plan covers
         self._coverage = Coverage(self._training)
-        self._searching = False  # whether the round is for programs that were not measured yet
         self._attempts = 0
         self._probe: StepProbe | None = None
-        self._probes: dict[int, StepProbe] = {}  # of this round, by step from its first
-        self._schedules: dict[int, dict[str, Schedule]] = {}  # what ran in its profiled steps
         self._previous: tuple[tuple[Pass, ...], tuple[Schedule, ...]] = (capture.passes, ())
         self._planned: tuple[Schedule, ...] = ()  # those of the plan in use, in the order in which they run
         self._limit: int | None = None  # bytes that were there when a rank ran out of memory
@@ -139,7 +131,7 @@ class Tuner:
             Whether the training step is to be compiled anew.
         """
         self._swapped = self._retraces = False
-        if self._first is None and self._recheck is None and not self._watches:
+        if self._round is None and self._recheck is None and not self._watches:
             return False
         self._launched = launched
         if self._boundary:
@@ -183,33 +175,27 @@ class Tuner:
             self._answer(shortages)
         if self._step == self._recheck:
             self._look_for_new_programs()
-        if self._first is None:
+        if self._round is None:
             return
-        moment = self._step - self._first
-        if moment == _PLANNED:
-            self._plan()
-        elif moment == _VERIFIED:
+        moment = self._step - self._round.first
+        if moment == PLANNED:
+            self._plan(self._round)
+        elif moment == VERIFIED:
             self._verify()
-        if self._first is None or not (-2 <= moment < _PLANNED or _TIMED <= moment < _VERIFIED):
-            return
-        isolated = moment == _ISOLATED
-        # Of this object it may know nothing: programs with marks outlive a training that ends during a round.
-        drain = functools.partial(self._runtime.free_grads, []) if isolated else None
-        self._probe = self._probes[moment] = StepProbe(self._device, self._memory, drain)
-        if moment in (_OBSERVED, _ISOLATED):
-            self._schedules[moment] = instrument(self._training(), self._probe)
+        if self._round is not None:
+            self._probe = self._round.probe(moment, self._device, self._memory, self._runtime, self._training())
 
     def _training(self) -> list[Executable]:
         return [e for e in self._capture.executables if e.program.kind != "inference"]
 
-    def _plan(self) -> None:
+    def _plan(self, measurement: Measurement) -> None:
         for executable in self._training():
             executable.swap(executable.program)
-        results = self._exchange(attempt(self._measured))
+        results = self._exchange(attempt(lambda: self._measured(measurement)))
         failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
         measured = [result for result, _ in results if result is not None]
         profiles = [profile for profile, *_ in measured]
-        if self._searching and not failed and not any(new for _, _, new, _ in measured):
+        if measurement.searching and not failed and not any(new for _, _, new, _ in measured):
             self._end_round()  # the steps ran what is planned already: others may find what was looked for
             return
         self._attempts += 1
@@ -241,7 +227,7 @@ class Tuner:
         check_plan(effects[-1].prediction.peak_bytes, budget, chosen, [p.name for p in self._passes])
         reports = [PassReport.of(effect) for effect in effects]
         self.rounds.append(Round(self._step, tuple(reports), budget, profile.step_seconds, profile.exposed_seconds))
-        self._coverage.add(self._probes[_ISOLATED].runs)
+        self._coverage.add(measurement.runs)
         self._previous = (self._capture.passes, self._planned)
         before = self._capture_schedules()
         self._run_plan(planned, self._passes)
@@ -275,7 +261,7 @@ class Tuner:
             self._limit = anew.budget
             self._trace_anew(anew)
             return
-        if self._first is not None:
+        if self._round is not None:
             self._end_round(retry=True)
         settings, states, again = self._capture.settings, self._states, self._limit is not None
         start = tuple(self._capture.schedules([e.program.name for e in self._training()], self._start).values())
@@ -292,35 +278,30 @@ class Tuner:
         self._save()
 
     def _capture_schedules(self) -> list[Schedule]:
-        return [read_schedule(e.program) for e in self._training()]
+        return [e.program.schedule for e in self._training()]
 
-    def _measured(self) -> tuple[Profile, tuple[Schedule, ...], bool, list[list[Checkpoint]]]:
-        between = [self._probes[m + 1].seconds_since(self._probes[m]) for m in range(-2, 0) if m in self._probes]
-        profile, start = measured_profile(
+    def _measured(self, measurement: Measurement) -> tuple[Profile, tuple[Schedule, ...], bool, list[list[Checkpoint]]]:
+        profile, start = measurement.profile(
             self._capture,
             self._device,
-            [(self._probes[moment], self._schedules[moment]) for moment in (_OBSERVED, _ISOLATED)],
             self._passes or self._start,
             # The steps before may still have grown memory or tuned kernels; marks, too, only make a step longer.
-            step_seconds=self._fastest(-2, _OBSERVED + 1),
-            between_seconds=min(between, default=0.0),
+            step_seconds=self._fastest(-2, OBSERVED + 1),
             launched=self._launched,
             host_room=self._host_room,
             states_travel=self._states.travel,
         )
-        new = self._coverage.adds(self._probes[_ISOLATED].runs)
+        new = self._coverage.adds(measurement.runs)
         return profile, start, new, self._recomputation.seen(start)
 
     def _fastest(self, first: int, last: int) -> float:
-        """The shortest of the steps from `first` up to `last`, counted from the round's first profiled one."""
-        times = [self._probes[m].seconds() for m in range(first, last) if m in self._probes]
-        return min((t for t in times if t > 0), default=0.0)
+        return 0.0 if self._round is None else self._round.fastest(first, last)
 
     def _peak(self) -> int | None:
         return self._memory.latest if self._device.type == "cuda" else None
 
     def _verify(self) -> None:
-        after = self._fastest(_TIMED, _VERIFIED)
+        after = self._fastest(TIMED, VERIFIED)
         seen = self._exchange((after, self._peak()))
         after, peak = max(t for t, _ in seen), max((p for _, p in seen if p is not None), default=None)
         before = self.rounds[-1].before_seconds
@@ -349,9 +330,7 @@ class Tuner:
         self._end_round()
 
     def _end_round(self, retry: bool = False) -> None:
-        self._first, self._searching = None, False
-        self._probes.clear()
-        self._schedules.clear()
+        self._round = None
         if retry and self._attempts < _ATTEMPTS:
             self._recheck = self._step + 10
         elif not self._next_entry() and self._attempts < _ATTEMPTS:
@@ -360,12 +339,12 @@ class Tuner:
         else:
             self._recheck = None
 
-    def _next_entry(self) -> bool:
-        """Starts the round of the next entry of the schedule, if there is one."""
+    def _next_entry(self, searching: bool = False) -> bool:
+        """Sets the round of the next entry of the schedule, if there is one."""
         if not self._entries:
             return False
         step, self._passes = self._entries.pop(0)
-        self._first = max(step, self._step + 3 if self._step else step)
+        self._round = Measurement(max(step, self._step + 3 if self._step else step), searching)
         return True
 
     def _look_for_new_programs(self) -> None:
@@ -377,7 +356,7 @@ class Tuner:
         if any(self._exchange(self._coverage.look())):
             self._say("The training step has programs that were not measured yet: planning anew.", logging.INFO)
             self._entries.insert(0, (self._step + 3, self._passes))
-            self._searching = self._next_entry()
+            self._next_entry(searching=True)
         elif self._attempts < _ATTEMPTS:
             self._recheck = 2 * self._step
 
@@ -483,4 +462,4 @@ class Coverage:
         self._known |= self._contents({run.program for run in runs})
 
     def _contents(self, names: Collection[str]) -> set[str]:
-        return {read_schedule(e.program).content for e in self._training() if e.program.name in names}
+        return {e.program.schedule.content for e in self._training() if e.program.name in names}

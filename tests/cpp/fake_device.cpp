@@ -2,10 +2,12 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 namespace ldc::testing {
@@ -13,6 +15,15 @@ namespace ldc::testing {
 FakeDevice& FakeDevice::instance() {
   static FakeDevice fake;
   return fake;
+}
+
+at::Tensor FakeDevice::tensor(const at::Tensor& host) const {
+  return at::for_blob(host.mutable_data_ptr(), host.sizes())
+      .strides(host.strides())
+      .context(new at::Tensor(host), [](void* kept) { delete static_cast<at::Tensor*>(kept); })
+      .target_device(device())
+      .options(host.options().device(device()))
+      .make_tensor();
 }
 
 namespace {
@@ -69,7 +80,16 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
   return at::empty_strided(size, stride, at::TensorOptions().dtype(dtype));
 }
 
+at::Tensor& copy(at::Tensor& target, const at::Tensor& source, bool) {
+  TORCH_CHECK(target.is_contiguous() && source.is_contiguous() && target.dtype() == source.dtype() &&
+              target.sizes() == source.sizes());
+  std::memcpy(target.mutable_data_ptr(), source.const_data_ptr(), source.nbytes());
+  fake().copies.push_back(fake().queue(fake().current));
+  return target;
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("copy_", &copy);
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
 }

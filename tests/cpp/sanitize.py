@@ -74,7 +74,7 @@ def run_fuzz(arguments: list[str]) -> None:
     }
     # -P and the option keep this checkout's package, with its own extension, out of sight.
     pytest = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "pythonpath=examples"]
-    tests = ["tests/test_dc_fuzz.py", "tests/test_dc_offload.py", "tests/test_dc_misuse.py"]
+    tests = [f"tests/runtime/test_dc_{name}.py" for name in ("fuzz", "offload", "misuse")]
     tests += ["-k", "sequence or come or misuse"]
     subprocess.run([*pytest, *tests, "--timeout=1800", *arguments], check=True, cwd=ROOT, env=environment)
 

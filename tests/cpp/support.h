@@ -88,6 +88,7 @@ class Mirror final : public Communicator {
 
 void test_failures();      // test_failures.cpp
 void test_state_copies();  // test_state_copies.cpp
+void test_stream_order();  // test_stream_order.cpp
 void test_symmetric();     // test_symmetric.cpp
 void test_host_memory();   // test_host_memory.cpp
 void test_shortage();      // test_shortage.cpp

@@ -36,7 +36,7 @@ struct Host {
 void test_a_refusal_says_what_to_do() {
   Host host{.left = 3000};
   const auto memory = host.memory(1 << 20);
-  const Tensor first = memory->take(3000, "tests");
+  const auto first = memory->take(3000, "tests");
   host.left = 0;
   int64_t made_room = 0;
   memory->make_room_with([&] { ++made_room; });
@@ -58,7 +58,7 @@ void test_states_are_reserved_or_not_at_all() {
   slabs.reserve({100, 700'000, 700'000});
   EXPECT(slabs.bytes() == 2 * kMiB && memory->held() == 2 * kMiB);
   slabs.place(at::empty({1'000'000}, c10::kByte));
-  slabs.trim();  // what is reserved stays, and is empty again
+  slabs.free_unused();  // what is reserved stays, and is empty again
   EXPECT(slabs.bytes() == 2 * kMiB);
   host.left = 0;
   std::vector<Tensor> placed;
@@ -66,7 +66,7 @@ void test_states_are_reserved_or_not_at_all() {
   EXPECT(refuses("host refused 1048576 bytes", [&] { slabs.reserve({300'000, 800'000}); }));
   placed.push_back(slabs.place(at::empty({300'000}, c10::kByte)));  // what it could have kept is there for others
   placed.clear();
-  slabs.trim();
+  slabs.free_unused();
   EXPECT(slabs.bytes() == 0 && memory->held() == 0);
 }
 
@@ -102,14 +102,14 @@ void test_one_limit_for_tensors_and_states() {
   EXPECT(offloads.offload_group({large})[0].is_same(large) && bench.stats.stayed_tensors == 1);
   offloads.wait_copies(away);
   away.clear();
-  offloads.trim();
+  offloads.free_unused();
   EXPECT(HostPool::buffer_of(offloads.offload_group({large})[0]) != nullptr && memory->held() == 2 * kMiB);
-  Tensor home = states.home(at::empty({100}, c10::kByte));  // the pool gives back what nobody holds
+  Tensor buffer = states.host_buffer(at::empty({100}, c10::kByte));  // the pool gives back what nobody holds
   EXPECT(memory->held() == kMiB && offloads.host_bytes() == 0);
   EXPECT(offloads.offload_group({large})[0].is_same(large));
-  home.reset();
+  buffer.reset();
   states.synchronize();
-  offloads.trim();
+  offloads.free_unused();
   EXPECT(HostPool::buffer_of(offloads.offload_group({large})[0]) != nullptr);
 }
 
@@ -169,7 +169,7 @@ void test_a_lost_device_ends_no_process() {
   lease = {};
   fake.lost = false;
   EXPECT(source.use_count() == 2);  // the device may still read it
-  pool->trim();
+  pool->free_unused();
   EXPECT(pool->bytes() == 4096);
   pool->acquire(source, current_stream(kCpu));
   EXPECT(pool->bytes() == 2 * 4096);  // nor is the buffer anybody else's

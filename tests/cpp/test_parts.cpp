@@ -97,7 +97,7 @@ void test_arena() {
   arena.release(std::move(large), stream);
   auto small = arena.acquire(100, stream);  // must not take the large one
   EXPECT(small->capacity() < 4096);
-  arena.clear();
+  arena.free_unused();
   EXPECT(arena.bytes() == again->capacity() + small->capacity() && arena.peak_bytes() > arena.bytes());
 }
 
@@ -160,7 +160,7 @@ void test_failed_reductions_are_forgotten() {
   EXPECT(refuses("the wire is cut", [&] { bench.reductions.drain(); }));
   bench.reductions.drain();
   bench.reductions.reduce({0}, {ones({4, 2})});
-  bench.reductions.abandon();
+  bench.reductions.reset();
   bench.wire->broken = false;
   bench.reductions.start_accumulation({0});
   bench.reductions.reduce({0}, {ones({4, 2})});
@@ -200,17 +200,17 @@ void test_use_counts_and_residency() {
   EXPECT((bench.wire->groups == std::vector<int64_t>{1, 1}) && bench.gathers.is_gathered(1));
 }
 
-void test_relief() {
+void test_memory_retry() {
   int64_t left = 3, tries = 0;
   const auto short_of_memory = [&]() -> int {
     tries += 1;
     TORCH_CHECK_WITH(OutOfMemoryError, left == 0, "none left");
     return 7;
   };
-  EXPECT(allocate_with_relief([&] { return left--; }, short_of_memory) == 7 && tries == 4);
+  EXPECT(allocate_with_retry([&] { return left--; }, short_of_memory) == 7 && tries == 4);
   left = 1;
-  EXPECT(refuses("none left", [&] { allocate_with_relief([] { return int64_t{0}; }, short_of_memory); }));
-  EXPECT(refuses("none left", [&] { allocate_with_relief({}, short_of_memory); }));
+  EXPECT(refuses("none left", [&] { allocate_with_retry([] { return int64_t{0}; }, short_of_memory); }));
+  EXPECT(refuses("none left", [&] { allocate_with_retry({}, short_of_memory); }));
 
   Bench bench;
   for (int64_t id = 0; id < 3; ++id) bench.add(id, {4, 2});
@@ -218,11 +218,11 @@ void test_relief() {
   bench.gathers.launch({2}, {});
   const Tensor before = bench.gathers.wait(0).clone();
   Tensor read = bench.gathers.wait(1);
-  EXPECT(bench.gathers.relieve() > 0 && bench.gathers.relieve() == 0);  // the second group goes: nobody reads it
+  EXPECT(bench.gathers.give_back() > 0 && bench.gathers.give_back() == 0);  // the second group goes: nobody reads it
   const int64_t held = bench.gathers.arena().bytes();
   EXPECT(held > 0 && read.equal(bench.gathers.wait(1)) && bench.gathers.owns(read.storage()));
   read.reset();
-  EXPECT(bench.gathers.relieve() == held && bench.gathers.arena().bytes() == 0);
+  EXPECT(bench.gathers.give_back() == held && bench.gathers.arena().bytes() == 0);
   EXPECT(bench.stats.sent_away_bytes > held && bench.stats.away_peak_bytes > 0);
   bench.gathers.launch({0}, {});  // it is there, only elsewhere
   EXPECT(bench.wire->groups.size() == 2 && bench.stats.gather_hits == 1);
@@ -249,7 +249,7 @@ void test_dry_runs_send_nothing() {
 void test_host_pool() {
   const auto memory = host_memory(3 * 4096);
   const auto pool = std::make_shared<HostPool>(memory);
-  memory->make_room_with([&] { pool->trim(); });
+  memory->make_room_with([&] { pool->free_unused(); });
   const Stream stream = current_stream(kCpu);
   const Tensor like = at::zeros({4, 8}).t();
   auto first = pool->acquire(like, stream);
@@ -263,7 +263,7 @@ void test_host_pool() {
   EXPECT(pool->bytes() == 4096);  // what was free made room
   std::thread([&held] { held.reset(); }).join();  // on whatever thread
   EXPECT(pool->acquire(like, stream).tensor.const_data_ptr() == address);
-  pool->trim();
+  pool->free_unused();
   EXPECT(pool->bytes() == 0);
 }
 
@@ -296,22 +296,22 @@ void test_host_slabs() {
   Tensor large = slabs.place(at::empty({1 << 18}, like.options()));  // does not fit into the first slab any more
   EXPECT(slabs.bytes() == 2 << 20);
   large.reset();
-  slabs.trim();
+  slabs.free_unused();
   EXPECT(slabs.bytes() == 1 << 20);
   const Tensor view = first.narrow(0, 3, 2);
   first.reset();
   second.reset();
-  slabs.trim();
+  slabs.free_unused();
   EXPECT(slabs.bytes() == 1 << 20);  // a view still lies in it
 }
 
 void test_host_shards() {
-  HostShards shards(kCpu, host_memory(0));
-  Tensor flat = shards.place(200, at::kFloat).fill_(1);
+  HostSlabs slabs(host_memory(0), "shards");
+  Tensor flat = place_host_shard(slabs, 200, at::kFloat, kCpu).fill_(1);
   const Tensor shard = flat.narrow(0, 128, 6).view({2, 3});
-  EXPECT(HostShards::host_of(shard).const_data_ptr() == shard.const_data_ptr());
-  EXPECT(!HostShards::host_of(ones({2})).defined() && !HostShards::host_of(shard.t()).defined());
-  EXPECT(refuses("must not be negative", [&] { shards.place(-1, at::kFloat); }));
+  EXPECT(host_of(shard).const_data_ptr() == shard.const_data_ptr());
+  EXPECT(!host_of(ones({2})).defined() && !host_of(shard.t()).defined());
+  EXPECT(refuses("must not be negative", [&] { place_host_shard(slabs, -1, at::kFloat, kCpu); }));
   Bench bench;
   bench.registry.add(1, "p1", {4, 3}, shard, {}, {}, false);
   bench.add(2, {4, 3});
@@ -325,8 +325,8 @@ void test_host_shards() {
   EXPECT(bench.gathers.arena().bytes() == 0 && bench.stats.fetched_bytes == 3 * kAlignment);
   bench.registry.clear();
   flat.reset();
-  shards.trim();
-  EXPECT(shards.bytes() > 0 && shard.eq(4).all().item<bool>());  // a view still lies in it
+  slabs.free_unused();
+  EXPECT(slabs.bytes() > 0 && shard.eq(4).all().item<bool>());  // a view still lies in it
 }
 
 void test_serials() {
@@ -353,7 +353,7 @@ int main() {
   test_held_gradients();
   test_failed_reductions_are_forgotten();
   test_use_counts_and_residency();
-  test_relief();
+  test_memory_retry();
   test_shortage();
   test_dry_runs_send_nothing();
   test_host_pool();
@@ -362,6 +362,7 @@ int main() {
   test_host_shards();
   test_host_memory();
   test_state_copies();
+  test_stream_order();
   test_symmetric();
   test_failures();
   test_serials();

@@ -56,10 +56,10 @@ class Scarce final : public c10::Allocator {
 
 void test_gathers_and_reductions_outside_programs(Scarce& scarce) {
   Bench bench;
-  bench.gathers.relieve_with(scarce.give_back());
-  bench.reductions.relieve_with(scarce.give_back());
-  HostShards shards(kCpu, host_memory());
-  const Tensor shard = shards.place(4, c10::kFloat).fill_(3).view({2, 2});
+  bench.gathers.retry_with(scarce.give_back());
+  bench.reductions.retry_with(scarce.give_back());
+  HostSlabs slabs(host_memory(), "shards");
+  const Tensor shard = place_host_shard(slabs, 4, c10::kFloat, kCpu).fill_(3).view({2, 2});
   Tensor full;
   EXPECT(scarce.refuse_each([&] { full = bench.gathers.gather_now(shard, {4, 2}, c10::kHalf, "w"); }) == 3);
   EXPECT(full.eq(3).all().item<bool>() && full.scalar_type() == c10::kHalf);
@@ -75,7 +75,7 @@ void test_shards_and_tensors_that_come_back(Scarce& scarce) {
   bench.add(0, {6, 2});
   const Device device = FakeDevice::instance().device();  // a copy of a host tensor takes memory there
   OffloadEngine offloads(device, bench.registry, bench.gathers, bench.stats, host_memory());
-  offloads.relieve_with(scarce.give_back());
+  offloads.retry_with(scarce.give_back());
   const Tensor shard = bench.registry.at(0).shard;
   const auto travel = [&] {
     offloads.offload_param(0);
@@ -91,21 +91,21 @@ void test_shards_and_tensors_that_come_back(Scarce& scarce) {
   EXPECT(back[0].equal(packed) && !back[0].is_same(packed));
 }
 
-void test_states_that_visit(Scarce& scarce) {
+void test_states_that_come_and_go(Scarce& scarce) {
   Stats stats;
   StateCopies states(kCpu, stats, host_memory());
-  states.relieve_with(scarce.give_back());
-  const Tensor home = states.home(ones({40})).fill_(2);
-  const auto visit = [&] {
-    EXPECT(states.fetch(0, {home})[0].const_data_ptr() != home.const_data_ptr());
+  states.retry_with(scarce.give_back());
+  const Tensor buffer = states.host_buffer(ones({40})).fill_(2);
+  const auto come_and_go = [&] {
+    EXPECT(states.fetch(0, {buffer})[0].const_data_ptr() != buffer.const_data_ptr());
     states.settle();
   };
-  EXPECT(scarce.refuse_each(visit) == 1);
-  states.expect({{home}}, {{0}});
+  EXPECT(scarce.refuse_each(come_and_go) == 1);
+  states.expect({{buffer}}, {{0}});
   const auto come_early = [&] {
     states.advance(1);
-    EXPECT(states.take()[0][0].sizes() == home.sizes());
-    states.drop();
+    EXPECT(states.take()[0][0].sizes() == buffer.sizes());
+    states.forget_fetched();
     states.settle();
   };
   EXPECT(scarce.refuse_each(come_early) == 1);
@@ -117,7 +117,7 @@ void test_shortage() {
   Scarce scarce;
   test_gathers_and_reductions_outside_programs(scarce);
   test_shards_and_tensors_that_come_back(scarce);
-  test_states_that_visit(scarce);
+  test_states_that_come_and_go(scarce);
 }
 
 }  // namespace ldc::testing

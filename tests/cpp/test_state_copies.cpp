@@ -1,4 +1,4 @@
-// Optimizer states that visit the device chunk by chunk: while the optimizer steps, and ahead of it.
+// Optimizer states that come to the device chunk by chunk: while the optimizer steps, and ahead of it.
 #include "executors/state_copies.h"
 
 #include "fake_device.h"
@@ -13,22 +13,22 @@ void test_order_of_a_slot() {
   Stats stats;
   StateCopies states(fake.device(), stats, host_memory());
   const c10::StreamId out = fake.made - 1, in = fake.made;
-  const Tensor home = states.home(ones({8}));
+  const Tensor buffer = states.host_buffer(ones({8}));
   states.begin(kAlignment);
-  const auto visit = [&](const std::vector<Tensor>& homes, bool leaves) {
-    std::vector<Tensor> present = states.fetch(0, homes);
-    states.arrive(0);
-    states.stow(0, leaves ? present : std::vector<Tensor>(), leaves ? homes : std::vector<Tensor>());
+  const auto come_and_go = [&](const std::vector<Tensor>& buffers, bool leaves) {
+    std::vector<Tensor> present = states.fetch(0, buffers);
+    states.wait(0);
+    states.stow(0, leaves ? present : std::vector<Tensor>(), leaves ? buffers : std::vector<Tensor>());
   };
-  visit({home}, /*leaves=*/true);
+  come_and_go({buffer}, /*leaves=*/true);
   const int64_t left = fake.now(out);
-  visit({}, /*leaves=*/true);
-  states.fetch(0, {home});
+  come_and_go({}, /*leaves=*/true);
+  states.fetch(0, {buffer});
   EXPECT(fake.is_behind(in, out, left));
-  states.arrive(0);
+  states.wait(0);
   const int64_t computed = fake.now(fake.current);
   states.stow(0, {}, {});  // what was fetched has been read, and stays elsewhere
-  states.fetch(0, {home});
+  states.fetch(0, {buffer});
   EXPECT(fake.is_behind(in, fake.current, computed + 1));
   states.settle();
 }
@@ -36,21 +36,21 @@ void test_order_of_a_slot() {
 void test_values() {
   Stats stats;
   StateCopies states(kCpu, stats, host_memory());
-  std::vector<Tensor> homes;
+  std::vector<Tensor> buffers;
   for (int i = 0; i < 5; ++i) {
-    homes.push_back(states.home(ones({40 + i})));
-    states.stow(i % 3, {ones({40 + i}).mul_(i)}, {homes.back()});
+    buffers.push_back(states.host_buffer(ones({40 + i})));
+    states.stow(i % 3, {ones({40 + i}).mul_(i)}, {buffers.back()});
   }
   for (int step = 0; step < 3; ++step) {
     states.begin(kAlignment);
-    std::vector<Tensor> next = states.fetch(0, {homes[0]});
+    std::vector<Tensor> next = states.fetch(0, {buffers[0]});
     for (int i = 0; i < 5; ++i) {
       const std::vector<Tensor> present = next;
-      if (i < 4) next = states.fetch((i + 1) % 3, {homes[static_cast<size_t>(i) + 1]});
-      states.arrive(i % 3);
+      if (i < 4) next = states.fetch((i + 1) % 3, {buffers[static_cast<size_t>(i) + 1]});
+      states.wait(i % 3);
       EXPECT(present[0].eq(i + step).all().item<bool>());
       present[0].add_(1);
-      states.stow(i % 3, present, {homes[static_cast<size_t>(i)]});
+      states.stow(i % 3, present, {buffers[static_cast<size_t>(i)]});
     }
     EXPECT(states.device_bytes() == 3 * kAlignment);
     step % 2 == 0 ? states.settle() : states.release();
@@ -58,7 +58,7 @@ void test_values() {
   }
   EXPECT(stats.state_peak_bytes == 3 * kAlignment && stats.reloaded_bytes == 3 * 4 * (40 + 41 + 42 + 43 + 44));
   // The first two of five come ahead, are stepped, and are the first to depart; a chunk that nobody takes is dropped.
-  const auto chunk = [&](int i) { return std::vector<Tensor>{homes[static_cast<size_t>(i)]}; };
+  const auto chunk = [&](int i) { return std::vector<Tensor>{buffers[static_cast<size_t>(i)]}; };
   states.expect({chunk(0), chunk(1), chunk(2)}, {{0}, {1}, {-1, 2}});
   EXPECT(refuses("1 chunks but slots of 0", [&] { states.expect({chunk(0)}, {}); }));
   for (int step = 3; step < 5; ++step) {
@@ -73,31 +73,31 @@ void test_values() {
     for (int i = 2; i < 5; ++i) present.push_back(states.fetch(i - 2, chunk(i)));
     for (int i = 0; i < 5; ++i) {
       const int slot = i < 2 ? -1 - i : i - 2;
-      states.arrive(slot);
+      states.wait(slot);
       EXPECT(present[static_cast<size_t>(i)][0].eq(i + step).all().item<bool>());
       present[static_cast<size_t>(i)][0].add_(1);
       states.stow(slot, present[static_cast<size_t>(i)], chunk(i));
     }
     for (int64_t left = 4; left >= 2; --left) {
-      states.depart(1);
+      states.settle_first(1);
       EXPECT(states.device_bytes() == left * kAlignment);
     }
-    states.depart(7);
+    states.settle_first(7);
     EXPECT(states.device_bytes() == 0);
   }
   states.advance(9);
   EXPECT(states.device_bytes() == 3 * kAlignment);
-  states.drop();
+  states.forget_fetched();
   EXPECT(states.device_bytes() == 0 && states.take().empty());
   states.begin(kAlignment);
-  states.fetch(0, {homes[0]});
-  EXPECT(states.fetch(0, {homes[0], homes[1]})[1].eq(6).all().item<bool>());  // a slot grows
+  states.fetch(0, {buffers[0]});
+  EXPECT(states.fetch(0, {buffers[0], buffers[1]})[1].eq(6).all().item<bool>());  // a slot grows
   EXPECT(states.device_bytes() == 2 * kAlignment);
   states.settle();
-  EXPECT(refuses("slot 3", [&] { states.arrive(3); }));
-  EXPECT(refuses("no slot -1", [&] { states.fetch(-1, {homes[0]}); }));
-  EXPECT(refuses("1 tensors but 0 homes", [&] { states.stow(0, {ones({2})}, {}); }));
-  homes.clear();
+  EXPECT(refuses("slot 3", [&] { states.wait(3); }));
+  EXPECT(refuses("no slot -1", [&] { states.fetch(-1, {buffers[0]}); }));
+  EXPECT(refuses("1 tensors but 0 host buffers", [&] { states.stow(0, {ones({2})}, {}); }));
+  buffers.clear();
   states.expect({}, {});
   states.synchronize();
   EXPECT(states.host_bytes() == 0);

@@ -33,12 +33,16 @@ class Copies(pl.Callback):
 
 
 class Counted:
-    def __init__(self, runtime: Any, calls: list[tuple[str, int]]) -> None:
-        self.runtime, self.calls = runtime, calls
+    """A runtime, or its states."""
+
+    def __init__(self, target: Any, calls: list[tuple[str, int]]) -> None:
+        self.target, self.calls = target, calls
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(self.runtime, name)
-        if name not in ("fetch_states", "stow_states"):
+        method = getattr(self.target, name)
+        if name == "states":
+            return Counted(method, self.calls)
+        if name not in ("fetch", "stow"):
             return method
 
         def counted(slot: int, tensors: list[Tensor], *rest: Any) -> Any:

@@ -173,7 +173,7 @@ def _averages() -> None:
     (callback,) = (c for c in trainer.callbacks if isinstance(c, EMAWeightAveraging))
     runtime = trainer.strategy.engine.runtime
     averaged = callback._average_model.module.layers[1][0].weight
-    assert runtime.host_of(averaged.detach().to_local()) is not None
+    assert runtime.memory.host_of(averaged.detach().to_local()) is not None
 
 
 class Deep(Model):
@@ -313,12 +313,12 @@ def test_the_runtime_gathers_from_host_memory_and_answers_misuse(mesh: DeviceMes
     group, ops, empty = mesh.get_group(), torch.ops.dc, torch.empty(0)
     runtime = load_extension().Runtime(group, group, torch.device("cpu"), host_limit=3 << 20)
     base = runtime.serial << 32
-    flat = runtime.host_shard(400, torch.float32).copy_(torch.arange(400.0))
+    flat = runtime.memory.host_shard(400, torch.float32).copy_(torch.arange(400.0))
     here = torch.full((50,), 7.0)
     shards = [flat[:128], flat[128:200].view(8, 9), here, flat[256:256], flat[256:400]]
     for i, shard in enumerate(shards):
-        runtime.register_param(base | i, f"p{i}", list(shard.shape), shard)
-    runtime.register_graph(base, [base | i for i in range(5)])
+        runtime.setup.register_param(base | i, f"p{i}", list(shard.shape), shard)
+    runtime.setup.register_graph(base, [base | i for i in range(5)])
     ids, dtypes = (
         [base | i for i in range(5)],
         [torch.float64, torch.float32, torch.bfloat16, torch.float32, torch.bfloat16],
@@ -329,30 +329,30 @@ def test_the_runtime_gathers_from_host_memory_and_answers_misuse(mesh: DeviceMes
         for shard, whole, dtype in zip(shards, ops.wait_allgather_fused(base, ids), dtypes, strict=True):
             assert torch.equal(whole, shard.to(dtype))
         ops.release_params_fused(base, ids)
-        runtime.invalidate()
+        runtime.parameters.invalidate()
         flat.add_(1)
     assert runtime.stats()["fetched_bytes"] >= 3 * 4 * (128 + 72 + 144)
     assert torch.equal(ops.gather(shards[1], ids[1], [8, 9], torch.float64), shards[1].double())
 
-    alias = runtime.host_of(shards[1])
+    alias = runtime.memory.host_of(shards[1])
     assert alias.shape == (8, 9) and alias.data_ptr() == shards[1].data_ptr()
-    assert runtime.host_of(here) is None and runtime.host_of(shards[1].t()) is None
+    assert runtime.memory.host_of(here) is None and runtime.memory.host_of(shards[1].t()) is None
     for error, message, call in (
-        (ValueError, "must not be negative, got -1", lambda: runtime.host_shard(-1, torch.float32)),
-        (RuntimeError, "overflow", lambda: runtime.host_shard(1 << 62, torch.float32)),
-        (torch.OutOfMemoryError, "parameter shards: .* at most 3145728", lambda: runtime.host_shard(
+        (ValueError, "must not be negative, got -1", lambda: runtime.memory.host_shard(-1, torch.float32)),
+        (RuntimeError, "overflow", lambda: runtime.memory.host_shard(1 << 62, torch.float32)),
+        (torch.OutOfMemoryError, "parameter shards: .* at most 3145728", lambda: runtime.memory.host_shard(
             1 << 20, torch.float32)),
-        (TypeError, "incompatible", lambda: runtime.host_shard(4, "float")),
-        (TypeError, "incompatible", lambda: runtime.host_of(None)),
+        (TypeError, "incompatible", lambda: runtime.memory.host_shard(4, "float")),
+        (TypeError, "incompatible", lambda: runtime.memory.host_of(None)),
         (ValueError, "'p1' lives in host memory already", lambda: ops.offload_parameter(empty, base, ids[1])),
         (ValueError, "does not belong to graph", lambda: ops.allgather_param(empty, base, base | 9)),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             call()
     runtime.reset()
-    runtime.clear_arena()
+    runtime.memory.free_unused()
     assert runtime.stats()["host_shard_bytes"] == 1 << 20  # it is in use
     runtime.close()
     with pytest.raises(RuntimeError, match="was closed"):
-        runtime.host_shard(1, torch.float32)
+        runtime.memory.host_shard(1, torch.float32)
     assert flat[-1] == 402 and alias[0, 0] == 131  # they outlive the runtime

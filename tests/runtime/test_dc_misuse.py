@@ -174,12 +174,12 @@ def _asked_while_another_thread_waits() -> None:
     runtime = load_extension().Runtime(group, group, torch.device("cpu"))
     if dist.get_rank() == 1:
         store.wait(["asked"])
-        runtime.validate_registration()
+        runtime.setup.validate()
     else:
-        waiting = threading.Thread(target=runtime.validate_registration)
+        waiting = threading.Thread(target=runtime.setup.validate)
         waiting.start()
         time.sleep(0.5)  # by then it is inside the runtime
-        assert not runtime.profiling and waiting.is_alive()
+        assert not runtime.passes.profiling and waiting.is_alive()
         store.set("asked", "")
         waiting.join()
     runtime.close()

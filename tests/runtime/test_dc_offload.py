@@ -29,7 +29,7 @@ def _device() -> str:
 
 def _tensors() -> None:
     runtime, graph = _runtime(host_limit=1 << 20)
-    runtime.register_graph(graph, [])
+    runtime.setup.register_graph(graph, [])
     ops = torch.ops.dc
     host_bytes = []
     for step in range(50):
@@ -69,9 +69,9 @@ def _tensors() -> None:
             call()
     runtime.reset()  # forgets what was never reloaded
     held = host = None
-    runtime.clear_arena()
+    runtime.memory.free_unused()
     assert runtime.stats()["host_bytes"] == 0
-    runtime.register_graph(graph, [])
+    runtime.setup.register_graph(graph, [])
     late = ops.wait_offload(ops.offload_tensor(first, graph, 5), graph, 5)
     runtime.close()
     assert late.eq(1).all()  # outlives the runtime
@@ -83,7 +83,7 @@ def test_tensors_come_back_as_they_were() -> None:
 
 def _group_beyond_the_limit() -> None:
     runtime, graph = _runtime(host_limit=1 << 20)
-    runtime.register_graph(graph, [])
+    runtime.setup.register_graph(graph, [])
     ops = torch.ops.dc
     sources = [torch.randn(1 << 16, device=_device()) for _ in range(8)]  # twice as much as there may be
     for step in range(1, 3):
@@ -94,7 +94,7 @@ def _group_beyond_the_limit() -> None:
         ops.wait_copies_fused(graph, hosts)
         assert all(map(torch.equal, back, sources))
         del hosts
-        runtime.clear_arena()
+        runtime.memory.free_unused()
     runtime.close()
 
 
@@ -109,8 +109,8 @@ def _parameters() -> None:
     flat = torch.randn(128, device=_device())
     values = [s.clone() for s in shards]
     for i, shard in enumerate([*shards, flat[:64], flat[64:]]):
-        runtime.register_param(base | i, f"p{i}", list(shard.shape), shard, torch.zeros_like(shard))
-    runtime.register_graph(base, [base | i for i in range(4)])
+        runtime.setup.register_param(base | i, f"p{i}", list(shard.shape), shard, torch.zeros_like(shard))
+    runtime.setup.register_graph(base, [base | i for i in range(4)])
 
     def gathered(i: int) -> Tensor:
         ops.allgather_param(empty, base, base | i)
@@ -123,7 +123,7 @@ def _parameters() -> None:
         ops.offload_parameter(empty, base, base | i)
         ops.wait_allgather(empty, base, base | i)
         ops.release_param(empty, base, base | i, 1)
-        runtime.start_pass(True)
+        runtime.passes.start_backward(True)
         ops.end_backward(base)  # by then at the latest its memory is gone
         assert shards[i].untyped_storage().nbytes() == 0
 
@@ -138,7 +138,7 @@ def _parameters() -> None:
     offload(0)  # unchanged: not copied out again
     assert runtime.stats()["offloaded_bytes"] == 64 * 8 * 4
     ops.reload_parameter(empty, base, base | 0)
-    runtime.finish_backward()
+    runtime.gradients.finish_backward()
     shards[0].add_(1)  # as an optimizer does, and without telling the runtime
     offload(0)
     assert runtime.stats()["offloaded_bytes"] == 2 * 64 * 8 * 4
@@ -161,7 +161,7 @@ def test_shards_leave_and_come_back() -> None:
 def _asynchronous() -> float:
     """Share of the copies' time during which the device computed."""
     runtime, graph = _runtime()
-    runtime.register_graph(graph, [])
+    runtime.setup.register_graph(graph, [])
     ops = torch.ops.dc
     source, a = torch.randn(64 << 20, device="cuda"), torch.randn(4096, 4096, device="cuda")
 

@@ -55,22 +55,22 @@ def _train(
     for i in range(len(SHAPES)):
         shard = _shard(_value(i), rank, world, rows).to(device)
         grads.append(torch.full_like(shard, torch.nan))
-        runtime.register_param(base | i, f"p{i}", list(SHAPES[i]), shard, grads[i])
+        runtime.setup.register_param(base | i, f"p{i}", list(SHAPES[i]), shard, grads[i])
     ids = [base | i for i in range(len(SHAPES))]
-    runtime.register_graph(base, ids, stage=stage, reduce=reduce)
-    runtime.validate_registration()
+    runtime.setup.register_graph(base, ids, stage=stage, reduce=reduce)
+    runtime.setup.validate()
     results, batch = [], 0
     for _ in range(2):
         for micro in range(accumulate):
             last = micro == accumulate - 1
-            runtime.start_forward()
+            runtime.passes.start_forward()
             ops.prefetch_params_fused(base, [], ids[::-1])
             for i in reversed(range(len(SHAPES))):
                 full = ops.wait_allgather(empty, base, ids[i])
                 assert torch.equal(full.cpu(), _value(i)), (i, full)
                 ops.release_param(empty, base, ids[i], 1)
-            runtime.end_forward()
-            runtime.start_pass(last)
+            runtime.passes.end_forward()
+            runtime.passes.start_backward(last)
             for i in range(len(SHAPES)):
                 given = [grad.to(device) for grad in _contributions(i, rank, batch, last)]
                 if fused:
@@ -140,9 +140,9 @@ def _residency() -> None:
     ids = [base | i for i in range(3)]
     shards = [torch.full((2, 3), float(10 * i + rank)) for i in range(3)]
     for i in range(3):
-        runtime.register_param(ids[i], f"p{i}", [2 * world, 3], shards[i])
-    runtime.register_graph(base, ids, stage=2)
-    runtime.register_graph(base | 1, ids, stage=3)
+        runtime.setup.register_param(ids[i], f"p{i}", [2 * world, 3], shards[i])
+    runtime.setup.register_graph(base, ids, stage=2)
+    runtime.setup.register_graph(base | 1, ids, stage=3)
 
     def use(graph: int, i: int) -> Tensor:
         ops.allgather_param(empty, graph, ids[i], torch.bfloat16)
@@ -161,23 +161,23 @@ def _residency() -> None:
     assert counts() == (2, 2)
     for shard in shards:
         shard += 100
-    runtime.invalidate()
+    runtime.parameters.invalidate()
     assert runtime.stats()["arena_bytes"] == 0  # what is gathered next may be of other sizes
-    runtime.invalidate()
-    runtime.refetch()
+    runtime.parameters.invalidate()
+    runtime.parameters.refetch()
     assert counts() == (2, 0)  # both again at once, before anybody asks
     assert use(base, 0).tolist() == [[float(100 + r)] * 3 for r in range(world) for _ in range(2)]
     assert counts() == (0, 1)
     # A parameter that no step used since is not fetched again.
-    runtime.invalidate()
-    runtime.refetch()
+    runtime.parameters.invalidate()
+    runtime.parameters.refetch()
     assert counts() == (1, 0)
     # A stage-3 graph frees what it releases, except persistent parameters.
-    runtime.set_persistent(ids[1])
+    runtime.parameters.set_persistent(ids[1])
     use(base | 1, 0)
     use(base | 1, 1)
     use(base | 1, 1)
-    runtime.invalidate_gathered_param(ids[1])
+    runtime.parameters.invalidate(ids[1])
     use(base | 1, 1)
     assert counts() == (2, 2)
     runtime.close()
@@ -197,17 +197,17 @@ def _no_growth() -> tuple[int, int]:
     base = runtime.serial << 32
     ids = [base | i for i in range(8)]
     for i, id_ in enumerate(ids):
-        runtime.register_param(id_, f"p{i}", [10, i + 1], torch.zeros(10, i + 1), torch.zeros(10, i + 1))
-    runtime.register_graph(base, ids)
+        runtime.setup.register_param(id_, f"p{i}", [10, i + 1], torch.zeros(10, i + 1), torch.zeros(10, i + 1))
+    runtime.setup.register_graph(base, ids)
     peaks = []
     for cycle in range(1000):
-        runtime.start_forward()
+        runtime.passes.start_forward()
         for id_ in ids:
             ops.allgather_param(torch.empty(0), base, id_, torch.bfloat16)
             ops.wait_allgather(torch.empty(0), base, id_)
             ops.release_param(torch.empty(0), base, id_, 1)
-        runtime.end_forward()
-        runtime.start_pass(cycle % 3 == 2)
+        runtime.passes.end_forward()
+        runtime.passes.start_backward(cycle % 3 == 2)
         for i, id_ in enumerate(ids):
             ops.reduce_grad(torch.ones(10, i + 1, dtype=torch.bfloat16), base, id_)
         ops.end_backward(base)

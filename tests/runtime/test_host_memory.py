@@ -107,14 +107,14 @@ def test_saved_tensors_stay_where_others_hold_the_memory(mesh: DeviceMesh) -> No
     losses = [one_step(engine, BATCH, optimizer)]
     stats = engine.runtime.stats()
     assert stats["stayed_tensors"] == 0 and stats["host_bytes"] > 0
-    engine.runtime.clear_arena()
-    home = engine.runtime.state_home(torch.empty(3_900_000, dtype=torch.uint8, device="meta"))
+    engine.runtime.memory.free_unused()
+    buffer = engine.runtime.states.host_buffer(torch.empty(3_900_000, dtype=torch.uint8, device="meta"))
     with pytest.warns(UserWarning, match="no host memory for .* `host_memory_budget`.* saved tensors stay on cpu"):
         losses.append(one_step(engine, BATCH, optimizer))
     stats = engine.runtime.stats()
-    assert stats["stayed_tensors"] > 0 and home.nbytes < stats["host_bytes"] <= budget
-    del home
-    engine.runtime.clear_arena()
+    assert stats["stayed_tensors"] > 0 and buffer.nbytes < stats["host_bytes"] <= budget
+    del buffer
+    engine.runtime.memory.free_unused()
     losses.append(one_step(engine, BATCH, optimizer))
     assert engine.runtime.stats()["stayed_tensors"] == stats["stayed_tensors"], "all leave again"
     assert losses == expected
@@ -149,7 +149,7 @@ def test_a_preference_leaves_the_thread_as_it_was(mesh: DeviceMesh) -> None:
     group = torch.distributed.group.WORLD
     runtime = extension.Runtime(group, group, torch.device("cpu"), numa_node=1000, numa_cpus=sorted(before)[:1])
     assert runtime.stats()["host_node"] in (1000, -1)
-    runtime.state_home(torch.empty(100, device="meta")).fill_(1)
+    runtime.states.host_buffer(torch.empty(100, device="meta")).fill_(1)
     assert os.sched_getaffinity(0) == before
     runtime.close()
 
@@ -163,14 +163,14 @@ def test_the_report_tells_of_host_memory() -> None:
 def test_reserved_memory_stays_until_it_is_given_up(mesh: DeviceMesh) -> None:
     group, sizes = torch.distributed.group.WORLD, [100, 700_000, 700_000]
     runtime = load_extension().Runtime(group, group, torch.device("cpu"))
-    runtime.reserve_states(sizes)
+    runtime.states.reserve(sizes)
     for _ in range(2):
         assert runtime.stats()["host_bytes"] == 2 << 20
-        homes = [runtime.state_home(torch.empty(size, dtype=torch.uint8, device="meta")) for size in sizes]
-        assert runtime.stats()["host_bytes"] == 2 << 20 and len({home.data_ptr() for home in homes}) == 3
-        del homes
-        runtime.synchronize_states()  # frees what nobody uses, as before a checkpoint
-    runtime.reserve_states([])
-    runtime.synchronize_states()
+        buffers = [runtime.states.host_buffer(torch.empty(size, dtype=torch.uint8, device="meta")) for size in sizes]
+        assert runtime.stats()["host_bytes"] == 2 << 20 and len({buffer.data_ptr() for buffer in buffers}) == 3
+        del buffers
+        runtime.states.synchronize()  # frees what nobody uses, as before a checkpoint
+    runtime.states.reserve([])
+    runtime.states.synchronize()
     assert runtime.stats()["host_bytes"] == 0
     runtime.close()

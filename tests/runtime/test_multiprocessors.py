@@ -71,8 +71,8 @@ def _communicates() -> list[bool]:
     graph, shard = runtime.serial << 32, torch.zeros(2)
     ids = [graph, graph | 1]
     for id_ in ids:
-        runtime.register_param(id_, f"p{id_ - graph}", [4], shard.clone(), shard.clone())
-    runtime.register_graph(graph, ids)
+        runtime.setup.register_param(id_, f"p{id_ - graph}", [4], shard.clone(), shard.clone())
+    runtime.setup.register_graph(graph, ids)
     ops, said = torch.ops.dc, [runtime.communicates()]
     ops.prefetch_params_fused(graph, [], ids)
     said.append(runtime.communicates())
@@ -81,10 +81,10 @@ def _communicates() -> list[bool]:
     ops.prefetch_params_fused(graph, [], ids)  # they are there: nothing travels
     said.append(runtime.communicates())
     ops.release_params_fused(graph, ids)
-    runtime.start_backward(ids)
+    runtime.gradients.start_backward(ids)
     ops.reduce_grads_fused(graph, [torch.ones(4), torch.ones(4)], ids)
     said.append(runtime.communicates())
-    runtime.finish_backward()
+    runtime.gradients.finish_backward()
     said.append(runtime.communicates())
     runtime.close()
     dist.destroy_process_group()

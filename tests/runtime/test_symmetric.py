@@ -45,8 +45,8 @@ def _without() -> tuple[list[str], list[str], dict[str, int]]:
     with told() as lines:
         runtime = load_extension().Runtime(group, group, torch.device("cpu"), symmetric_threshold=1)
         id_ = runtime.serial << 32
-        runtime.register_param(id_, "w", [6, 2], torch.full((3, 2), float(rank)))
-        runtime.register_graph(id_, [id_])
+        runtime.setup.register_param(id_, "w", [6, 2], torch.full((3, 2), float(rank)))
+        runtime.setup.register_graph(id_, [id_])
         for _ in range(2):
             torch.ops.dc.prefetch_params_fused(id_, [], [id_])
             full = torch.ops.dc.wait_allgather_fused(id_, [id_])[0]

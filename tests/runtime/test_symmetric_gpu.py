@@ -44,9 +44,9 @@ class _Side:
         self.graph = self.runtime.serial << 32
         self.ids = [self.graph | i for i in range(len(shards))]
         for id_, shard, shape in zip(self.ids, shards, shapes, strict=True):
-            self.runtime.register_param(id_, f"p{id_ - self.graph}", list(shape), shard)
-        self.runtime.register_graph(self.graph, self.ids)
-        self.runtime.validate_registration()
+            self.runtime.setup.register_param(id_, f"p{id_ - self.graph}", list(shape), shard)
+        self.runtime.setup.register_graph(self.graph, self.ids)
+        self.runtime.setup.validate()
         self.runtime.reset_stats()  # that was a gather, too
 
     def gather(self, members: list[int], dtypes: list[torch.dtype] | None = None) -> list[Tensor]:
@@ -83,8 +83,8 @@ def _equal_to_nccl(steps: int) -> tuple[int, dict[str, int]]:
     for step in range(steps):
         for shard in shards:
             shard.normal_(generator=generator)
-        symmetric.runtime.invalidate()
-        nccl.runtime.invalidate()
+        symmetric.runtime.parameters.invalidate()
+        nccl.runtime.parameters.invalidate()
         if step % 5 == rank:  # now one rank is late, now the other one
             torch.cuda._sleep(3_000_000)
         # Nothing waits for the device here: the host runs many gathers ahead, and whoever overwrites too early shows.
@@ -151,7 +151,7 @@ def _one_rank_has_no_memory() -> tuple[list[str], dict[str, int]]:
             assert full[: size // 8].eq(1).all() and full[size // 8 :].eq(2).all()
             del full  # there is no memory for another one
             side.release([0])
-            side.runtime.invalidate()
+            side.runtime.parameters.invalidate()
     if rank == 1:
         del hog
     stats = side.stats()
@@ -211,8 +211,8 @@ def _gather_for_ever(rank: int, port: int, stops: bool, results: Any) -> None:
     runtime = load_extension().Runtime(group, group, device, timeout=TIMEOUT, symmetric_threshold=MIB)
     graph = runtime.serial << 32
     shard = torch.ones(4 * MIB, device=device)
-    runtime.register_param(graph, "layer.weight", [8 * MIB], shard)
-    runtime.register_graph(graph, [graph])
+    runtime.setup.register_param(graph, "layer.weight", [8 * MIB], shard)
+    runtime.setup.register_graph(graph, [graph])
     done, last = 0, time.monotonic()
     try:
         while True:

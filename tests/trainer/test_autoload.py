@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from interpreters import declare_entry_points, run_python
+from interpreters import ROOT, clean_environment, declare_entry_points, run_python
 
 NAMES = [
     "deepcompile",
@@ -58,7 +61,7 @@ def test_trainer_resolves_the_name_without_an_import_of_the_package(metadata: Pa
         "import sys, torch\n"
         "assert 'lightning' not in sys.modules\n"
         "assert {m for m in sys.modules if m.startswith('lightning_d')} == "
-        "{'lightning_deepcompile', 'lightning_deepcompile._autoload'}\n"
+        "{'lightning_deepcompile', 'lightning_deepcompile._autoload', 'lightning_deepcompile_autoload'}\n"
         "from lightning.pytorch import Trainer\n"
         "assert 'lightning_deepcompile.trainer.strategy' not in sys.modules\n"
         f"for name in {NAMES}:\n"
@@ -112,25 +115,58 @@ def test_without_autoload_importing_the_package_registers(metadata: Path) -> Non
     )
 
 
-def test_the_other_lightning_is_left_alone(metadata: Path) -> None:
-    pytest.importorskip("pytorch_lightning")
-    code = "from pytorch_lightning.strategies import StrategyRegistry as registry\n"
-    run(code + "assert 'deepcompile' not in registry", paths=(metadata,))
+@pytest.mark.parametrize(
+    ("package", "call", "remedy"),
+    [
+        ("pytorch_lightning", "Trainer", "from lightning.pytorch import Trainer"),
+        ("lightning.fabric", "Fabric", "lightning.pytorch.Trainer(strategy='deepcompile')"),
+        ("lightning_fabric", "Fabric", "lightning.pytorch.Trainer(strategy='deepcompile')"),
+    ],
+)
+def test_who_cannot_run_the_strategies_says_who_can(metadata: Path, package: str, call: str, remedy: str) -> None:
+    pytest.importorskip(package)
+    run(
+        f"from {package} import {call}\n"
+        "try:\n"
+        f"    {call}(strategy='deepcompile', accelerator='cpu', devices=1)\n"
+        "except ImportError as error:\n"
+        f"    assert {call + '(strategy=' + repr('deepcompile') + ')'!r} in str(error), error\n"
+        f"    assert {remedy!r} in str(error) and len(str(error).splitlines()) == 1, error\n"
+        "else:\n"
+        "    raise AssertionError('it was accepted')\n",
+        paths=(metadata,),
+    )
 
 
-def test_the_other_lightning_alone_gets_an_error_that_says_what_to_install(stand_in: Path) -> None:
+def test_the_other_lightning_alone_says_what_to_install(stand_in: Path) -> None:
     (stand_in / "lightning" / "pytorch").rename(stand_in / "pytorch_lightning")
     run(
         HIDE_LIGHTNING + "import lightning_deepcompile\n"
         "from pytorch_lightning.strategies import StrategyRegistry as registry\n"
-        "from lightning_deepcompile.registry import _make_strategy\n"
-        "assert 'deepcompile' in registry\n"
-        "try:\n"
-        "    _make_strategy()\n"
-        "except ModuleNotFoundError as error:\n"
-        "    assert 'pip install' in str(error), error\n",
+        "assert list(registry) == list(lightning_deepcompile.registry.STRATEGIES)\n",
         paths=(stand_in,),
     )
+
+
+@pytest.mark.parametrize(("shadowed", "options"), [(False, ()), (True, ("-W", "error"))])
+def test_torch_imports_where_the_package_does_not(tmp_path: Path, shadowed: bool, options: tuple[str, ...]) -> None:
+    """What `pip install -e` leaves when its checkout is moved; or a file of the user's with the package's name."""
+    declare_entry_points(tmp_path)
+    shutil.copy(ROOT / "lightning_deepcompile_autoload.py", tmp_path)
+    if shadowed:
+        (tmp_path / "lightning_deepcompile.py").write_text("raise ValueError('not the package')\n")
+    env = {name: value for name, value in clean_environment().items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    # Only torch's own folder and `tmp_path`: neither this checkout nor an installation of it.
+    code = (
+        f"import sys; sys.path[:0] = [{str(tmp_path)!r}]\n"
+        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f).lower()]\n"
+        "import torch; print(torch.ones(1).item())\n"
+    )
+    command = [sys.executable, *options, "-c", code]
+    done = subprocess.run(command, env=env | {"PYTHONPATH": ""}, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "1.0\n", done.stderr
+    reason = "ValueError: not the package" if shadowed else "ModuleNotFoundError: No module named"
+    assert done.stderr.count("installed but cannot be imported") == 1 and reason in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("order", ["package first", "lightning first"])

@@ -35,9 +35,8 @@ from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.extract import ExtractedRegion
 from lightning_deepcompile.program.lower import RegionCompiler
-from lightning_deepcompile.program.program import ProgramKind
 from lightning_deepcompile.program.repeatable import is_repeatable
-from lightning_deepcompile.program.schedule import Schedule
+from lightning_deepcompile.program.schedule import ProgramKind, Schedule
 from lightning_deepcompile.tuning.shortages import ShortageWatch
 
 STEPS = 36
@@ -160,7 +159,7 @@ def _losses(engine: Engine, shortages: Shortages | None = None) -> tuple[list[li
         if shortages is not None:
             engine.capture.regions.before = shortages
             shortages.armed = step == FAILS
-        engine.runtime.clear_arena()
+        engine.runtime.memory.free_unused()
         engine.runtime.reset_stats()
         losses.append(optimizer_step(engine, rows, optimizer).tolist())
         stats = engine.runtime.stats()
@@ -265,7 +264,7 @@ def _train_with_shortages(folder: str) -> dict[str, Any]:
 def _give_back(engine: Engine, order: random.Random) -> Callable[[ProgramKind], None]:
     def before(kind: ProgramKind) -> None:
         for _ in range(order.choice([0, 0, 1, 10])):
-            engine.runtime.relieve()
+            engine.runtime.memory.give_back()
 
     return before
 

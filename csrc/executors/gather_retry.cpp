@@ -9,9 +9,9 @@
 
 namespace ldc {
 
-int64_t GatherEngine::relieve() {
+int64_t GatherEngine::give_back() {
   release_fetched();
-  if (const int64_t freed = arena_.clear(); freed > 0) return freed;
+  if (const int64_t freed = arena_.free_unused(); freed > 0) return freed;
   // Those that were launched first: in forward they are needed last, and what is still in flight is needed first.
   std::map<int64_t, std::shared_ptr<Group>> groups;
   for (const auto& [id, gathered] : gathered_) groups.emplace(gathered.group->number, gathered.group);
@@ -58,7 +58,7 @@ int64_t GatherEngine::send_away(Group& group) {
   group.away = std::move(away);
   stats_.sent_away_bytes += group.slot->capacity();
   arena_.release(std::move(group.slot), current_stream(device_));
-  return arena_.clear();
+  return arena_.free_unused();
 }
 
 void GatherEngine::bring_back(Group& group) {

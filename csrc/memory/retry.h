@@ -21,7 +21,7 @@ using GiveBack = std::function<int64_t()>;
 /// What `allocate` returns; while memory is short, tries again as long as `give_back` finds something. `allocate` must
 /// leave nothing behind when it raises. Without errors this costs nothing.
 template <typename Allocate>
-auto allocate_with_relief(const GiveBack& give_back, const Allocate& allocate) {
+auto allocate_with_retry(const GiveBack& give_back, const Allocate& allocate) {
   while (true) {
     try {
       return allocate();

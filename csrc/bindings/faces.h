@@ -1,0 +1,126 @@
+// The runtime as Python sees it: what its callers want to do, one class for each purpose. What programs execute are the
+// operators (ops.cpp).
+//
+// Each method is one turn with the engines (Runtime::enter). It raises after the runtime's end unless it says otherwise.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/common.h"
+
+namespace ldc {
+
+class Runtime;
+
+/// What every purpose has: the runtime, whose member it is.
+class Face {
+ public:
+  explicit Face(Runtime& runtime) : runtime_(runtime) {}
+  Face(const Face&) = delete;
+  Face& operator=(const Face&) = delete;
+
+ protected:
+  Runtime& runtime_;
+};
+
+/// Before the first step: what there is.
+class Setup : public Face {
+ public:
+  using Face::Face;
+  /// A parameter: its shard, and its gradient shard with memory, whose size is remembered. Without one it is frozen. A
+  /// known id may come again with tensors like those before, which it replaces.
+  void register_param(int64_t id, std::string name, std::vector<int64_t> shape, const Tensor& shard,
+                      const std::optional<Tensor>& grad, Dtype reduce_dtype, bool persistent);
+  /// A graph and the parameters that it uses, under a ZeRO stage. `reduce`: "every" micro-batch, at the "boundary", or
+  /// empty: what the stage does. The same id again replaces the graph.
+  void register_graph(int64_t graph_id, const Ids& ids, int64_t stage, const std::string& reduce);
+  /// Raises on every rank if ranks registered different parameters or graphs. Collective.
+  void validate();
+  /// On one rank: parameters that are gathered as they are stored are their shards, and cost nothing.
+  void share_shards();
+};
+
+/// Gathered parameters between graphs.
+class Parameters : public Face {
+ public:
+  using Face::Face;
+  /// Keeps a parameter gathered from its next use until the weights change.
+  void set_persistent(int64_t id, bool persistent);
+  /// The weights changed: no gathered parameter is up to date. With an id: that one is not.
+  void invalidate(std::optional<int64_t> id);
+  /// Starts gathering what invalidate() took from parameters that stay whole, in the order of their first use.
+  void refetch();
+  /// Gathers launched from now on read what the current stream has written by then; those under way stay.
+  void order_gathers();
+};
+
+/// Gradient shards, and the backward passes of a caller that brackets them itself: it knows which gradients start anew,
+/// and when all graphs are done.
+class Gradients : public Face {
+ public:
+  using Face::Face;
+  /// Opens a backward pass. `reset_ids` start a new accumulation; without `update`, graphs that reduce at the boundary
+  /// hold their gradients back.
+  void start_backward(const Ids& reset_ids, bool update);
+  /// Orders the current stream behind all reductions (CPU: completes them). Raises their failures.
+  void finish_backward();
+  /// Parameters whose gradient shard is valid, ascending.
+  Ids ids();
+  /// Gives a parameter another gradient buffer; the old one keeps its values.
+  void replace(int64_t id, const Tensor& grad);
+  /// Forgets accumulations; storages without any are resized to 0 bytes until the next reduction.
+  void free(const Ids& ids);
+};
+
+/// The passes of the `dc` functions. Graphs end a backward one by one; gradients start anew, and weights are gathered
+/// anew, in the step after an update.
+class Passes : public Face {
+ public:
+  using Face::Face;
+  void start_forward();
+  void end_forward();
+  void start_backward(bool update);
+  void end_backward(int64_t graph_id);  // also an operator
+  /// Dry: shapes and memory as ever, but nothing is communicated and values are undefined.
+  void enable_profiling(bool enable);
+  bool is_profiling() const;  // does not wait for a turn
+};
+
+/// Optimizer states in host memory; see StateCopies, whose methods these are.
+class States : public Face {
+ public:
+  using Face::Face;
+  using Chunk = std::vector<Tensor>;
+  void reserve(const std::vector<int64_t>& sizes);
+  Tensor host_buffer(const Tensor& like);
+  void expect(std::vector<Chunk> chunks, std::vector<Ids> slots);  // after the end, too
+  std::vector<Chunk> take();
+  void forget_fetched();  // after the end, too
+  void begin(int64_t slot_bytes);
+  Chunk fetch(int64_t slot, const Chunk& host_buffers);
+  void wait(int64_t slot);
+  void stow(int64_t slot, const Chunk& sources, const Chunk& host_buffers);
+  // After the end, too: a step that failed is cleaned up, and states can still be saved.
+  void settle();
+  void release();
+  void synchronize();
+};
+
+/// Device and host memory.
+class Memory : public Face {
+ public:
+  using Face::Face;
+  /// A 1-D tensor of the device that lies in host memory, for the shards of parameters; uninitialised.
+  Tensor host_shard(int64_t numel, ScalarType dtype);
+  /// Turns tensors of at least `free_activation_threshold` elements into empty ones. Raises for one that is in use.
+  void free_tensors(const std::vector<Tensor>& tensors);
+  /// Frees device and host memory that nobody uses.
+  void free_unused();
+  /// The device is short of memory: gives some back, at no other rank's cost (memory/retry.h). Returns the bytes; 0:
+  /// nothing is left to give.
+  int64_t give_back();
+};
+
+}  // namespace ldc

@@ -1,0 +1,184 @@
+"""Builds the parts of an `Engine`, in the order in which they need each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.capture.backend import Capture
+from lightning_deepcompile.capture.fallback import Fallbacks
+from lightning_deepcompile.capture.lookups import exchange_lookups
+from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.offload.activations import ActivationOffload
+from lightning_deepcompile.offload.host_memory import host_limit, host_options
+from lightning_deepcompile.offload.parameters import HostedShards, decide_hosted
+from lightning_deepcompile.offload.residency import Residency
+from lightning_deepcompile.offload.trade import StateTrade
+from lightning_deepcompile.profile.peak_memory import PeakMemory
+from lightning_deepcompile.ranks.exchange import AnyRank
+from lightning_deepcompile.ranks.failures import Failures
+from lightning_deepcompile.ranks.order import Agreement
+from lightning_deepcompile.ranks.ranks import Ranks
+from lightning_deepcompile.runtime import load_extension
+from lightning_deepcompile.runtime.multiprocessors import PAIR, Multiprocessors
+from lightning_deepcompile.sharding.gradients import GradientSession
+from lightning_deepcompile.sharding.shards import ShardedModel, shard_module
+from lightning_deepcompile.sharding.uncompiled import Uncompiled
+from lightning_deepcompile.step.prefetch import StepPrefetch
+from lightning_deepcompile.step.timeline import Timeline
+from lightning_deepcompile.tuning.shortages import MemoryRetry, Shortages, ShortageWatch
+from lightning_deepcompile.tuning.tuner import Tuner
+
+__all__ = ["Assembly"]
+
+
+class Assembly:
+    """What the parts of one engine are built from. Its methods are called once, in the order in which they stand.
+
+    Args:
+        mesh: Device mesh of the ranks.
+        ranks: The ranks.
+        config: Settings.
+        stage: ZeRO stage.
+        timeout: How long to wait for other ranks.
+        gather_dtype: Dtype in which floating-point parameters are gathered; None keeps their own.
+        reduce_dtype: Dtype in which gradients are reduced; None keeps the one they are computed in.
+
+    Attributes:
+        device: Where the programs run.
+        memory: Of that device.
+        host_group: Of the ranks' CPUs.
+        hosted: Which parameters' shards live in host memory.
+        fallbacks: What is left uncompiled.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        ranks: Ranks,
+        config: CompileConfig,
+        stage: int,
+        timeout: timedelta,
+        gather_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+    ) -> None:
+        self._mesh, self._ranks, self._config, self._stage, self._timeout = mesh, ranks, config, stage, timeout
+        self._gather_dtype, self._reduce_dtype = gather_dtype, reduce_dtype
+        own = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
+        self.device = torch.device(mesh.device_type, *own)
+        self.memory = PeakMemory(self.device)
+        self.host_group = ranks.new_host_group(timeout=timeout)
+        self.fallbacks = Fallbacks(config.fallback, dist.get_rank(ranks.group))
+        # Without a budget nobody counts on the memory of gathers: where nothing moves, shards are used as they are.
+        self._shares = config.memory_budget is None and not config.offloads
+        self.hosted: HostedShards
+        self._host_bytes = 0
+
+    def runtime(self, module: nn.Module) -> Any:
+        """The ``_C.Runtime``; decides which shards of `module` live in host memory."""
+        config, ranks, device = self._config, self._ranks, self.device
+        extension = load_extension()
+        gather_group = reduce_group = ranks.shard_group
+        if device.type == "cpu" and self._mesh.size() > 1:
+            # Separate groups, so that gathers and reductions need not wait for each other.
+            gather_group, reduce_group = ranks.new_shard_groups(2, timeout=self._timeout)
+        if config.region_backend == "inductor" and device.type == "cuda":
+            compat.start_compile_workers()  # they are there when the step is traced
+        limit = host_limit(config.host_memory_budget, ranks.group) if config.offloads else 0
+        self.hosted = decide_hosted(
+            config, module, ranks, device, stage=self._stage, gather_dtype=self._gather_dtype, host_bytes=limit
+        )
+        self._host_bytes = max(limit - self.hosted.bytes, 1) if config.offloads else 0
+        runtime = extension.Runtime(
+            gather_group,
+            reduce_group,
+            device,
+            replica_group=ranks.replica_group,
+            reduce_window=config.reduce_window,
+            max_ctas=config.communication_sms or config.max_ctas,
+            cta_cluster=PAIR if config.communication_sms else 0,
+            symmetric_threshold=config.symmetric_threshold,
+            timeout=self._timeout.total_seconds(),
+            **host_options(limit, device, ranks.group),
+        )
+        if self._shares:
+            runtime.setup.share_shards()
+        return runtime
+
+    def model(self, module: nn.Module, runtime: Any) -> ShardedModel:
+        """The sharded `module`."""
+        dtypes = {"gather_dtype": self._gather_dtype, "reduce_dtype": self._reduce_dtype}
+        return shard_module(module, runtime, self._ranks, hosted=self.hosted.chunks, **dtypes)
+
+    def gradients(self, runtime: Any, model: ShardedModel) -> GradientSession:
+        """What has the gradients."""
+        holds_back = self._config.reduction(self._stage) != "every"
+        return GradientSession(runtime, model, self._ranks.group, holds_back=holds_back)
+
+    def timeline(self, runtime: Any, model: ShardedModel, gradients: GradientSession) -> tuple[Timeline, Failures]:
+        """Everything that takes part in a step, and what tells the other ranks of this one's failure."""
+        config, device, stage, group = self._config, self.device, self._stage, self._ranks.group
+        rank = dist.get_rank(group)
+        store = compat.store()
+        # Engines are made in the same order on all ranks; a number of its own keeps one's keys from another's.
+        number = store.add(f"lightning_deepcompile/engines/{dist.get_rank()}", 1)
+        meeting = (store, rank, self._ranks.world_size, self._timeout, f"lightning_deepcompile/engine{number}")
+        order = Agreement(*meeting, self.host_group, model.names)
+        leaving = ActivationOffload(config, model, device, stage, self._host_bytes)
+        retry = MemoryRetry(runtime, device, rank)
+        divides = config.communication_sms and device.type == "cuda"
+        capture = Capture(
+            config,
+            model,
+            runtime,
+            gradients,
+            order,
+            stage,
+            choose_activations=leaving.choose,
+            lookups=exchange_lookups(config, model, stage, self._reduce_dtype, self.host_group),
+            guard=compat.held_weakly(retry.guard),
+            divider=Multiprocessors(device, config.communication_sms, runtime) if divides else None,
+            nothing_moves=self._shares and self._mesh.size() == 1 and config.schedule in (None, "auto"),
+        )
+        residency = None
+        if config.offload != "none":
+            residency = Residency(config, model, runtime, group, device, self.memory, self._host_bytes)
+        trade = StateTrade(residency, self.hosted.describe)
+        room = self._room_for_activations(residency)
+        shortages = Shortages(retry, ShortageWatch(*meeting))
+        tuner = Tuner(capture, runtime, group, device, self.memory, shortages, trade, room)
+        prefetch = StepPrefetch(config, capture, runtime, self.host_group, device, stage)
+        uncompiled = model.state.path = Uncompiled(
+            model.parameters,
+            stays=stage < 3,
+            compare=compat.held_weakly(order.check_uncompiled),
+            written=prefetch.rewritten,
+            noticed=self.fallbacks.noticed,
+        )
+        hosts = AnyRank(self.host_group, "whether parameters were written to", "whether training is to stop")
+        timeline = Timeline(
+            runtime=runtime,
+            hosts=hosts,
+            order=order,
+            tuner=tuner,
+            residency=residency,
+            leaving=leaving,
+            prefetch=prefetch,
+            capture=capture,
+            uncompiled=uncompiled,
+            gradients=gradients,
+        )
+        return timeline, Failures(store, rank, meeting[-1])
+
+    def _room_for_activations(self, residency: Residency | None) -> Callable[[], int] | None:
+        if self._config.offload_activations == "none":
+            return None
+        host_bytes = self._host_bytes
+        return lambda: host_bytes - (0 if residency is None else residency.host_bytes)

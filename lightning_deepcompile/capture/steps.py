@@ -1,0 +1,78 @@
+"""The module's step methods, each compiled when it first runs."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.capture.backend import Capture
+from lightning_deepcompile.capture.fallback import BROKEN_TEXT, Fallbacks, why_not
+from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.sharding.mentions import Mentions, mentions_of
+
+__all__ = ["CompiledSteps"]
+
+
+class CompiledSteps:
+    """Compiles ``training_step``, ``validation_step`` and so on; what cannot be compiled is left as it is.
+
+    Args:
+        module: Whose methods they are.
+        config: Settings.
+        capture: The compiler's backend; held weakly by what is compiled.
+        fallbacks: Told what stays uncompiled, and why.
+    """
+
+    def __init__(self, module: nn.Module, config: CompileConfig, capture: Capture, fallbacks: Fallbacks) -> None:
+        self._module, self._config, self._fallbacks = module, config, fallbacks
+        self._backend = compat.held_weakly(capture.__call__)
+        self._compiled: dict[str, Callable[..., Any]] = {}
+        self._mentions: dict[str, Mentions] = {}
+        self._settings: dict[str, contextlib.AbstractContextManager[None]] = {}
+
+    def forget(self, name: str) -> None:
+        """The step `name` is compiled anew when it runs next."""
+        self._compiled.pop(name, None)
+
+    def mentions(self, name: str) -> Mentions:
+        """What the code of the step `name` mentions."""
+        if name not in self._mentions:
+            self._mentions[name] = mentions_of(self._module, getattr(self._module, name))
+        return self._mentions[name]
+
+    @contextlib.contextmanager
+    def running(self, name: str) -> Iterator[Callable[..., Any]]:
+        """Gives the compiled step `name`, which runs under Dynamo's settings and tells of what is left uncompiled."""
+        if name not in self._compiled:
+            self._compiled[name] = self._compile(name)
+        with self._settings[name], self._fallbacks.watching():
+            yield self._compiled[name]
+
+    def _compile(self, name: str) -> Callable[..., Any]:
+        step = getattr(self._module, name)
+        falls_back = self._config.fallback == "warn"
+        self._settings[name] = compat.step_settings(self._config.recompile_limit, falls_back=falls_back)
+        attributes = vars(self._module).items()
+        bounded = {n for n, value in attributes if isinstance(value, deque) and value.maxlen is not None}
+        found = self.mentions(name)
+        code = getattr(inspect.unwrap(step), "__code__", None)
+        if (reason := why_not(found, bounded)) is not None:
+            self._fallbacks.add(name, _place(code), reason)
+            return step
+        own = compat.with_own_code(step)
+        for broken in found.broken_texts:
+            self._fallbacks.add(broken.co_name, _place(broken), BROKEN_TEXT)
+            compat.never_code(own.__code__ if broken is code else broken)
+        return torch.compile(own, backend=self._backend)
+
+
+def _place(code: types.CodeType | None) -> str:
+    return "?" if code is None else f"{code.co_filename}:{code.co_firstlineno}"

@@ -1,0 +1,67 @@
+"""What README and docs say of the repository is there: links, messages, figures."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import tomllib
+
+import pytest
+from pages import ROOT
+
+README = (ROOT / "README.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+REPOSITORY = PROJECT["urls"]["Repository"]
+
+
+def test_readme_is_short_and_right_on_pypi() -> None:
+    assert len(README.splitlines()) <= 150
+    links = re.findall(r"\]\(([^)]+)\)", README)
+    assert links and all(link.startswith("https://") for link in links), "PyPI shows no relative links"
+    raw = REPOSITORY.replace("github.com", "raw.githubusercontent.com") + "/main/"
+    ours = [*links, *PROJECT["urls"].values()]
+    ours += re.findall(r"\]\((https://github\.com[^)]+)\)", (ROOT / "docs/index.md").read_text())
+    paths = [link.removeprefix(raw).removeprefix(f"{REPOSITORY}/blob/main/") for link in ours if "github" in link]
+    missing = [path for path in paths if not path.startswith(REPOSITORY) and not (ROOT / path).is_file()]
+    assert len(paths) > 5 and not missing
+
+
+def test_figures_of_the_plot_are_those_of_the_tables() -> None:
+    results = json.loads((ROOT / "docs/images/llama_8b_4xh200.json").read_text())["results"]
+    measured = {(r["case"].replace("x", "×"), r["system"]): (r["ms"], r["peak_gib"]) for r in results}
+    systems = ("deepcompile", "FSDP2, blocks compiled")
+    for case in {case for case, _ in measured}:
+        (row,) = re.findall(
+            rf"^\| {case} \| (\S+) ms, (\S+) GiB \| (\S+) ms, (\S+) GiB \| (\S+)× \| \+(\S+) GiB", README, re.M
+        )
+        ms, gib, other_ms, other_gib, ratio, more = map(float, row)
+        assert [(ms, gib), (other_ms, other_gib)] == [measured[case, system] for system in systems]
+        assert ratio == pytest.approx(other_ms / ms, abs=0.006) and more == pytest.approx(gib - other_gib, abs=0.06)
+        table = (ROOT / "docs/benchmarks.md").read_text()
+        assert f"| {case} | **{ms}**, {gib} GiB | {other_ms} ({ratio:.2f}×), {other_gib} GiB |" in table
+
+
+def _texts(node: ast.AST) -> str:
+    """The constant parts of a string, with `...` for what is put into it."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(v.value if isinstance(v, ast.Constant) else "..." for v in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+@pytest.mark.parametrize("page", ["docs/troubleshooting.md", "docs/install.md"])
+def test_messages_that_are_explained_exist(page: str) -> None:
+    sources = [
+        *ROOT.glob("lightning_deepcompile/**/*.py"),
+        ROOT / "lightning_deepcompile_autoload.py",
+        ROOT / "setup.py",
+    ]
+    texts = [_texts(node) for source in sources for node in ast.walk(ast.parse(source.read_text()))]
+    tables = re.findall(r"^\| message \|.*\n\| ---.*\n((?:\|.*\n)+)", (ROOT / page).read_text(), re.M)
+    messages = [row.split("|")[1].strip() for table in tables for row in table.splitlines()]
+    quoted = [message.strip("`") for message in messages if message.startswith("`") and not message.startswith("`LDC_")]
+    ours = [message for message in quoted if "g++" not in message and "command-line" not in message]
+    assert len(ours) >= 2
+    for message in ours:
+        parts = [part.strip() for part in message.split("...") if part.strip()]
+        assert any(all(part in text for part in parts) for text in texts), f"no code says {message!r}"
