@@ -373,6 +373,17 @@ def test_passes_are_found_and_their_order_is_checked() -> None:
             resolve_passes(passes, profiled=profiled)
 
 
+def test_planning_starts_from_what_passes_make_that_say_so() -> None:
+    ran: list[str] = []
+    mine = step_pass("mine", ["gathers"], starts=True)(lambda schedules, context: ran.append("mine") or schedules)
+    passes = resolve_passes(["zero3", mine, "fuse"], profiled=True)
+    step = _blocks(2)
+    _, effects = optimize(step, passes, PlanContext(profile=profile(step)))
+    assert [effect.name for effect in effects] == ["zero3 -> mine", "fuse"] and ran == []
+    program = apply_passes(_program(Shape("forward", [[0]], [[]], ())), PlanSettings(), passes[:2])
+    assert program.history == ("lower", "zero3", "mine") and ran == ["mine"]
+
+
 def test_a_pass_that_loses_programs_or_breaks_a_schedule_is_refused() -> None:
     shape = Shape("forward", [[0], [1]], [[], []], ())
     for run, message in [
