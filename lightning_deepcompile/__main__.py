@@ -1,9 +1,7 @@
-"""``python -m lightning_deepcompile``: what a bug report needs, and what is missing for training.
+"""``python -m lightning_deepcompile``: its subcommands, and the first of them, ``info``.
 
-``python -m lightning_deepcompile simulate`` predicts steps instead; see `plan.offline`.
-
-Everything here must work on a broken installation too, since that is where it is needed: each section stands on its
-own, and a failure becomes an entry of the report.
+``info`` prints what a bug report needs, and what is missing for training. It must work on a broken installation, too,
+since that is where it is needed: each section stands on its own, and a failure becomes an entry of the report.
 """
 
 from __future__ import annotations
@@ -17,14 +15,27 @@ import platform
 import resource
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from lightning_deepcompile import __version__
 
 __all__ = ["collect", "main", "render"]
 
 Report = dict[str, Any]
 
+_COMMANDS: dict[str, tuple[str | None, str]] = {
+    "info": (None, "versions, devices, communicators, and what is missing: for bug reports"),
+    "simulate": (
+        "lightning_deepcompile.plan.offline",
+        "predict a measured step on other ranks, links and memory budgets",
+    ),
+    "report": ("lightning_deepcompile.report.command", "write a measured step as a page for a browser, and a trace"),
+    "plan": ("lightning_deepcompile.plan.show", "check a plan file, and print what it holds"),
+}
+"""The module of each, with a function `main` of the arguments, and what the command is for."""
 _PACKAGES = ("lightning-deepcompile", "torch", "lightning", "transformers", "jsonargparse", "numpy", "setuptools")
 _VARIABLES = ("NCCL_", "TORCH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LDC_", "PYTORCH_", "GLOO_")
 
@@ -75,17 +86,35 @@ def render(report: Report) -> str:
 
 
 def main() -> None:
-    """Prints the report; with ``--json``, as JSON. ``simulate --help`` tells of the other command."""
-    if sys.argv[1:2] == ["simulate"]:
-        from lightning_deepcompile.plan import offline  # needs torch, which the report must do without
-
-        offline.main(sys.argv[2:])
+    """Runs a subcommand; ``info`` if none is named."""
+    arguments = sys.argv[1:]
+    if arguments[:1] in ([], ["--json"]):
+        arguments = ["info", *arguments]
+    if arguments[0] in _COMMANDS:
+        module, _ = _COMMANDS[arguments[0]]
+        # Imported now: all but `info` need torch, which may be what is broken.
+        run = _info if module is None else importlib.import_module(module).main
+        run(arguments[1:])
         return
-    parser = argparse.ArgumentParser(prog="python -m lightning_deepcompile", description=main.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_deepcompile",
+        description="Without a command: info. Each command has a --help of its own.",
+    )
+    parser.add_argument("--version", action="version", version=f"lightning-deepcompile {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, (_, text) in _COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    parser.parse_args(arguments)
+
+
+def _info(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_deepcompile info", description="Prints versions, devices, and what is missing."
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    arguments = parser.parse_args()
+    options = parser.parse_args(arguments)
     report = collect()
-    print(json.dumps(report, indent=2) if arguments.json else render(report))
+    print(json.dumps(report, indent=2) if options.json else render(report))
 
 
 def _import(name: str) -> tuple[ModuleType | None, str]:

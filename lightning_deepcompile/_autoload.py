@@ -11,9 +11,10 @@ An error here would make ``import torch`` fail for everybody on the machine. So 
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,7 @@ _REGISTRIES = {
     "lightning.fabric.strategies": "STRATEGY_REGISTRY",
     "lightning_fabric.strategies": "STRATEGY_REGISTRY",
 }
+_CLI = "lightning.pytorch.cli"
 
 
 def install() -> None:
@@ -39,6 +41,8 @@ def install() -> None:
         for name in _REGISTRIES:
             if (module := sys.modules.get(name)) is not None:
                 _register(module)
+        if (module := sys.modules.get(_CLI)) is not None:
+            _name_classes(module)
         # The finder stays for the life of the process, as taking it out while another thread walks through
         # `sys.meta_path` would make that thread skip a finder.
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -62,6 +66,18 @@ def _register(module: ModuleType) -> None:
         _warn(error)
 
 
+def _name_classes(module: ModuleType) -> None:
+    """Imports the strategy for LightningCLI, which knows short names of classes that are imported, and their settings.
+
+    That makes ``--trainer.strategy deepcompile --trainer.strategy.stage 2`` a command line that it can read.
+    """
+    try:
+        if "jsonargparse" in sys.modules:  # else there is no LightningCLI, though the module can be imported
+            importlib.import_module("lightning_deepcompile.trainer.short_names")
+    except Exception as error:
+        _warn(error)
+
+
 def _warn(error: Exception) -> None:
     try:
         warnings.warn(
@@ -75,7 +91,7 @@ def _warn(error: Exception) -> None:
 
 
 class _Finder:
-    """Finds Lightning's ``strategies`` packages as the other finders do, and has us told when one was executed."""
+    """Finds modules of Lightning's as the other finders do, and has us told when one was executed."""
 
     def __init__(self) -> None:
         self._searching: set[str] = set()
@@ -83,7 +99,7 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in _REGISTRIES or name in self._searching:
+        if name not in (*_REGISTRIES, _CLI) or name in self._searching:
             return None
         # Import hooks of others may ask all finders in turn, this one included.
         self._searching.add(name)
@@ -92,8 +108,9 @@ class _Finder:
         finally:
             self._searching.discard(name)
         if spec is not None and hasattr(spec.loader, "exec_module"):
+            then = _name_classes if name == _CLI else _register
             # Python asks for no more than the methods.
-            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
+            spec.loader = _Loader(spec.loader, then)  # type: ignore[assignment]
         return spec
 
     def _ask_the_others(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
@@ -105,10 +122,10 @@ class _Finder:
 
 
 class _Loader:
-    """Executes a module with the loader it stands for, then registers our strategies."""
+    """Executes a module with the loader it stands for, then calls `then` with it."""
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
+        self._loader, self._then = loader, then
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -119,7 +136,7 @@ class _Loader:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        _register(module)
+        self._then(module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)

@@ -8,6 +8,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,10 +23,14 @@ from lightning_deepcompile.capture.steps import CompiledSteps
 from lightning_deepcompile.capture.sync_batchnorm import trace_sync_batchnorm
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.offload.states import StateOffload
+from lightning_deepcompile.plan.costs import Profile, Resident
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.plan.settings import PlanSettings
+from lightning_deepcompile.profile.labels import labels_of
 from lightning_deepcompile.program.printer import format_program
+from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.ranks import Ranks
+from lightning_deepcompile.report.record import StepRecord
 from lightning_deepcompile.sharding.access import uninstall_access
 from lightning_deepcompile.sharding.checks import check_module, check_same_model
 from lightning_deepcompile.sharding.mentions import Mentions
@@ -33,7 +38,7 @@ from lightning_deepcompile.sharding.shards import ReadRows, ShardedModel
 from lightning_deepcompile.sharding.successors import Successors
 from lightning_deepcompile.step.clipping import Clipping
 from lightning_deepcompile.step.head_start import HeadStart
-from lightning_deepcompile.step.optimizers import LocalShards, check_optimizer, take_over
+from lightning_deepcompile.step.optimizers import LocalShards, check_optimizer, state_bytes, take_over
 from lightning_deepcompile.summary import Summary
 
 __all__ = ["Engine"]
@@ -256,6 +261,27 @@ class Engine:
     def report(self) -> list[Round]:
         """What each round of profiling and planning did."""
         return list(self.tuner.rounds)
+
+    def profile(self) -> Profile | None:
+        """What the last round planned with, with names and sizes for reports; None if no step was measured."""
+        profile = self.tuner.profile
+        if profile is None:
+            return None
+        labels = labels_of(executable.program for executable in self.capture.executables)
+        states = sum(state_bytes(optimizer, self.device) for optimizer in self._local_shards)
+        return replace(profile, labels=labels, resident=Resident(self.model.device_bytes, states))
+
+    def record(self) -> StepRecord:
+        """What a report of the training step shows."""
+        profile = self.profile()
+        schedules: tuple[Schedule, ...] = ()
+        if profile is not None:
+            current = {e.program.name: e.program.schedule for e in self.capture.executables}
+            # A step that was traced anew since has other programs: then those that were measured are shown.
+            schedules = tuple(current.get(schedule.name, schedule) for schedule in profile.schedules)
+            if not all(map(profile.covers, schedules)):
+                schedules = profile.schedules
+        return StepRecord(profile, schedules, tuple(self.report()), self.summary(), self.programs())
 
     def programs(self) -> dict[str, str]:
         """The current programs, printed, by name."""

@@ -18,7 +18,7 @@ ORDER = (
     ["program"],
     ["summary"],
     ["plan"],
-    ["profile", "config"],
+    ["profile", "config", "report"],
     ["sharding"],
     ["capture"],
     ["offload"],

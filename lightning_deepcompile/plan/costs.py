@@ -8,9 +8,19 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lightning_deepcompile.program.saved import Saved
-from lightning_deepcompile.program.schedule import Instruction, Schedule
+from lightning_deepcompile.program.schedule import Instruction, Schedule, ScheduleError, check_schedule
 
-__all__ = ["PROFILE_VERSION", "Contention", "Link", "Profile", "ProfileError", "RegionCost", "schedule_from_dict"]
+__all__ = [
+    "PROFILE_VERSION",
+    "Contention",
+    "Labels",
+    "Link",
+    "Profile",
+    "ProfileError",
+    "RegionCost",
+    "Resident",
+    "schedule_from_dict",
+]
 
 PROFILE_VERSION = 1
 
@@ -34,6 +44,10 @@ class Link:
     def seconds(self, size: int, world_size: int) -> float:
         """Seconds to gather, or to reduce, `size` bytes (of the whole tensors) over `world_size` ranks."""
         return self.latency + size * (world_size - 1) / world_size / self.bandwidth
+
+    def __str__(self) -> str:
+        speed = self.bandwidth / 1e9
+        return f"{self.latency * 1e6:.0f} us + {f'{speed:.2f}' if speed >= 0.1 else f'{speed:.2g}'} GB/s"
 
     def copy_seconds(self, size: int) -> float:
         """Seconds to copy `size` bytes from one place to another."""
@@ -77,6 +91,32 @@ class RegionCost:
 
 
 @dataclass(frozen=True)
+class Labels:
+    """What people call the things that a profile has numbers for.
+
+    Args:
+        parameters: The block of each parameter, by its id as text (keys of JSON are texts).
+        regions: The blocks that a region works for, separated by commas, by ``"<program name>/<region name>"``.
+    """
+
+    parameters: dict[str, str] = field(default_factory=dict)
+    regions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Bytes that one rank's device holds from step to step.
+
+    Args:
+        shards: Of parameters, without those in host memory.
+        states: Of optimizers, likewise.
+    """
+
+    shards: int = 0
+    states: int = 0
+
+
+@dataclass(frozen=True)
 class Profile:
     """A measured training step.
 
@@ -116,6 +156,8 @@ class Profile:
         exposed_seconds: How long compute stood still for communication in such a step; 0 if unknown.
         unexplained_seconds: By how much such a step was longer than what its programs and the optimizer are expected to
             take (or shorter, if negative). Predictions include it.
+        labels: Names for reports; planning does not look at them.
+        resident: What memory holds besides programs, for reports, too.
     """
 
     world_size: int
@@ -148,6 +190,8 @@ class Profile:
     step_seconds: float = 0.0
     exposed_seconds: float = 0.0
     unexplained_seconds: float = 0.0
+    labels: Labels = field(default_factory=Labels)
+    resident: Resident = field(default_factory=Resident)
 
     @property
     def host_computes(self) -> bool:
@@ -165,6 +209,11 @@ class Profile:
             raise ProfileError(f"The profile has no times of {key}: it was taken of other programs. Take a new one.")
         return self.regions[key]
 
+    def covers(self, schedule: Schedule) -> bool:
+        """Whether all regions of `schedule` were measured."""
+        regions = (schedule.instructions[position].region for position in schedule.at("compute"))
+        return all(f"{schedule.name}/{region}" in self.regions for region in regions)
+
     def clock(self, schedule: Schedule) -> list[float]:
         """When compute, never waiting, gets to each instruction of `schedule`, and to its end; in seconds."""
         moments = [0.0]
@@ -177,8 +226,16 @@ class Profile:
         """What the same program would cost on `world_size` ranks: smaller shards, other collectives."""
         optimizer = self.optimizer_seconds * self.world_size / world_size
         cast_ratio = self.cast_ratio * self.world_size / world_size
-        chunks = tuple(size * self.world_size // world_size for size in self.state_chunks)
-        changes: dict[str, Any] = {"optimizer_seconds": optimizer, "cast_ratio": cast_ratio, "state_chunks": chunks}
+
+        def shrunk(size: int) -> int:
+            return size * self.world_size // world_size
+
+        changes: dict[str, Any] = {
+            "optimizer_seconds": optimizer,
+            "cast_ratio": cast_ratio,
+            "state_chunks": tuple(map(shrunk, self.state_chunks)),
+            "resident": Resident(shrunk(self.resident.shards), shrunk(self.resident.states)),
+        }
         return replace(self, world_size=world_size, **changes)
 
     def to_json(self) -> str:
@@ -196,9 +253,13 @@ class Profile:
             data = json.loads(text)
             version = data.pop("version")
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ProfileError(f"This is no profile ({type(error).__name__}: {error}).") from error
+            raise ProfileError(
+                f"This is no profile ({type(error).__name__}: {error}). Write one with `strategy.profile().to_json()`."
+            ) from error
         if version != PROFILE_VERSION:
-            raise ProfileError(f"The profile has version {version!r}; this release reads version {PROFILE_VERSION}.")
+            raise ProfileError(
+                f"The profile has version {version!r}; this release reads version {PROFILE_VERSION}. Take a new one."
+            )
         try:
             data["schedules"] = tuple(schedule_from_dict(s) for s in data["schedules"])
             data["regions"] = {name: RegionCost(**cost) for name, cost in data["regions"].items()}
@@ -207,10 +268,14 @@ class Profile:
                     data[name] = Link(**data[name])
             data["state_chunks"] = tuple(data.get("state_chunks", ()))
             data["contention"] = Contention(**data["contention"])
+            data["labels"] = Labels(**data.get("labels", {}))
+            data["resident"] = Resident(**data.get("resident", {}))
             profile = cls(**data)
-        except (KeyError, TypeError, AttributeError) as error:
+            profile.check()
+            for schedule in profile.schedules:
+                check_schedule(schedule)
+        except (KeyError, TypeError, AttributeError, ScheduleError) as error:
             raise ProfileError(f"The profile is damaged ({type(error).__name__}: {error}). Take a new one.") from error
-        profile.check()
         return profile
 
     def check(self) -> None:
@@ -221,6 +286,11 @@ class Profile:
         """
         if not isinstance(self.world_size, int) or self.world_size < 1:
             raise ProfileError(f"The profile's world_size is {self.world_size!r}; expected a positive integer.")
+        if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
+            raise ProfileError(f"The profile's micro_batches is {self.micro_batches!r}; expected a positive integer.")
+        for name in ("optimizer_seconds", "launch_seconds", "between_seconds", "step_seconds", "exposed_seconds"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ProfileError(f"The profile's {name} is {getattr(self, name)!r}; expected seconds, at least 0.")
         for name in ("gather", "reduce", "copy_out", "copy_in"):
             link = getattr(self, name)
             if not (link.bandwidth > 0 and 0 <= link.latency < math.inf):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 from lightning_deepcompile.plan.budget import parse_budget
+from lightning_deepcompile.plan.command_line import fail, read_profile
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.copy_placement import offload_all
 from lightning_deepcompile.plan.costs import Link, Profile, ProfileError
@@ -18,6 +20,7 @@ from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, PassError,
 from lightning_deepcompile.plan.passes.reduce_late import place_reductions
 from lightning_deepcompile.plan.report import PassReport, format_passes
 from lightning_deepcompile.plan.settings import PlanSettings, Reduction
+from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Operation
 
@@ -27,13 +30,21 @@ __all__ = ["main"]
 def main(arguments: Sequence[str]) -> None:
     """Plans and simulates a measured step; needs neither ranks nor a device.
 
+    Ends with status 1 if the step does not fit into the budget, and with 2 for what cannot be read.
+
     Args:
         arguments: Command line behind ``simulate``.
     """
-    parser = argparse.ArgumentParser(prog="python -m lightning_deepcompile simulate", description=main.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_deepcompile simulate",
+        description="Plans and simulates a measured step, on other ranks, links and budgets if asked to; needs neither "
+        "ranks nor a device. The exit status is 1 if the step does not fit into the memory budget.",
+    )
     parser.add_argument("profile", type=Path, help="what `strategy.profile().to_json()` gave")
     parser.add_argument("--world", type=int, help="number of ranks; times and sizes of regions stay as measured")
     parser.add_argument("--bandwidth", type=float, help="GB/s that a ring moves per rank, for gathers and reductions")
+    parser.add_argument("--gather-bandwidth", type=float, help="the same for gathers alone")
+    parser.add_argument("--reduce-bandwidth", type=float, help="the same for reductions alone")
     parser.add_argument("--latency", type=float, help="microseconds of a group of collectives")
     parser.add_argument("--budget", help="memory that a plan may use: bytes, or a text like 24GiB")
     parser.add_argument(
@@ -46,37 +57,109 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--passes", default=",".join(DEFAULT_SCHEDULE[-1]["passes"]), help="separated by commas")
     options = parser.parse_args(arguments)
     try:
-        profile = _changed(Profile.from_json(options.profile.read_text()), options)
+        measured = read_profile(options.profile)
+        profile = _changed(measured, options)
         passes = resolve_passes(options.passes.split(","), profiled=True)
-    except (OSError, ProfileError, PassError, ValueError) as error:
-        parser.error(str(error))
+    except (ProfileError, PassError, ValueError) as error:
+        fail("simulate", error)
     settings = PlanSettings(offload_activations=options.offload_activations, reduce=options.reduce or "every")
     _, effects = optimize(profile.schedules, passes, PlanContext(settings, profile))
-    links = [
-        f"{name} {link.latency * 1e6:.0f} us + {link.bandwidth / 1e9:.2f} GB/s"
-        for name, link in (("gathers", profile.gather), ("reductions", profile.reduce))
-    ]
-    print(f"{profile.world_size} ranks, {profile.micro_batches} micro-batches a step; {'; '.join(links)}")
+    print(
+        f"{_count(profile.world_size, 'rank', 'ranks')}, "
+        f"{_count(profile.micro_batches, 'micro-batch', 'micro-batches')} a step; gathers {profile.gather}; "
+        f"reductions {profile.reduce}"
+    )
+    for note in _notes(measured, profile, options):
+        print(f"note: {note}")
     print(format_passes([PassReport.of(effect) for effect in effects]))
     schedules = profile.schedules if options.offload_activations == "none" else offload_all(profile.schedules)
-    print(f"needs at least {format_bytes(least_budget(schedules, profile))}")
+    least = least_budget(schedules, profile)
+    print(f"needs at least {format_bytes(least)} ({least} bytes)")
+    if (excess := _excess(profile, least, effects[-1].prediction.peak_bytes)) is not None:
+        print(f"does not fit: {excess}")
+        raise SystemExit(1)
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def _excess(profile: Profile, least: int, peak: int) -> str | None:
+    """Why the step does not fit into the budget; None if it does, or if there is no limit."""
+    if profile.budget is None:
+        return None
+    budget = profile.budget + profile.room  # room is for larger batches than the one that was measured
+    if least > budget:
+        return f"the budget is {format_bytes(budget)} ({budget} bytes), and {least} bytes are the least that would do."
+    if peak > budget:
+        return f"the budget is {format_bytes(budget)}, and these passes come down to {peak} bytes; {least} would do."
+    return None
+
+
+def _notes(measured: Profile, profile: Profile, options: argparse.Namespace) -> list[str]:
+    """What a user should know of the answer."""
+    notes = []
+    if options.reduce not in (None, "every") and profile.micro_batches == 1:
+        notes.append(f"--reduce {options.reduce} changes nothing: a step is one micro-batch, and reduces once anyway.")
+    elif options.reduce == "auto" and profile.hold_seconds is None:
+        notes.append(
+            "--reduce auto stays at 'every': the profile does not say what it costs to add up whole gradients."
+        )
+    if _is_whole(measured) and profile.world_size > 1:
+        low, high = _bounds(profile)
+        notes.append(
+            "the profile is of one rank, whose programs gather and reduce nothing: the table is compute alone. With "
+            f"{profile.world_size} ranks' communication at these bandwidths a step takes {low * 1e3:.1f} ms if all of "
+            f"it hides behind compute, and {high * 1e3:.1f} ms if none does. A profile of two ranks, or of one with "
+            "CompileConfig(memory_budget=...), has the programs of many ranks."
+        )
+    return notes
+
+
+def _is_whole(profile: Profile) -> bool:
+    """Whether the programs are of one rank that has nothing to gather."""
+    moving = ("launch", "parameters"), ("launch and wait", "parameters")
+    found = any(i.traits.effect in moving for schedule in profile.schedules for i in schedule.instructions)
+    return profile.world_size == 1 and not found
+
+
+def _bounds(profile: Profile) -> tuple[float, float]:
+    """The least and the most seconds of a step, of whose communication no program is known.
+
+    Every micro-batch gathers all parameters twice, for forward and for backward, and reduces their gradients.
+    """
+    compute = simulate(profile.schedules, profile).seconds
+    size, ranks = profile.resident.shards * profile.world_size, profile.world_size
+    moved = 2 * profile.gather.seconds(size, ranks) + profile.reduce.seconds(size, ranks)
+    return max(compute, profile.micro_batches * moved), compute + profile.micro_batches * moved
 
 
 def _changed(profile: Profile, options: argparse.Namespace) -> Profile:
     if options.world is not None:
         if options.world < 1:
             raise ValueError(f"--world {options.world}: expected a positive number.")
+        given = options.gather_bandwidth is not None and options.reduce_bandwidth is not None
+        if profile.world_size == 1 and options.world > 1 and options.bandwidth is None and not given:
+            raise ValueError(
+                f"--world {options.world}: the profile is of one rank, and knows no link between ranks. "
+                "Say how fast it is: --bandwidth 50."
+            )
         profile = profile.for_ranks(options.world)
     links = []
-    for link in (profile.gather, profile.reduce):
-        bandwidth = link.bandwidth if options.bandwidth is None else options.bandwidth * 1e9
-        links.append(Link(link.latency if options.latency is None else options.latency / 1e6, bandwidth))
+    for name, link in (("gather", profile.gather), ("reduce", profile.reduce)):
+        own = getattr(options, f"{name}_bandwidth")
+        bandwidth = options.bandwidth if own is None else own
+        if bandwidth is not None and not 0 < bandwidth < math.inf:
+            option = "--bandwidth" if own is None else f"--{name}-bandwidth"
+            raise ValueError(f"{option} {bandwidth}: expected GB/s, more than 0.")
+        speed = link.bandwidth if bandwidth is None else bandwidth * 1e9
+        links.append(Link(link.latency if options.latency is None else options.latency / 1e6, speed))
     profile = replace(profile, gather=links[0], reduce=links[1])
     if options.reduce is not None:
-        if options.reduce != "every" and profile.hold_seconds is None:
+        if options.reduce == "boundary" and profile.hold_seconds is None and profile.micro_batches > 1:
             raise ValueError(
-                f"--reduce {options.reduce}: the profile does not say what it costs to add up whole gradients. Take "
-                "one of a run that accumulates gradients with CompileConfig(reduce='auto') or reduce='boundary'."
+                "--reduce boundary: the profile does not say what it costs to add up whole gradients. Take a new one "
+                "of a run that accumulates gradients."
             )
         op: Operation = "reduce_at_boundary" if options.reduce == "boundary" else "reduce"
         profile = replace(profile, schedules=tuple(place_reductions(profile.schedules, op)))
@@ -85,6 +168,9 @@ def _changed(profile: Profile, options: argparse.Namespace) -> Profile:
         profile = replace(profile, copy_out=copy, copy_in=copy)
     if options.budget is not None:
         budget = int(options.budget) if options.budget.isdigit() else options.budget
-        profile = replace(profile, budget=parse_budget(budget, total=1), room=0)
+        try:
+            profile = replace(profile, budget=parse_budget(budget, total=1), room=0)
+        except ValueError as error:
+            raise ValueError(f"--budget {options.budget}: expected bytes, or a text like 24GiB.") from error
     profile.check()
     return profile

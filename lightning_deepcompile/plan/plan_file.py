@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from lightning_deepcompile.plan.costs import schedule_from_dict
 from lightning_deepcompile.plan.offload import StatePlaces
 from lightning_deepcompile.program.schedule import Schedule, ScheduleError, check_schedule
 
-__all__ = ["PLAN_VERSION", "Plan", "PlanFileError", "Setting", "read_plan", "write_plan"]
+__all__ = ["PLAN_VERSION", "Plan", "PlanFileError", "Setting", "read_plan", "read_setting", "write_plan"]
 
 PLAN_VERSION = 3
 
@@ -84,14 +85,7 @@ def read_plan(text: str, setting: Setting) -> Plan:
     Raises:
         PlanFileError: If the text is no plan, is damaged, is of another version or for another setting.
     """
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise PlanFileError(f"it is no JSON ({error})") from error
-    if not isinstance(data, Mapping) or not {"version", "setting", "programs"} <= data.keys():
-        raise PlanFileError("it has no `version`, `setting` and `programs`")
-    if data["version"] != PLAN_VERSION:
-        raise PlanFileError(f"it has version {data['version']!r}, and this release reads version {PLAN_VERSION}")
+    data = _parse(text)
     wanted = asdict(setting)
     if data["setting"] != wanted:
         raise PlanFileError(f"it was made for {data['setting']}, and this run has {wanted}")
@@ -110,6 +104,33 @@ def read_plan(text: str, setting: Setting) -> Plan:
     except (AttributeError, KeyError, TypeError, ScheduleError) as error:
         raise PlanFileError(f"it is damaged ({type(error).__name__}: {error})") from error
     return Plan(schedules, states, uncheckpointed)
+
+
+def read_setting(text: str) -> Setting:
+    """What a plan was made for.
+
+    Args:
+        text: What `write_plan` returned.
+
+    Raises:
+        PlanFileError: If the text is no plan, is damaged, or is of another version.
+    """
+    try:
+        return Setting(**_parse(text)["setting"])
+    except TypeError as error:
+        raise PlanFileError(f"it is damaged ({type(error).__name__}: {error})") from error
+
+
+def _parse(text: str) -> Mapping[str, Any]:
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise PlanFileError(f"it is no JSON ({error})") from error
+    if not isinstance(data, Mapping) or not {"version", "setting", "programs"} <= data.keys():
+        raise PlanFileError("it has no `version`, `setting` and `programs`")
+    if data["version"] != PLAN_VERSION:
+        raise PlanFileError(f"it has version {data['version']!r}, and this release reads version {PLAN_VERSION}")
+    return data
 
 
 def _is_count(value: object, least: int) -> bool:

@@ -59,6 +59,7 @@ class MemoryPoint(NamedTuple):
         away: Bytes of saved tensors in host memory.
         gradients: Bytes of whole gradients that the runtime holds, or has on their way; less those of shards that
             come later in the step.
+        states: Bytes of optimizer states that are on their way between the device and host memory.
     """
 
     micro_batch: int
@@ -69,6 +70,7 @@ class MemoryPoint(NamedTuple):
     bytes: int
     away: int
     gradients: int
+    states: int
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ class _Simulation:
         self._away = 0
         self._states = StateCopyModel(profile)
         # Of every `MemoryPoint` the next task (the optimizer if there is none), its place, and its bytes.
-        self._memory: list[tuple[int, tuple[int, int, int], tuple[int, int, int, int]]] = []
+        self._memory: list[tuple[int, tuple[int, int, int], tuple[int, int, int, int, int]]] = []
 
     def run(self, schedules: Sequence[Schedule]) -> Prediction:
         self._issue_step(schedules)
@@ -273,7 +275,7 @@ class _Simulation:
     def _remember(self, task: int, where: tuple[int, int, int], other: int, gradients: int) -> None:
         """Notes the memory of an instruction: `other` is what neither the arena nor gradients explain."""
         size = self._arena.bytes + other + gradients - self._away + self._states.bytes
-        self._memory.append((task, where, (self._arena.bytes, size, self._away, gradients)))
+        self._memory.append((task, where, (self._arena.bytes, size, self._away, gradients, self._states.bytes)))
 
     def _run_schedule(self, micro_batch: int, index: int, schedule: Schedule) -> None:
         costs = [
@@ -418,7 +420,7 @@ class _MemoryOnly(_Simulation):
     def most(self, schedules: Sequence[Schedule]) -> list[list[int]]:
         self._issue_step(schedules)
         found = [[0] * len(schedule.instructions) for schedule in schedules]
-        for _, (_, index, position), (_, size, _, _) in self._memory:
+        for _, (_, index, position), (_, size, *_) in self._memory:
             found[index][position] = max(found[index][position], size)
         return found
 

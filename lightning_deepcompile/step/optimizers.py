@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -25,7 +26,7 @@ from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.shards import ShardedModel
 from lightning_deepcompile.sharding.successors import Successors
 
-__all__ = ["LocalShards", "check_optimizer", "take_over"]
+__all__ = ["LocalShards", "check_optimizer", "state_bytes", "take_over"]
 
 # Optimizers whose update of one element depends on the whole tensor (or on all of them): on shards they would compute
 # something else without saying so.
@@ -92,6 +93,13 @@ def check_optimizer(optimizer: Optimizer, model: ShardedModel) -> None:
                     "module's. Build optimizers in `configure_optimizers` from `self.parameters()`."
                 )
             check_no_hooks(parameter, model.by_parameter[parameter].name if parameter in model.by_parameter else "")
+
+
+def state_bytes(optimizer: Optimizer, device: torch.device) -> int:
+    """Bytes of an optimizer's states on `device`, of this rank."""
+    tensors = (value for entries in optimizer.state.values() for value in entries.values() if isinstance(value, Tensor))
+    local = (value.to_local() if isinstance(value, DTensor) else value for value in tensors)
+    return sum(tensor.nbytes for tensor in local if tensor.device == device)
 
 
 class LocalShards:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -35,6 +36,8 @@ from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.ranks.exchange import raise_together
 from lightning_deepcompile.ranks.failures import Failures, shorten
 from lightning_deepcompile.ranks.mesh import MeshArgument, check_mesh
+from lightning_deepcompile.report.page import write_page
+from lightning_deepcompile.report.trace import write_trace
 from lightning_deepcompile.sharding.shards import ReadRows
 from lightning_deepcompile.summary import Summary
 from lightning_deepcompile.trainer.activation_checkpointing import CheckpointingPolicy
@@ -611,7 +614,38 @@ class DeepCompileStrategy(ProcessStrategy):
 
     def profile(self) -> Profile | None:
         """What the last round planned with; its `to_json` is for ``python -m lightning_deepcompile simulate``."""
-        return self.engine.tuner.profile
+        return self.engine.profile()
+
+    def save_report(self, path: str | Path) -> Path | None:
+        """Writes what was compiled, measured and planned as one page for a browser, which needs no network.
+
+        Call it on any rank, at any time after the first step; rank 0 writes. Before a step was measured, the page says
+        so, and shows what there is.
+
+        Args:
+            path: The file, such as ``"report.html"``.
+
+        Returns:
+            The file; None on other ranks.
+
+        Raises:
+            ImportError: If Plotly is not installed (``pip install 'lightning-deepcompile[report]'``).
+        """
+        return write_page(self.engine.record(), path) if self.is_global_zero else None
+
+    def save_trace(self, path: str | Path) -> Path | None:
+        """Writes the predicted step as a file for https://ui.perfetto.dev or Chrome's ``about:tracing``.
+
+        Args:
+            path: The file, such as ``"trace.json"``.
+
+        Returns:
+            The file; None on other ranks than 0.
+
+        Raises:
+            ValueError: If no step was measured.
+        """
+        return write_trace(self.engine.record(), path) if self.is_global_zero else None
 
     def programs(self) -> dict[str, str]:
         """The current programs, printed, by name."""

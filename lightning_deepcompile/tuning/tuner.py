@@ -51,6 +51,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NOISE = 0.03  # how much slower than before a plan may measure
+_ALONE = "One rank has no other to wait for: its step was measured, and there was nothing to plan."
 _ATTEMPTS = 4  # at most, so that a model with ever new shapes does not plan for ever
 
 
@@ -216,8 +217,8 @@ class Tuner:
             chosen = self._config.memory_budget
             profile, budget = agreed_profile(profiles, measured[0][1], chosen, self._limit, self._excess)
         except ProfileError as error:
-            text = f"No plan was made at step {self._step}, and training goes on as before: {error}"
-            self._say(text, logging.WARNING)
+            level = logging.WARNING if self._passes or self._recomputation.pending else logging.INFO
+            self._say(f"No plan was made at step {self._step}, and training goes on as before: {error}", level)
             self._end_round(retry=True)
             return
         self.profile = profile
@@ -230,6 +231,8 @@ class Tuner:
             self._trace_anew(anew)
             return
         if not self._passes:
+            times = profile.step_seconds, profile.exposed_seconds
+            self.rounds.append(Round(self._step, (), budget, *times, outcome="measured", reason=_ALONE))
             self._end_round()
             return
         self.profile, (planned, effects) = self._states.plan(profile, self._optimized)
@@ -364,7 +367,7 @@ class Tuner:
     def _look_for_new_programs(self) -> None:
         self._recheck = None
         if not self._passes and not self._recomputation.pending:
-            if self.rounds:
+            if any(done.outcome != "measured" for done in self.rounds):
                 self._save()  # nothing is planned for what was traced anew
             return
         if any(self._exchange(self._coverage.look())):
@@ -402,8 +405,8 @@ class Tuner:
 
 
 PassEntry = tuple[int, tuple[Pass, ...]]
-"""Optimizer steps since the start or the resuming, and the passes from then on; none where nothing is planned then, but
-it is decided how much is computed again."""
+"""Optimizer steps since the start or the resuming, and the passes from then on; none where a step is measured then and
+nothing is planned, but it may be decided how much is computed again."""
 
 
 def pass_schedule(config: CompileConfig, stage: int, shards: int) -> list[PassEntry]:
@@ -422,13 +425,13 @@ def pass_schedule(config: CompileConfig, stage: int, shards: int) -> list[PassEn
         ValueError: If the configured schedule plans for a stage at which nothing is gathered twice.
     """
     schedule = config.schedule
-    decides = False
+    measures = False
     if schedule is None or schedule == "auto":
         schedule = list(DEFAULT_SCHEDULE)
         # One rank has nothing to wait for, but a budget is held to.
         nothing_travels = shards == 1 and config.offload_activations == "none" and config.memory_budget is None
         nothing_to_plan = nothing_travels or stage != 3  # there parameters stay whole anyway
-        decides = nothing_to_plan and stage == 3 and config.schedule == "auto" and config.recompute == "auto"
+        measures = nothing_to_plan and stage == 3 and config.schedule == "auto"
         if nothing_to_plan or config.schedule is None:
             schedule = schedule[:1]
     if stage != 3 and len(schedule) > 1:
@@ -437,7 +440,7 @@ def pass_schedule(config: CompileConfig, stage: int, shards: int) -> list[PassEn
             "parameters stay whole between uses: there is nothing to plan. Use stage 3, or step 0 alone."
         )
     entries = [(entry["step"], resolve_passes(entry["passes"], profiled=entry["step"] > 0)) for entry in schedule]
-    return [*entries, (DEFAULT_SCHEDULE[-1]["step"], ())] if decides else entries
+    return [*entries, (DEFAULT_SCHEDULE[-1]["step"], ())] if measures else entries
 
 
 class Coverage:

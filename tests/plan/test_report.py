@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_simulate import compute, gather, profile, reduce, release, schedule, wait
+from test_simulate import SLOT, compute, gather, profile, reduce, release, schedule, wait
 
 from lightning_deepcompile import __main__ as report
+from lightning_deepcompile.plan.costs import Resident
+from lightning_deepcompile.plan.offload import StatePlaces
+from lightning_deepcompile.plan.plan_file import Setting, write_plan
 
 
 def _printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -76,13 +80,122 @@ def test_a_profile_is_planned_for_other_ranks_links_and_budgets(
     assert first == ["28000.0", "26000.0", "28000.0"]
     assert "26000.0 ms" in auto and "gradients reduced at the boundary: 0 become 1" in auto
     wrong = [
-        ["--reduce", "auto"],
         ["--copy-bandwidth", "-1"],
         ["--offload-activations", "some"],
         ["--world", "0"],
         ["--bandwidth", "-1"],
     ]
     path.write_text(profile(step).to_json())
+    once = _printed(monkeypatch, capsys, "simulate", str(path), "--reduce", "auto")
+    assert "--reduce auto changes nothing: a step is one micro-batch" in once
+    apart = ["--gather-bandwidth", "3000", "--reduce-bandwidth", "50"]
+    split = _printed(monkeypatch, capsys, "simulate", str(path), *apart)
+    assert "gathers 0 us + 3000.00 GB/s; reductions 0 us + 50.00 GB/s" in split
+    path.write_text(profile(step, micro_batches=2).to_json())
+    unknown = _printed(monkeypatch, capsys, "simulate", str(path), "--reduce", "auto")
+    assert "--reduce auto stays at 'every'" in unknown
+    wrong.append(["--reduce", "boundary"])
     for arguments in (*wrong, ["--budget", "much"], ["--passes", "zero9"]):
         with pytest.raises(SystemExit):
             _printed(monkeypatch, capsys, "simulate", str(path), *arguments)
+
+
+def _fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        _printed(monkeypatch, capsys, *arguments)
+    printed = capsys.readouterr()
+    return int(str(ended.value)), printed.out, printed.err
+
+
+def test_a_budget_that_nothing_fits_into_ends_with_the_least_that_would(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    step = [schedule(kind, gather(0), wait(0), compute(0, 0), release(0)) for kind in ("forward", "backward")]
+    path = tmp_path / "profile.json"
+    path.write_text(profile(step).to_json())
+    status, printed, _ = _fails(capsys, monkeypatch, "simulate", str(path), "--budget", "1000")
+    least = 30 + SLOT  # the region's peak and the slot of what it reads
+    assert status == 1 and f"does not fit: the budget is 1000 B (1000 bytes), and {least} bytes" in printed
+    fits = _printed(monkeypatch, capsys, "simulate", str(path), "--budget", str(least))
+    assert "does not fit" not in fits and f"({least} bytes)" in fits
+
+
+def test_one_ranks_profile_bounds_what_many_would_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    whole = replace(profile([schedule("forward", compute(0))]), world_size=1, resident=Resident(shards=3_000_000_000))
+    path = tmp_path / "profile.json"
+    path.write_text(whole.to_json())
+    assert "1 rank, 1 micro-batch a step" in _printed(monkeypatch, capsys, "simulate", str(path))
+    status, _, wrong = _fails(capsys, monkeypatch, "simulate", str(path), "--world", "3")
+    assert status == 2 and "Say how fast it is: --bandwidth" in wrong
+    printed = _printed(monkeypatch, capsys, "simulate", str(path), "--world", "3", "--bandwidth", "2")
+    # Two gathers and a reduction of 3 GB, two thirds of it over a link of 2 GB/s, beside a second of compute.
+    assert "a step takes 3000.0 ms if all of it hides behind compute, and 4000.0 ms if none does" in printed
+
+
+def test_the_commands_are_listed_and_files_that_cannot_be_read_end_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    status, printed, _ = _fails(capsys, monkeypatch, "--help")
+    assert status == 0 and all(f"\n    {name} " in printed for name in ("info", "simulate", "report", "plan"))
+    assert _fails(capsys, monkeypatch, "--version")[1] == "lightning-deepcompile 0.1.0\n"
+    step = [schedule("forward", gather(0), wait(0), compute(0, 0), release(0))]
+    good = json.loads(profile(step).to_json())
+    path = tmp_path / "file.json"
+    instructions = [{**i, "op": "gather_all"} for i in good["schedules"][0]["instructions"]]
+    broken = {
+        "": "This is no profile",
+        json.dumps({**good, "version": 99}): "has version 99; this release reads",
+        json.dumps({**good, "regions": {"forward/region_0": {"seconds": "long"}}}): "damaged (TypeError",
+        json.dumps({**good, "micro_batches": 0}): "micro_batches is 0; expected a positive integer",
+        json.dumps(
+            {**good, "schedules": [{**good["schedules"][0], "instructions": instructions}]}
+        ): "damaged (KeyError",
+        json.dumps({**good, "regions": {}}): "no times of forward/region_0",
+    }
+    for text, message in broken.items():
+        path.write_text(text)
+        for command in ("simulate", "report"):
+            status, _, wrong = _fails(capsys, monkeypatch, command, str(path))
+            assert status == 2 and wrong.count("\n") == 1 and str(path) in wrong and message in wrong
+    for text, message in (("", "it is no JSON"), ('{"version": 9, "setting": {}, "programs": {}}', "it has version 9")):
+        path.write_text(text)
+        status, _, wrong = _fails(capsys, monkeypatch, "plan", str(path))
+        assert status == 2 and wrong.count("\n") == 1 and message in wrong and "the next training writes" in wrong
+    assert "cannot be read: No such file" in _fails(capsys, monkeypatch, "plan", str(tmp_path / "none.json"))[2]
+
+
+def test_a_plan_file_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    forward = schedule("forward", gather(0, 1), wait(0, 1), compute(0, 0, 1), release(0), kept=(1,))
+    path = tmp_path / "plan.json"
+    path.write_text(
+        write_plan([replace(forward, content="a")], Setting(8, 3, "cuda", "24GiB"), StatePlaces(1 << 30, 3))
+    )
+    printed = _printed(monkeypatch, capsys, "plan", str(path), "--instructions")
+    assert "a plan for 8 ranks (cuda), stage 3, memory_budget: '24GiB'" in printed
+    assert "optimizer states in host memory: 1.0 GiB (3 slots)" in printed
+    row = next(line for line in printed.splitlines() if line.startswith("  forward")).split()
+    assert row == ["forward", "1", "1", "2.0", "KiB", "0", "0", "B", "1", "0", "B"]
+    assert "  gather               0, 1 (2.0 KiB)" in printed
+
+
+def test_a_report_and_a_trace_are_made_of_a_profile(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("plotly")
+    parts = [(gather(k), wait(k), compute(k, k), release(k)) for k in range(3)]
+    step = [schedule(kind, *(i for part in parts for i in part)) for kind in ("forward", "backward")]
+    path, page, trace = tmp_path / "profile.json", tmp_path / "report.html", tmp_path / "trace.json"
+    path.write_text(profile(step).to_json())
+    printed = _printed(monkeypatch, capsys, "report", str(path), "-o", str(page), "--trace", str(trace))
+    assert printed.split() == [str(page), str(trace)]
+    assert "parameters kept for backward: 0 become" in page.read_text()
+    assert json.loads(trace.read_text())["traceEvents"]
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    status, _, wrong = _fails(capsys, monkeypatch, "report", str(path), "-o", str(page))
+    assert status == 2 and "pip install 'lightning-deepcompile[report]'" in wrong

@@ -1,0 +1,39 @@
+"""What the subcommands of ``python -m lightning_deepcompile`` share: files that they read, and how they fail."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from lightning_deepcompile.plan.costs import Profile, ProfileError
+
+__all__ = ["fail", "read_profile"]
+
+
+def read_profile(path: Path) -> Profile:
+    """Reads what ``strategy.profile().to_json()`` gave.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ProfileError: If it cannot be read; names the file, and what to do.
+    """
+    try:
+        return Profile.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ProfileError(f"{path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ProfileError(f"{path}: {error}") from error
+
+
+def fail(command: str, error: object) -> NoReturn:
+    """Ends the process with status 2, as for wrong arguments, and one line that says why.
+
+    Args:
+        command: The subcommand.
+        error: What is wrong, and what to do.
+    """
+    print(f"python -m lightning_deepcompile {command}: error: {error}", file=sys.stderr)
+    raise SystemExit(2)

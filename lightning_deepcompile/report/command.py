@@ -1,0 +1,48 @@
+"""``python -m lightning_deepcompile report PROFILE.json``: plans a measured step, and draws it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_deepcompile.plan.command_line import fail, read_profile
+from lightning_deepcompile.plan.costs import ProfileError
+from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, PassError, resolve_passes
+from lightning_deepcompile.report.figures import ChartsMissing
+from lightning_deepcompile.report.page import write_page
+from lightning_deepcompile.report.record import plan_record
+from lightning_deepcompile.report.trace import write_trace
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Writes a report, and a trace file if asked to; needs neither ranks nor a device.
+
+    Args:
+        arguments: Command line behind ``report``.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_deepcompile report",
+        description="Plans a measured step, and writes what it does as one page for a browser that needs no network. "
+        "`strategy.save_report()` writes the same with what was measured under the plan.",
+    )
+    parser.add_argument("profile", type=Path, help="what `strategy.profile().to_json()` gave")
+    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="the page (report.html)")
+    parser.add_argument("--trace", type=Path, help="also a file for Perfetto or Chrome's about:tracing, such as t.json")
+    parser.add_argument("--passes", default=",".join(DEFAULT_SCHEDULE[-1]["passes"]), help="separated by commas")
+    options = parser.parse_args(arguments)
+    try:
+        profile = read_profile(options.profile)
+        passes = resolve_passes(options.passes.split(","), profiled=True)
+        print(f"Planning with {len(profile.regions)} regions; large models take a minute.", file=sys.stderr)
+        record = plan_record(profile, passes)
+        print(write_page(record, options.output))
+        if options.trace is not None:
+            print(write_trace(record, options.trace))
+    except (ProfileError, PassError, ChartsMissing) as error:
+        fail("report", error)
+    except OSError as error:
+        fail("report", f"{error.filename} cannot be written: {error.strerror}.")

@@ -1,0 +1,247 @@
+"""The charts of a report, drawn by Plotly.
+
+Plotly is the library, as its wheel brings the JavaScript that a page without network needs, it depends on two small
+packages, and it draws horizontal bars with a base (a timeline), stacked areas and shared axes that zoom together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.report import Round
+from lightning_deepcompile.program.printer import format_bytes
+from lightning_deepcompile.program.schedule import Schedule
+from lightning_deepcompile.report.memory import KINDS, MemoryAt
+from lightning_deepcompile.report.timeline import LANES, Event, block_order
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+__all__ = ["ChartsMissing", "library", "passes_figure", "step_figure", "to_html"]
+
+_MEMORY_COLORS = ("#4c6a92", "#7d9cc0", "#b9c4d0", "#e2a14a", "#c8553d", "#7fb069")
+_SCALE = "Turbo"
+_PLAIN = "#8a929c"
+_MANY = 60
+"""So many bars are narrower than the lines between them would be."""
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+
+
+class ChartsMissing(ImportError):
+    """Plotly is not installed."""
+
+
+def _plotly() -> Any:
+    try:
+        import plotly.graph_objects
+        import plotly.offline
+        import plotly.subplots
+    except ImportError as error:
+        raise ChartsMissing(
+            "A report needs Plotly for its charts, which is not installed: "
+            "run `pip install 'lightning-deepcompile[report]'` or `pip install plotly`."
+        ) from error
+    return plotly
+
+
+def library() -> str:
+    """Plotly's JavaScript, for a page that shows what `to_html` returns without network.
+
+    Raises:
+        ChartsMissing: If Plotly is not installed.
+    """
+    return _plotly().offline.get_plotlyjs()
+
+
+def to_html(figure: go.Figure, name: str) -> str:
+    """A figure as part of a page that holds `library`.
+
+    Args:
+        figure: The figure.
+        name: Identifier of its element.
+    """
+    config = {"responsive": True, "displaylogo": False, "scrollZoom": True}
+    return figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config)
+
+
+def step_figure(
+    events: Sequence[Event],
+    memory: Sequence[MemoryAt],
+    schedules: Sequence[Schedule],
+    profile: Profile,
+) -> go.Figure:
+    """The streams of a step above the memory that it takes; both zoom together.
+
+    Args:
+        events: What streams do.
+        memory: Of one rank's device.
+        schedules: The programs of a micro-batch, which give the blocks their order.
+        profile: Knows the budget.
+    """
+    plotly = _plotly()
+    lanes = [lane for lane in LANES if any(event.lane == lane for event in events)]
+    figure = plotly.subplots.make_subplots(
+        rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.12, row_heights=[0.5, 0.5]
+    )
+    order = block_order(schedules, profile)
+    for lane in lanes:
+        figure.add_trace(_bars(plotly, [event for event in events if event.lane == lane], lane, order), row=1, col=1)
+    unit = _add_memory(plotly, figure, memory, profile)
+    begin, end = _extent(events, memory)
+    figure.update_xaxes(range=[begin * 1e3, end * 1e3], showspikes=True, spikemode="across", spikethickness=1)
+    figure.update_xaxes(title_text="milliseconds from the step's begin", row=2, col=1)
+    figure.update_yaxes(categoryorder="array", categoryarray=lanes[::-1], fixedrange=True, row=1, col=1)
+    figure.update_yaxes(title_text=f"{unit} on one device", rangemode="tozero", fixedrange=True, row=2, col=1)
+    figure.update_layout(
+        template="plotly_white",
+        height=2 * max(42 * len(lanes), 190) + 160,
+        margin={"l": 120, "r": 20, "t": 80, "b": 50},
+        uniformtext={"minsize": 9, "mode": "hide"},  # names that do not fit appear when one zooms in
+        barmode="overlay",
+        bargap=0.25,
+        hovermode="closest",
+        dragmode="zoom",
+        legend={"orientation": "h", "x": 0, "y": 0.47, "yanchor": "middle", "traceorder": "normal"},
+        updatemenus=[_views(events, begin, end)],
+    )
+    return figure
+
+
+def _bars(plotly: Any, events: Sequence[Event], lane: str, order: Sequence[str]) -> Any:
+    place = {block: position / max(len(order) - 1, 1) for position, block in enumerate(order)}
+    colors = plotly.colors
+    scale = colors.get_colorscale(_SCALE)
+    known = {block: colors.sample_colorscale(scale, [0.05 + 0.9 * part])[0] for block, part in place.items()}
+    return plotly.graph_objects.Bar(
+        orientation="h",
+        name=lane,
+        y=[lane] * len(events),
+        base=[event.start * 1e3 for event in events],
+        x=[(event.end - event.start) * 1e3 for event in events],
+        marker={
+            "color": [known.get(event.block, _PLAIN) for event in events],
+            "line": {"width": 0.5 if len(events) < _MANY else 0, "color": "#fff"},
+        },
+        text=[event.name for event in events],
+        textposition="inside",
+        insidetextanchor="middle",
+        textangle=0,
+        constraintext="inside",
+        textfont={"size": 10},
+        customdata=[(event.name, event.detail, (event.end - event.start) * 1e3) for event in events],
+        hovertemplate="<b>%{customdata[0]}</b><br>%{customdata[1]}<br>"
+        "%{customdata[2]:.3f} ms, from %{base:.3f} ms<extra>" + lane + "</extra>",
+        showlegend=False,
+    )
+
+
+def _add_memory(plotly: Any, figure: go.Figure, memory: Sequence[MemoryAt], profile: Profile) -> str:
+    """Returns the unit of the axis."""
+    most = max((sum(moment.sizes) for moment in memory), default=0)
+    unit, scale = next((unit, scale) for unit, scale in _UNITS.items() if most >= scale or scale == 1)
+    moments = [moment.seconds * 1e3 for moment in memory]
+    for number, (kind, color) in enumerate(zip(KINDS, _MEMORY_COLORS, strict=True)):
+        sizes = [moment.sizes[number] for moment in memory]
+        if not any(sizes):
+            continue
+        area = plotly.graph_objects.Scatter(
+            x=moments,
+            y=[size / scale for size in sizes],
+            name=kind,
+            mode="lines",
+            line={"width": 0.5, "color": color, "shape": "hv"},
+            fillcolor=color,
+            stackgroup="memory",
+            customdata=[format_bytes(size) for size in sizes],
+            hovertemplate="%{customdata}<extra>" + kind + "</extra>",
+        )
+        figure.add_trace(area, row=2, col=1)
+    if profile.budget is not None and 0 < profile.budget < 2 * most:
+        figure.add_hline(
+            y=profile.budget / scale,
+            line={"dash": "dash", "color": "#333", "width": 1},
+            annotation_text=f"budget {format_bytes(profile.budget)}",
+            annotation_position="top left",
+            row=2,
+            col=1,
+        )
+    return unit
+
+
+def _extent(events: Sequence[Event], memory: Sequence[MemoryAt]) -> tuple[float, float]:
+    begin = min([event.start for event in events] + [moment.seconds for moment in memory], default=0.0)
+    end = max([event.end for event in events] + [moment.seconds for moment in memory], default=1e-3)
+    margin = 0.01 * (end - begin)
+    return begin - margin, end + margin
+
+
+def _views(events: Sequence[Event], begin: float, end: float) -> dict[str, Any]:
+    """Buttons that show a part of the step."""
+    runs = [event for event in events if event.lane in ("program", "optimizer")]
+    views = [("whole step", begin, end)]
+    for lane, name in (("program", "forward"), ("program", "backward"), ("optimizer", "optimizer")):
+        chosen = [event for event in runs if event.lane == lane and event.detail.startswith(name)]
+        if chosen:
+            last = chosen[-1] if lane == "optimizer" else chosen[0]  # of several micro-batches the first
+            views.append((name, chosen[0].start, last.end))
+    return {
+        "type": "buttons",
+        "direction": "right",
+        "x": 1.0,
+        "xanchor": "right",
+        "y": 1.02,
+        "yanchor": "bottom",
+        "showactive": False,
+        "pad": {"t": 0, "b": 0},
+        "font": {"size": 11},
+        "buttons": [
+            {
+                "label": name,
+                "method": "relayout",
+                "args": [{"xaxis.range": [a * 1e3, b * 1e3], "xaxis2.range": [a * 1e3, b * 1e3]}],
+            }
+            for name, a, b in views
+        ],
+    }
+
+
+def passes_figure(done: Round) -> go.Figure:
+    """The step as predicted behind each pass, beside what was measured before and after.
+
+    Args:
+        done: A round of planning.
+    """
+    plotly = _plotly()
+    rows = [(entry.name, entry.step_seconds, entry.exposed_seconds, _PLAIN) for entry in done.passes]
+    if done.before_seconds > 0:
+        rows.append(("measured before", done.before_seconds, done.before_exposed_seconds, "#4c6a92"))
+    if done.after_seconds is not None:
+        rows.append((f"measured after ({done.outcome})", done.after_seconds, 0.0, "#4c6a92"))
+    figure = plotly.graph_objects.Figure()
+    names = [name for name, *_ in rows]
+    for label, values, colors in (
+        ("the rest", [max(step - exposed, 0.0) for _, step, exposed, _ in rows], [color for *_, color in rows]),
+        ("compute waits for communication", [min(exposed, step) for _, step, exposed, _ in rows], "#c8553d"),
+    ):
+        figure.add_trace(
+            plotly.graph_objects.Bar(
+                orientation="h",
+                name=label,
+                y=names,
+                x=[value * 1e3 for value in values],
+                marker={"color": colors},
+                hovertemplate="%{x:.2f} ms<extra>" + label + "</extra>",
+            )
+        )
+    figure.update_yaxes(autorange="reversed", automargin=True, fixedrange=True)
+    figure.update_xaxes(title_text="milliseconds", fixedrange=True)
+    figure.update_layout(
+        template="plotly_white",
+        barmode="stack",
+        height=110 + 30 * len(rows),
+        margin={"l": 150, "r": 20, "t": 40, "b": 40},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+    )
+    return figure

@@ -1,0 +1,76 @@
+"""A device's memory over a predicted step, by what it holds."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.simulate import Prediction, Span
+from lightning_deepcompile.program.schedule import Schedule
+
+__all__ = ["KINDS", "MemoryAt", "memory_by_kind"]
+
+KINDS = ("shards", "optimizer states", "other", "gathered parameters", "gradients", "activations")
+"""From the bottom of a stack to its top. ``other``: what stays and belongs to none, such as batches and buffers."""
+
+
+class MemoryAt(NamedTuple):
+    """Memory at a moment.
+
+    Args:
+        seconds: From the step's begin; negative for what the step before has launched.
+        sizes: Bytes of each of `KINDS`.
+    """
+
+    seconds: float
+    sizes: tuple[int, ...]
+
+
+def memory_by_kind(prediction: Prediction, schedules: Sequence[Schedule], profile: Profile) -> list[MemoryAt]:
+    """Takes predicted memory apart.
+
+    A profile's regions have what the allocator counted, less what the runtime holds. The least of that in a step is
+    what stays: shards, states, and others. What comes on top of it are activations. Where the allocator does not count
+    (CPU), regions have activations alone, and shards and states are added.
+
+    Args:
+        prediction: What the simulator says.
+        schedules: The programs of a micro-batch.
+        profile: Of the step; knows the sizes of shards and states.
+
+    Returns:
+        The most memory while each instruction is issued, in the host's order; and the end. A region's moment is when
+        it computes, though a host that runs ahead has allocated before; what lies between two regions comes behind
+        the first.
+    """
+    shards, states = profile.resident.shards, profile.resident.states
+    rest = [point.bytes - point.arena - point.gradients - point.states + point.away for point in prediction.memory]
+    stays = 0 if profile.host_computes else min(rest, default=0)
+    if not profile.host_computes:  # what is measured has them in it
+        shards = min(shards, stays)
+        states = min(states, stays - shards)
+    other = max(stays - shards - states, 0)
+    computed: dict[str, deque[Span]] = defaultdict(deque)
+    for span in prediction.spans:
+        if span.stream == "compute":
+            computed[span.label].append(span)
+    moments: list[MemoryAt] = []
+    last: float | None = None  # when the region before was over
+    for point, size in zip(prediction.memory, rest, strict=True):
+        schedule = schedules[point.schedule]
+        runs = computed[f"{schedule.name}/{schedule.instructions[point.instruction].region}"]
+        seconds = point.seconds if last is None else last
+        if runs:
+            seconds, last = runs[0].start, runs[0].end
+            runs.popleft()
+        if moments:
+            seconds = max(seconds, moments[-1].seconds)
+        activations = max(size - stays - point.away, 0)
+        sizes = (shards, states + point.states, other, point.arena, point.gradients, activations)
+        moments.append(MemoryAt(seconds, sizes))
+    end = max((span.end for span in prediction.spans), default=0.0)
+    if moments and end > moments[-1].seconds:  # the optimizer's own temporary memory is not known
+        moments.append(MemoryAt(end, moments[-1].sizes))
+    return moments

@@ -1,0 +1,66 @@
+"""What a report is made of: a measured step, the schedules in use, and what planning did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from lightning_deepcompile.plan.context import PlanContext
+from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.pass_manager import Pass, optimize
+from lightning_deepcompile.plan.report import PassReport, Round
+from lightning_deepcompile.plan.settings import PlanSettings
+from lightning_deepcompile.plan.simulate import Prediction, simulate
+from lightning_deepcompile.program.schedule import Schedule
+from lightning_deepcompile.summary import Summary
+
+__all__ = ["StepRecord", "plan_record"]
+
+_SHOWN_MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Everything that a report shows.
+
+    Args:
+        profile: The measured step; None if no step was measured.
+        schedules: The programs of a micro-batch as they run now, in order; none without a profile.
+        rounds: What planning did.
+        summary: What was compiled; None where only a profile is known.
+        programs: The printed programs, by name.
+    """
+
+    profile: Profile | None = None
+    schedules: tuple[Schedule, ...] = ()
+    rounds: Sequence[Round] = ()
+    summary: Summary | None = None
+    programs: Mapping[str, str] = field(default_factory=dict)
+
+    def predict(self) -> Prediction | None:
+        """The step as the simulator sees it; None without a profile."""
+        return None if self.profile is None else simulate(self.schedules, self.profile)
+
+    def shortened(self) -> StepRecord:
+        """The record of a step of at most two micro-batches: those between the first and the last are alike."""
+        if self.profile is None or self.profile.micro_batches <= _SHOWN_MICRO_BATCHES:
+            return self
+        return replace(self, profile=replace(self.profile, micro_batches=_SHOWN_MICRO_BATCHES))
+
+
+def plan_record(profile: Profile, passes: Sequence[Pass], settings: PlanSettings | None = None) -> StepRecord:
+    """Plans a profiled step, and records it.
+
+    Args:
+        profile: The profile.
+        passes: What plans it.
+        settings: What the passes follow.
+
+    Returns:
+        A record with one round, of which nothing was measured afterwards.
+    """
+    schedules, effects = optimize(profile.schedules, passes, PlanContext(settings or PlanSettings(), profile))
+    reports = tuple(PassReport.of(effect) for effect in effects)
+    times = profile.step_seconds, profile.exposed_seconds
+    done = Round(0, reports, profile.budget, *times, outcome="planned from the profile")
+    return StepRecord(profile, tuple(schedules), (done,))

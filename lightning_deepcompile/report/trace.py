@@ -1,0 +1,87 @@
+"""A predicted step in the trace event format, which Perfetto and Chrome's ``about:tracing`` show."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lightning_deepcompile.report.memory import KINDS, memory_by_kind
+from lightning_deepcompile.report.record import StepRecord
+from lightning_deepcompile.report.timeline import LANES, timeline
+
+__all__ = ["trace_text", "write_trace"]
+
+_PROCESS = 1
+
+
+def write_trace(record: StepRecord, path: str | Path) -> Path:
+    """Writes `trace_text` to a file.
+
+    Args:
+        record: Of a measured step.
+        path: The file; its folder is made if there is none.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: If no step was measured.
+        OSError: If it cannot be written.
+    """
+    path = Path(path)
+    text = trace_text(record)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def trace_text(record: StepRecord) -> str:
+    """The step as JSON: a thread for each stream, counters of memory by kind.
+
+    Args:
+        record: Of a measured step.
+
+    Raises:
+        ValueError: If no step was measured.
+    """
+    prediction, profile = record.predict(), record.profile
+    if prediction is None or profile is None:
+        raise ValueError("There is no trace, as no step was measured: see `strategy.profile()`.")
+    events = timeline(prediction, record.schedules, profile)
+    memory = memory_by_kind(prediction, record.schedules, profile)
+    begin = min([event.start for event in events] + [moment.seconds for moment in memory], default=0.0)
+
+    def microseconds(seconds: float) -> float:
+        return round((seconds - begin) * 1e6, 3)
+
+    title = f"predicted step, {profile.world_size} ranks ({profile.device_type})"
+    rows: list[dict[str, Any]] = [_named("process_name", 0, title)]
+    for number, lane in enumerate(LANES):
+        if any(event.lane == lane for event in events):
+            rows += [_named("thread_name", number, lane), _sorted(number)]
+    for event in events:
+        rows.append(
+            {
+                "name": event.name,
+                "cat": event.lane,
+                "ph": "X",
+                "ts": microseconds(event.start),
+                "dur": round((event.end - event.start) * 1e6, 3),
+                "pid": _PROCESS,
+                "tid": LANES.index(event.lane),
+                "args": {"what": event.detail},
+            }
+        )
+    for moment in memory:
+        sizes = dict(zip(KINDS, moment.sizes, strict=True))
+        rows.append({"name": "memory", "ph": "C", "ts": microseconds(moment.seconds), "pid": _PROCESS, "args": sizes})
+    return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"})
+
+
+def _named(kind: str, thread: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": _PROCESS, "tid": thread, "args": {"name": name}}
+
+
+def _sorted(thread: int) -> dict[str, Any]:
+    return {"name": "thread_sort_index", "ph": "M", "pid": _PROCESS, "tid": thread, "args": {"sort_index": thread}}

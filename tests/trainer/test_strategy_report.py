@@ -1,0 +1,73 @@
+"""Reports of trainings: of one rank, of two, and of one that was too short to measure anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from cases import Mlp, Tokens
+from lightning.pytorch import Trainer
+from multiprocess import run_ranks
+from test_handover import trainer_of
+from torch.utils.data import DataLoader
+
+from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+from lightning_deepcompile.__main__ import main
+from lightning_deepcompile.plan.costs import Profile
+
+ELSEWHERE = ("--world", "64", "--bandwidth", "50", "--reduce", "auto")
+
+
+def _train(steps: int, accumulated: int = 1) -> Trainer:
+    strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
+    trainer = trainer_of(strategy, accumulate_grad_batches=accumulated)
+    trainer.fit(Mlp(), DataLoader(Tokens(steps * accumulated, 4, 0, 1), batch_size=4))
+    return trainer
+
+
+def _short(folder: Path) -> None:
+    strategy = _train(2).strategy
+    assert strategy.profile() is None and strategy.report() == []
+    with pytest.raises(ValueError, match="no step was measured"):
+        strategy.save_trace(folder / "trace.json")
+    assert strategy.save_report(folder / "report.html") == folder / "report.html"
+
+
+def _long(folder: Path) -> list[str]:
+    """Returns the names of the files that this rank has written."""
+    accumulated = 2 if int(os.environ["WORLD_SIZE"]) > 1 else 1
+    trainer = _train(9, accumulated)
+    strategy, profile = trainer.strategy, trainer.strategy.profile()
+    assert strategy.report() and profile is not None, "a step was measured"
+    assert Profile.from_json(profile.to_json()) == profile
+    assert profile.micro_batches == accumulated and (profile.hold_seconds is not None) == (accumulated > 1)
+    assert profile.resident.shards >= strategy.summary().sharded_bytes_per_rank > 0
+    written = [strategy.save_report(folder / "report.html"), strategy.save_trace(folder / "trace.json")]
+    if trainer.is_global_zero:
+        (folder / "profile.json").write_text(profile.to_json())
+        blocks = set(profile.labels.parameters.values())
+        names = {row["name"] for row in json.loads((folder / "trace.json").read_text())["traceEvents"]}
+        assert blocks and blocks <= {part for name in names for part in name.split(", ")}, (blocks, names)
+        sys.argv = ["", "simulate", str(folder / "profile.json"), *ELSEWHERE]
+        main()  # ends the process if something is missing
+    return [path.name for path in written if path is not None]
+
+
+def test_a_training_that_measured_nothing_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    run_ranks(_short, 1, tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    assert "No step was measured" in text and "regions compiled/total" in text
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_default_trainings_report_trace_and_profile(ranks: int, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    written = run_ranks(_long, ranks, tmp_path)
+    assert written == [["report.html", "trace.json"], *[[]] * (ranks - 1)]
+    text = (tmp_path / "report.html").read_text()
+    assert "step-figure" in text and "frame0.backward" in text and "No step was measured" not in text
+    assert ("there was nothing to plan" in text) == (ranks == 1) and ("proactive_prefetch" in text) == (ranks > 1)
