@@ -184,7 +184,7 @@ def check_script(script: Path, words: list[str]) -> None:
         assert script.is_file(), f"{script} does not exist"
     known = "".join(path.read_text() for path in script.parent.glob("*.py"))
     settings = {*CompileConfig.__dataclass_fields__, *signature(DeepCompileStrategy).parameters, "help"}
-    for word, value in zip(words, [*words[1:], ""], strict=True):
+    for word, value in zip(words, [*words[1:], ""], strict=False):
         if not word.startswith("--"):
             continue
         section, _, rest = word.removeprefix("--").partition(".")
