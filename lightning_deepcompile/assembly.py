@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +29,7 @@ from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.runtime import load_extension
 from lightning_deepcompile.runtime.multiprocessors import PAIR, Multiprocessors
 from lightning_deepcompile.sharding.gradients import GradientSession
-from lightning_deepcompile.sharding.shards import ShardedModel, shard_module
+from lightning_deepcompile.sharding.shards import ReadRows, ShardedModel, shard_module
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
 from lightning_deepcompile.step.prefetch import StepPrefetch
 from lightning_deepcompile.step.timeline import Timeline
@@ -112,10 +112,12 @@ class Assembly:
             runtime.setup.share_shards()
         return runtime
 
-    def model(self, module: nn.Module, runtime: Any) -> ShardedModel:
-        """The sharded `module`."""
+    def model(
+        self, module: nn.Module, runtime: Any, stored: Mapping[nn.Parameter, ReadRows] | None = None
+    ) -> ShardedModel:
+        """The sharded `module`; `stored` reads the values of parameters that have no memory yet."""
         dtypes = {"gather_dtype": self._gather_dtype, "reduce_dtype": self._reduce_dtype}
-        return shard_module(module, runtime, self._ranks, hosted=self.hosted.chunks, **dtypes)
+        return shard_module(module, runtime, self._ranks, hosted=self.hosted.chunks, stored=stored, **dtypes)
 
     def gradients(self, runtime: Any, model: ShardedModel) -> GradientSession:
         """What has the gradients."""

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +29,7 @@ from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.sharding.access import uninstall_access
 from lightning_deepcompile.sharding.checks import check_module, check_same_model
 from lightning_deepcompile.sharding.mentions import Mentions
-from lightning_deepcompile.sharding.shards import ShardedModel
+from lightning_deepcompile.sharding.shards import ReadRows, ShardedModel
 from lightning_deepcompile.sharding.successors import Successors
 from lightning_deepcompile.step.clipping import Clipping
 from lightning_deepcompile.step.head_start import HeadStart
@@ -57,6 +57,7 @@ class Engine:
         timeout: How long to wait for other ranks.
         previous: Engines that have sharded the module, or parts of it, which is sharded anew. What cannot be sharded
             stays as it is with them.
+        stored: Parameters on the meta device of which each rank reads its rows; see `shard_module`.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Engine:
         stage: int = 3,
         timeout: timedelta = timedelta(minutes=30),
         previous: Sequence[Engine] = (),
+        stored: Mapping[nn.Parameter, ReadRows] | None = None,
     ) -> None:
         sharded_before = {parameter for engine in previous for parameter in engine.model.by_parameter}
         check_module(module, sharded_before, world_size=mesh.size())
@@ -90,7 +92,7 @@ class Engine:
             uninstall_access(child)
         trace_sync_batchnorm(module)
         self.successors = Successors(module)
-        self.model: ShardedModel = parts.model(module, self.runtime)
+        self.model: ShardedModel = parts.model(module, self.runtime, stored)
         self.successors.settle(engine.successors for engine in previous)
         self.gradients = parts.gradients(self.runtime, self.model)
         self.timeline, self.failures = parts.timeline(self.runtime, self.model, self.gradients)

@@ -15,7 +15,6 @@ from lightning_deepcompile.plan.passes.keep_whole import keep_until_boundary
 from lightning_deepcompile.plan.passes.unshard import keep_gathered, unshard_candidates
 from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.plan.reductions import merge_reductions
-from lightning_deepcompile.program.rewrite import read_schedule
 from lightning_deepcompile.program.schedule import STATE_COPIES, Instruction, Schedule
 
 __all__ = ["Clear", "Meddle", "Shuffle", "TravelStates", "merge_some"]
@@ -44,7 +43,7 @@ class Shuffle(pl.Callback):
 
     def swap(self, capture: Capture) -> list[Schedule]:
         capture.replan()
-        step = [read_schedule(e.program) for e in capture.executables]
+        step = [e.program.schedule for e in capture.executables]
         for pair, group in unshard_candidates(step):
             choice = self.random.random()
             if choice < 0.3:
@@ -55,7 +54,7 @@ class Shuffle(pl.Callback):
         step = [p.at(sorted(self.random.randint(0, g.need) for g in p.groups)) for p in placements]
         step = [merge_some(s, lambda: self.random.random() < 0.5) for s in self.copy(step)]
         capture.replan(plan=step)
-        swapped = [read_schedule(e.program) for e in capture.executables]
+        swapped = [e.program.schedule for e in capture.executables]
         assert [s.instructions for s in swapped] == [s.instructions for s in step]
         return swapped
 
@@ -88,14 +87,14 @@ class TravelStates(pl.Callback):
         sizes = memory.chunks(memory.away)
         assert len(sizes) > 1, "too few chunks for a test"
         engine.residency.set_slots(self.random.randint(1, len(sizes) + 2))
-        step = [read_schedule(e.program) for e in engine.capture.executables]
+        step = [e.program.schedule for e in engine.capture.executables]
         self.chunks.append(self.random.choice([0, 1, 2, len(sizes) - 1, len(sizes), len(sizes) + 3]))
         fetched = list(range(self.chunks[-1]))
         left = self.random.sample(range(len(sizes)), self.random.randint(0, len(sizes)))
         travel = {"forward": ("wait_states", sorted(left)), "backward": ("reload_states", fetched)}
         plan = [self._with(s, *travel[s.kind]) if s.kind in travel else s for s in step]
         engine.capture.replan(plan=plan)
-        swapped = [read_schedule(e.program) for e in engine.capture.executables]
+        swapped = [e.program.schedule for e in engine.capture.executables]
         # Of frames that were compiled again, those that are alike get one plan.
         assert len(plan) > 2 or [s.instructions for s in swapped] == [s.instructions for s in plan]
 

@@ -6,7 +6,6 @@ from typing import get_args
 
 import pytest
 import torch
-from torch import fx
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.program.instructions import (
@@ -14,8 +13,6 @@ from lightning_deepcompile.program.instructions import (
     TABLE,
     Operation,
     Traits,
-    instructions_of,
-    traits_of,
 )
 from lightning_deepcompile.runtime import load_extension
 
@@ -48,14 +45,8 @@ def test_rows_have_the_arguments_of_their_operators(row: Traits) -> None:
 
 
 @pytest.mark.parametrize("row", [row for row in OPERATORS if "graph" in row.arguments[0]], ids=lambda row: row.op)
-def test_what_is_written_is_read_again(row: Traits) -> None:
-    load_extension()
-    graph = fx.Graph()
-    value = graph.placeholder("value")
-    given = {"shards": [], "ids": [3, 4], "dtypes": [torch.bfloat16] * 2, "tensors": [value] * 2, "sizes": [8, 16]}
-    node = row.write(graph, 7, **{name: given[name] for name in row.arguments if name in given})
-    assert instructions_of(graph) == [(node, row)]
-    assert traits_of(value) is None
-    assert node.args[0] == (7 | AT_BOUNDARY if row.op == "reduce_at_boundary" else 7)
-    for name, values in given.items():
-        assert list(row.argument(node, name)) == (values if name in row.arguments else [])
+def test_operators_are_called_with_what_their_rows_say(row: Traits) -> None:
+    given = {"shards": [], "ids": [3, 4], "dtypes": [torch.bfloat16] * 2, "tensors": ["a", "b"], "sizes": [8, 16]}
+    graph, *others = row.values(7, **given)
+    assert graph == (7 | AT_BOUNDARY if row.op == "reduce_at_boundary" else 7)
+    assert others == [given[name] for name in row.arguments[1:]]

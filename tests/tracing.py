@@ -7,7 +7,6 @@ to the rules that a real one cannot check: nothing is waited for that was not la
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +17,11 @@ from torch import Tensor, fx, nn
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.inlining import computed_with
 from lightning_deepcompile.capture.partition import partition
+from lightning_deepcompile.program.codegen import generate
 from lightning_deepcompile.program.lower import RegionCompiler, lower
-from lightning_deepcompile.program.program import ParamInfo, Program, ProgramKind
+from lightning_deepcompile.program.program import ParamInfo, Program
 from lightning_deepcompile.program.saved import mark_saved, number_saved
+from lightning_deepcompile.program.schedule import ProgramKind
 from lightning_deepcompile.runtime import load_extension
 from lightning_deepcompile.sharding.access import StepState, install_access
 from lightning_deepcompile.sharding.layout import assign_blocks
@@ -60,13 +61,13 @@ class Captured:
         by_name = {info.name: ds_id for ds_id, info in self.params.items()}
         return [by_name[name] for name in names]
 
-    def lower(self, kind: ProgramKind, compiler: Callable[..., Any] | None = None, **fields: Any) -> Program:
+    def lower(self, kind: ProgramKind, compiler: Callable[..., Any] | None = None, kept: Sequence[int] = ()) -> Program:
         """A program of one of the graphs, in functional form; the graph is rewritten."""
         gm = getattr(self, kind)
         assert gm is not None, f"no {kind} graph was captured"
         compile_region = compiler or RegionCompiler("eager")
         program = lower(gm, name=kind, kind=kind, graph_id=7, params=self.params, compile_region=compile_region)
-        return dataclasses.replace(program, **fields)
+        return program.with_kept(kept)
 
 
 def capture(
@@ -147,19 +148,6 @@ def capture(
     raise AssertionError("the step was not compiled")
 
 
-class _Operator:
-    """Stands in for an operator of the runtime in a program's nodes: prints like it, calls the simulator."""
-
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.name, self.function, self.__name__ = name, function, name.removeprefix("dc.")
-
-    def __str__(self) -> str:
-        return self.name
-
-    def __call__(self, *args: Any) -> Any:
-        return self.function(*args)
-
-
 @dataclass
 class Simulator:
     """The runtime's rules, in Python, for one rank that has every full parameter.
@@ -188,17 +176,16 @@ class Simulator:
     log: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     copies: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
 
-    def install(self, program: Program) -> Program:
-        """A copy of `program` that calls this simulator."""
-        copy = program.copy()
-        for node in copy.gm.graph.nodes:
-            name = str(node.target)
-            if node.op == "call_function" and name.startswith("dc."):
-                node.target = _Operator(name, getattr(self, "_" + name.split(".")[1]))
-        return copy
+    def generate(self, program: Program) -> Callable[[list[Any]], Sequence[Any]]:
+        """The function of `program`, which calls this simulator."""
+        run, _ = generate(program)
+        for name, value in run.__globals__.items():
+            if str(value).startswith("dc."):
+                run.__globals__[name] = getattr(self, "_" + str(value).split(".")[1])
+        return run
 
     def interpret(self, gm: fx.GraphModule, args: Sequence[Any]) -> Sequence[Any]:
-        """Runs a graph that was not lowered, node by node."""
+        """Runs a graph node by node."""
         simulator = self
 
         class Interpreter(fx.Interpreter):

@@ -39,10 +39,10 @@ from lightning_deepcompile.program.codegen import Divider, Guard
 from lightning_deepcompile.program.executable import UNCHECKPOINTED, Executable
 from lightning_deepcompile.program.graph import is_gather, is_reduce, nbytes, output_node
 from lightning_deepcompile.program.lower import RegionCompiler, lower
-from lightning_deepcompile.program.program import ParamInfo, Program, ProgramKind
-from lightning_deepcompile.program.rewrite import Gathers, read_schedule, reschedule
+from lightning_deepcompile.program.program import Gathers, ParamInfo, Program
+from lightning_deepcompile.program.reschedule import reschedule
 from lightning_deepcompile.program.saved import mark_saved, number_saved
-from lightning_deepcompile.program.schedule import Schedule
+from lightning_deepcompile.program.schedule import ProgramKind, Schedule
 from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.shards import ShardedModel
@@ -288,7 +288,7 @@ class Capture:
         Args:
             settings: New choices; None keeps those in use. When gradients are reduced stays as configured, unless
                 `plan` says otherwise. Call between optimizer steps, on all ranks alike.
-            passes: What programs go through from now on; step passes are left to whoever has a profile.
+            passes: What programs go through from now on; those that need a profile are left to whoever has one.
             plan: Schedules for programs, now and later, of the same structure, whatever their shapes: for other shapes
                 it is the nearest plan that there is. All other programs have what the passes make of them.
         """
@@ -333,9 +333,10 @@ class Capture:
                 compile_region=self.regions,
                 progress=self.progress,
                 cuts=self._cuts(frame),
+                frame=frame.index,
             )
-            history = (*base.history, UNCHECKPOINTED) if self.uncheckpointed else base.history
-            base = replace(base, frame=frame.index, history=history)
+            if self.uncheckpointed:
+                base = replace(base, history=(*base.history, UNCHECKPOINTED))
             self.runtime.setup.register_graph(graph_id, sorted(frame.ids), stage=self.stage, reduce="every")
             if kind == "backward":
                 self.runtime.setup.register_graph(
@@ -380,21 +381,21 @@ class Capture:
         return self._first_frame is not None and any(e.waits_for_states for e in self._first_frame.executables)
 
     def schedules(self, names: Iterable[str], passes: Sequence[Pass]) -> dict[str, Schedule]:
-        """What planning starts from: what the program passes among `passes` make of programs; nothing is swapped.
+        """What planning with `passes` starts from; nothing is swapped.
 
         Args:
             names: Names of programs.
             passes: The passes.
         """
         wanted, found = set(names), {}
-        passes = [one for one in passes if one.level == "program"]
+        passes = [one for one in passes if one.starts]
         for frame in self._frames:
             kept: tuple[int, ...] = ()
             for executable in frame.executables:
-                program = self._offload(frame, self._apply(executable.base.copy(kept=kept), passes))
+                program = self._offload(frame, self._apply(executable.base.with_kept(kept), passes))
                 kept = program.kept if program.kind == "forward" else kept
                 if program.name in wanted:
-                    found[program.name] = read_schedule(program)
+                    found[program.name] = program.schedule
         return found
 
     def _apply(self, base: Program, passes: Sequence[Pass]) -> Program:
@@ -402,8 +403,8 @@ class Capture:
 
     def _plan(self, frame: _Frame, base: Program) -> Program:
         # Forward comes first, also when all are planned anew: a backward program must know what is left to it.
-        program = self._apply(base.copy(kept=frame.kept), self.passes)
-        schedule = read_schedule(program)
+        program = self._apply(base.with_kept(frame.kept), self.passes)
+        schedule = program.schedule
         wanted = self.plan.get(schedule.structure)
         if program.kind == "forward" and frame.chosen is None:
             frame.chosen = frozenset()
@@ -417,7 +418,7 @@ class Capture:
             program = reschedule(program, fit_copies(wanted, schedule, leaving or ()), "plan")
         if program.kind == "forward":
             frame.kept = program.kept
-            frame.offloaded = frozenset(read_schedule(program).offloaded)
+            frame.offloaded = frozenset(program.schedule.offloaded)
         return program
 
     @staticmethod
@@ -425,7 +426,7 @@ class Capture:
         """Lets saved tensors leave where no plan says which."""
         if not frame.chosen or program.kind == "inference":
             return program
-        (schedule,) = offload_saved([read_schedule(program)], {frame.index: frame.chosen})
+        (schedule,) = offload_saved([program.schedule], {frame.index: frame.chosen})
         return reschedule(program, schedule, "offload")
 
 

@@ -1,8 +1,8 @@
-"""Every private part of PyTorch and Lightning that this package leans on: one file for each neighbour.
+"""Every private part of PyTorch, Lightning and Transformers that this package leans on: one file for each neighbour.
 
 What differs from PyTorch 2.11 to 2.15 is written there. Each function has a test that fails when the neighbour moves
 what it uses. Nothing here knows of parameters, programs or plans. Modules whose neighbours are large (`lightning`,
-`checkpoint`, `fsdp`) are imported by themselves.
+`checkpoint`, `fsdp`) or may be missing (`transformers`) are imported by themselves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What passes are told besides the program."""
+"""What passes are told besides the schedules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_LIMIT = 1 << 62
 
 @dataclass(frozen=True)
 class PlanContext:
-    """What step passes are told.
+    """What passes are told besides the schedules.
 
     Args:
         settings: What the user chose.

@@ -6,7 +6,7 @@ import importlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.least import just_in_time
@@ -23,7 +23,7 @@ from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.simulate import Prediction, simulate
 from lightning_deepcompile.program.printer import format_bytes, format_program
 from lightning_deepcompile.program.program import Program
-from lightning_deepcompile.program.rewrite import read_schedule, reschedule
+from lightning_deepcompile.program.reschedule import reschedule
 from lightning_deepcompile.program.schedule import REDUCTIONS, Schedule
 
 __all__ = [
@@ -36,15 +36,12 @@ __all__ = [
     "apply_passes",
     "difference",
     "optimize",
-    "program_pass",
     "resolve_passes",
     "step_pass",
 ]
 
 _log = logging.getLogger(__name__)
 
-ProgramPass = Callable[[Program, PlanSettings], Program]
-"""Rewrites one program's graph."""
 StepPass = Callable[[list[Schedule], PlanContext], list[Schedule]]
 """Changes the schedules of a training step together, in the order in which its programs run."""
 
@@ -59,25 +56,22 @@ class Pass:
 
     Args:
         name: How schedules and logs refer to it.
-        run: What it does: a `ProgramPass` or a `StepPass`.
-        level: Which of the two.
+        run: What it does.
         needs: What must be there: names that earlier passes provide, or ``"profile"``.
         provides: What later passes may rely on.
+        starts: Whether planning starts from what it makes of each program by itself.
     """
 
     name: str
-    run: Callable[..., Any]
-    level: Literal["program", "step"]
+    run: StepPass
     needs: frozenset[str] = field(default_factory=frozenset)
     provides: frozenset[str] = field(default_factory=frozenset)
+    starts: bool = False
 
 
-def program_pass(name: str, needs: Sequence[str] = (), provides: Sequence[str] = ()) -> Callable[[ProgramPass], Pass]:
-    """Makes a function ``(program, settings) -> program`` a pass."""
-    return lambda run: Pass(name, run, "program", frozenset(needs), frozenset(provides))
-
-
-def step_pass(name: str, needs: Sequence[str] = (), provides: Sequence[str] = ()) -> Callable[[StepPass], Pass]:
+def step_pass(
+    name: str, needs: Sequence[str] = (), provides: Sequence[str] = (), *, starts: bool = False
+) -> Callable[[StepPass], Pass]:
     """Makes a function ``(schedules, context) -> schedules`` a pass.
 
     The function may move, merge, add and drop gathers and releases, merge reductions (`merge_reductions`), and reduce
@@ -88,15 +82,17 @@ def step_pass(name: str, needs: Sequence[str] = (), provides: Sequence[str] = ()
         name: Name of the pass.
         needs: What must be there; ``"profile"`` for passes that look at ``context.profile``.
         provides: What later passes may rely on.
+        starts: Whether planning starts from what it makes of each program by itself, as from what `zero3` does, and it
+            is no part of planning. Such passes come first.
     """
-    return lambda run: Pass(name, run, "step", frozenset(needs), frozenset(provides))
+    return lambda run: Pass(name, run, frozenset(needs), frozenset(provides), starts)
 
 
 BUILTIN_PASSES: dict[str, Pass] = {
     made.name: made
     for made in (
-        program_pass("zero3", provides=["gathers"])(zero3),
-        program_pass("prefetch", needs=["gathers"])(prefetch),
+        step_pass("zero3", provides=["gathers"], starts=True)(zero3),
+        step_pass("prefetch", needs=["gathers"], starts=True)(prefetch),
         step_pass("fuse", needs=["gathers", "profile"])(fuse),
         step_pass("offload_activation", needs=["gathers", "profile"])(offload_activation),
         step_pass("offload_optimizer", needs=["gathers", "profile"])(offload_optimizer),
@@ -143,15 +139,15 @@ def resolve_passes(passes: Sequence[str | Pass], *, profiled: bool) -> tuple[Pas
 
     Raises:
         PassError: For a name that is not known, for needs that nothing before provides, for needs in a circle, and for
-            a program pass behind a step pass.
+            a pass that planning starts from behind one that plans.
     """
     found = tuple(entry if isinstance(entry, Pass) else _find(entry) for entry in passes)
     provided = {"profile"} if profiled else set()
     for position, one in enumerate(found):
         for need in sorted(one.needs - provided):
             raise PassError(_explain(one, need, found, position))
-        if one.level == "program" and any(earlier.level == "step" for earlier in found[:position]):
-            raise PassError(f"The pass {one.name!r} rewrites programs and must come before passes that plan a step.")
+        if one.starts and not all(earlier.starts for earlier in found[:position]):
+            raise PassError(f"The pass {one.name!r} schedules programs and must come before passes that plan a step.")
         provided |= one.provides
     if "gathers" not in provided:
         names = ", ".join(repr(one.name) for one in found) or "none"
@@ -210,7 +206,7 @@ def apply_passes(program: Program, settings: PlanSettings, passes: Sequence[Pass
     """Applies `passes` to one program, before anything is known of its times, and logs each result at DEBUG level.
 
     Args:
-        program: Program in functional form, as `lower` returns it.
+        program: The program as `lower` returns it.
         settings: What the user chose.
         passes: The passes, none of which needs a profile.
 
@@ -219,11 +215,8 @@ def apply_passes(program: Program, settings: PlanSettings, passes: Sequence[Pass
     """
     context = PlanContext(settings)
     for one in passes:
-        if one.level == "program":
-            program = one.run(program, settings)
-        else:
-            (schedule,) = _run_step_pass(one, [read_schedule(program)], context)
-            program = reschedule(program, schedule, one.name)
+        (schedule,) = _run_pass(one, [program.schedule], context)
+        program = reschedule(program, schedule, one.name)
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("after %s:\n%s", program.history[-1], format_program(program))
     return program
@@ -247,7 +240,7 @@ class PassEffect:
 def optimize(
     schedules: Sequence[Schedule], passes: Sequence[Pass], context: PlanContext
 ) -> tuple[list[Schedule], list[PassEffect]]:
-    """Applies the step passes among `passes` to the schedules of a training step.
+    """Applies to the schedules of a training step those among `passes` that planning does not start from.
 
     Passes take memory from those behind them, and spend what is in use anyway at another moment. So where the result
     leaves no memory for two groups more, it is compared with what comes of the last pass, which places launches by
@@ -255,22 +248,22 @@ def optimize(
     budget, with what comes of schedules that gather everything right before its use.
 
     Args:
-        schedules: Schedules as the program passes leave them, in the order in which the programs run.
-        passes: The passes; program passes are counted as applied.
+        schedules: Schedules that planning starts from, in the order in which the programs run.
+        passes: The passes; those that made `schedules` are among them.
         context: Settings and a profile.
 
     Returns:
-        The new schedules, and what each pass did; the program passes come first, as one entry.
+        The new schedules, and what each pass did; those that planning starts from come first, as one entry.
     """
     profile = context.profile
     if profile is None:
         raise ValueError("Planning a step needs a profile of it.")
-    applied = " -> ".join(one.name for one in passes if one.level == "program")
+    applied = " -> ".join(one.name for one in passes if one.starts)
     start = PassEffect(applied, "", simulate(schedules, profile))
-    step = [one for one in passes if one.level == "step"]
+    step = [one for one in passes if not one.starts]
     if not step:
         return list(schedules), [start]
-    best = planned, effects = _run_step_passes(step, list(schedules), context)
+    best = planned, effects = _run_passes(step, list(schedules), context)
 
     def cost(plan: tuple[list[Schedule], list[PassEffect]]) -> tuple[int, float]:
         prediction = plan[1][-1].prediction
@@ -278,33 +271,33 @@ def optimize(
 
     group = max((s.instructions[position].bytes for s in planned for position in s.at("gather")), default=0)
     if profile.budget is not None and profile.budget - effects[-1].prediction.peak_bytes < 2 * group:
-        there = {"profile"}.union(*(one.provides for one in passes if one.level == "program"))
+        there = {"profile"}.union(*(one.provides for one in passes if one.starts))
         orders = [step, [step[-1], *step]] if "profile" in step[-1].needs <= there else [step]
         for order in orders[1:]:
-            best = min(best, _run_step_passes(order, list(schedules), context), key=cost)
+            best = min(best, _run_passes(order, list(schedules), context), key=cost)
         if cost(best)[0] > 0:
             least = [just_in_time(schedule) for schedule in schedules]
             begin = PassEffect("just_in_time", difference(schedules, least), simulate(least, profile))
             for order in orders:
-                planned, effects = _run_step_passes(order, least, context)
+                planned, effects = _run_passes(order, least, context)
                 best = min(best, (planned, [begin, *effects]), key=cost)
     return best[0], [start, *best[1]]
 
 
-def _run_step_passes(
+def _run_passes(
     passes: Sequence[Pass], schedules: list[Schedule], context: PlanContext
 ) -> tuple[list[Schedule], list[PassEffect]]:
     effects: list[PassEffect] = []
     for one in passes:
         assert context.profile is not None
-        before, schedules = schedules, _run_step_pass(one, schedules, context)
+        before, schedules = schedules, _run_pass(one, schedules, context)
         same = effects and schedules == before
         prediction = effects[-1].prediction if same else simulate(schedules, context.profile)
         effects.append(PassEffect(one.name, difference(before, schedules), prediction))
     return schedules, effects
 
 
-def _run_step_pass(one: Pass, schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
+def _run_pass(one: Pass, schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
     result = one.run(list(schedules), context)
     if [s.name for s in result] != [s.name for s in schedules]:
         raise PassError(f"The pass {one.name!r} must return a schedule for each program that it was given, in order.")

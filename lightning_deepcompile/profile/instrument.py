@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from lightning_deepcompile.plan.least import just_in_time
 from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.executable import Executable
-from lightning_deepcompile.program.rewrite import read_schedule, reschedule
+from lightning_deepcompile.program.reschedule import reschedule
 from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["instrument"]
@@ -28,7 +28,7 @@ def instrument(executables: Iterable[Executable], probe: StepProbe) -> dict[str,
     for executable in executables:
         program = executable.program
         if probe.drain is not None:
-            program = reschedule(program, just_in_time(read_schedule(program)), "isolated")
-        schedules[program.name] = read_schedule(program)
+            program = reschedule(program, just_in_time(program.schedule), "isolated")
+        schedules[program.name] = program.schedule
         executable.profile(program, probe.marks_of(program.name))
     return schedules

@@ -1,4 +1,4 @@
-"""Turns a program into one straight Python function.
+"""Turns a program into one straight Python function: its schedule says what comes when, its graph what is read.
 
 FX's own code would call ``region(a, b, c)``: the caller's frame then keeps every argument alive while the region runs.
 Here regions take their inputs as one list, and every name is dropped before the call that uses it last, so that a
@@ -8,14 +8,25 @@ region can free an activation as soon as it has read it.
 from __future__ import annotations
 
 import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import fx
 
-from lightning_deepcompile.program.graph import args_of, attribute, is_element
-from lightning_deepcompile.program.instructions import REDUCTIONS, traits_of
-from lightning_deepcompile.program.program import Program, RegionModule
+from lightning_deepcompile.program.graph import (
+    args_of,
+    attribute,
+    gathers_of,
+    is_element,
+    is_gather,
+    is_reduce,
+    only_maker,
+    output_node,
+)
+from lightning_deepcompile.program.program import LOCAL_ID, Program, RegionModule
+from lightning_deepcompile.program.schedule import COPIES, REDUCTIONS, Instruction
 
 __all__ = ["Divider", "Guard", "Marks", "generate"]
 
@@ -63,104 +74,223 @@ def generate(
     return _Writer(program, marks, guard, divider).write()
 
 
+class _Name(str):
+    """The name of a value among arguments."""
+
+
+@dataclass
+class _Line:
+    """A call in the function.
+
+    Args:
+        call: The call; of a region, what is called.
+        reads: Names of the values that it reads.
+        makes: Names of the elements that it returns, "" where nothing can read one; or of the one value.
+        unpacks: Whether it returns a tuple.
+        inputs: Of a region, the list that it is called with.
+        acts: Whether it is there even if nothing reads what it returns.
+        behind: Lines behind it.
+    """
+
+    call: str
+    reads: dict[str, None]
+    makes: Sequence[str] = ()
+    unpacks: bool = False
+    inputs: str | None = None
+    acts: bool = True
+    behind: list[str] = field(default_factory=list)
+
+
 class _Writer:
+    """Lines up all calls first: only then it is known what is read last, and what never."""
+
     def __init__(self, program: Program, marks: Marks | None, guard: Guard | None, divider: Divider | None) -> None:
         self._program = program
         self._marks, self._guard = marks, guard
         self._divide = None if divider is None else divider.divide
         self._globals: dict[str, Any] = {}
-        self._lines: list[str] = []
-        self._last_use: dict[fx.Node, fx.Node] = {}
+        self._lines: list[_Line] = []
+        self._nodes = list(program.gm.graph.nodes)
+        self._place = {node: place for place, node in enumerate(self._nodes)}
+        self._passed = 0  # so many nodes have their lines, or need none
+        self._values = {node: node.name for node in self._nodes if node.op == "placeholder"}
+        self._parameters: dict[int, str] = {}  # what was waited for last
+        self._copies: dict[fx.Node, str] = {}  # of saved tensors
+        self._calls = {str(node.target): node for node in self._nodes if node.op == "call_module"}
+        self._saved = {node.meta["saved"]: node for node in self._nodes if "saved" in node.meta}
+        # The nodes of instructions that do not name a region: their order is the same in any schedule.
+        self._gathers: defaultdict[int, deque[fx.Node]] = defaultdict(deque)
+        self._reductions: defaultdict[tuple[int, bool], deque[fx.Node]] = defaultdict(deque)
+        for node in self._nodes:
+            if is_gather(node) and any(reader.op != "call_module" for reader in node.users):
+                self._gathers[args_of(node)[1] & LOCAL_ID].append(node)
+            elif is_reduce(node):
+                leaves = program.kind == "backward" and only_maker(node) is not None
+                self._reductions[args_of(node)[1] & LOCAL_ID, leaves].append(node)
         # Taken: a program's values carry whatever names AOTAutograd gave them.
-        self._names = {node.name for node in program.gm.graph.nodes}
+        self._names = {node.name for node in self._nodes}
         self._run, self._args, self._inputs, self._unread = map(self._fresh, ("run", "args", "inputs", "_"))
-        for node in program.gm.graph.nodes:
-            for source in node.all_input_nodes:
-                self._last_use[source] = node
 
     def write(self) -> tuple[Callable[[list[Any]], Sequence[Any]], str]:
-        nodes = list(self._program.gm.graph.nodes)
-        placeholders = [n for n in nodes if n.op == "placeholder"]
-        if placeholders:
-            self._lines.append(f"({', '.join(n.name for n in placeholders)},) = {self._args}")
-        self._lines.append(f"{self._args}.clear()")
-        unused = [n.name for n in placeholders if not n.users]
-        if unused:
-            self._lines.append(f"del {', '.join(unused)}")
+        placeholders = list(self._values.values())
+        for instruction in self._program.schedule.instructions:
+            self._instruction(instruction)
+            if self._marks is not None:
+                behind = self._lines[-1].behind
+                if instruction.op in REDUCTIONS:
+                    behind.append(f"{self._bind('drain', self._marks.drain)}()")
+                behind.append(f"{self._bind('mark', self._marks.mark)}()")
+        self._pass(len(self._nodes))
+        reads: dict[str, None] = {}
+        output = output_node(self._program.gm.graph)
+        lines = [f"return {self._text(output.args[0], reads, copies=self._program.kind == 'forward')}"]
+        later = set(reads)
+        for line in reversed(self._lines):
+            if line.acts or not later.isdisjoint(line.makes):
+                lines += reversed(self._written(line, later))
+                later.update(line.reads)
+        head = [f"({', '.join(placeholders)},) = {self._args}"] if placeholders else []
+        head.append(f"{self._args}.clear()")
+        if unused := [name for name in placeholders if name not in later]:
+            head.append(f"del {', '.join(unused)}")
         if self._marks is not None:
-            self._lines.append(f"{self._bind('begin', self._marks.begin)}()")
-        for node in nodes:
-            if node.op == "output":
-                self._lines.append(f"return {self._text(node.args[0])}")
-            elif node.op == "call_module":
-                self._region(node)
-            elif node.op == "get_attr":
-                value = attribute(self._program.gm, node)
-                self._lines.append(f"{node.name} = {self._bind(node.name + '_', value)}")
-            elif node.op == "call_function":
-                if not self._is_element(node):
-                    self._call(node)
-            elif node.op != "placeholder":
-                raise ValueError(f"{self._program.name}: a program has no {node.op} nodes, but {node.name} is one.")
-            if self._marks is not None and (traits := traits_of(node)) is not None:
-                if traits.op in REDUCTIONS:
-                    self._lines.append(f"{self._bind('drain', self._marks.drain)}()")
-                self._lines.append(f"{self._bind('mark', self._marks.mark)}()")
-        source = f"def {self._run}({self._args}):\n" + "\n".join(f"    {line}" for line in self._lines) + "\n"
+            head.append(f"{self._bind('begin', self._marks.begin)}()")
+        body = "\n".join(f"    {line}" for line in [*head, *reversed(lines)])
+        source = f"def {self._run}({self._args}):\n{body}\n"
         exec(compile(source, f"<{self._program.name}>", "exec"), self._globals)
         return self._globals[self._run], source
 
-    def _region(self, node: fx.Node) -> None:
-        name, region = str(node.target), self._program.region(node)
+    def _instruction(self, instruction: Instruction) -> None:
+        match instruction.op:
+            case "compute":
+                self._region(instruction.region)
+            case "gather_now":
+                numbers, region = instruction.ids, instruction.region
+                gathers = gathers_of(self._calls[region]) if region else [self._gathers[i].popleft() for i in numbers]
+                for node in gathers:
+                    self._pass(self._place[node])
+                    self._function(node)
+            case "reduce_now":
+                for i in instruction.ids:
+                    node = self._reductions[i, bool(instruction.made)].popleft()
+                    self._pass(self._place[node])
+                    self._function(node)
+            case _:
+                self._operator(instruction)
+
+    def _pass(self, place: int) -> None:
+        """Writes what belongs to no instruction, up to the node at `place`: constants, and arithmetic of sizes."""
+        for node in self._nodes[self._passed : place]:
+            if node.op == "get_attr":
+                value = self._bind(node.name + "_", attribute(self._program.gm, node))
+                self._lines.append(_Line(value, {}, [node.name], acts=False))
+                self._values[node] = node.name
+            elif node.op == "call_function":
+                if not (node in self._values or is_gather(node) or is_reduce(node)):
+                    self._function(node, acts=False)
+            elif node.op not in ("placeholder", "call_module", "output"):
+                raise ValueError(f"{self._program.name}: a program has no {node.op} nodes, but {node.name} is one.")
+        self._passed = max(self._passed, place)
+
+    def _region(self, name: str) -> None:
+        node, region = self._calls[name], self._program.region(name)
+        self._pass(self._place[node])
         call = self._bind(name, region.run if self._guard is None else self._guard(self._program.name, name, region))
-        if self._divide is not None:
-            self._lines.append(f"{self._bind('divide', self._divide)}()")
-        self._lines.append(f"{self._inputs} = [{', '.join(self._text(a) for a in node.args)}]")
-        self._drop(node)
-        self._assign(node, f"{call}({self._inputs})")
+        reads: dict[str, None] = {}
+        inputs = ", ".join(self._text(a, reads, copies=self._program.kind != "forward") for a in node.args)
+        elements = {args_of(reader)[1]: reader for reader in node.users if is_element(reader)}
+        unpacks = len(elements) == len(node.users)
+        made = [elements.get(k) for k in range(len(node.meta["val"]))] if unpacks else [node]
+        self._values |= {value: value.name for value in made if value is not None}
+        makes = ["" if value is None else value.name for value in made]
+        self._lines.append(_Line(call, reads, makes, unpacks, inputs=f"[{inputs}]"))
 
-    def _call(self, node: fx.Node) -> None:
+    def _function(self, node: fx.Node, acts: bool = True) -> None:
+        """Writes a node as it is."""
+        reads: dict[str, None] = {}
+        arguments = [self._text(a, reads) for a in node.args]
+        arguments += [f"{k}={self._text(v, reads)}" for k, v in node.kwargs.items()]
         name = str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
-        function = self._bind(name, node.target)
-        arguments = [self._text(a) for a in node.args] + [f"{k}={self._text(v)}" for k, v in node.kwargs.items()]
-        self._assign(node, f"{function}({', '.join(arguments)})")
-        self._drop(node)
+        call = f"{self._bind(name, node.target)}({', '.join(arguments)})"
+        self._lines.append(_Line(call, reads, [node.name], acts=acts))
+        self._values[node] = node.name
 
-    def _assign(self, node: fx.Node, expression: str) -> None:
-        """Unpacks tuples by position; elements that nobody reads are not named and die at once."""
-        elements = [user for user in node.users if self._is_element(user)]
-        if elements and len(elements) == len(node.users):
-            width = len(node.meta["val"]) if node.op == "call_module" else len(args_of(node)[1])
-            names = [self._unread] * width
-            for element in elements:
-                names[args_of(element)[1]] = element.name
-            self._lines.append(f"({', '.join(names)},) = {expression}")
-            dead = [e.name for e in elements if not e.users] + [self._unread] * (self._unread in names)
-            if dead:
-                self._lines.append(f"del {', '.join(dead)}")
-        elif node.users:
-            self._lines.append(f"{node.name} = {expression}")
+    def _operator(self, instruction: Instruction) -> None:
+        """Writes an instruction that passes place."""
+        program, traits, numbers = self._program, instruction.traits, instruction.ids
+        given: dict[str, Sequence[Any]] = {"shards": (), "ids": numbers, "sizes": instruction.sizes}
+        makes: list[str] = []
+        if traits.effect[1] in ("parameters", "gradients"):
+            given["ids"] = program.ids(numbers)
+            given["dtypes"] = [info.dtype for info in program.infos(numbers)]
+        if instruction.op in REDUCTIONS:
+            gradients = [args_of(self._reductions[i, True].popleft())[0] for i in numbers]
+            given["tensors"] = [_Name(self._values[node]) for node in gradients]
+        elif instruction.op in COPIES:
+            waits, saved = traits.effect[0] == "wait", [self._saved[i] for i in numbers]
+            hosts = self._copies if waits and program.kind == "forward" else self._values
+            given["tensors"] = [_Name(hosts[node]) for node in saved]
+            if not waits:
+                makes = [self._fresh(f"saved_{i}") for i in numbers]
+                self._copies |= zip(saved, makes, strict=True)
+        elif instruction.op == "wait":
+            makes = [self._fresh(f"parameter_{i}") for i in numbers]
+            self._parameters |= zip(numbers, makes, strict=True)
+        reads: dict[str, None] = {}
+        arguments = ", ".join(self._text(value, reads) for value in traits.values(program.graph_id, **given))
+        call = f"{self._bind(traits.operator, traits.overload)}({arguments})"
+        self._lines.append(_Line(call, reads, makes, unpacks=True))
+
+    def _written(self, line: _Line, later: set[str]) -> list[str]:
+        """The lines of a call, of which those behind it read what is in `later`."""
+        result = []
+        dead = [name for name in line.reads if name not in later]
+        dropped = [f"del {', '.join(dead)}"] if dead else []
+        call = line.call
+        if line.inputs is not None:
+            if self._divide is not None:
+                result.append(f"{self._bind('divide', self._divide)}()")
+            result += [f"{self._inputs} = {line.inputs}", *dropped]
+            call = f"{call}({self._inputs})"
+        names = [name if name in later else self._unread for name in line.makes]
+        if all(name == self._unread for name in names):
+            result.append(call)
+        elif line.unpacks:
+            result.append(f"({', '.join(names)},) = {call}")
+            result += [f"del {self._unread}"] * (self._unread in names)
         else:
-            self._lines.append(expression)
+            result.append(f"{names[0]} = {call}")
+        return [*result, *([] if line.inputs is not None else dropped), *line.behind]
 
-    def _drop(self, node: fx.Node) -> None:
-        dead = [s.name for s in dict.fromkeys(node.all_input_nodes) if self._last_use[s] is node]
-        if dead:
-            self._lines.append(f"del {', '.join(dead)}")
+    def _text(self, value: Any, reads: dict[str, None], copies: bool = False) -> str:
+        """How an argument is written.
 
-    @staticmethod
-    def _is_element(node: fx.Node) -> bool:
-        return is_element(node) and isinstance(args_of(node)[1], int) and traits_of(args_of(node)[0]) is not None
-
-    def _text(self, value: Any) -> str:
+        Args:
+            value: The argument.
+            reads: The names that it mentions are added.
+            copies: Whether the copies of saved tensors are meant, where there are any.
+        """
         if isinstance(value, fx.Node):
-            return value.name
+            return self._text(self._name(value, copies), reads)
+        if isinstance(value, _Name):
+            reads[value] = None
+            return value
         if isinstance(value, list | tuple):
-            inner = ", ".join(self._text(v) for v in value)
+            inner = ", ".join(self._text(v, reads, copies) for v in value)
             return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if value else "()"
         if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
             return repr(value)
         return self._bind(f"const_{len(self._globals)}", value)
+
+    def _name(self, node: fx.Node, copies: bool) -> _Name | None:
+        if copies and node in self._copies:
+            return _Name(self._copies[node])
+        if node not in self._values:
+            if is_reduce(node):  # the runtime has it: nothing leaves the program
+                return None
+            if is_gather(node):
+                return _Name(self._parameters[args_of(node)[1] & LOCAL_ID])
+        return _Name(self._values[node])
 
     def _bind(self, name: str, value: Any) -> str:
         name = "".join(c if c.isalnum() else "_" for c in name)
@@ -170,7 +300,7 @@ class _Writer:
         return name
 
     def _fresh(self, name: str) -> str:
-        while name in self._names:
+        while name in self._names or name in self._globals:
             name += "_"
         self._names.add(name)
         return name

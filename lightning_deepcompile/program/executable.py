@@ -10,8 +10,7 @@ from typing import Any
 
 from lightning_deepcompile.program.codegen import Divider, Guard, Marks, generate
 from lightning_deepcompile.program.printer import format_program
-from lightning_deepcompile.program.program import Program
-from lightning_deepcompile.program.rewrite import Gathers, first_gathers, waits_for_states
+from lightning_deepcompile.program.program import Gathers, Program
 
 __all__ = ["UNCHECKPOINTED", "Executable"]
 
@@ -72,8 +71,8 @@ class Executable:
         self.program = self._running = program
         guard = None if {"plan", UNCHECKPOINTED}.isdisjoint(program.history) else self.guard
         self._run, self.source = generate(program, guard=guard, divider=self.divider)
-        self.first_gathers = first_gathers(program)
-        self.waits_for_states = waits_for_states(program)
+        self.first_gathers = program.first_gathers()
+        self.waits_for_states = program.schedule.waits_for_states
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("%s", format_program(program))
 
@@ -86,7 +85,7 @@ class Executable:
         """
         self._run, _ = generate(program, marks, self.guard, self.divider)
         self._running = program
-        self.waits_for_states = waits_for_states(program)
+        self.waits_for_states = program.schedule.waits_for_states
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Runs the program on `args`, which is emptied."""

@@ -16,6 +16,7 @@ from lightning_deepcompile.runtime.ops import gather_op, reduce_op
 __all__ = [
     "args_of",
     "attribute",
+    "gathers_of",
     "is_compute",
     "is_element",
     "is_gather",
@@ -26,6 +27,7 @@ __all__ = [
     "is_view",
     "looked_up_name",
     "nbytes",
+    "only_maker",
     "output_node",
     "source_gather",
 ]
@@ -136,6 +138,18 @@ def source_gather(node: fx.Node) -> fx.Node | None:
             return None
         current = current.args[0]
     return None
+
+
+def gathers_of(call: fx.Node) -> list[fx.Node]:
+    """The gathers that a program's call of a region reads."""
+    return [node for node in call.all_input_nodes if is_gather(node)]
+
+
+def only_maker(reduction: fx.Node) -> fx.Node | None:
+    """The call of a region that makes a gradient of which nothing but the sum over ranks leaves a program, or None."""
+    grad = args_of(reduction)[0]
+    leaves = is_element(grad) and all(reader.op == "output" for reader in reduction.users)
+    return args_of(grad)[0] if leaves and args_of(grad)[0].op == "call_module" else None
 
 
 def output_node(graph: fx.Graph) -> fx.Node:

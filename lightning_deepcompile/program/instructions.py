@@ -1,7 +1,8 @@
 """The table of instructions: what each is called, how a program writes it, and what it does.
 
 Whoever reads, changes, prints, simulates or measures instructions asks this table. A new instruction is a row here, a
-branch in the simulator if its effect is new, and an operator in ``csrc/bindings/ops.cpp``.
+branch in the simulator if its effect is new, one in code generation if it hands on values, and an operator in
+``csrc/bindings/ops.cpp``.
 """
 
 from __future__ import annotations
@@ -11,10 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import fx
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.program.graph import args_of
 
 __all__ = [
     "AT_BOUNDARY",
@@ -26,8 +25,6 @@ __all__ = [
     "Operation",
     "Stream",
     "Traits",
-    "instructions_of",
-    "traits_of",
 ]
 
 Operation = Literal[
@@ -96,24 +93,15 @@ class Traits:
         """The operator."""
         return getattr(torch.ops.dc, self.operator).default
 
-    def argument(self, node: fx.Node, name: Argument) -> tuple[Any, ...]:
-        """The values of an argument in `node`, one or several; none if the operator has no such argument."""
-        if name not in self.arguments:
-            return ()
-        value = node.args[self.arguments.index(name)]
-        return tuple(value) if isinstance(value, list | tuple) else (value,)
-
-    def write(self, graph: fx.Graph, graph_id: int, **arguments: Sequence[Any]) -> fx.Node:
-        """Writes the instruction into a program's graph, where that is being written.
+    def values(self, graph_id: int, **given: Sequence[Any]) -> tuple[Any, ...]:
+        """What the operator is called with.
 
         Args:
-            graph: The program's graph.
             graph_id: Runtime id of the graph.
-            arguments: The others, by name.
+            given: The other arguments, by name; what the operator does not take is left out.
         """
         graphs = {"graph": graph_id, "boundary graph": graph_id | AT_BOUNDARY}
-        values = (graphs[name] if name in graphs else list(arguments[name]) for name in self.arguments)
-        return graph.call_function(self.overload, tuple(values))
+        return tuple(graphs[name] if name in graphs else list(given[name]) for name in self.arguments)
 
 
 _ROWS = (
@@ -235,20 +223,3 @@ COPIES = frozenset(row.op for row in _ROWS if row.effect[1] == "saved tensors")
 
 STATE_COPIES = frozenset(row.op for row in _ROWS if row.effect[1] == "states")
 """The operations on optimizer states that wait in host memory; their ids are numbers of chunks."""
-
-_BY_TARGET = {f"dc.{row.operator}.default": row for row in reversed(_ROWS) if row.operator}
-
-
-def traits_of(node: fx.Node) -> Traits | None:
-    """The row of the instruction that `node` is; None if it is none."""
-    if node.op == "call_module":
-        return TABLE["compute"]
-    row = _BY_TARGET.get(str(node.target)) if node.op == "call_function" else None
-    if row is TABLE["reduce"] and args_of(node)[0] & AT_BOUNDARY:
-        return TABLE["reduce_at_boundary"]
-    return row
-
-
-def instructions_of(graph: fx.Graph) -> list[tuple[fx.Node, Traits]]:
-    """The nodes of a program's graph that are instructions, in order, with their rows."""
-    return [(node, row) for node in graph.nodes if (row := traits_of(node)) is not None]

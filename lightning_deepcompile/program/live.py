@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from lightning_deepcompile.program.copies import strip_copies
-from lightning_deepcompile.program.graph import args_of, is_element, nbytes
-from lightning_deepcompile.program.instructions import REDUCTIONS, instructions_of
+from lightning_deepcompile.program.graph import args_of, is_element, is_gather, is_reduce, nbytes, only_maker
 from lightning_deepcompile.program.program import Program
 
 __all__ = ["live_bytes"]
@@ -18,32 +16,33 @@ def live_bytes(program: Program) -> dict[str, tuple[int, int, int]]:
     What a region allocates and frees by itself is not seen, so the peak is a lower bound.
 
     Args:
-        program: A scheduled program.
+        program: The program; its schedule does not matter.
 
     Returns:
         Bytes before, at the peak and after, by region name, as if no saved tensor left the device, and every gradient
         were reduced as soon as it is there.
     """
-    program = program.copy()
-    strip_copies(program.gm.graph)
-    nodes = [node for node in program.gm.graph.nodes if _counts(node)]
     position = {node: index for index, node in enumerate(program.gm.graph.nodes)}
-    reductions = {node for node, traits in instructions_of(program.gm.graph) if traits.op in REDUCTIONS}
-    last_use = {
-        node: max(map(position.__getitem__, node.users.keys() - reductions), default=position[node]) for node in nodes
-    }
+    last_use = {}
+    for node in position:
+        readers = [reader for reader in node.users if not _is_replaced(program, reader)]
+        # Nothing but gathers that are replaced reads a shard.
+        if is_element(node) and args_of(node)[0].op == "call_module" or node.op == "placeholder" and readers:
+            last_use[node] = max(map(position.__getitem__, readers), default=position[node])
     result = {}
-    for call in program.regions():
-        here = position[call]
+    for call, here in position.items():
+        if call.op != "call_module":
+            continue
         made = [element for element in call.users if element in last_use]
-        earlier = [node for node in nodes if position[node] < here]
+        earlier = [node for node in last_use if position[node] < here]
         before = sum(nbytes(node) for node in earlier if last_use[node] >= here)
         after = sum(nbytes(node) for node in earlier if last_use[node] > here) + sum(nbytes(node) for node in made)
         result[str(call.target)] = (before, before + sum(nbytes(node) for node in made), after)
     return result
 
 
-def _counts(node: fx.Node) -> bool:
-    if node.op == "placeholder":
-        return bool(node.users)  # shards have none: gathers name them by number
-    return is_element(node) and args_of(node)[0].op == "call_module"
+def _is_replaced(program: Program, node: fx.Node) -> bool:
+    """Whether schedules have instructions of their own for what `node` stands for."""
+    if is_gather(node):
+        return all(reader.op == "call_module" for reader in node.users)
+    return program.kind == "backward" and is_reduce(node) and only_maker(node) is not None

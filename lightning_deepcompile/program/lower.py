@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.program.extract import ExtractedRegion, add_symbol_inputs, extract_region, symbol_sources
+from lightning_deepcompile.program.functional import functional_program
 from lightning_deepcompile.program.graph import (
     attribute,
     is_compute,
@@ -22,9 +23,10 @@ from lightning_deepcompile.program.graph import (
     output_node,
 )
 from lightning_deepcompile.program.normalize import normalize
-from lightning_deepcompile.program.program import ParamInfo, Program, ProgramKind, RegionInfo, RegionModule
+from lightning_deepcompile.program.program import ParamInfo, Program, RegionInfo, RegionModule
 from lightning_deepcompile.program.regions import Region, cut_regions
 from lightning_deepcompile.program.repeatable import is_repeatable
+from lightning_deepcompile.program.schedule import ProgramKind
 
 __all__ = ["RegionCompiler", "lower"]
 
@@ -89,8 +91,9 @@ def lower(
     compile_region: Callable[[ExtractedRegion, ProgramKind], compat.BoxedCallable],
     progress: Callable[[str], None] | None = None,
     cuts: bool = True,
+    frame: int = 0,
 ) -> Program:
-    """Lowers `gm` to a program in its functional form: regions between ``dc.gather`` and ``dc.reduce``.
+    """Lowers `gm` to a program in its functional form: every gather and reduction blocks.
 
     Args:
         gm: Forward, backward or inference graph from AOTAutograd; rewritten in place.
@@ -101,9 +104,10 @@ def lower(
         compile_region: Compiles a region, usually a `RegionCompiler`.
         progress: Told which region is being compiled.
         cuts: Whether the graph is cut between blocks. If not, it is one region, which the compiler sees whole.
+        frame: Number of the captured graph; a forward and its backward program share it.
 
     Returns:
-        The program. It is correct as it stands (each gather and reduction blocks); passes schedule it.
+        The program. It is correct as it stands; passes schedule it.
     """
     graph = gm.graph
     normalize(graph)
@@ -122,7 +126,8 @@ def lower(
         lookups = tuple((_brief(node), named[looked_up_name(node)].ds_id) for node in region.nodes if is_lookup(node))
         info = RegionInfo(extracted.key, tuple(region.blocks), len(region.nodes), is_repeatable(region.nodes), lookups)
         compiled.append(RegionModule(compile_region(extracted, kind), info))
-    return _Builder(gm, name, kind, graph_id, params).build(regions, compiled)
+    program = _Builder(gm, name).build(regions, compiled)
+    return functional_program(program, name=name, kind=kind, graph_id=graph_id, params=params, frame=frame)
 
 
 def _brief(node: fx.Node) -> str:
@@ -132,15 +137,13 @@ def _brief(node: fx.Node) -> str:
 class _Builder:
     """Writes the program's graph region by region, pulling in what each one reads."""
 
-    def __init__(
-        self, parent: fx.GraphModule, name: str, kind: ProgramKind, graph_id: int, params: dict[int, ParamInfo]
-    ) -> None:
-        self._parent, self._name, self._kind, self._graph_id, self._params = parent, name, kind, graph_id, params
+    def __init__(self, parent: fx.GraphModule, name: str) -> None:
+        self._parent, self._name = parent, name
         self._graph = fx.Graph()
         self._root = nn.Module()
         self._done: dict[fx.Node, fx.Node] = {}
 
-    def build(self, regions: list[Region], compiled: list[RegionModule]) -> Program:
+    def build(self, regions: list[Region], compiled: list[RegionModule]) -> fx.GraphModule:
         for node in self._parent.graph.nodes:
             if node.op == "placeholder":
                 copy = self._graph.placeholder(node.name)
@@ -152,11 +155,11 @@ class _Builder:
         output = output_node(self._parent.graph)
         values = fx.map_arg(output.args[0], self._value)
         self._graph.output(values).meta = dict(output.meta)
-        gm = compat.graph_module(self._root, self._graph)
-        return Program(self._name, self._kind, self._graph_id, gm, self._params).finish("lower")
+        self._graph.lint()
+        return compat.graph_module(self._root, self._graph)
 
     def _call(self, name: str, region: Region) -> None:
-        # A gather is written anew for every region that reads it: how long a parameter stays is for passes to decide.
+        # A gather is written anew for every region that reads it: how long a parameter stays is for schedules to say.
         inputs = [self._copy(node) if is_gather(node) else self._value(node) for node in region.inputs]
         call = self._graph.call_module(name, tuple(inputs))
         call.meta["val"] = tuple(node.meta["val"] for node in region.outputs)

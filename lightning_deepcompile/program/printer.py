@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-from torch import fx
-
-from lightning_deepcompile.program.copies import copied_numbers
-from lightning_deepcompile.program.graph import nbytes
-from lightning_deepcompile.program.instructions import Traits, instructions_of
 from lightning_deepcompile.program.program import Program
+from lightning_deepcompile.program.schedule import Instruction
 
 __all__ = ["format_bytes", "format_program"]
 
@@ -23,37 +19,36 @@ def format_program(program: Program) -> str:
     Returns:
         Text like ``gather   model.layers.3 (9 params, 416.0 MiB bfloat16)``.
     """
-    calls = program.regions()
-    keys = [program.region(node).info.key for node in calls]
+    regions = program.regions()
+    keys = [program.region(name).info.key for name in regions]
     shapes = {key: f"r{index}" for index, key in enumerate(dict.fromkeys(keys))}
     history = " -> ".join(program.history)
-    lines = [f"{program.name} [{history}]: {len(calls)} regions, {len(shapes)} distinct"]
-    for node, traits in instructions_of(program.gm.graph):
-        lines.append(f"  {traits.label:8} {_rest(program, node, traits, shapes)}".rstrip())
+    lines = [f"{program.name} [{history}]: {len(regions)} regions, {len(shapes)} distinct"]
+    for instruction in program.schedule.instructions:
+        lines.append(f"  {instruction.traits.label:8} {_rest(program, instruction, shapes)}".rstrip())
     return "\n".join(lines)
 
 
-def _rest(program: Program, node: fx.Node, traits: Traits, shapes: dict[str, str]) -> str:
+def _rest(program: Program, instruction: Instruction, shapes: dict[str, str]) -> str:
     """What stands behind an instruction's label."""
-    match traits.effect[1]:
+    numbers = ", ".join(map(str, instruction.ids))
+    match instruction.traits.effect[1]:
         case "parameters" | "gradients":
-            return _describe(program, traits.argument(node, "ids"))
+            return _describe(program, instruction.ids)
         case "saved tensors":
-            size = format_bytes(sum(nbytes(source) for source in traits.argument(node, "tensors")))
-            return f"saved {', '.join(map(str, copied_numbers(node)))} ({size})"
+            return f"saved {numbers} ({format_bytes(instruction.bytes)})"
         case "states":
-            size = format_bytes(sum(traits.argument(node, "sizes")))
-            return f"optimizer states {', '.join(map(str, traits.argument(node, 'ids')))} ({size})"
-    if node.op != "call_module":
+            return f"optimizer states {numbers} ({format_bytes(instruction.bytes)})"
+    if not instruction.region:
         return ""
-    info = program.region(node).info
+    info = program.region(instruction.region).info
     blocks = ", ".join(info.blocks) or "no parameters"
     parts = [f"{part} {program.params[i].name}" for part, i in info.lookups if part.startswith("look")]
-    return f"{node.target} = {shapes[info.key]} ({'; '.join([blocks, f'{info.nodes} ops', *parts])})"
+    return f"{instruction.region} = {shapes[info.key]} ({'; '.join([blocks, f'{info.nodes} ops', *parts])})"
 
 
-def _describe(program: Program, ids: Iterable[int]) -> str:
-    infos = [program.params[i] for i in ids]
+def _describe(program: Program, numbers: Sequence[int]) -> str:
+    infos = program.infos(numbers)
     blocks = ", ".join(dict.fromkeys(info.block for info in infos))
     dtypes = ", ".join(dict.fromkeys(str(info.dtype).removeprefix("torch.") for info in infos))
     count = "1 param" if len(infos) == 1 else f"{len(infos)} params"

@@ -1,30 +1,22 @@
-"""The program: a straight line of compiled regions and communication, as an FX graph that passes rewrite.
-
-Node kinds, all in one flat graph:
-
-* ``placeholder``/``output``: those of the graph that AOTAutograd handed over;
-* ``call_module region_k``: a compiled region, returning a tuple;
-* ``torch.ops.dc.*``: communication. Right after lowering there are only the functional ``dc.gather`` and ``dc.reduce``;
-  passes replace them by scheduled instructions;
-* arithmetic of symbolic sizes, and ``operator.getitem`` of tuples.
-"""
+"""The program: compiled regions and the values between them, and the schedule in which they and communication run."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
-from lightning_deepcompile import compat
-from lightning_deepcompile.program.instructions import AT_BOUNDARY, instructions_of
+from lightning_deepcompile.program.instructions import AT_BOUNDARY
+from lightning_deepcompile.program.schedule import Instruction, ProgramKind, Schedule, first_gather_positions
 
-__all__ = ["LOCAL_ID", "ParamInfo", "Program", "ProgramKind", "RegionInfo", "RegionModule", "collective_sequence"]
+__all__ = ["LOCAL_ID", "Gathers", "ParamInfo", "Program", "RegionInfo", "RegionModule", "collective_sequence"]
 
-ProgramKind = Literal["forward", "backward", "inference"]
+Gathers = tuple[int, list[int], list[torch.dtype]]
+"""What a group of gathers is launched with: graph, parameters, dtypes."""
 
 LOCAL_ID = 0xFFFFFFFF
 """The part of an id that is the same on all ranks: the rest is the runtime's number."""
@@ -88,27 +80,39 @@ class RegionModule(nn.Module):
 
 @dataclass(frozen=True)
 class Program:
-    """A program and what it belongs to. Passes return new programs and leave their argument as it is.
+    """What a captured graph computes, and when. Passes change the schedule alone.
 
     Args:
-        name: For people: frame and kind.
-        kind: Whether it is a forward program (a backward follows), a backward, or neither needs gradients.
         graph_id: Runtime id of the graph.
-        gm: The instructions.
+        gm: Which values are computed of which, as lowering wrote it; no pass changes it, and nothing runs it as it is.
+            Its nodes are ``placeholder`` and ``output``, those of the graph that AOTAutograd handed over;
+            ``call_module region_k``, which returns a tuple; ``dc.gather`` and ``dc.reduce``, which stand for a
+            parameter and for what becomes of a gradient; arithmetic of sizes, constants, and ``operator.getitem``.
         params: Parameters by id, those of the whole model.
-        kept: Ids that the forward program of the same frame leaves gathered for this backward program.
+        schedule: What runs, in order.
         history: Passes applied so far.
-        frame: Number of the captured graph; a forward and its backward program share it.
     """
 
-    name: str
-    kind: ProgramKind
     graph_id: int
     gm: fx.GraphModule
     params: dict[int, ParamInfo]
-    kept: tuple[int, ...] = ()
-    history: tuple[str, ...] = field(default=())
-    frame: int = 0
+    schedule: Schedule
+    history: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """For people: frame and kind."""
+        return self.schedule.name
+
+    @property
+    def kind(self) -> ProgramKind:
+        """Whether it is a forward program (a backward follows), a backward, or neither needs gradients."""
+        return self.schedule.kind
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """As `Schedule.kept`."""
+        return self.schedule.kept
 
     @property
     def boundary_id(self) -> int:
@@ -128,46 +132,53 @@ class Program:
         sequence = collective_sequence(self)
         return "\n".join([f"{self.kind} program", *(f"{kind} {ids}" for kind, ids in sequence)]) if sequence else ""
 
-    def copy(self, **changes: Any) -> Program:
-        """A program with a graph of its own (regions are shared), and `changes` to its fields."""
-        graph = fx.Graph()
-        values: dict[fx.Node, fx.Node] = {}
-        output = graph.graph_copy(self.gm.graph, values)
-        source_output = next(n for n in reversed(self.gm.graph.nodes) if n.op == "output")
-        node = graph.output(output)
-        node.meta = dict(source_output.meta)
-        return replace(self, gm=compat.graph_module(self.gm, graph), **changes)
+    def ids(self, numbers: Sequence[int]) -> list[int]:
+        """Runtime ids of parameters, by their numbers within the model."""
+        return [self.graph_id & ~LOCAL_ID | number for number in numbers]
 
-    def regions(self) -> list[fx.Node]:
-        """The nodes that call regions, in order."""
-        return [node for node in self.gm.graph.nodes if node.op == "call_module"]
+    def infos(self, numbers: Sequence[int]) -> list[ParamInfo]:
+        """What is known of parameters, by their numbers within the model."""
+        return [self.params[ds_id] for ds_id in self.ids(numbers)]
 
-    def region(self, node: fx.Node) -> RegionModule:
-        """The region that `node` calls."""
-        return cast(RegionModule, self.gm.get_submodule(str(node.target)))
+    def regions(self) -> list[str]:
+        """The names of the regions, in order."""
+        return [str(node.target) for node in self.gm.graph.nodes if node.op == "call_module"]
 
-    def finish(self, history: str) -> Program:
-        """Checks and recompiles the graph after a pass named `history`."""
-        self.gm.graph.lint()
-        self.gm.recompile()
-        return replace(self, history=(*self.history, history))
+    def region(self, name: str) -> RegionModule:
+        """The region called `name`."""
+        return cast(RegionModule, self.gm.get_submodule(name))
+
+    def launch(self, instruction: Instruction) -> Gathers:
+        """What `instruction`, a gather, is launched with."""
+        dtypes = [info.dtype for info in self.infos(instruction.ids)]
+        return self.graph_id, self.ids(instruction.ids), dtypes
+
+    def first_gathers(self) -> list[Gathers]:
+        """The gathers that it launches before it waits for the first one."""
+        instructions = self.schedule.instructions
+        return [self.launch(instructions[position]) for position in first_gather_positions(instructions)]
+
+    def with_kept(self, kept: Sequence[int]) -> Program:
+        """The program as it is where forward leaves parameters gathered.
+
+        Args:
+            kept: Their numbers within the model.
+        """
+        return replace(self, schedule=replace(self.schedule, kept=tuple(kept)))
 
 
 def collective_sequence(program: Program) -> list[tuple[str, tuple[int, ...]]]:
-    """The collectives that a program issues, in order, with parameter ids local to the model: equal on all ranks.
+    """The collectives that a program issues, in order, with parameters' numbers in the model: equal on all ranks.
 
     A gather that finds its parameters sends nothing, so what stays gathered, and until when, belongs to it.
     """
     sequence: list[tuple[str, tuple[int, ...]]] = []
     if program.kept:
-        sequence.append(("keep", _local(sorted(program.kept))))
-    for node, traits in instructions_of(program.gm.graph):
-        if node.op == "call_module":
-            sequence += [(part, _local([ds_id])) for part, ds_id in program.region(node).info.lookups]
-        elif traits.collective:
-            sequence.append((traits.collective, _local(traits.argument(node, "ids"))))
+        sequence.append(("keep", tuple(sorted(program.kept))))
+    for instruction in program.schedule.instructions:
+        if instruction.op == "compute":
+            lookups = program.region(instruction.region).info.lookups
+            sequence += [(part, (ds_id & LOCAL_ID,)) for part, ds_id in lookups]
+        elif collective := instruction.traits.collective:
+            sequence.append((collective, instruction.ids))
     return sequence
-
-
-def _local(ids: Sequence[int]) -> tuple[int, ...]:
-    return tuple(i & LOCAL_ID for i in ids)

@@ -7,7 +7,7 @@ value in a forward program, and on the placeholder in the backward program that 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from lightning_deepcompile.program.graph import args_of, is_compute, is_view, nbytes, output_node
-from lightning_deepcompile.program.instructions import TABLE, traits_of
 
 __all__ = ["Saved", "mark_saved", "number_saved", "read_saved"]
 
@@ -113,16 +112,7 @@ def read_saved(graph: fx.Graph) -> tuple[Saved, ...]:
         if "saved" not in node.meta:
             continue
         made = [node.args[0]] if node.op != "placeholder" else []
-        ends = [*made, *sorted(_regions_that_read(node), key=position.__getitem__)]
+        readers = [reader for reader in node.users if reader.op == "call_module"]
+        ends = [*made, *sorted(readers, key=position.__getitem__)]
         found.append(Saved(node.meta["saved"], nbytes(node), str(ends[0].target), str(ends[-1].target)))
     return tuple(sorted(found, key=lambda saved: saved.number))
-
-
-def _regions_that_read(node: fx.Node) -> Iterator[fx.Node]:
-    for user in node.users:
-        if user.op == "call_module":
-            yield user
-        elif traits_of(user) is TABLE["reload"]:
-            for element in user.users:
-                if args_of(user)[1][args_of(element)[1]] is node:
-                    yield from _regions_that_read(element)

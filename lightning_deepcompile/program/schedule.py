@@ -1,7 +1,7 @@
 """A program's schedule as plain data: which instruction comes when, without the code that computes.
 
-Schedules are what planning works on. They are read from a program, changed freely, checked, and written back
-(`rewrite`).
+Schedules are what passes change. Lowering writes the first one, in which everything that moves blocks; `reschedule`
+gives a program another one, and `codegen` writes the function that runs it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from lightning_deepcompile.program.instructions import (
     COPIES,
@@ -21,7 +21,6 @@ from lightning_deepcompile.program.instructions import (
     Operation,
     Traits,
 )
-from lightning_deepcompile.program.program import ProgramKind
 from lightning_deepcompile.program.saved import Saved
 
 __all__ = [
@@ -31,12 +30,16 @@ __all__ = [
     "STATE_COPIES",
     "Instruction",
     "Operation",
+    "ProgramKind",
     "Schedule",
     "ScheduleError",
     "check_copies",
     "check_schedule",
     "first_gather_positions",
 ]
+
+
+ProgramKind = Literal["forward", "backward", "inference"]
 
 
 class ScheduleError(ValueError):
@@ -52,8 +55,9 @@ class Instruction:
         ids: Parameters concerned, numbered within the model; of a ``compute``, those it reads; of copies, the saved
             tensors, or chunks of states in the order in which they step.
         sizes: Bytes per parameter: gathered, or of its whole gradient; of copies, per tensor or chunk.
-        region: Name of the region that a ``compute`` runs.
-        made: Of a group of gradients, the region that makes each; () means the last one before.
+        region: Name of the region that a ``compute`` runs, or that a ``gather_now`` is for; "" if for none.
+        made: Of a group of gradients, the region that makes each; () means the last one before. Of a ``reduce_now``,
+            () means that its result is read, too, so that it stays.
     """
 
     op: Operation
@@ -66,6 +70,11 @@ class Instruction:
     def traits(self) -> Traits:
         """Its row of the table of instructions."""
         return TABLE[self.op]
+
+    @property
+    def functional(self) -> bool:
+        """Whether it blocks for a region or its gradients, as lowering writes it: the first pass replaces it."""
+        return self.traits.effect[0] == "launch and wait" and bool(self.region or self.made)
 
     @functools.cached_property
     def bytes(self) -> int:
@@ -107,6 +116,11 @@ class Schedule:
         """Numbers of the saved tensors that a forward schedule leaves, or a backward schedule finds, on the host."""
         op: Operation = "offload" if self.kind == "forward" else "reload"
         return tuple(sorted(i for position in self.at(op) for i in self.instructions[position].ids))
+
+    @property
+    def waits_for_states(self) -> bool:
+        """Whether it waits for optimizer states that leave the device."""
+        return any(instruction.traits.effect == ("wait", "states") for instruction in self.instructions)
 
     @functools.cached_property
     def reductions(self) -> dict[int, Instruction]:
@@ -159,6 +173,7 @@ def check_schedule(schedule: Schedule) -> None:
     """
     gathered: set[int] = set()
     waited: set[int] = set()
+    for_region: set[int] = set()
     for position, instruction in enumerate(schedule.instructions):
         where = f"{schedule.name}, instruction {position} ({instruction.op} {instruction.region or instruction.ids})"
         ids = set(instruction.ids)
@@ -170,11 +185,14 @@ def check_schedule(schedule: Schedule) -> None:
                 if missing := ids - gathered:
                     raise ScheduleError(f"{where}: parameters {sorted(missing)} were not gathered before.")
                 waited |= ids
+            case "launch and wait", "parameters" if instruction.region:
+                for_region = ids
             case "compute", _:
-                if missing := ids - (waited & gathered):
+                if missing := ids - (waited & gathered) - for_region:
                     raise ScheduleError(
                         f"{where}: parameters {sorted(missing)} are read but not gathered and waited for."
                     )
+                for_region = set()
             case "free", "parameters":
                 if traits.at_boundary and schedule.kind != "backward":
                     raise ScheduleError(f"{where}: only backward programs know whether the optimizer steps next.")

@@ -24,7 +24,7 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.sharding.mentions import mentions
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
 
-__all__ = ["StepState", "install_access", "sharded_class", "step_states", "uninstall_access"]
+__all__ = ["StepState", "as_built", "install_access", "sharded_class", "step_states", "uninstall_access"]
 
 # A parameter's leaf and its number are attributes of the module, side by side: Dynamo takes up, and guards on, every
 # container on the way to a value, and every value of one. The number is a text: integers of modules are inputs of a
@@ -276,6 +276,25 @@ def uninstall_access(module: nn.Module) -> None:
     if _STATE in module.__dict__:
         _remove_access(module.__dict__)
         module.__class__ = type(module).__mro__[1]
+
+
+@contextlib.contextmanager
+def as_built(module: nn.Module) -> Iterator[None]:
+    """Inside, all modules are of the classes that the user gave them: for code that looks at names of classes.
+
+    Nothing may be computed with the modules inside.
+
+    Args:
+        module: Any module, sharded or not.
+    """
+    sharded = {child: type(child) for child in module.modules() if _STATE in child.__dict__}
+    for child, access in sharded.items():
+        child.__class__ = access.__mro__[1]
+    try:
+        yield
+    finally:
+        for child, access in sharded.items():
+            child.__class__ = access
 
 
 def step_states(module: nn.Module) -> list[StepState]:

@@ -2,12 +2,13 @@
 
 No rank ever holds more than one block of whole parameters. Values come from where they come from without deferral: each
 module's ``reset_parameters``, and, in models of Hugging Face's kind, ``_init_weights(module)`` of the model around it.
-Memory is filled with a mark first, so that a module whose initialisation misses something is found out.
+Memory is filled with a mark first, so that a module whose initialisation misses something is found out. Parameters
+whose values are read from a file are left out: they never get memory as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
@@ -18,9 +19,15 @@ __all__ = ["Materializer", "has_meta_tensors"]
 _RESETS = ("reset_parameters", "_reset_parameters")
 
 
-def has_meta_tensors(module: nn.Module) -> bool:
-    """Whether `module` itself, without its children, has a parameter or buffer on the meta device."""
-    return any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values()))
+def has_meta_tensors(module: nn.Module, given: Set[Tensor] = frozenset()) -> bool:
+    """Whether `module` itself, without its children, has a parameter or buffer on the meta device.
+
+    Args:
+        module: Any module.
+        given: Parameters that do not count.
+    """
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return any(t is not None and t.is_meta and t not in given for t in tensors)
 
 
 class Materializer:
@@ -29,10 +36,11 @@ class Materializer:
     Args:
         root: The model.
         device: Where the tensors shall be.
+        given: Parameters that get their values from elsewhere.
     """
 
-    def __init__(self, root: nn.Module, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, root: nn.Module, device: torch.device, given: Set[Tensor] = frozenset()) -> None:
+        self._device, self._given = device, given
         # Order of initialisation: children before their parents, as constructors run.
         self._order: dict[nn.Module, tuple[int, str]] = {}
         self._initializers: dict[nn.Module, Any] = {}
@@ -58,19 +66,24 @@ class Materializer:
         Raises:
             ValueError: For a module that nothing initialises; names it and the tensor.
         """
-        chosen = sorted({m for m in modules if has_meta_tensors(m)}, key=self._order.__getitem__)
+        chosen = sorted({m for m in modules if has_meta_tensors(m, self._given)}, key=self._order.__getitem__)
         for module in chosen:
             self._initialize(module)
 
     def _initialize(self, module: nn.Module) -> None:
-        # A tensor that has its value already (a tied parameter, sharded with its first owner) must keep it.
-        finished = {name: p for name, p in module._parameters.items() if p is not None and not p.is_meta}
+        # A tensor that has its value already (a tied parameter, sharded with its first owner; a buffer that was read
+        # from a file) must keep it; one that is going to have it stays without memory.
+        finished = {
+            n: p for n, p in module._parameters.items() if p is not None and (not p.is_meta or p in self._given)
+        }
+        read = {name: b for name, b in module._buffers.items() if b is not None and not b.is_meta}
         for name, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is not None and parameter not in self._given:
                 module._parameters[name] = self._allocate(parameter)
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = _marked(torch.empty_like(buffer, device=self._device))
+            if buffer is not None:
+                empty = torch.empty_like(buffer, device=self._device)
+                module._buffers[name] = empty.copy_(buffer) if name in read else _marked(empty)
         for reset in _RESETS:
             if callable(getattr(module, reset, None)):
                 getattr(module, reset)()
@@ -78,8 +91,9 @@ class Materializer:
         if module in self._initializers:
             self._initializers[module]._init_weights(module)
         module._parameters.update(finished)
+        module._buffers.update(read)
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and name not in finished and _has_mark(tensor):
+            if tensor is not None and name not in finished and name not in read and _has_mark(tensor):
                 path = self._order[module][1]
                 raise ValueError(
                     "The model was built on the meta device (`empty_init=True`), and nothing initialises "

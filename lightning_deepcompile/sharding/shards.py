@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -15,11 +15,16 @@ from torch.distributed.tensor import DTensor
 from lightning_deepcompile.program.program import LOCAL_ID
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.sharding.access import StepState, install_access
+from lightning_deepcompile.sharding.adapters import materialize_adapters
 from lightning_deepcompile.sharding.layout import ChunkLayout, ParamSpec, ShardLayout, assign_blocks, plan_chunks
 from lightning_deepcompile.sharding.materialize import Materializer
 from lightning_deepcompile.sharding.parameter import GradBuffer, Owner, ShardedParameter, distribute_rows
 
-__all__ = ["Layout", "ShardedModel", "collect_parameters", "lay_out", "shard_module"]
+__all__ = ["Layout", "ReadRows", "ShardedModel", "collect_parameters", "lay_out", "shard_module"]
+
+
+ReadRows = Callable[[int, int], Tensor]
+"""Reads the rows of a parameter, from the first number to before the second, onto the CPU; no communication."""
 
 
 @dataclass(eq=False, repr=False)
@@ -163,6 +168,7 @@ def shard_module(
     gather_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     hosted: frozenset[int] = frozenset(),
+    stored: Mapping[nn.Parameter, ReadRows] | None = None,
 ) -> ShardedModel:
     """Shards every parameter of `module` on dim 0, in place.
 
@@ -177,10 +183,16 @@ def shard_module(
         gather_dtype: Compute dtype of floating-point parameters, cast before the wire; None keeps the storage dtype.
         reduce_dtype: Dtype on the wire of gradients; None takes the dtype they are computed in.
         hosted: Which chunks of `lay_out` live in host memory, by index; the same on all ranks.
+        stored: Parameters on the meta device of which each rank reads its rows; the same on all ranks.
 
     Returns:
         The sharded model.
+
+    Raises:
+        ValueError: If a parameter of `stored` is not one of the module's.
     """
+    stored = stored or {}
+    copied = materialize_adapters(module, stored)
     device = torch.device("cpu")
     if ranks.mesh.device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -191,7 +203,18 @@ def shard_module(
         for name, (owner, *_) in owners_of.items()
         if cast(nn.Parameter, owner.module._parameters[owner.name]).is_meta
     }
-    materializer = Materializer(module, device)
+    reads = {**stored, **copied}
+    read = {
+        name: reads[whole]
+        for name, (owner, *_) in owners_of.items()
+        if (whole := cast(nn.Parameter, owner.module._parameters[owner.name])) in reads
+    }
+    if len(read) < len(reads):
+        raise ValueError(
+            f"`load_pretrained` found values for {len(reads)} parameters, of which the module now has {len(read)}. "
+            "Call it when the model is whole (after `resize_token_embeddings`, say), on a part of the LightningModule."
+        )
+    materializer = Materializer(module, device, given=set(reads))
     state = StepState()
     parameters: dict[str, ShardedParameter] = {}
     buffers: list[GradBuffer] = []
@@ -207,7 +230,9 @@ def shard_module(
             spec = layout.spec
             owners = owners_of[spec.name]
             in_place = spec.name in deferred  # else it is the user's memory
-            parameter = _shard_parameter(owners, layout, values, ranks, next_id, gather_dtype, in_place=in_place)
+            parameter = _shard_parameter(
+                owners, layout, values, ranks, next_id, gather_dtype, in_place=in_place, read=read.get(spec.name)
+            )
             parameter.host = runtime.memory.host_of(parameter.local.detach()) if index in hosted else None
             next_id += 1
             if buffer is not None:
@@ -267,20 +292,23 @@ def _shard_parameter(
     gather_dtype: torch.dtype | None,
     *,
     in_place: bool,
+    read: ReadRows | None,
 ) -> ShardedParameter:
     spec = layout.spec
     original = owners[0].module._parameters[owners[0].name]
     assert original is not None
-    if isinstance(original, DTensor):  # of an earlier sharding: all ranks get the same
-        full = cast(DTensor, original.detach().to(values.device)).full_tensor()
+    low, high = layout.rows_of(ranks.shard_rank)
+    if read is not None:
+        mine = read(low, high)
+    elif isinstance(original, DTensor):  # of an earlier sharding: all ranks get the same
+        mine = cast(DTensor, original.detach().to(values.device)).full_tensor()[low:high]
     else:
         full = original.detach().to(values.device, copy=not in_place).contiguous()
-        _broadcast(full, ranks)
-    low, high = layout.rows_of(ranks.shard_rank)
+        mine = _broadcast(full, ranks)[low:high]
 
     padded = values[layout.offset : layout.offset + layout.shard_numel].view(layout.shard_shape)
     rows = padded.narrow(0, 0, high - low)
-    rows.copy_(full[low:high])
+    rows.copy_(mine)
     floating = spec.dtype.is_floating_point
     parameter = ShardedParameter(
         ds_id=ds_id,

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_deepcompile.capture.backend import Capture
-from lightning_deepcompile.program.rewrite import Gathers
+from lightning_deepcompile.program.program import Gathers
 from lightning_deepcompile.ranks.exchange import exchange
 from lightning_deepcompile.sharding.layout import ChunkLayout
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -12,10 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecision
 
+from lightning_deepcompile.checkpoint.refuse_saving import refuse_saving
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.engine import Engine
 from lightning_deepcompile.ranks.mesh import MeshArgument, make_mesh
 from lightning_deepcompile.sharding.access import step_states
+from lightning_deepcompile.sharding.shards import ReadRows
 from lightning_deepcompile.trainer.activation_checkpointing import (
     CheckpointingPolicy,
     checkpoint_activations,
@@ -107,6 +109,7 @@ class ShardedModule:
         setting: TrainerSetting,
         plugin: DeepCompilePrecision,
         sync_layers: Callable[[Any], Any] | None,
+        stored: Mapping[nn.Parameter, ReadRows] | None = None,
     ) -> ShardedModule:
         """Shards `module`, in place; a collective of all ranks.
 
@@ -118,6 +121,7 @@ class ShardedModule:
             setting: How.
             plugin: Converts it.
             sync_layers: Replaces layers by those that look at all ranks' batches.
+            stored: Parameters on the meta device of which each rank reads its rows.
         """
         previous = [state.keeper.engine for state in step_states(module) if state.keeper is not None]
         keep_activations(module)
@@ -135,7 +139,9 @@ class ShardedModule:
             stage=setting.stage,
             timeout=setting.timeout,
             previous=previous,
+            stored=stored,
         )
+        refuse_saving(module)
         for other in previous:
             if other.module is module:
                 other.close()

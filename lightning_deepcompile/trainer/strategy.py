@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -28,8 +29,10 @@ from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.engine import Engine
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.report import Round
+from lightning_deepcompile.ranks.exchange import raise_together
 from lightning_deepcompile.ranks.failures import shorten
 from lightning_deepcompile.ranks.mesh import MeshArgument, check_mesh
+from lightning_deepcompile.sharding.shards import ReadRows
 from lightning_deepcompile.summary import Summary
 from lightning_deepcompile.trainer.activation_checkpointing import CheckpointingPolicy
 from lightning_deepcompile.trainer.averaging import distribute_states, is_averaged, shard_averages
@@ -175,6 +178,7 @@ class DeepCompileStrategy(ProcessStrategy):
         self.compile = with_cpu_offload(compile or CompileConfig(), cpu_offload, self.stage)
         self._checkpoints = Checkpoints(self, state_dict_type, save_distributed_checkpoint, async_save)
         self._sharded: ShardedModule | None = None
+        self._stored: dict[nn.Parameter, ReadRows] = {}
         self._progress = CompileProgress()
 
     # What Lightning sets and reads -----------------------------------------------------------------------------------
@@ -264,7 +268,8 @@ class DeepCompileStrategy(ProcessStrategy):
             if self._sharded is not None and self._sharded.engine.module is not module:
                 self._sharded.engine.close()
             sync_layers = None if self._layer_sync is None else self._layer_sync.apply
-            sharded = ShardedModule.make(module, setting, plugin, sync_layers)
+            sharded = ShardedModule.make(module, setting, plugin, sync_layers, self._stored)
+            self._stored = {}  # which closes the files
         assert sharded is not None
         for child in module.modules():
             if isinstance(child, Metric):
@@ -319,7 +324,7 @@ class DeepCompileStrategy(ProcessStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled or copied of it: its settings, as before `setup`."""
-        fresh: dict[str, Any] = {"_sharded": None, "_progress": CompileProgress(), "_optimizers": []}
+        fresh: dict[str, Any] = {"_sharded": None, "_stored": {}, "_progress": CompileProgress(), "_optimizers": []}
         return super().__getstate__() | fresh
 
     # Running ----------------------------------------------------------------------------------------------------------
@@ -479,6 +484,72 @@ class DeepCompileStrategy(ProcessStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes a full or sharded checkpoint."""
         self._checkpoints.remove(filepath)
+
+    # Pretrained models ------------------------------------------------------------------------------------------------
+
+    def load_pretrained(self, module: nn.Module, directory: str | os.PathLike[str], *, strict: bool = True) -> None:
+        """Gives a model the values of a pretrained folder of safetensors files; all ranks must call it.
+
+        Call it in ``configure_model``, for a model that ``trainer.init_module(empty_init=True)`` built without memory:
+        each rank then reads its rows when the model is sharded, and no rank ever holds the whole. A model that has
+        memory, or is sharded already, gets its values at once.
+
+        Args:
+            module: A model of Transformers, whose names may differ from the folder's as ``from_pretrained`` allows, or
+                any module with the folder's names. Add adapters to it afterwards.
+            directory: With ``model.safetensors``, or ``model.safetensors.index.json`` and its files.
+            strict: Whether missing and unexpected tensors raise. Else a warning names them, and missing ones are
+                initialised as the model does it.
+
+        Raises:
+            FileNotFoundError: If files are missing; says which.
+            ValueError: For damaged files, and for a folder that does not fit the model; names the tensors.
+            ImportError: If safetensors is not installed.
+        """
+        from lightning_deepcompile.checkpoint.load_pretrained import load_pretrained
+
+        engine = self.engine_of_module
+        with raise_together(f"Loading the pretrained model {os.fspath(directory)!r}"):
+            model = None if engine is None else engine.model
+            self._stored |= load_pretrained(module, directory, model, strict=strict)
+        if engine is not None:
+            engine.parameters_changed()
+
+    def save_pretrained(
+        self,
+        directory: str | os.PathLike[str],
+        module: nn.Module | None = None,
+        *,
+        max_shard_size: int | str = "5GB",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Saves a model as a folder that its ``from_pretrained`` loads; all ranks must call it.
+
+        Tensors are gathered one after another; rank 0 holds those of one file in host memory. A model with PEFT's
+        adapters is not saved itself: the adapters are, as PEFT saves them.
+
+        Args:
+            directory: On this machine's file system. An older model there is replaced; other files stay.
+            module: The model; by default the only one of the LightningModule that has a ``save_pretrained``.
+            max_shard_size: Bytes of a file at most, or a text such as ``"5GB"``.
+            dtype: Of floating-point tensors in the files; by default that of the parameters.
+
+        Raises:
+            ValueError: If there are several models, or none, and `module` is not given; for a remote path.
+            NotADirectoryError: If there is a file in the folder's place.
+            RuntimeError: If another rank failed, to write, say; names the error.
+            ImportError: If safetensors is not installed.
+        """
+        from lightning_deepcompile.checkpoint.save_pretrained import find_pretrained, save_pretrained
+
+        assert self.lightning_module is not None
+        save_pretrained(
+            find_pretrained(self.lightning_module) if module is None else module,
+            self.broadcast(directory),
+            is_global_zero=self.is_global_zero,
+            max_shard_size=max_shard_size,
+            dtype=dtype,
+        )
 
     # What users look at -----------------------------------------------------------------------------------------------
 

@@ -30,7 +30,6 @@ from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.profile.probe import Run, StepProbe
 from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.printer import format_bytes
-from lightning_deepcompile.program.rewrite import read_schedule
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import attempt, exchange
 from lightning_deepcompile.tuning.measuring import OBSERVED, PLANNED, TIMED, VERIFIED, Measurement, agreed_profile
@@ -275,7 +274,7 @@ class Tuner:
         self._save()
 
     def _capture_schedules(self) -> list[Schedule]:
-        return [read_schedule(e.program) for e in self._training()]
+        return [e.program.schedule for e in self._training()]
 
     def _measured(self, measurement: Measurement) -> tuple[Profile, tuple[Schedule, ...], bool, list[list[Checkpoint]]]:
         profile, start = measurement.profile(
@@ -459,4 +458,4 @@ class Coverage:
         self._known |= self._contents({run.program for run in runs})
 
     def _contents(self, names: Collection[str]) -> set[str]:
-        return {read_schedule(e.program).content for e in self._training() if e.program.name in names}
+        return {e.program.schedule.content for e in self._training() if e.program.name in names}

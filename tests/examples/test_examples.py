@@ -118,6 +118,23 @@ def test_llama_trains_two_processes(config: str, tmp_path: Path) -> None:
     assert "tokens/s" in printed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), pytest.param(("--lora",), marks=pytest.mark.extensive)])
+def test_a_pretrained_model_is_finetuned_by_two_processes(options: tuple[str, ...], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    if options:
+        pytest.importorskip("peft")
+    out, model = tmp_path / "out", tmp_path / "model"
+    import finetune_hf
+
+    finetune_hf.make_pretrained(model)
+    command = ["--accelerator=cpu", "--devices=2", "--steps=4", f"--model={model}", f"--out={out}", *options]
+    printed = run_python("examples/finetune_hf.py", *command, paths=(declare_entry_points(tmp_path),))
+    assert "of 16 right" in printed and (out / "tokenizer.json").exists()
+    assert (out / ("adapter_model.safetensors" if options else "model.safetensors")).exists()
+    assert ("loaded again, it says" in printed) == (not options)
+
+
 def test_the_large_models_differ_in_size_alone() -> None:
     yaml = pytest.importorskip("yaml")
     large, larger = (yaml.safe_load(Path(f"examples/train_llama_{size}.yaml").read_text()) for size in ("13b", "70b"))

@@ -25,9 +25,8 @@ from lightning_deepcompile.plan.budget import MemoryBudgetError
 from lightning_deepcompile.plan.copy_placement import CopyPlacement, offload_all
 from lightning_deepcompile.plan.pass_manager import apply_passes
 from lightning_deepcompile.plan.settings import PlanSettings
-from lightning_deepcompile.program.codegen import generate
 from lightning_deepcompile.program.printer import format_program
-from lightning_deepcompile.program.rewrite import read_schedule, reschedule
+from lightning_deepcompile.program.reschedule import reschedule
 from lightning_deepcompile.program.schedule import check_schedule
 
 # Programs -------------------------------------------------------------------------------------------------------------
@@ -43,16 +42,16 @@ def _programs() -> tuple[Any, Any, Any]:
 
 def _run(captured: Any, forward: Any, backward: Any) -> tuple[Any, Simulator]:
     simulator = Simulator(captured.full)
-    outputs = generate(simulator.install(forward))[0](list(captured.args))
+    outputs = simulator.generate(forward)(list(captured.args))
     tangents = [torch.ones_like(out) for out in outputs[: captured.num_outputs] if isinstance(out, torch.Tensor)]
-    grads = generate(simulator.install(backward))[0]([*outputs[captured.num_outputs :], *tangents])
+    grads = simulator.generate(backward)([*outputs[captured.num_outputs :], *tangents])
     return (outputs[0], grads), simulator
 
 
 def test_a_program_prints_its_copies() -> None:
     _, forward, backward = _programs()
     printed = []
-    schedules = offload_all([read_schedule(p) for p in (forward, backward)])
+    schedules = offload_all([p.schedule for p in (forward, backward)])
     for program, one in zip((forward, backward), schedules, strict=True):
         lines = format_program(reschedule(program, one, "offload")).splitlines()[1:]
         printed += [line.strip() for line in lines if not line.strip().startswith(("gather", "wait  ", "release"))]
@@ -98,16 +97,16 @@ end of backward"""
 def test_copies_anywhere_never_change_results(data: st.DataObject) -> None:
     captured, *programs = _programs()
     expected, reference = _run(captured, *programs)
-    placements = [CopyPlacement.of(read_schedule(p)) for p in programs]
+    placements = [CopyPlacement.of(p.schedule) for p in programs]
     away = data.draw(st.sets(st.sampled_from(sorted(placements[1].saved))))
     changed = []
     for program, placement in zip(programs, placements, strict=True):
         schedule = placement.at({n: data.draw(st.integers(0, len(placement.body))) for n in sorted(away)})
         check_schedule(schedule)
         changed.append(reschedule(program, schedule, "copies"))
-        assert read_schedule(changed[-1]).instructions == schedule.instructions
-        assert read_schedule(changed[-1]).offloaded == tuple(sorted(away))
-        back = reschedule(changed[-1], read_schedule(program), "back")
+        assert changed[-1].schedule.instructions == schedule.instructions
+        assert changed[-1].schedule.offloaded == tuple(sorted(away))
+        back = reschedule(changed[-1], program.schedule, "back")
         assert format_program(back).splitlines()[1:] == format_program(program).splitlines()[1:]
     (value, grads), simulator = _run(captured, *changed)
     assert torch.equal(value, expected[0]) and simulator.copies == []

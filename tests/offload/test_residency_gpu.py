@@ -23,11 +23,10 @@ class KeepWhole(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         from lightning_deepcompile.plan.passes.keep_whole import keep_until_boundary
-        from lightning_deepcompile.program.rewrite import read_schedule
 
         if batch_idx == ACCUMULATE:
             capture = trainer.strategy.engine.capture
-            plan = [read_schedule(executable.program) for executable in capture.executables]
+            plan = [executable.program.schedule for executable in capture.executables]
             for group in [i for i in plan[0].instructions if i.op == "gather"]:
                 plan = keep_until_boundary(plan, 0, 1, group)
             capture.replan(plan=plan)

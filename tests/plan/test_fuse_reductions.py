@@ -35,7 +35,7 @@ from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.live import live_bytes
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import collective_sequence
-from lightning_deepcompile.program.rewrite import read_schedule, reschedule
+from lightning_deepcompile.program.reschedule import reschedule
 from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Schedule, ScheduleError, check_schedule
 from lightning_deepcompile.tuning import measuring, tuner
 
@@ -136,7 +136,7 @@ def test_groups_that_travel_at_other_times_stay_apart() -> None:
 def test_a_real_program_is_regrouped_and_still_the_same() -> None:
     captured = capture(Net(), torch.arange(6).view(2, 3))
     program = apply_passes(captured.lower("backward"), PlanSettings(prefetch_blocks=1, keep_last_block=False))
-    original = read_schedule(program)
+    original = program.schedule
     assert len(_groups([original])) == 5
     turns = iter([True, True, False, True])
     merged = merge_some(original, lambda: next(turns))
@@ -152,7 +152,7 @@ def test_a_real_program_is_regrouped_and_still_the_same() -> None:
     late = place_reductions([merge_some(original, lambda: True)], "reduce_at_boundary")[0]
     for wanted in (other, late, merged, original):
         first = reschedule(first, wanted, "again")
-        found = read_schedule(first)
+        found = first.schedule
         assert found.instructions == wanted.instructions
         assert (found.content, found.structure) == (original.content, original.structure)
     assert format_program(first).splitlines()[1:] == format_program(program).splitlines()[1:]
@@ -161,7 +161,7 @@ def test_a_real_program_is_regrouped_and_still_the_same() -> None:
 def test_gradients_cannot_travel_before_they_are_there() -> None:
     shape = Shape("backward", [[0], [1], [2]], [[0], [1], [2]], ())
     program = apply_passes(_program(shape), PlanSettings(keep_last_block=False))
-    original = read_schedule(program)
+    original = program.schedule
     first, second, third = original.at("reduce")
     parts = list(original.instructions)
     group = replace(reduce(0, 1), made=("region_0", "region_1"))
@@ -199,9 +199,9 @@ def test_profiled_programs_reduce_every_gradient_at_once(mesh: DeviceMesh) -> No
     engine = make_engine(mesh, memory_budget=1 << 40)
     one_step(engine, TOKENS, sgd(engine))
     executables = engine.capture.executables
-    original = [read_schedule(e.program) for e in executables]
+    original = [e.program.schedule for e in executables]
     engine.capture.replan(plan=[merge_some(s, lambda: True) for s in original])
-    assert len(_groups(original)) > len(_groups([read_schedule(e.program) for e in executables])) == 1
+    assert len(_groups(original)) > len(_groups([e.program.schedule for e in executables])) == 1
     isolated = instrument(executables, StepProbe(torch.device("cpu"), PeakMemory(torch.device("cpu")), lambda: None))
     assert _groups(list(isolated.values())) == _groups(original)
     engine.close()
@@ -214,7 +214,7 @@ class _Merge(Shuffle):
     """From the second step on, one reduction for all gradients of a program."""
 
     def swap(self, capture: Capture) -> list[Schedule]:
-        step = [merge_some(read_schedule(e.program), lambda: True) for e in capture.executables]
+        step = [merge_some(e.program.schedule, lambda: True) for e in capture.executables]
         capture.replan(plan=step)
         return step
 

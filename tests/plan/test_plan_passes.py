@@ -34,7 +34,7 @@ from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.printer import format_program
-from lightning_deepcompile.program.rewrite import read_schedule, reschedule
+from lightning_deepcompile.program.reschedule import reschedule
 from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Schedule, ScheduleError, check_schedule
 
 ALL = ("zero3", "prefetch", "fuse", "unshard", "keep_whole", "reduce_late", "proactive_prefetch")
@@ -47,15 +47,15 @@ ALL = ("zero3", "prefetch", "fuse", "unshard", "keep_whole", "reduce_late", "pro
 def test_random_valid_schedules_never_change_results(shape: Shape, data: st.DataObject) -> None:
     """Launches anywhere between the last release and the use, and anything kept: same values, nothing left behind."""
     program = apply_passes(_program(shape), PlanSettings(prefetch_blocks=0, keep_last_block=False))
-    original = read_schedule(program)
+    original = program.schedule
     placement = Placement.of(original)
     positions = sorted(data.draw(st.integers(0, len(placement.body))) for _ in placement.groups)
     changed = placement.at(positions)
     changed = merge_some(changed, lambda: data.draw(st.booleans()))
     check_schedule(changed)
     result = reschedule(program, changed, "random")
-    assert read_schedule(result).instructions == changed.instructions
-    assert (read_schedule(result).content, read_schedule(result).structure) == (original.content, original.structure)
+    assert result.schedule.instructions == changed.instructions
+    assert (result.schedule.content, result.schedule.structure) == (original.content, original.structure)
     expected, reference = _run(program, shape.kept)
     value, simulator = _run(result, shape.kept)
     assert torch.equal(value, expected)
@@ -65,7 +65,7 @@ def test_random_valid_schedules_never_change_results(shape: Shape, data: st.Data
     groups = [i.ids for i in changed.instructions if i.op in REDUCTIONS]
     assert [ids for name, ids in simulator.log if name == "reduce"] == groups
     back = reschedule(result, just_in_time(changed), "back")
-    assert read_schedule(back).instructions == just_in_time(original).instructions
+    assert back.schedule.instructions == just_in_time(original).instructions
 
 
 def test_schedules_that_cannot_run_are_refused() -> None:
@@ -89,7 +89,10 @@ def test_a_schedule_of_another_program_is_refused() -> None:
         for reads in ([[0], [1]], [[0], [2]])
     )
     with pytest.raises(ScheduleError, match="computes or reduces otherwise"):
-        reschedule(first, read_schedule(second), "foreign")
+        reschedule(first, second.schedule, "foreign")
+    lowered = _program(Shape("forward", [[0], [1]], [[], []], ()))
+    with pytest.raises(ScheduleError, match="computes or reduces otherwise"):
+        reschedule(first, lowered.schedule, "lowered")
 
 
 def test_a_real_program_is_planned_and_still_computes_the_same() -> None:
@@ -98,7 +101,7 @@ def test_a_real_program_is_planned_and_still_computes_the_same() -> None:
         apply_passes(captured.lower(kind), PlanSettings(prefetch_blocks=1, keep_last_block=False))
         for kind in ("forward", "backward")
     ]
-    step = [read_schedule(p) for p in programs]
+    step = [p.schedule for p in programs]
     planned, effects = optimize(step, resolve_passes(ALL, profiled=True), PlanContext(profile=_profile_of(step)))
     assert [e.name for e in effects] == ["zero3 -> prefetch", *ALL[2:]]
     assert set(planned[0].kept) <= set(
@@ -107,7 +110,7 @@ def test_a_real_program_is_planned_and_still_computes_the_same() -> None:
     assert planned[0].kept, "what backward reads is kept; it reads no bias, and no embedding"
     assert effects[-1].prediction.seconds < effects[0].prediction.seconds
     for program, one in zip(programs, planned, strict=True):
-        assert read_schedule(reschedule(program, one, "plan")).instructions == one.instructions
+        assert reschedule(program, one, "plan").schedule.instructions == one.instructions
 
 
 def _profile_of(step: list[Schedule], **fields: Any) -> Profile:
@@ -212,7 +215,7 @@ def test_what_is_kept_until_the_boundary_changes_no_value() -> None:
     shapes = (Shape("forward", [[0, 1], [2], [1]], [[], [], []], ()), Shape("backward", [[1], [2]], [[1], [2, 0]], ()))
     settings_ = PlanSettings(keep_last_block=False)
     programs = [apply_passes(_program(shape), settings_) for shape in shapes]
-    step = [read_schedule(program) for program in programs]
+    step = [program.schedule for program in programs]
     kept = step
     for position in step[0].at("gather"):
         kept = keep_until_boundary(kept, 0, 1, step[0].instructions[position])
@@ -368,6 +371,17 @@ def test_passes_are_found_and_their_order_is_checked() -> None:
     ]:
         with pytest.raises(PassError, match=message):
             resolve_passes(passes, profiled=profiled)
+
+
+def test_planning_starts_from_what_passes_make_that_say_so() -> None:
+    ran: list[str] = []
+    mine = step_pass("mine", ["gathers"], starts=True)(lambda schedules, context: ran.append("mine") or schedules)
+    passes = resolve_passes(["zero3", mine, "fuse"], profiled=True)
+    step = _blocks(2)
+    _, effects = optimize(step, passes, PlanContext(profile=profile(step)))
+    assert [effect.name for effect in effects] == ["zero3 -> mine", "fuse"] and ran == []
+    program = apply_passes(_program(Shape("forward", [[0]], [[]], ())), PlanSettings(), passes[:2])
+    assert program.history == ("lower", "zero3", "mine") and ran == ["mine"]
 
 
 def test_a_pass_that_loses_programs_or_breaks_a_schedule_is_refused() -> None:

@@ -33,10 +33,9 @@ from lightning_deepcompile.plan.passes.reduce_late import place_reductions, redu
 from lightning_deepcompile.plan.plan_file import Setting, write_plan
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.simulate import simulate
-from lightning_deepcompile.program.codegen import generate
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import collective_sequence
-from lightning_deepcompile.program.rewrite import read_schedule, reschedule
+from lightning_deepcompile.program.reschedule import reschedule
 from lightning_deepcompile.program.schedule import Instruction
 from lightning_deepcompile.tuning import measuring, tuner
 
@@ -54,25 +53,25 @@ def test_gradients_may_wait_for_the_boundary_or_not(shape: Shape, data: st.DataO
     shape = replace(shape, kind="backward")
     passes = resolve_passes(["zero3"], profiled=False)
     program, late = (apply_passes(_program(shape), PlanSettings(reduce=r), passes) for r in ("every", "boundary"))
-    assert read_schedule(program).structure == read_schedule(late).structure, "a plan fits both"
+    assert program.schedule.structure == late.schedule.structure, "a plan fits both"
     ids = {k for grads in shape.grads for k in grads}
     waiting = data.draw(st.sets(st.sampled_from(sorted(ids)))) if ids else set()
-    groups = [i.ids for i in read_schedule(program).instructions if i.op == "reduce"]
+    groups = [i.ids for i in program.schedule.instructions if i.op == "reduce"]
     waiting = {k for group in groups if waiting.intersection(group) for k in group}
-    (schedule,) = place_reductions([read_schedule(program)], "reduce_at_boundary", waiting)
+    (schedule,) = place_reductions([program.schedule], "reduce_at_boundary", waiting)
     mixed = reschedule(late, schedule, "mixed")
-    assert read_schedule(mixed).instructions == schedule.instructions
+    assert mixed.schedule.instructions == schedule.instructions
     lines = [line for line in format_program(mixed).splitlines() if line.startswith("  reduce")]
     assert [line.startswith("  reduce at boundary ") for line in lines] == [bool({*g} & waiting) for g in groups]
     assert (collective_sequence(mixed) == collective_sequence(program)) == (not waiting)
 
     simulator = Simulator(_full(), boundary=False, gathered={k: _full()[k] for k in shape.kept})
-    installed = simulator.install(mixed)
+    run = simulator.generate(mixed)
     for boundary in (False, True):
         simulator.boundary = boundary
         for k in shape.kept:
             simulator.gathered[k] = _full()[k].clone()
-        generate(installed)[0]([*(torch.zeros(1) for _ in range(len(_full()))), torch.ones(2)])
+        run([*(torch.zeros(1) for _ in range(len(_full()))), torch.ones(2)])
         assert set(simulator.held) == (set() if boundary else waiting)
     assert simulator.reductions == {k: 1 if k in waiting else 2 for k in ids}
     reference = _run(program, shape.kept)[1]
@@ -150,7 +149,7 @@ def test_a_plan_file_is_followed_as_far_as_the_user_lets_it(mesh: DeviceMesh, tm
     path = tmp_path / "plan.json"
     engine = make_engine(mesh, reduce="auto")
     one_step(engine, TOKENS, sgd(engine))
-    step = [read_schedule(e.program) for e in engine.capture.executables]
+    step = [e.program.schedule for e in engine.capture.executables]
     engine.close()
     ids = step[1].instructions[step[1].at("reduce")[0]].ids
     found = {}
@@ -160,7 +159,7 @@ def test_a_plan_file_is_followed_as_far_as_the_user_lets_it(mesh: DeviceMesh, tm
         one_step(engine, TOKENS, sgd(engine))
         backward = engine.capture.executables[1].program
         assert "plan" in backward.history
-        found[wanted] = [len(read_schedule(backward).at(op)) for op in ("reduce", "reduce_at_boundary")]
+        found[wanted] = [len(backward.schedule.at(op)) for op in ("reduce", "reduce_at_boundary")]
         engine.close()
     groups = len(step[1].at("reduce"))
     assert found == {None: [groups, 0], "every": [groups, 0], "boundary": [0, groups], "auto": [groups - 1, 1]}

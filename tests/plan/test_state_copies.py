@@ -21,7 +21,7 @@ from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.plan.state_trade import StateMemory, with_away
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import collective_sequence
-from lightning_deepcompile.program.rewrite import read_schedule, reschedule, waits_for_states
+from lightning_deepcompile.program.reschedule import reschedule
 from lightning_deepcompile.program.schedule import Instruction, Schedule, ScheduleError, check_schedule
 
 CHUNKS = (10, 10, 10, 10)
@@ -102,13 +102,13 @@ def test_programs_say_when_states_travel() -> None:
     captured = capture(Net(), torch.arange(6).view(2, 3))
     for kind, copies in (("forward", left(0, 1)), ("backward", reload(2))):
         program = apply_passes(captured.lower(kind), PlanSettings())
-        start = read_schedule(program)
+        start = program.schedule
         wanted = start.with_instructions([*start.instructions[:3], copies, *start.instructions[3:]])
         travels = reschedule(program, wanted, "test")
-        assert read_schedule(travels) == wanted and waits_for_states(travels) == (kind == "forward")
+        assert travels.schedule == wanted and travels.schedule.waits_for_states == (kind == "forward")
         text = "wait     optimizer states 0, 1 (20 B)" if kind == "forward" else "reload   optimizer states 2 (10 B)"
         assert [line.strip() for line in format_program(travels).splitlines() if "states" in line] == [text]
-        assert read_schedule(reschedule(travels, start, "back")) == start
+        assert reschedule(travels, start, "back").schedule == start
         assert collective_sequence(travels) == collective_sequence(program)  # other ranks are not concerned
 
 

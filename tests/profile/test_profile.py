@@ -30,7 +30,6 @@ from lightning_deepcompile.plan.passes.unshard import keep_gathered, unshard_can
 from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.plan.plan_file import PLAN_VERSION
 from lightning_deepcompile.plan.simulate import arena_bytes
-from lightning_deepcompile.program.rewrite import read_schedule
 from lightning_deepcompile.tuning.tuner import Tuner
 
 PLANNED = ["zero3", "prefetch", "fuse", "unshard", "keep_whole", "proactive_prefetch"]
@@ -298,7 +297,7 @@ def test_what_is_kept_until_the_boundary_travels_once_a_step(mesh: Any) -> None:
         optimizer = sgd(engine)
         for step in range(3):
             if step == 1 and keep:
-                plan = [read_schedule(e.program) for e in engine.capture.executables]
+                plan = [e.program.schedule for e in engine.capture.executables]
                 for group in [i for i in plan[0].instructions if i.op == "gather"]:
                     plan = keep_until_boundary(plan, 0, 1, group)
                 engine.capture.replan(plan=plan)
@@ -372,7 +371,7 @@ def _lengths_that_differ() -> tuple[list[list[float]], list[int]]:
         optimizer = sgd(engine)
         for step, lengths in enumerate([(12, 12), (12, 9), (7, 12), (12, 7), (5, 12), (11, 4)]):
             if step == 2 and planned:
-                plan = [read_schedule(e.program) for e in engine.capture.executables[:2]]
+                plan = [e.program.schedule for e in engine.capture.executables[:2]]
                 for pair, group in unshard_candidates(plan):
                     plan = keep_gathered(plan, *pair, group.ids)
                 engine.capture.replan(plan=plan)

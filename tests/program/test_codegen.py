@@ -17,13 +17,16 @@ from tracing import Simulator, capture
 from lightning_deepcompile.plan.pass_manager import apply_passes
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.program.codegen import generate
+from lightning_deepcompile.program.functional import functional_program
 from lightning_deepcompile.program.program import Program, RegionInfo, RegionModule
+from lightning_deepcompile.runtime import load_extension
 
 
 class Builder:
     """Writes a program by hand."""
 
     def __init__(self) -> None:
+        load_extension()
         self.graph, self.root = fx.Graph(), nn.Module()
 
     def region(
@@ -39,7 +42,8 @@ class Builder:
 
     def program(self, *outputs: Any) -> Program:
         self.graph.output(outputs)
-        return Program("test", "forward", 7, fx.GraphModule(self.root, self.graph), {})
+        gm = fx.GraphModule(self.root, self.graph)
+        return functional_program(gm, name="test", kind="forward", graph_id=7, params={})
 
 
 def adding(weight: float) -> Callable[[list[Any]], Sequence[Any]]:
@@ -109,11 +113,11 @@ def test_a_scheduled_program_computes_what_its_graphs_compute() -> None:
         simulator = Simulator(captured.full)
         plan = PlanSettings(prefetch_blocks=prefetch, keep_last_block=keep)
         program = apply_passes(captured.lower("forward"), plan)
-        outputs = generate(simulator.install(program))[0](list(captured.args))
+        outputs = simulator.generate(program)(list(captured.args))
         torch.testing.assert_close(list(outputs), list(forward), rtol=0, atol=0)
         assert set(simulator.gathered) == set(program.kept)
         program = apply_passes(captured.lower("backward", kept=program.kept), plan)
-        grads = generate(simulator.install(program))[0]([*outputs[captured.num_outputs :], *tangents])
+        grads = simulator.generate(program)([*outputs[captured.num_outputs :], *tangents])
         assert all(grad is None for grad in grads)
         assert not simulator.gathered
         assert simulator.grads.keys() == reference.grads.keys() == captured.full.keys()

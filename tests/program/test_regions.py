@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from tracing import Captured, Simulator, capture
 
+from lightning_deepcompile.program.codegen import generate
 from lightning_deepcompile.program.extract import symbol_sources
 from lightning_deepcompile.program.graph import is_compute, is_gather, is_reduce, is_view, output_node, source_gather
 from lightning_deepcompile.program.lower import RegionCompiler, lower
@@ -158,7 +159,7 @@ class Mixed(nn.Module):
 
 def _run(captured: Captured, program: Program, args: list[Any]) -> tuple[list[Any], Simulator]:
     simulator = Simulator(captured.full)
-    return list(fx.Interpreter(simulator.install(program).gm).run(*args)), simulator
+    return list(simulator.interpret(program.gm, args)), simulator
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -342,4 +343,4 @@ def test_constants_are_told_apart_by_their_names() -> None:
     graphs = fx.GraphModule(root, g.graph)
     compiler = RegionCompiler("eager")
     program = lower(graphs, name="p", kind="inference", graph_id=0, params={}, compile_region=compiler)
-    assert [float(value[0]) for value in program.gm()] == [1.0, 2.0]
+    assert [float(value[0]) for value in generate(program)[0]([])] == [1.0, 2.0]

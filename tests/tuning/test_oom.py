@@ -35,9 +35,8 @@ from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.extract import ExtractedRegion
 from lightning_deepcompile.program.lower import RegionCompiler
-from lightning_deepcompile.program.program import ProgramKind
 from lightning_deepcompile.program.repeatable import is_repeatable
-from lightning_deepcompile.program.schedule import Schedule
+from lightning_deepcompile.program.schedule import ProgramKind, Schedule
 from lightning_deepcompile.tuning.shortages import ShortageWatch
 
 STEPS = 36

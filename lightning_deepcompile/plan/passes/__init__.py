@@ -1,1 +1,1 @@
-"""The passes, one a file: each takes a program and returns a new one, and says in its docstring what it changes."""
+"""The passes, one a file: each takes a step's schedules and returns others, and its docstring says what it changes."""

@@ -1,0 +1,93 @@
+"""A program as lowering leaves it: its regions, and a schedule in which everything that moves blocks.
+
+Parameters are gathered right before each region that reads them, gradients are reduced right behind the region that
+makes them. That is correct as it stands; the first pass replaces it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+from torch import fx
+
+from lightning_deepcompile.program.graph import args_of, gathers_of, is_gather, is_reduce, nbytes, only_maker
+from lightning_deepcompile.program.instructions import Operation
+from lightning_deepcompile.program.program import LOCAL_ID, ParamInfo, Program
+from lightning_deepcompile.program.saved import read_saved
+from lightning_deepcompile.program.schedule import Instruction, ProgramKind, Schedule
+
+__all__ = ["functional_program"]
+
+
+def functional_program(
+    gm: fx.GraphModule,
+    *,
+    name: str,
+    kind: ProgramKind,
+    graph_id: int,
+    params: dict[int, ParamInfo],
+    frame: int = 0,
+) -> Program:
+    """The program of a graph of regions.
+
+    Args:
+        gm: As `Program.gm`.
+        name: The program's name.
+        kind: Its kind.
+        graph_id: Runtime id of the graph.
+        params: Parameters by id.
+        frame: Number of the captured graph; a forward and its backward program share it.
+    """
+    instructions: list[Instruction] = []
+
+    def gather(op: Operation, nodes: list[fx.Node], region: str = "") -> None:
+        infos = [params[args_of(node)[1]] for node in nodes]
+        sizes = tuple(info.gathered_bytes for info in infos) if op == "gather_now" else ()
+        instructions.append(Instruction(op, tuple(info.ds_id & LOCAL_ID for info in infos), sizes, region))
+
+    def reduce(nodes: list[fx.Node], made: str = "") -> None:
+        ids = tuple(args_of(node)[1] & LOCAL_ID for node in nodes)
+        sizes = tuple(nbytes(args_of(node)[0]) for node in nodes)
+        instructions.append(Instruction("reduce_now", ids, sizes, made=(made,) * len(ids) if made else ()))
+
+    for node in gm.graph.nodes:
+        if node.op == "call_module":
+            region, gathers = str(node.target), gathers_of(node)
+            if gathers:
+                gather("gather_now", gathers, region)
+            gather("compute", gathers, region)
+            # A gradient that does not depend on the loss's is computed, and saved, by the forward graph: there its
+            # reduction stays, and the result reaches `.grad` through autograd.
+            readers = [reader for element in node.users for reader in element.users]
+            made = [reader for reader in readers if is_reduce(reader) and only_maker(reader) is node]
+            if made and kind == "backward":
+                reduce(sorted(made, key=lambda reduction: args_of(reduction)[1]), region)
+        elif is_gather(node) and any(reader.op != "call_module" for reader in node.users):
+            gather("gather_now", [node])
+        elif is_reduce(node) and (kind != "backward" or only_maker(node) is None):
+            reduce([node])
+    schedule = Schedule(name, kind, frame, tuple(instructions), saved=read_saved(gm.graph))
+    program = Program(graph_id, gm, params, schedule, ("lower",))
+    structure, regions = _structure(program), [program.region(region).info.key for region in program.regions()]
+    schedule = replace(schedule, content=_digest([*structure, *regions]), structure=_digest(structure))
+    return replace(program, schedule=schedule)
+
+
+def _structure(program: Program) -> list[str]:
+    """What a program computes and communicates, whatever its schedule.
+
+    With parameters' numbers, by which instructions name them: these change with the model around a program.
+    """
+    lines: list[str] = [program.kind]
+    for instruction in program.schedule.instructions:
+        if instruction.op == "gather_now" and instruction.region:
+            continue
+        op = "reduce" if instruction.made else instruction.op
+        named = [(info.name, info.gathered_bytes) for info in program.infos(instruction.ids)]
+        lines.append(f"{op} {instruction.ids} {named}")
+    return lines
+
+
+def _digest(lines: list[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
