@@ -90,12 +90,25 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     log.setLevel(level)
 
 
+def pretrained_llama(folder: Path) -> dict[str, Any]:
+    """Writes a small model of Transformers to a folder; the names are batches for it."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=32, num_key_value_heads=2, use_cache=False, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tokens = torch.randint(32, (16, 8))
+    return {"data": DataLoader([{"input_ids": row, "labels": row} for row in tokens], batch_size=8)}
+
+
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_python(page: str, trained: dict[str, Any], workplace: Path) -> None:
     document, examples = blocks(page, "python")
     assert examples, f"{page} has blocks of Python that are not seen: begin them with ```python at the line's start"
     trains = any("trainer.fit(" in example.parsed for example in examples)
     document.namespace.update(names_of_a_page(workplace) if trains else trained)
+    if page == "docs/hugging_face.md":
+        document.namespace.update(pretrained_llama(workplace / "llama"))
     for example in examples:
         example.evaluate()
 
