@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.__main__ import main
+from lightning_deepcompile.plan.plan_file import Setting, write_plan
 
 Trainer = L.Trainer
 
@@ -58,16 +59,23 @@ class SmallTrainer(Trainer):
             self.strategy.compile = replace(self.strategy.compile, region_backend="eager")
 
 
+def names_of_a_page(folder: Path) -> dict[str, Any]:
+    """What blocks may take for granted: names that were imported on the page before, a module, and a Trainer for it."""
+    data = DataLoader(TensorDataset(torch.randn(64, 8), torch.rand(64, 8)), batch_size=8)
+    strategy = DeepCompileStrategy(compile=CompileConfig(memory_budget="1GiB"))  # with which one rank plans, too
+    trainer = SmallTrainer(strategy=strategy, max_steps=6, default_root_dir=folder)
+    names = {"L": L, "torch": torch, "Path": Path, "Net": Net, "net": Net(), "model": Net(), "data": data}
+    return names | {"CompileConfig": CompileConfig, "DeepCompileStrategy": DeepCompileStrategy, "trainer": trainer}
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What blocks may take for granted: names that were imported on the page before, and a Trainer that has planned."""
-    net, data = Net(), DataLoader(TensorDataset(torch.randn(64, 8), torch.rand(64, 8)), batch_size=8)
-    strategy = DeepCompileStrategy(compile=CompileConfig(memory_budget="1GiB"))  # which has one rank plan, too
-    trainer = SmallTrainer(strategy=strategy, max_steps=6, default_root_dir=tmp_path_factory.mktemp("trained"))
-    trainer.fit(net, data)
+    """The names of pages that train nothing themselves: `trainer` has trained `net`."""
+    names = names_of_a_page(tmp_path_factory.mktemp("trained"))
+    trainer = names["trainer"]
+    trainer.fit(names["net"], names["data"])
     assert trainer.strategy.profile() is not None and trainer.strategy.report()
-    names = {"L": L, "torch": torch, "Path": Path, "Net": Net, "net": net, "data": data, "trainer": trainer}
-    return names | {"CompileConfig": CompileConfig, "DeepCompileStrategy": DeepCompileStrategy}
+    return names
 
 
 @pytest.fixture
@@ -75,30 +83,45 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     """An empty folder that is the current one, and a Trainer that fits a test; blocks may set levels of logging."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(L, "Trainer", SmallTrainer)
+    monkeypatch.setattr("lightning.pytorch.Trainer", SmallTrainer)
     log = logging.getLogger("lightning_deepcompile")
     level = log.level
     yield tmp_path
     log.setLevel(level)
 
 
+def pretrained_llama(folder: Path) -> dict[str, Any]:
+    """Writes a small model of Transformers to a folder; the names are batches for it."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=32, num_key_value_heads=2, use_cache=False, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tokens = torch.randint(32, (16, 8))
+    return {"data": DataLoader([{"input_ids": row, "labels": row} for row in tokens], batch_size=8)}
+
+
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_python(page: str, trained: dict[str, Any], workplace: Path) -> None:
     document, examples = blocks(page, "python")
     assert examples, f"{page} has blocks of Python that are not seen: begin them with ```python at the line's start"
-    # What another page trained is not this one's: a block that fits `model` shards a fresh one.
-    document.namespace.update(trained, model=Net())
+    trains = any("trainer.fit(" in example.parsed for example in examples)
+    document.namespace.update(names_of_a_page(workplace) if trains else trained)
+    if page == "docs/hugging_face.md":
+        document.namespace.update(pretrained_llama(workplace / "llama"))
     for example in examples:
         example.evaluate()
 
 
 @pytest.mark.parametrize("page", pages_with("yaml"))
-def test_settings(page: str, workplace: Path) -> None:
+def test_settings(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jsonargparse")
     from lightning.pytorch.cli import LightningCLI
 
+    monkeypatch.chdir(tmp_path)
     _, examples = blocks(page, "yaml")
     for number, example in enumerate(examples):
-        file = workplace / f"{number}.yaml"
+        file = tmp_path / f"{number}.yaml"
         file.write_text(example.parsed)
         arguments = [f"--config={file}", "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false"]
         cli = LightningCLI(BoringModel, run=False, args=arguments, save_config_callback=None)
@@ -109,7 +132,10 @@ def test_settings(page: str, workplace: Path) -> None:
 def test_shell(
     page: str, trained: dict[str, Any], workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    (workplace / "profile.json").write_text(trained["trainer"].strategy.profile().to_json())
+    profile = trained["trainer"].strategy.profile()
+    (workplace / "profile.json").write_text(profile.to_json())
+    plan = write_plan(profile.schedules, Setting(world_size=1, stage=3, device_type="cpu"))
+    (workplace / "deepcompile_plan.json").write_text(plan)
     scripts = [(ROOT / page).read_text()]
     if page.endswith(".md"):
         scripts = [example.parsed for example in blocks(page, "bash")[1]]
@@ -138,6 +164,8 @@ def check_command(words: list[str]) -> None:
                 check_command(rest)
         case ["python", "-m", module, *_]:
             assert find_spec(module), words
+        case [assignment, *rest] if re.fullmatch(r"[A-Z_]+=.*", assignment):
+            check_command(rest)
         case ["python", script, *options]:
             check_script(ROOT / script, options)
         case ["torchrun", *rest]:
@@ -148,7 +176,7 @@ def check_command(words: list[str]) -> None:
             assert {word for word in rest if "=" not in word} <= {*targets}, words
         case ["pip", "install", *rest]:
             known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-            extras = [extra for word in rest if word.startswith(".[") for extra in word[2:-1].split(",")]
+            extras = [extra for word in rest if word.endswith("]") for extra in word[:-1].partition("[")[2].split(",")]
             assert {*extras} <= {*known}, words
         case ["docker", "build", *rest]:
             declared = re.findall(r"^ARG (\w+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
@@ -161,9 +189,15 @@ def check_command(words: list[str]) -> None:
 
 
 def check_script(script: Path, words: list[str]) -> None:
-    """Raises unless a script exists, its files of settings do, and its sources mention every option that is given."""
+    """Raises unless a script exists, its files of settings do, and its sources mention every option that is given.
+
+    A script without a folder is the reader's own: of its options only the Trainer's are known.
+    """
+    if script.parent != ROOT:
+        assert script.is_file(), f"{script} does not exist"
     known = "".join(path.read_text() for path in script.parent.glob("*.py"))
-    for word, value in zip(words, [*words[1:], ""], strict=True):
+    settings = {*CompileConfig.__dataclass_fields__, *signature(DeepCompileStrategy).parameters, "help"}
+    for word, value in zip(words, [*words[1:], ""], strict=False):
         if not word.startswith("--"):
             continue
         section, _, rest = word.removeprefix("--").partition(".")
@@ -173,7 +207,7 @@ def check_script(script: Path, words: list[str]) -> None:
             name, _, setting = rest.partition(".")
             assert name in signature(Trainer).parameters, word
             inner = setting.rpartition(".")[2]
-            assert not inner or inner in {*CompileConfig.__dataclass_fields__, "help"}, word
-        else:
+            assert not inner or inner in settings, word
+        elif script.parent != ROOT:
             name = word if not rest else re.escape(rest)
             assert re.search(rf"\b{name}\b" if rest else re.escape(word), known), f"{script.name} has no {word}"
