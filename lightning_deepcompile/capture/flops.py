@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from lightning_deepcompile import compat
 
 __all__ = ["count_flops"]
-
-aten = torch.ops.aten
-
-# PyTorch's formulas are of the GPUs' kernels; the one for CPUs takes the same arguments in the same order.
-_AS: dict[Any, Any] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
-}
 
 
 def count_flops(gm: fx.GraphModule, *, backward: bool = False) -> int:
@@ -35,8 +24,9 @@ def count_flops(gm: fx.GraphModule, *, backward: bool = False) -> int:
 
 
 def _flops(node: fx.Node) -> int:
+    # PyTorch's formulas are of the GPUs' kernels; the CPU's take the same arguments in the same order.
     packet = node.target.overloadpacket if isinstance(node.target, compat.OpOverload) else None
-    formula = flop_registry.get(_AS.get(packet, packet))
+    formula = flop_registry.get(compat.GPU_ATTENTION.get(packet, packet))
     if formula is None:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))

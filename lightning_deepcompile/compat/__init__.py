@@ -63,6 +63,7 @@ from lightning_deepcompile.compat.dynamo import (
     with_own_code,
 )
 from lightning_deepcompile.compat.fx import (
+    GPU_ATTENTION,
     UNSAFE_VIEW,
     OpOverload,
     graph_module,
@@ -93,6 +94,7 @@ __all__ = [
     "ENTER_AUTOCAST",
     "EXIT_AUTOCAST",
     "FakeTensor",
+    "GPU_ATTENTION",
     "INNER_CALL",
     "LOG_USE",
     "NO_TORCH_FUNCTION",

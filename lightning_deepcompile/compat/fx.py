@@ -12,10 +12,18 @@ from torch import fx, nn
 from torch._ops import OpOverload
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-__all__ = ["UNSAFE_VIEW", "OpOverload", "graph_module", "is_of_forward", "schema_of"]
+__all__ = ["GPU_ATTENTION", "UNSAFE_VIEW", "OpOverload", "graph_module", "is_of_forward", "schema_of"]
 
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 """A view that autograd does not track as one."""
+
+GPU_ATTENTION: dict[Any, Any] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+"""Operators of CPUs, and those of GPUs that compute the same of the same arguments."""
 
 
 def schema_of(operator: OpOverload) -> Any:

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.profilers import PyTorchProfiler
@@ -44,7 +45,10 @@ def test_every_part_has_a_test_and_every_file_says_where_it_was_seen_to_work(fil
     tests = "".join(test.read_text() for test in Path(__file__).parent.glob("test_*.py"))
     named = set(re.findall(r"\w+", tests.replace('\n    "', ""))) - USED_BY_ALL_TRAINING
     assert _public(file) - USED_BY_ALL_TRAINING <= named
-    assert re.search(r"Seen to work with (torch|Lightning) 2\.\d+\.\d+", ast.get_docstring(ast.parse(file.read_text())))
+    assert re.search(
+        r"Seen to work with (torch|Lightning|transformers) \d+\.\d+\.\d+",
+        ast.get_docstring(ast.parse(file.read_text())),
+    )
 
 
 # Autograd -------------------------------------------------------------------------------------------------------------
@@ -150,6 +154,30 @@ def test_operators_have_schemas() -> None:
     assert compat.schema_of(compat.UNSAFE_VIEW).name == "aten::_unsafe_view"
 
 
+def test_attention_on_cpus_has_the_formulas_of_gpus() -> None:
+    from torch.utils.flop_counter import flop_registry
+
+    q = torch.ones(1, 2, 4, 8)
+    for operator, on_gpus in compat.GPU_ATTENTION.items():
+        assert on_gpus in flop_registry
+        names = [[argument.name for argument in op.default._schema.arguments] for op in (operator, on_gpus)]
+        assert names[0][:3] == names[1][:3] or names[0][:4] == names[1][:4]
+    found: list[Any] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        kinds = ("forward", "backward", "inference", "partitioner")
+        return compat.capture(gm, inputs, **{kind: keep for kind in kinds})
+
+    def keep(gm: fx.GraphModule, inputs: Any) -> compat.BoxedCallable:
+        found.extend(getattr(node.target, "overloadpacket", None) for node in gm.graph.nodes)
+        return compat.compile_region(gm, inputs, is_backward=False, is_inference=True)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(lambda q: nn.functional.scaled_dot_product_attention(q, q, q), backend=backend)(q)
+    assert next(iter(compat.GPU_ATTENTION)) in found
+
+
 def test_functions_for_global_state_are_those_that_graphs_call() -> None:
     found: set[Any] = set()
 
@@ -218,6 +246,33 @@ def test_a_part_is_captured_without_the_whole_learning_of_it() -> None:
     x = torch.ones(2, requires_grad=True)
     torch.compile(lambda x: (x.sin() * x).sum(), backend=backend)(x).backward()
     assert found == ["forward", "backward"]
+
+
+def test_what_backward_computes_again_was_traced_in_the_forward_pass() -> None:
+    found: dict[str, set[bool]] = {}
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        return compat.capture(
+            gm, inputs, forward=boxed, backward=look, inference=boxed,
+            partitioner=lambda gm, inputs, **kwargs: compat.partition(gm, inputs, lambda gm: None, **kwargs),
+        )  # fmt: skip
+
+    def boxed(gm: fx.GraphModule, inputs: Any) -> compat.BoxedCallable:
+        return compat.compile_region(gm, inputs, is_backward=False, is_inference=False)
+
+    def look(gm: fx.GraphModule, inputs: Any) -> compat.BoxedCallable:
+        for node in gm.graph.nodes:
+            if node.op == "call_function":
+                found.setdefault(str(node.target), set()).add(compat.is_of_forward(node))
+        return compat.compile_region(gm, inputs, is_backward=True, is_inference=False)
+
+    torch._dynamo.reset()
+    x = torch.ones(3, requires_grad=True)
+    block = lambda x: x.tanh().exp()  # noqa: E731
+    checkpointed = torch.utils.checkpoint.checkpoint
+    torch.compile(lambda x: checkpointed(block, x, use_reentrant=False).sum(), backend=backend)(x).backward()
+    assert found["aten.tanh.default"] == {True} and found["aten.exp.default"] == {True}
+    assert False in set().union(*found.values())
 
 
 def test_graphs_that_are_kept_can_be_used_twice() -> None:

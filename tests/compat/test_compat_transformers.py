@@ -14,6 +14,10 @@ transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
 from lightning_deepcompile.compat.transformers import (  # noqa: E402
+    MergedTensors,
+    PreTrainedModel,
+    ReadingPlan,
+    SavingGroup,
     has_adapters,
     never_saved,
     plan_reading,
@@ -50,6 +54,7 @@ def test_what_is_planned_is_what_transformers_does(name: str, tmp_path: Path) ->
 
     groups = plan_saving(model, {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()})
     assert max(len(group.names) for group in groups) == most
+    assert isinstance(model, PreTrainedModel) and all(isinstance(group, SavingGroup) for group in groups)
     assert sorted(name for group in groups for name in group.names) == sorted(state)
     written: dict[str, Tensor] = {}
     for group in groups:
@@ -59,6 +64,7 @@ def test_what_is_planned_is_what_transformers_does(name: str, tmp_path: Path) ->
     assert written.keys() == folder.keys() and all(torch.equal(written[key], folder[key]) for key in folder)
 
     plan = plan_reading(model, {key: tuple(tensor.shape) for key, tensor in folder.items()})
+    assert isinstance(plan, ReadingPlan) and all(isinstance(merged, MergedTensors) for merged in plan.merged)
     read = {name: folder[key] for name, key in plan.renamed.items()}
     for merged in plan.merged:
         made = merged.convert({key: folder[key] for key in merged.keys()})
