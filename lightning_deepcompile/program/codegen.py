@@ -21,6 +21,7 @@ from lightning_deepcompile.program.graph import (
     gathers_of,
     is_element,
     is_gather,
+    is_read_between,
     is_reduce,
     only_maker,
     output_node,
@@ -122,11 +123,11 @@ class _Writer:
         self._gathers: defaultdict[int, deque[fx.Node]] = defaultdict(deque)
         self._reductions: defaultdict[tuple[int, bool], deque[fx.Node]] = defaultdict(deque)
         for node in self._nodes:
-            if is_gather(node) and any(reader.op != "call_module" for reader in node.users):
+            if is_gather(node) and is_read_between(node):
                 self._gathers[args_of(node)[1] & LOCAL_ID].append(node)
             elif is_reduce(node):
-                leaves = program.kind == "backward" and only_maker(node) is not None
-                self._reductions[args_of(node)[1] & LOCAL_ID, leaves].append(node)
+                kept = only_maker(node, program.kind) is not None
+                self._reductions[args_of(node)[1] & LOCAL_ID, kept].append(node)
         # Taken: a program's values carry whatever names AOTAutograd gave them.
         self._names = {node.name for node in self._nodes}
         self._run, self._args, self._inputs, self._unread = map(self._fresh, ("run", "args", "inputs", "_"))

@@ -11,7 +11,15 @@ from dataclasses import replace
 
 from torch import fx
 
-from lightning_deepcompile.program.graph import args_of, gathers_of, is_gather, is_reduce, nbytes, only_maker
+from lightning_deepcompile.program.graph import (
+    args_of,
+    gathers_of,
+    is_gather,
+    is_read_between,
+    is_reduce,
+    nbytes,
+    only_maker,
+)
 from lightning_deepcompile.program.instructions import Operation
 from lightning_deepcompile.program.program import LOCAL_ID, ParamInfo, Program
 from lightning_deepcompile.program.saved import read_saved
@@ -57,15 +65,13 @@ def functional_program(
             if gathers:
                 gather("gather_now", gathers, region)
             gather("compute", gathers, region)
-            # A gradient that does not depend on the loss's is computed, and saved, by the forward graph: there its
-            # reduction stays, and the result reaches `.grad` through autograd.
             readers = [reader for element in node.users for reader in element.users]
-            made = [reader for reader in readers if is_reduce(reader) and only_maker(reader) is node]
-            if made and kind == "backward":
+            made = [reader for reader in readers if is_reduce(reader) and only_maker(reader, kind) is node]
+            if made:
                 reduce(sorted(made, key=lambda reduction: args_of(reduction)[1]), region)
-        elif is_gather(node) and any(reader.op != "call_module" for reader in node.users):
+        elif is_gather(node) and is_read_between(node):
             gather("gather_now", [node])
-        elif is_reduce(node) and (kind != "backward" or only_maker(node) is None):
+        elif is_reduce(node) and only_maker(node, kind) is None:
             reduce([node])
     schedule = Schedule(name, kind, frame, tuple(instructions), saved=read_saved(gm.graph))
     program = Program(graph_id, gm, params, schedule, ("lower",))

@@ -22,6 +22,7 @@ __all__ = [
     "is_gather",
     "is_lookup",
     "is_random",
+    "is_read_between",
     "is_reduce",
     "is_scalar",
     "is_view",
@@ -145,11 +146,25 @@ def gathers_of(call: fx.Node) -> list[fx.Node]:
     return [node for node in call.all_input_nodes if is_gather(node)]
 
 
-def only_maker(reduction: fx.Node) -> fx.Node | None:
-    """The call of a region that makes a gradient of which nothing but the sum over ranks leaves a program, or None."""
+def is_read_between(gather: fx.Node) -> bool:
+    """Whether something else than calls of regions reads what a program gathers."""
+    return any(reader.op != "call_module" for reader in gather.users)
+
+
+def only_maker(reduction: fx.Node, kind: str) -> fx.Node | None:
+    """The call of a region that makes a gradient which the runtime can reduce and keep; None if it cannot.
+
+    It can in backward programs, where nothing but the output reads what is reduced. A gradient that does not depend on
+    the loss's is computed, and saved, by the forward program: its reduction reaches ``.grad`` through autograd.
+
+    Args:
+        reduction: The node that stands for what becomes of the gradient.
+        kind: The program's kind.
+    """
     grad = args_of(reduction)[0]
-    leaves = is_element(grad) and all(reader.op == "output" for reader in reduction.users)
-    return args_of(grad)[0] if leaves and args_of(grad)[0].op == "call_module" else None
+    if kind != "backward" or not is_element(grad) or any(reader.op != "output" for reader in reduction.users):
+        return None
+    return args_of(grad)[0] if args_of(grad)[0].op == "call_module" else None
 
 
 def output_node(graph: fx.Graph) -> fx.Node:

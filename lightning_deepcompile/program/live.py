@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from torch import fx
 
-from lightning_deepcompile.program.graph import args_of, is_element, is_gather, is_reduce, nbytes, only_maker
+from lightning_deepcompile.program.graph import (
+    args_of,
+    is_element,
+    is_gather,
+    is_read_between,
+    is_reduce,
+    nbytes,
+    only_maker,
+)
 from lightning_deepcompile.program.program import Program
 
 __all__ = ["live_bytes"]
@@ -44,5 +52,5 @@ def live_bytes(program: Program) -> dict[str, tuple[int, int, int]]:
 def _is_replaced(program: Program, node: fx.Node) -> bool:
     """Whether schedules have instructions of their own for what `node` stands for."""
     if is_gather(node):
-        return all(reader.op == "call_module" for reader in node.users)
-    return program.kind == "backward" and is_reduce(node) and only_maker(node) is not None
+        return not is_read_between(node)
+    return is_reduce(node) and only_maker(node, program.kind) is not None
