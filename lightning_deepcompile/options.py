@@ -182,6 +182,8 @@ def _words(hint: Any) -> list[str]:
     if hint is bool:
         return ["True", "False"]
     kind = get_origin(hint) or hint
+    if kind is tuple and set(get_args(hint)) == {int} and len(get_args(hint)) == 2:
+        return ["a tuple of two numbers"]
     if kind is collections.abc.Callable:
         return ["a function"]
     return [_WORDS.get(kind, f"a {getattr(kind, '__name__', kind)}")]

@@ -86,7 +86,7 @@ class Checkpoints:
         async_save: Whether a thread writes sharded checkpoints while training goes on.
 
     Raises:
-        ValueError: For another type, and if arguments contradict each other.
+        ValueError: If arguments contradict each other.
     """
 
     def __init__(
@@ -96,8 +96,6 @@ class Checkpoints:
         save_distributed_checkpoint: bool | None = None,
         async_save: bool = False,
     ) -> None:
-        if state_dict_type not in ("full", "sharded"):
-            raise ValueError(f"Unknown state_dict_type: {state_dict_type!r}. Use 'full' or 'sharded'.")
         if save_distributed_checkpoint is False and state_dict_type == "sharded":
             raise ValueError(
                 "`state_dict_type='sharded'` and `save_distributed_checkpoint=False` contradict each other. Give only "
