@@ -28,7 +28,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-__all__ = ["GPUS", "RankError", "join", "run_ranks"]
+__all__ = ["GPUS", "RankError", "join", "run_ranks", "said"]
 
 GPUS = max(1, min(2, torch.cuda.device_count()))
 """Ranks of tests that two GPUs suit best and that one GPU can run, too: those marked ``gpu(1)``."""
@@ -118,6 +118,11 @@ def join(device_type: str) -> torch.device:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     return device
+
+
+def said(error: str) -> str:
+    """What an error of any rank says; where all ranks fail alike, rank 0 alone prints the whole of it."""
+    return error.removeprefix("As on rank 0, which prints it in full: ")
 
 
 def _where_they_hang(processes: list[Any], folder: str) -> dict[int, str]:

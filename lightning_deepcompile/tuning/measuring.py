@@ -123,7 +123,7 @@ class Measurement:
         profile = replace(
             profile, early_gathers=early, head_start=in_optimizer, between_seconds=min(between, default=0.0)
         )
-        if profile.micro_batches > 1 and profile.hold_seconds is None:
+        if capture.settings.reduce == "auto" and profile.micro_batches > 1 and profile.hold_seconds is None:
             profile = replace(profile, hold_seconds=measure_holds(dtypes, device))
         if config.memory_budget is None:
             profile = leave_room(profile)

@@ -126,7 +126,7 @@ def test_a_profile_that_fails_is_reported_and_tried_again_a_few_times(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine, optimizer = make_planner(mesh)
-    monkeypatch.setattr(type(engine.tuner), "_measured", lambda tuner: {}["broken"])
+    monkeypatch.setattr(type(engine.tuner), "_measured", lambda *_: {}["broken"])
     before = [one_step(engine, TOKENS, optimizer) for _ in range(3)]
     programs = engine.programs()
     losses = [one_step(engine, TOKENS, optimizer) for _ in range(90)]

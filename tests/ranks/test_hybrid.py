@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import CASES, Base, Record, assert_same_training, train
 from lightning.pytorch import Trainer
-from multiprocess import run_ranks
+from multiprocess import run_ranks, said
 from test_checkpoint import SAVED_AFTER, SaveAt, fit, ours
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
@@ -131,7 +131,7 @@ def test_meshes_of_two_ranks(two: Any) -> None:
     for _, records, _ in two:
         for record in records:
             assert_same_training(record, expected, params=True)
-    assert len({error.removeprefix("As on rank 0, which prints it in full: ") for _, _, error in two}) == 1
+    assert len({said(error) for _, _, error in two}) == 1
 
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 0), "2x2", (2, 2.0), (1, 2, 2)])

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cases import ROWS, VOCAB, Base, Tokens
-from multiprocess import run_ranks
+from multiprocess import run_ranks, said
 from test_engine import make_engine, one_step, sgd
 from test_offload_activations import BATCH
 from test_offload_plan import write
@@ -88,7 +88,9 @@ def _refused() -> list[tuple[str, int, int]]:
 def test_a_refusal_on_one_rank_is_said_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first step where it is known that all states leave, else before the optimizer's first."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what was freed before is no reserve of the process
-    first, second = run_ranks(_refused, 2, timeout=120, fresh=True)
+    first, second = (
+        [(said(text), *rest) for text, *rest in one] for one in run_ranks(_refused, 2, timeout=120, fresh=True)
+    )
     assert first == second and len(first) == 2, (first, second)
     for text, steps, held in first:
         assert (steps, held) == (0, 0), "nothing was trained, and nothing is held"
