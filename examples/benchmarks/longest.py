@@ -187,7 +187,7 @@ def _try(job: Job, rank: int) -> Result:
     # Of all steps, those before there was a plan included, and of trials that were refused.
     numbers |= {"reason": reason, "seconds": time.time() - began, "left_gib": left, "most_gib": most}
     highest = max((peak for _, peak, *_ in everybody if peak is not None), default=0)
-    if highest > job.system.options["memory_budget"] / 2**30:
+    if highest > parse_budget(job.system.options["memory_budget"], total=1) / 2**30:
         numbers["reason"] = f"a peak of {highest:.2f} GiB was measured"
     return numbers
 
@@ -237,7 +237,7 @@ def _job(arguments: argparse.Namespace, setting: str, length: int, world: int) -
     shape = SHAPES[arguments.shape]
     cuda = torch.cuda.is_available()
     return Job(
-        system=System(setting, "deepcompile", fixed | options | {"memory_budget": arguments.budget}),
+        system=System(setting, "deepcompile", fixed | options | {"memory_budget": f"{arguments.budget}B"}),
         cases=[Case(length, 1, 1)],
         shape=replace(shape, layers=arguments.layers or shape.layers, checkpointing=checkpointing),
         world=world,
