@@ -5,10 +5,13 @@ Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
-from torch import fx
+import sympy
+import torch
+from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 
 from lightning_deepcompile.compat.aot import BoxedCallable, current_fake_mode
@@ -39,11 +42,40 @@ def compile_region(
 
     Returns:
         The compiled region.
+
+    Raises:
+        RuntimeError: If Inductor would compute another number than the region says.
     """
     from torch._inductor.compile_fx import compile_fx_inner
 
+    if _rounds_minima() and (found := _minimum_on_cpu(gm)):
+        raise RuntimeError(
+            f"PyTorch {torch.__version__} computes `{found}` in integers on CPUs (a minimum or maximum of numbers that "
+            "change from step to step). Use PyTorch 2.13, or make the number a tensor."
+        )
+
     with tracing(TracingContext(current_fake_mode())):
         return compile_fx_inner(gm, inputs, is_backward=is_backward, is_inference=is_inference, static_input_idxs=())
+
+
+@functools.cache
+def _rounds_minima() -> bool:
+    """Whether Inductor's C++ casts what it takes the minimum of to integers, as PyTorch 2.11 does: 0.7 becomes 0."""
+    from torch.utils._sympy.functions import Min
+    from torch.utils._sympy.printers import CppPrinter
+
+    return "int64_t>(0.5" in CppPrinter().doprint(Min(sympy.Float(0.5), sympy.Symbol("x", real=True)))
+
+
+def _minimum_on_cpu(gm: fx.GraphModule) -> str:
+    """A minimum or maximum among the numbers that are no integers of a graph for CPUs; "" if there is none."""
+    from torch.utils._sympy.functions import Max, Min
+
+    values = [node.meta.get("val") for node in gm.graph.nodes]
+    if not any(isinstance(value, Tensor) and value.device.type == "cpu" for value in values):
+        return ""
+    numbers = [value.node.expr for value in values if isinstance(value, torch.SymFloat)]
+    return next((str(number) for number in numbers if number.has(Min, Max)), "")
 
 
 def start_compile_workers() -> None:

@@ -376,3 +376,25 @@ def test_graph_modules_write_no_code_until_it_is_asked_for(monkeypatch: pytest.M
     assert not written
     assert gm(torch.ones(())) == twin(torch.ones(())) == 3
     assert written == [4, 4]
+
+
+def test_minima_of_numbers_are_right_or_refused() -> None:
+    """PyTorch 2.11 computes them in integers on CPUs; a step with one then runs uncompiled."""
+
+    class Region(Compiler):
+        def compiled(self, kind: str, gm: fx.GraphModule, inputs: Any) -> compat.BoxedCallable:
+            gm.graph.find_nodes(op="output")[0].meta["user_visible_output_idxs"] = [0]
+            return compat.compile_region(gm, inputs, is_backward=False, is_inference=True)
+
+    def step(x: Tensor, number: int) -> Tensor:
+        return x * min(1.0, (number + 1) / 10)
+
+    torch._dynamo.config.suppress_errors, before = False, torch._dynamo.config.suppress_errors
+    try:
+        compiled = torch.compile(step, backend=Region(), dynamic=True)
+        for number in (2, 3, 4):
+            assert float(compiled(torch.ones(()), number)) == pytest.approx((number + 1) / 10)
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        assert torch.__version__ < "2.13" and "in integers on CPUs" in str(error)
+    finally:
+        torch._dynamo.config.suppress_errors = before
