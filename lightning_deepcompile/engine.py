@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -42,8 +41,6 @@ from lightning_deepcompile.step.optimizers import LocalShards, check_optimizer, 
 from lightning_deepcompile.summary import Summary
 
 __all__ = ["Engine"]
-
-_log = logging.getLogger(__name__)
 
 _EXIT_SECONDS = 5.0
 """How long a process that exits waits for others to end what they communicated with."""

@@ -11,7 +11,7 @@ from lightning_deepcompile.plan.plan_file import Plan, PlanFileError, Setting, r
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import REDUCTIONS, Schedule
 
-__all__ = ["format_plan", "main"]
+__all__ = ["communication", "format_plan", "main"]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -71,10 +71,10 @@ def format_plan(setting: Setting, plan: Plan, *, instructions: bool = False) -> 
     return "\n".join(lines)
 
 
-def _row(schedule: Schedule) -> tuple[str, ...]:
+def communication(schedule: Schedule) -> tuple[str, ...]:
+    """Cells of a table: a schedule's name, its regions, and groups and bytes of its gathers and of its reductions."""
     gathers = [i for i in schedule.instructions if i.traits.effect == ("launch", "parameters")]
     reductions = [i for i in schedule.instructions if i.op in REDUCTIONS]
-    away = sum(schedule.instructions[position].bytes for position in schedule.at("offload"))
     return (
         schedule.name,
         str(len(schedule.at("compute"))),
@@ -82,6 +82,9 @@ def _row(schedule: Schedule) -> tuple[str, ...]:
         format_bytes(sum(i.bytes for i in gathers)),
         str(len(reductions)),
         format_bytes(sum(i.bytes for i in reductions)),
-        str(len(schedule.kept)),
-        format_bytes(away),
     )
+
+
+def _row(schedule: Schedule) -> tuple[str, ...]:
+    away = sum(schedule.instructions[position].bytes for position in schedule.at("offload"))
+    return (*communication(schedule), str(len(schedule.kept)), format_bytes(away))

@@ -11,8 +11,9 @@ from pathlib import Path
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.pass_manager import BUILTIN_PASSES
 from lightning_deepcompile.plan.report import PassReport, Round
+from lightning_deepcompile.plan.show import communication
 from lightning_deepcompile.program.printer import format_bytes
-from lightning_deepcompile.program.schedule import REDUCTIONS, Schedule
+from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.report import figures
 from lightning_deepcompile.report.memory import KINDS, MemoryAt, memory_by_kind
 from lightning_deepcompile.report.names import compress
@@ -252,17 +253,7 @@ def _compiled(record: StepRecord) -> str:
 
 
 def _program_row(schedule: Schedule) -> tuple[str, ...]:
-    gathers = [i for i in schedule.instructions if i.traits.effect == ("launch", "parameters")]
-    reductions = [i for i in schedule.instructions if i.op in REDUCTIONS]
-    return (
-        schedule.name,
-        str(len(schedule.at("compute"))),
-        str(len(gathers)),
-        format_bytes(sum(i.bytes for i in gathers)),
-        str(len(reductions)),
-        format_bytes(sum(i.bytes for i in reductions)),
-        _count(len(schedule.kept), "parameter") if schedule.kept else "-",
-    )
+    return (*communication(schedule), _count(len(schedule.kept), "parameter") if schedule.kept else "-")
 
 
 def _regions(record: StepRecord) -> str:

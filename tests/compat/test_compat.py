@@ -389,12 +389,10 @@ def test_minima_of_numbers_are_right_or_refused() -> None:
     def step(x: Tensor, number: int) -> Tensor:
         return x * min(1.0, (number + 1) / 10)
 
-    torch._dynamo.config.suppress_errors, before = False, torch._dynamo.config.suppress_errors
-    try:
-        compiled = torch.compile(step, backend=Region(), dynamic=True)
-        for number in (2, 3, 4):
-            assert float(compiled(torch.ones(()), number)) == pytest.approx((number + 1) / 10)
-    except torch._dynamo.exc.BackendCompilerFailed as error:
-        assert torch.__version__ < "2.13" and "in integers on CPUs" in str(error)
-    finally:
-        torch._dynamo.config.suppress_errors = before
+    with torch._dynamo.config.patch(suppress_errors=False):
+        try:
+            compiled = torch.compile(step, backend=Region(), dynamic=True)
+            for number in (2, 3, 4):
+                assert float(compiled(torch.ones(()), number)) == pytest.approx((number + 1) / 10)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            assert torch.__version__ < "2.13" and "in integers on CPUs" in str(error)
