@@ -103,7 +103,8 @@ def _notes(measured: Profile, profile: Profile, options: argparse.Namespace) -> 
         notes.append(f"--reduce {options.reduce} changes nothing: a step is one micro-batch, and reduces once anyway.")
     elif options.reduce == "auto" and profile.hold_seconds is None:
         notes.append(
-            "--reduce auto stays at 'every': the profile does not say what it costs to add up whole gradients."
+            "--reduce auto stays at 'every': the profile does not say what it costs to add up whole gradients. One of "
+            "a run with CompileConfig(reduce='auto') does."
         )
     if _is_whole(measured) and profile.world_size > 1:
         low, high = _bounds(profile)
@@ -159,7 +160,7 @@ def _changed(profile: Profile, options: argparse.Namespace) -> Profile:
         if options.reduce == "boundary" and profile.hold_seconds is None and profile.micro_batches > 1:
             raise ValueError(
                 "--reduce boundary: the profile does not say what it costs to add up whole gradients. Take a new one "
-                "of a run that accumulates gradients."
+                "of a run that accumulates gradients, with CompileConfig(reduce='auto')."
             )
         op: Operation = "reduce_at_boundary" if options.reduce == "boundary" else "reduce"
         profile = replace(profile, schedules=tuple(place_reductions(profile.schedules, op)))

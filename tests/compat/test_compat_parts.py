@@ -296,6 +296,7 @@ def _collectives() -> tuple[list[float], list[float], bool]:
     compat.reduce_scatter_mean_into(mean, torch.tensor([1.0, 3.0]) * (rank + 1), group)
     compat.store().set(f"here{rank}", "")
     compat.store().wait([f"here{1 - rank}"])
+    dist.barrier()  # the store ends with the rank that serves it
     return swapped.tolist(), mean.tolist(), True
 
 

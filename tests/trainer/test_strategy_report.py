@@ -43,7 +43,7 @@ def _long(folder: Path) -> list[str]:
     strategy, profile = trainer.strategy, trainer.strategy.profile()
     assert strategy.report() and profile is not None, "a step was measured"
     assert Profile.from_json(profile.to_json()) == profile
-    assert profile.micro_batches == accumulated and (profile.hold_seconds is not None) == (accumulated > 1)
+    assert profile.micro_batches == accumulated
     assert profile.resident.shards >= strategy.summary().sharded_bytes_per_rank > 0
     written = [strategy.save_report(folder / "report.html"), strategy.save_trace(folder / "trace.json")]
     if trainer.is_global_zero:
