@@ -246,9 +246,9 @@ def _contention(probe: StepProbe, schedules: Mapping[str, Schedule], profile: Pr
                 beside += seconds
                 alone += profile.cost(schedule, instruction.region).seconds
             elif traits.effect == ("launch", "parameters"):
-                wires += profile.gather.seconds(instruction.bytes, profile.world_size)
+                wires += profile.gather_seconds(instruction.bytes)
             elif traits.effect == ("launch", "gradients") and (not traits.at_boundary or probe.at_boundary(run)):
-                wires += profile.reduce.seconds(instruction.bytes, profile.world_size)
+                wires += profile.reduce_seconds(instruction.bytes)
     hidden = min(max(wires - profile.exposed_seconds, 0.0), alone)
     if hidden < 0.05 * alone or alone == 0:
         return Contention()
