@@ -12,7 +12,7 @@ from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.simulate import Prediction
 from lightning_deepcompile.program.printer import format_bytes
 
-__all__ = ["ScalingPoint", "format_scaling", "scaling"]
+__all__ = ["ScalingPoint", "format_scaling", "scaling", "scaling_rows"]
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,23 @@ def scaling(
     return points
 
 
-def format_scaling(points: Sequence[ScalingPoint]) -> str:
-    """Lays out points as a table."""
-    rows = [("ranks", "step", "exposed", "peak", "efficiency", "step, same batch", "speed-up", "of ideal")]
+def scaling_rows(points: Sequence[ScalingPoint]) -> list[tuple[str, ...]]:
+    """Points as rows of a table; the first row names the columns."""
+    rows: list[tuple[str, ...]] = [
+        ("ranks", "step", "exposed", "peak", "efficiency", "step, same batch", "speed-up", "of ideal")
+    ]
     for point in points:
         weak, strong = point.weak, point.strong
         cells = (_ms(weak.seconds), _ms(weak.exposed_seconds), format_bytes(weak.peak_bytes), f"{point.efficiency:.0%}")
         same = (_ms(strong.seconds), f"{point.speedup:.2f}", f"{point.speedup / point.ideal:.0%}")
         rows.append((f"{point.ranks}", *cells, *same))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return rows
+
+
+def format_scaling(points: Sequence[ScalingPoint]) -> str:
+    """Points as a table for a terminal."""
+    rows = scaling_rows(points)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
 
 

@@ -15,7 +15,7 @@ from lightning_deepcompile.plan.costs import Resident
 from lightning_deepcompile.plan.offload import StatePlaces
 from lightning_deepcompile.plan.plan_file import Setting, write_plan
 
-COMMANDS_ON_LINKS = ("simulate",)
+COMMANDS_ON_LINKS = ("simulate", "report")
 
 
 def _printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -252,6 +252,11 @@ def test_a_report_and_a_trace_are_made_of_a_profile(
     assert printed.split() == [str(page), str(trace)]
     assert "parameters kept for backward: 0 become" in page.read_text()
     assert json.loads(trace.read_text())["traceEvents"]
+    assert "scaling-figure" not in page.read_text()
+    nodes = ("--ranks-per-node", "8", "--node-bandwidth", "1e-6")
+    _printed(monkeypatch, capsys, "report", str(path), "-o", str(page), "--world", "8,64,4096", *nodes)
+    drawn = page.read_text()
+    assert "scaling-figure" in drawn and "<td class=n>4096</td>" in drawn and "weak scaling" in drawn
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     status, _, wrong = _fails(capsys, monkeypatch, "report", str(path), "-o", str(page))
     assert status == 2 and "pip install 'lightning-deepcompile[report]'" in wrong
