@@ -255,7 +255,9 @@ class Profile:
         if self.topology is None:
             return self.reduce.seconds(size, self.world_size)
         launches = 1 if self.topology.replicas == 1 else 2
-        moving = self.topology.reduce_seconds(size, self.world_size, self.reduce.bandwidth)
+        moving = self.topology.reduce_seconds(
+            size, self.world_size, self.reduce.bandwidth, all_reduces=self.host_computes
+        )
         return launches * self.reduce.latency + moving
 
     def for_ranks(self, world_size: int, topology: Topology | None = None) -> Profile:

@@ -116,11 +116,22 @@ class Topology:
         """
         return self.one_way_seconds(size, self.shard_group(shards), bandwidth)
 
-    def reduce_seconds(self, size: int, shards: int, bandwidth: float) -> float:
-        """Seconds of a reduce-scatter of `size` bytes, and of the all-reduce of each part over the replicas."""
-        return self.gather_seconds(size, shards, bandwidth) + self.all_reduce_seconds(
-            size / shards, self.replica_group(shards), bandwidth
-        )
+    def reduce_seconds(self, size: int, shards: int, bandwidth: float, *, all_reduces: bool = False) -> float:
+        """Seconds of a reduce-scatter of `size` bytes, and of the all-reduce of each part over the replicas.
+
+        Args:
+            size: Bytes of the whole tensors.
+            shards: Ranks that share them.
+            bandwidth: Bytes per second of the tensors that a rank moves inside of its node.
+            all_reduces: Whether the reduce-scatter is an all-reduce of which most is dropped, as gloo's is: it moves
+                everything twice, as `bandwidth` has it already.
+        """
+        group = self.shard_group(shards)
+        if all_reduces:
+            scatter = self.all_reduce_seconds(size, group, 2 * bandwidth)
+        else:
+            scatter = self.one_way_seconds(size, group, bandwidth)
+        return scatter + self.all_reduce_seconds(size / shards, self.replica_group(shards), bandwidth)
 
     def all_reduce_seconds(self, size: float, group: Group, bandwidth: float) -> float:
         """Seconds of an all-reduce, which is a reduce-scatter and an all-gather."""

@@ -125,6 +125,11 @@ def test_replicas_average_the_parts_that_shards_were_reduced_to(
         topology.one_way_seconds(part, group, BANDWIDTH) for part, group in ((size, inside), (size / shards, across))
     ]
     assert topology.reduce_seconds(size, shards, BANDWIDTH) == pytest.approx(one_way[0] + 2 * one_way[1])
+    doubled = topology.reduce_seconds(size, shards, BANDWIDTH, all_reduces=True) - 2 * one_way[1]
+    if inside.nodes == 1:  # the measured bandwidth has it that everything moves twice; the steps are twice as many
+        assert doubled == pytest.approx(one_way[0] + (shards - 1) * 1e-6)
+    else:
+        assert doubled == pytest.approx(2 * one_way[0]), "what leaves nodes is twice as much"
     if (shards, replicas) == (8, 4):  # by hand
         within = 7e-6 + 7 / 8 * size / BANDWIDTH
         average = 2 * (3e-5 + 3 / 4 * size / OUT)  # eight eighths at a time
