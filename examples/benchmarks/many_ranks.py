@@ -187,14 +187,9 @@ def main() -> None:
             saved[count] = os.path.join(folder, f"{count}.ckpt")
             results = run(context, task(f"{count}", count, 0, half, save=saved[count]), options.minutes)
             names = ("main", "host", "wall", "start", "start_host")
-            main, host, wall, start, start_host = (statistics.fmean(one[name] for one in results) for name in names)
-            cells = [
-                f"{count}",
-                *(f"{1e3 * time:.1f}" for time in (main, host, wall)),
-                f"{start:.1f}",
-                f"{start_host:.2f}",
-            ]
+            own, host, wall, start, start_host = (statistics.fmean(one[name] for one in results) for name in names)
             differences.append(worst(mean_losses(results), expected[:half]))
+            cells = [f"{count}", *(f"{1e3 * seconds:.1f}" for seconds in (own, host, wall)), f"{start:.1f}"]
             cells += [f"{start_host:.2f}", f"{differences[-1]:.1e}"]
             print(" ".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True)), flush=True)
         for before, after in zip(counts, [*counts[1:], counts[0]], strict=True):
