@@ -27,6 +27,7 @@ from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.profile.labels import labels_of
 from lightning_deepcompile.program.printer import format_program
+from lightning_deepcompile.program.program import LOCAL_ID
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.report.record import StepRecord
@@ -266,7 +267,8 @@ class Engine:
             return None
         labels = labels_of(executable.program for executable in self.capture.executables)
         states = sum(state_bytes(optimizer, self.device) for optimizer in self._local_shards)
-        return replace(profile, labels=labels, resident=Resident(self.model.device_bytes, states))
+        rows = {str(p.ds_id & LOCAL_ID): p.layout.spec.shape[0] for p in self.model.parameters}
+        return replace(profile, labels=labels, rows=rows, resident=Resident(self.model.device_bytes, states))
 
     def record(self) -> StepRecord:
         """What a report of the training step shows."""

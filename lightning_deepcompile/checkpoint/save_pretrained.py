@@ -22,7 +22,7 @@ from lightning_deepcompile.checkpoint.location import local_path, staging_path
 from lightning_deepcompile.checkpoint.module_state import gather, plain_name
 from lightning_deepcompile.checkpoint.refuse_saving import can_save_pretrained
 from lightning_deepcompile.checkpoint.safetensors_folder import INDEX, listed, publish, write_index, write_tensors
-from lightning_deepcompile.ranks.exchange import exchange, raise_together
+from lightning_deepcompile.ranks.exchange import from_first, raise_together
 from lightning_deepcompile.sharding.access import as_built
 
 __all__ = ["find_pretrained", "save_pretrained"]
@@ -161,7 +161,7 @@ class _Writer:
         with raise_together("Looking for the adapters' tensors"):
             if self._writes:  # on one rank: PEFT may ask a hub about the model
                 names = self._names_of(adapters)
-        names = exchange(names)[0]
+        names = from_first(names)
         whole = {name: self._whole(self._tensors[name]) for name in names}
         with raise_together("Writing the adapters"):
             if self._writes:

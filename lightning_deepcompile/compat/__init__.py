@@ -40,6 +40,7 @@ from lightning_deepcompile.compat.autograd import (
 from lightning_deepcompile.compat.distributed import (
     all_gather_into,
     all_to_all_into,
+    device_of_objects,
     local_of,
     process_group,
     reduce_scatter_mean_into,
@@ -113,6 +114,7 @@ __all__ = [
     "compile_failures",
     "compile_region",
     "current_fake_mode",
+    "device_of_objects",
     "fake_tensor",
     "graph_module",
     "has_hooks",

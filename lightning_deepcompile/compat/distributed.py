@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 __all__ = [
     "all_gather_into",
     "all_to_all_into",
+    "device_of_objects",
     "process_group",
     "reduce_scatter_mean_into",
     "local_of",
@@ -32,6 +33,11 @@ def local_of(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor itself, of which ``to_local`` makes another one."""
     assert isinstance(tensor, DTensor)
     return tensor._local_tensor
+
+
+def device_of_objects(group: dist.ProcessGroup | None) -> str:
+    """The type of device of the tensors in which collectives of `group` send objects; None is all ranks."""
+    return dist.distributed_c10d._get_object_coll_device(group)
 
 
 def store() -> dist.Store:

@@ -15,7 +15,7 @@ from lightning_deepcompile.plan.host_shards import ShardNeed, choose_shards
 from lightning_deepcompile.plan.offload import check_host
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.program.printer import format_bytes
-from lightning_deepcompile.ranks.exchange import exchange
+from lightning_deepcompile.ranks.exchange import maxima
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.sharding.layout import ChunkLayout
 from lightning_deepcompile.sharding.shards import lay_out
@@ -123,8 +123,8 @@ def _need(
         chunk_bytes = parse_budget(config.offload_chunk, total=1, name="offload_chunk")
         states, stepping = 0, 3 * min(max(chunk_bytes, 3 * largest), gradients)
     working = max(gathered + pending + max(wire, default=0), stepping)  # shards are cast before they travel
-    budget = min(exchange(memory_limit(device, config.memory_budget), ranks.group))
-    return ShardNeed(shards, gradients + states + working, int(budget * (1 - _ACTIVATIONS)))
+    (least,) = maxima([-memory_limit(device, config.memory_budget)], ranks.group)
+    return ShardNeed(shards, gradients + states + working, int(-least * (1 - _ACTIVATIONS)))
 
 
 def _gathered(chunk: ChunkLayout, gather_dtype: torch.dtype | None) -> int:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_deepcompile.ranks.exchange import exchange
+from lightning_deepcompile.ranks.exchange import exchange, on_any
 
 __all__ = ["reserve"]
 
@@ -34,9 +34,9 @@ def reserve(runtime: Any, leaving: Iterable[tuple[Tensor, int]], group: dist.Pro
         runtime.states.reserve(sizes)
     except torch.OutOfMemoryError as error:
         reason = str(error)
-    failed = [(rank, text) for rank, text in enumerate(exchange(reason, group)) if text]
-    if not failed:
+    if not on_any(bool(reason), group):
         return ""
+    failed = [(rank, text) for rank, text in enumerate(exchange(reason, group)) if text]
     runtime.states.reserve([])  # gives back what was taken in vain
     runtime.states.synchronize()
     rank, text = failed[0]

@@ -35,7 +35,7 @@ from lightning_deepcompile.plan.state_trade import StateMemory
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.printer import format_bytes
-from lightning_deepcompile.ranks.exchange import exchange
+from lightning_deepcompile.ranks.exchange import maxima
 from lightning_deepcompile.sharding.shards import ShardedModel
 
 __all__ = ["Residency"]
@@ -184,15 +184,10 @@ class Residency:
         if self.decision is not None:
             return
         sizes = list(self._sizes())
-        seen = exchange(self._need(sizes), self._group)
-        need = OffloadNeed(
-            peak=max(n.peak for n in seen),
-            stepping=max(n.stepping for n in seen),
-            states=max(n.states for n in seen),
-            buffers=max(n.buffers for n in seen),
-            budget=min(n.budget for n in seen),
-            host=self._limit,
-        )
+        mine = self._need(sizes)
+        told = (mine.peak, mine.stepping, mine.states, mine.buffers, -mine.budget)
+        peak, stepping, states, buffers, least = map(int, maxima(told, self._group))
+        need = OffloadNeed(peak, stepping, states, buffers, budget=-least, host=self._limit)
         config = self._config
         lean = with_least_buffers(need, [size for *_, size in sizes], self._chunk_bytes)
         decision = decide_offload(config.offload, lean, config.memory_budget, config.host_memory_budget)

@@ -7,6 +7,7 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from lightning_deepcompile.plan.topology import Topology, TopologyError
 from lightning_deepcompile.program.saved import Saved
 from lightning_deepcompile.program.schedule import Instruction, Schedule, ScheduleError, check_schedule
 
@@ -89,6 +90,18 @@ class RegionCost:
     peak: int = 0
     after: int = 0
 
+    def with_less(self, size: int) -> RegionCost:
+        """The same with `size` bytes less around it."""
+        memory = (max(known - size, 0) for known in (self.before, self.peak, self.after))
+        return RegionCost(self.seconds, self.host, *memory)
+
+    def of_part(self, part: float, fixed: int) -> RegionCost:
+        """The same for `part` of the batch, where `fixed` bytes do not depend on it."""
+        memory = (
+            min(known, fixed) + int(part * max(known - fixed, 0)) for known in (self.before, self.peak, self.after)
+        )
+        return RegionCost(part * self.seconds, self.host, *memory)
+
 
 @dataclass(frozen=True)
 class Labels:
@@ -114,6 +127,11 @@ class Resident:
 
     shards: int = 0
     states: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.shards + self.states
 
 
 @dataclass(frozen=True)
@@ -158,6 +176,8 @@ class Profile:
             take (or shorter, if negative). Predictions include it.
         labels: Names for reports; planning does not look at them.
         resident: What memory holds besides programs, for reports, too.
+        rows: The rows of each parameter, by its id as text: on other numbers of ranks they are padded to another one.
+        topology: Nodes that ranks are in; None if all of them are connected as those that were measured.
     """
 
     world_size: int
@@ -192,6 +212,8 @@ class Profile:
     unexplained_seconds: float = 0.0
     labels: Labels = field(default_factory=Labels)
     resident: Resident = field(default_factory=Resident)
+    rows: dict[str, int] = field(default_factory=dict)
+    topology: Topology | None = None
 
     @property
     def host_computes(self) -> bool:
@@ -222,21 +244,86 @@ class Profile:
             moments.append(moments[-1] + seconds)
         return moments
 
-    def for_ranks(self, world_size: int) -> Profile:
-        """What the same program would cost on `world_size` ranks: smaller shards, other collectives."""
+    def gather_seconds(self, size: int) -> float:
+        """Seconds to gather a group of parameters of `size` bytes."""
+        if self.topology is None:
+            return self.gather.seconds(size, self.world_size)
+        return self.gather.latency + self.topology.gather_seconds(size, self.world_size, self.gather.bandwidth)
+
+    def reduce_seconds(self, size: int) -> float:
+        """Seconds to reduce a group of gradients of `size` bytes, over replicas, too."""
+        if self.topology is None:
+            return self.reduce.seconds(size, self.world_size)
+        launches = 1 if self.topology.replicas == 1 else 2
+        moving = self.topology.reduce_seconds(
+            size, self.world_size, self.reduce.bandwidth, all_reduces=self.host_computes
+        )
+        return launches * self.reduce.latency + moving
+
+    def for_ranks(self, world_size: int, topology: Topology | None = None) -> Profile:
+        """What the same program would cost on other ranks: smaller shards with other padding, other collectives.
+
+        Shards of gradients are left in the memory of regions as they were measured.
+
+        Args:
+            world_size: Ranks that share the parameters; with replicas, there are as many times more.
+            topology: Nodes that they are in; None if all are connected as those that were measured.
+
+        Raises:
+            TopologyError: If they do not fill the nodes evenly.
+        """
+        if topology is not None:
+            topology.check(world_size)
         optimizer = self.optimizer_seconds * self.world_size / world_size
         cast_ratio = self.cast_ratio * self.world_size / world_size
 
         def shrunk(size: int) -> int:
             return size * self.world_size // world_size
 
+        resident = Resident(shrunk(self.resident.shards), shrunk(self.resident.states))
+        # Allocators count what is resident; where the host computes, regions are estimates without it.
+        less = 0 if self.host_computes else self.resident.total - resident.total
         changes: dict[str, Any] = {
             "optimizer_seconds": optimizer,
             "cast_ratio": cast_ratio,
             "state_chunks": tuple(map(shrunk, self.state_chunks)),
-            "resident": Resident(shrunk(self.resident.shards), shrunk(self.resident.states)),
+            "resident": resident,
+            "regions": {key: cost.with_less(less) for key, cost in self.regions.items()},
+            "schedules": tuple(self._padded_for(world_size, schedule) for schedule in self.schedules),
         }
-        return replace(self, world_size=world_size, **changes)
+        return replace(self, world_size=world_size, topology=topology, **changes)
+
+    def for_share(self, share: float) -> Profile:
+        """What the step would cost with `share` of its batch: fewer micro-batches, and smaller ones if one is too many.
+
+        Compute and activations of a smaller micro-batch count in proportion, the time to launch it as measured: small
+        kernels take longer than that.
+
+        Args:
+            share: The part of the batch, such as 1/8.
+        """
+        batches = max(int(self.micro_batches * share), 1)
+        part = self.micro_batches * share / batches
+        fixed = 0 if self.host_computes else self.resident.total
+        regions = {key: cost.of_part(part, fixed) for key, cost in self.regions.items()}
+        return replace(self, micro_batches=batches, regions=regions)
+
+    def _padded_for(self, world_size: int, schedule: Schedule) -> Schedule:
+        def padded(ds_id: int, size: int, gathered: bool) -> int:
+            rows = self.rows.get(str(ds_id), 0)
+            if rows == 0:
+                return size
+            measured = -(-rows // self.world_size) * self.world_size if gathered else rows
+            return size * (-(-rows // world_size) * world_size) // measured
+
+        def changed(instruction: Instruction) -> Instruction:
+            of = instruction.traits.effect[1]
+            if of not in ("parameters", "gradients"):
+                return instruction
+            pairs = zip(instruction.ids, instruction.sizes, strict=False)
+            return replace(instruction, sizes=tuple(padded(i, size, of == "parameters") for i, size in pairs))
+
+        return schedule.with_instructions(map(changed, schedule.instructions))
 
     def to_json(self) -> str:
         """The profile as text that `from_json` reads."""
@@ -270,11 +357,13 @@ class Profile:
             data["contention"] = Contention(**data["contention"])
             data["labels"] = Labels(**data.get("labels", {}))
             data["resident"] = Resident(**data.get("resident", {}))
+            if data.get("topology") is not None:
+                data["topology"] = Topology(**data["topology"])
             profile = cls(**data)
             profile.check()
             for schedule in profile.schedules:
                 check_schedule(schedule)
-        except (KeyError, TypeError, AttributeError, ScheduleError) as error:
+        except (KeyError, TypeError, AttributeError, ScheduleError, TopologyError) as error:
             raise ProfileError(f"The profile is damaged ({type(error).__name__}: {error}). Take a new one.") from error
         return profile
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +12,14 @@ from lightning_deepcompile.plan.budget import parse_budget
 from lightning_deepcompile.plan.command_line import fail, read_profile
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.copy_placement import offload_all
-from lightning_deepcompile.plan.costs import Link, Profile, ProfileError
+from lightning_deepcompile.plan.costs import Profile, ProfileError
 from lightning_deepcompile.plan.least import least_budget
+from lightning_deepcompile.plan.link_options import add_link_options, rank_counts, with_links
 from lightning_deepcompile.plan.offload import OffloadMode
 from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, PassError, optimize, resolve_passes
 from lightning_deepcompile.plan.passes.reduce_late import place_reductions
 from lightning_deepcompile.plan.report import PassReport, format_passes
+from lightning_deepcompile.plan.scaling import format_scaling, scaling
 from lightning_deepcompile.plan.settings import PlanSettings, Reduction
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.printer import format_bytes
@@ -41,11 +42,7 @@ def main(arguments: Sequence[str]) -> None:
         "ranks nor a device. The exit status is 1 if the step does not fit into the memory budget.",
     )
     parser.add_argument("profile", type=Path, help="what `strategy.profile().to_json()` gave")
-    parser.add_argument("--world", type=int, help="number of ranks; times and sizes of regions stay as measured")
-    parser.add_argument("--bandwidth", type=float, help="GB/s that a ring moves per rank, for gathers and reductions")
-    parser.add_argument("--gather-bandwidth", type=float, help="the same for gathers alone")
-    parser.add_argument("--reduce-bandwidth", type=float, help="the same for reductions alone")
-    parser.add_argument("--latency", type=float, help="microseconds of a group of collectives")
+    add_link_options(parser)
     parser.add_argument("--budget", help="memory that a plan may use: bytes, or a text like 24GiB")
     parser.add_argument(
         "--offload-activations", choices=get_args(OffloadMode), default="none", help="as in CompileConfig"
@@ -58,14 +55,20 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     try:
         measured = read_profile(options.profile)
-        profile = _changed(measured, options)
+        profiles = {ranks: _changed(measured, options, ranks) for ranks in rank_counts(options, measured)}
         passes = resolve_passes(options.passes.split(","), profiled=True)
     except (ProfileError, PassError, ValueError) as error:
         fail("simulate", error)
     settings = PlanSettings(offload_activations=options.offload_activations, reduce=options.reduce or "every")
+    profile = profiles[max(profiles)]
+    if len(profiles) > 1:
+        for note in _notes(measured, profile, options):
+            print(f"note: {note}")
+        print(format_scaling(scaling(measured, list(profiles), profiles.__getitem__, passes, settings)))
+        return
     _, effects = optimize(profile.schedules, passes, PlanContext(settings, profile))
     print(
-        f"{_count(profile.world_size, 'rank', 'ranks')}, "
+        f"{_ranks(profile)}, "
         f"{_count(profile.micro_batches, 'micro-batch', 'micro-batches')} a step; gathers {profile.gather}; "
         f"reductions {profile.reduce}"
     )
@@ -78,6 +81,20 @@ def main(arguments: Sequence[str]) -> None:
     if (excess := _excess(profile, least, effects[-1].prediction.peak_bytes)) is not None:
         print(f"does not fit: {excess}")
         raise SystemExit(1)
+
+
+def _ranks(profile: Profile) -> str:
+    """All ranks, and how they are divided."""
+    topology = profile.topology
+    if topology is None:
+        return _count(profile.world_size, "rank", "ranks")
+    ranks = profile.world_size * topology.replicas
+    parts = [_count(ranks, "rank", "ranks")]
+    if ranks > topology.ranks_per_node:
+        parts.append(f"on {ranks // topology.ranks_per_node} nodes")
+    if topology.replicas > 1:
+        parts.append(f"in {topology.replicas} replicas")
+    return " ".join(parts)
 
 
 def _count(number: int, one: str, many: str) -> str:
@@ -130,32 +147,13 @@ def _bounds(profile: Profile) -> tuple[float, float]:
     Every micro-batch gathers all parameters twice, for forward and for backward, and reduces their gradients.
     """
     compute = simulate(profile.schedules, profile).seconds
-    size, ranks = profile.resident.shards * profile.world_size, profile.world_size
-    moved = 2 * profile.gather.seconds(size, ranks) + profile.reduce.seconds(size, ranks)
+    size = profile.resident.shards * profile.world_size
+    moved = 2 * profile.gather_seconds(size) + profile.reduce_seconds(size)
     return max(compute, profile.micro_batches * moved), compute + profile.micro_batches * moved
 
 
-def _changed(profile: Profile, options: argparse.Namespace) -> Profile:
-    if options.world is not None:
-        if options.world < 1:
-            raise ValueError(f"--world {options.world}: expected a positive number.")
-        given = options.gather_bandwidth is not None and options.reduce_bandwidth is not None
-        if profile.world_size == 1 and options.world > 1 and options.bandwidth is None and not given:
-            raise ValueError(
-                f"--world {options.world}: the profile is of one rank, and knows no link between ranks. "
-                "Say how fast it is: --bandwidth 50."
-            )
-        profile = profile.for_ranks(options.world)
-    links = []
-    for name, link in (("gather", profile.gather), ("reduce", profile.reduce)):
-        own = getattr(options, f"{name}_bandwidth")
-        bandwidth = options.bandwidth if own is None else own
-        if bandwidth is not None and not 0 < bandwidth < math.inf:
-            option = "--bandwidth" if own is None else f"--{name}-bandwidth"
-            raise ValueError(f"{option} {bandwidth}: expected GB/s, more than 0.")
-        speed = link.bandwidth if bandwidth is None else bandwidth * 1e9
-        links.append(Link(link.latency if options.latency is None else options.latency / 1e6, speed))
-    profile = replace(profile, gather=links[0], reduce=links[1])
+def _changed(profile: Profile, options: argparse.Namespace, ranks: int) -> Profile:
+    profile = with_links(profile, options, ranks)
     if options.reduce is not None:
         if options.reduce == "boundary" and profile.hold_seconds is None and profile.micro_batches > 1:
             raise ValueError(

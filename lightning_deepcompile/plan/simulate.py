@@ -430,7 +430,7 @@ class _Simulation:
             slot = self._arena.acquire(group_bytes(sizes))
             # Kernels launched before may still use new memory; of a slot that is reused, the last reader is known.
             after += self._compute_point() if slot.last_user is None else [slot.last_user]
-        seconds = self._profile.gather.seconds(sum(sizes), self._profile.world_size)
+        seconds = self._profile.gather_seconds(sum(sizes))
         done = self._add(instruction.traits.stream, seconds, after, label)
         if slot is None:
             self._barrier.append(done)
@@ -462,7 +462,7 @@ class _Simulation:
             if not self._boundary:
                 self._gradients.hold(instruction)
                 return None
-        seconds = self._profile.reduce.seconds(instruction.bytes, self._profile.world_size)
+        seconds = self._profile.reduce_seconds(instruction.bytes)
         done = self._add(instruction.traits.stream, seconds, [*host, *self._compute_point()], label)
         now = instruction.traits.effect[0] == "launch and wait"
         waited, beside = self._gradients.send(instruction, done, wait=now)

@@ -7,13 +7,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from lightning_deepcompile.plan.costs import Contention, Link, Profile, ProfileError, RegionCost
+from lightning_deepcompile.plan.costs import Contention, Profile, ProfileError, RegionCost
 from lightning_deepcompile.plan.simulate import arena_bytes, gradient_bytes, simulate
 from lightning_deepcompile.profile.fit import fit_link
 from lightning_deepcompile.profile.probe import Run, StepProbe
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["build_profile", "describe_spread", "explain", "leave_room", "limit_memory", "merge_profiles"]
+__all__ = ["build_profile", "explain", "leave_room", "limit_memory"]
 
 _TELLS = 0.02  # of a step: what a shared link must make it longer by before its length says anything about the link
 _HALVINGS = 6
@@ -246,68 +246,13 @@ def _contention(probe: StepProbe, schedules: Mapping[str, Schedule], profile: Pr
                 beside += seconds
                 alone += profile.cost(schedule, instruction.region).seconds
             elif traits.effect == ("launch", "parameters"):
-                wires += profile.gather.seconds(instruction.bytes, profile.world_size)
+                wires += profile.gather_seconds(instruction.bytes)
             elif traits.effect == ("launch", "gradients") and (not traits.at_boundary or probe.at_boundary(run)):
-                wires += profile.reduce.seconds(instruction.bytes, profile.world_size)
+                wires += profile.reduce_seconds(instruction.bytes)
     hidden = min(max(wires - profile.exposed_seconds, 0.0), alone)
     if hidden < 0.05 * alone or alone == 0:
         return Contention()
     return Contention(compute=min(max(1 + (beside - alone) / hidden, 1.0), 2.0))
-
-
-def merge_profiles(profiles: Sequence[Profile]) -> Profile:
-    """What all ranks plan with: the slowest rank's times, the most memory, the least budget.
-
-    Args:
-        profiles: One per rank.
-
-    Returns:
-        The same on every rank.
-
-    Raises:
-        ProfileError: If ranks ran different programs in the profiled step.
-    """
-    first = profiles[0]
-    for rank, other in enumerate(profiles):
-        if [s.structure for s in other.schedules] != [s.structure for s in first.schedules]:
-            raise ProfileError(
-                f"Rank 0 ran {[s.name for s in first.schedules]} in the profiled step and rank {rank} "
-                f"{[s.name for s in other.schedules]}, which communicate differently."
-            )
-    regions = {}
-    for position, schedule in enumerate(first.schedules):
-        for index in schedule.at("compute"):
-            region = schedule.instructions[index].region
-            # A rank that recompiled has other numbers in its programs' names.
-            costs = [p.cost(p.schedules[position], region) for p in profiles]
-            fields = ("seconds", "host", "before", "peak", "after")
-            regions[f"{schedule.name}/{region}"] = RegionCost(*(max(getattr(c, f) for c in costs) for f in fields))
-    budgets = [p.budget for p in profiles if p.budget is not None]
-    return replace(
-        first,
-        regions=regions,
-        gather=_shared([p.gather for p in profiles]),
-        reduce=_shared([p.reduce for p in profiles]),
-        contention=Contention(
-            compute=max(p.contention.compute for p in profiles), duplex=max(p.contention.duplex for p in profiles)
-        ),
-        micro_batches=max(p.micro_batches for p in profiles),
-        accumulates=all(p.accumulates for p in profiles),
-        optimizer_seconds=max(p.optimizer_seconds for p in profiles),
-        launch_seconds=max(p.launch_seconds for p in profiles),
-        hold_seconds=max((p.hold_seconds for p in profiles if p.hold_seconds is not None), default=None),
-        hold_ratio=max(p.hold_ratio for p in profiles),
-        early_gathers=all(p.early_gathers for p in profiles),
-        head_start=all(p.head_start for p in profiles),
-        between_seconds=min(p.between_seconds for p in profiles),
-        budget=min(budgets, default=None),
-        room=max(p.room for p in profiles),
-        host_budget=min((p.host_budget for p in profiles if p.host_budget is not None), default=None),
-        copy_out=_slowest([p.copy_out for p in profiles]),
-        copy_in=_slowest([p.copy_in for p in profiles]),
-        step_seconds=max(p.step_seconds for p in profiles),
-        exposed_seconds=max(p.exposed_seconds for p in profiles),
-    )
 
 
 def explain(profile: Profile) -> Profile:
@@ -376,29 +321,3 @@ def limit_memory(profile: Profile, limit: int | None) -> Profile:
         return profile
     budget, whole = min(profile.budget, limit), min(profile.budget + profile.room, limit)
     return replace(profile, budget=budget, room=whole - budget)
-
-
-def describe_spread(profiles: Sequence[Profile]) -> str:
-    """Names a rank that computes much longer than another one, as plans follow it; "" if there is none.
-
-    Args:
-        profiles: One per rank.
-    """
-    times = [sum(cost.seconds for cost in p.regions.values()) for p in profiles]
-    if min(times) <= 0 or max(times) <= 1.2 * min(times):
-        return ""
-    slowest = times.index(max(times))
-    return (
-        f"Rank {slowest} computes {max(times) / min(times):.2f} times as long as the fastest, in the measured steps. "
-        "All wait for it, and plans are made for its times. If that stays so, look for uneven batches, or for other "
-        "work on that rank's device or host."
-    )
-
-
-def _slowest(links: Sequence[Link]) -> Link:
-    return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
-
-
-def _shared(links: Sequence[Link]) -> Link:
-    # A rank that comes late makes all others wait: the shortest time that any rank saw is the transfer's own.
-    return Link(min(link.latency for link in links), max(link.bandwidth for link in links))

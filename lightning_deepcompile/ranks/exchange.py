@@ -1,16 +1,23 @@
-"""What processes ask each other: all decide alike as they know the same, and what fails on one rank fails on all."""
+"""What processes ask each other: all decide alike as they know the same, and what fails on one rank fails on all.
+
+With many ranks, what everybody says is a lot: `exchange` makes as many objects on every rank as there are ranks, and is
+for what is rare. `maxima`, `alike`, `on_any` and `from_first` cost the same however many there are.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["AnyRank", "attempt", "exchange", "raise_together"]
+from lightning_deepcompile import compat
+
+__all__ = ["AnyRank", "alike", "attempt", "exchange", "from_first", "maxima", "number_of", "on_any", "raise_together"]
 
 _log = logging.getLogger(__name__)
 
@@ -24,12 +31,57 @@ def exchange(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
         mine: What this rank passes.
         group: The ranks; None: all that there are, or this one alone before they know of each other.
     """
-    size = group.size() if group is not None else dist.get_world_size() if dist.is_initialized() else 1
+    size = _size(group)
     if size == 1:
         return [mine]
     everybody: list[Any] = [None] * size
     dist.all_gather_object(everybody, mine, group=group)
     return everybody
+
+
+@compat.never_a_frame
+def maxima(mine: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
+    """The largest of the ranks' numbers, place by place; a collective.
+
+    Args:
+        mine: This rank's; as many on every rank. Negated ones give the least. Integers up to 2^53 are exact.
+        group: As of `exchange`.
+    """
+    if _size(group) == 1 or not mine:
+        return list(mine)
+    numbers = torch.tensor(mine, dtype=torch.float64, device=compat.device_of_objects(group))
+    dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
+    return cast(list[float], numbers.tolist())
+
+
+def on_any(mine: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether it is so on any rank; a collective."""
+    return maxima([float(mine)], group)[0] > 0
+
+
+def alike(mine: str, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether all ranks say the same; a collective that sends a digest."""
+    number = number_of(mine)
+    most, least = maxima([float(number), -float(number)], group)
+    return most == -least
+
+
+def number_of(text: str) -> int:
+    """A digest of 53 bits, which any number type of a collective holds."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") >> 3
+
+
+def from_first(mine: T, group: dist.ProcessGroup | None = None) -> T:
+    """What the first rank of `group` passes; a collective."""
+    if _size(group) == 1:
+        return mine
+    box: list[Any] = [mine if dist.get_rank(group) == 0 else None]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    return cast(T, box[0])
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return group.size() if group is not None else dist.get_world_size() if dist.is_initialized() else 1
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, str]:
@@ -107,7 +159,8 @@ def raise_together(action: str, group: dist.ProcessGroup | None = None) -> Itera
         yield
     except Exception as caught:
         error = caught
-    failures = exchange(None if error is None else f"{type(error).__name__}: {error}", group)
+    failed = on_any(error is not None, group)
+    failures = exchange(None if error is None else f"{type(error).__name__}: {error}", group) if failed else []
     if error is not None:
         raise error
     for rank, failure in enumerate(failures):

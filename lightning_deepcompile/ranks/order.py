@@ -28,6 +28,8 @@ __all__ = ["Agreement", "ProgramMismatchError"]
 _END = "the end of the step"
 _ASK_SECONDS = 2.0
 """How often a rank that waits for the others looks where they are, and others look whether one waits."""
+_PAUSE_SECONDS = 2e-4
+"""Between two questions to the store, for each rank that asks it."""
 
 
 class ProgramMismatchError(RuntimeError):
@@ -170,43 +172,77 @@ class Agreement:
             raise self._mismatch(text, everybody[other], other)
 
     def _meet(self, text: str, place: _Place) -> None:
+        """Compares a digest with that of the rank that was first; texts are there of that rank and of one that differs.
+
+        However many ranks there are, each asks the store the same few things while it is not kept waiting.
+        """
         key = f"{self._prefix}/round{self._rounds}"
         self._waits = True
         try:
             self._store.set(f"{key}/asked", "")
-            self._store.set(f"{key}/{self._rank}", text)
-            for other in range(self._world_size):
-                theirs = self._read(key, other, text, place)
-                if theirs != text:
-                    raise self._mismatch(text, theirs, other)
+            self._store.set(f"{key}/{self._rank}", "")
+            mine = f"{self._rank} {text}"
+            first = self._told(self._store.compare_set(f"{key}/first", "", mine))
+            if first[1] != text:
+                self._store.compare_set(f"{key}/differs", "", mine)
+                raise self._mismatch(text, first[1], first[0])
+            if self._store.add(f"{key}/alike", 1) == self._world_size:
+                self._store.set(f"{key}/all", "")
+            self._wait_for_all(key, text, place)
         finally:
             self._rounds += 1
             self._waits = False
 
-    def _read(self, key: str, other: int, text: str, place: _Place) -> str:
+    def _wait_for_all(self, key: str, text: str, place: _Place) -> None:
         deadline = time.monotonic() + self._timeout.total_seconds()
         while True:
-            left = deadline - time.monotonic()
+            left, differs, other = deadline - time.monotonic(), b"", self._rank
             try:
-                if self._appears(f"{key}/{other}", min(left, _ASK_SECONDS)):
-                    return self._store.get(f"{key}/{other}").decode()
+                if self._appears(f"{key}/all", f"{key}/differs", min(left, _ASK_SECONDS)):
+                    return
+                if self._store.check([f"{key}/differs"]):
+                    differs = self._store.get(f"{key}/differs")
+                other = self._first_missing(key)
                 failed, gone_on = self._store.check([failure_key(self._prefix)]), self._has_gone_on(key, other)
             except (RuntimeError, dist.DistError) as error:
                 raise self._left(other, text, "has ended") from error
+            if differs:
+                other, theirs = self._told(differs)
+                raise self._mismatch(text, theirs, other)
             if gone_on:
                 raise self._mismatch(text, next(iter(place.next), "something else"), other)
             if failed or left <= _ASK_SECONDS:
                 raise self._left(other, text, "has failed" if failed else f"did not do so within {self._timeout}")
 
-    def _appears(self, key: str, seconds: float) -> bool:
-        """As the store's own `wait`, which has the socket print a warning each time that it gives up."""
+    def _appears(self, wanted: str, unwanted: str, seconds: float) -> bool:
+        """Whether `wanted` comes in time; not if `unwanted` does.
+
+        The store's own `wait` has the socket print a warning each time that it gives up.
+        """
         deadline, pause = time.monotonic() + seconds, 0.001
-        while not self._store.check([key]):
-            if time.monotonic() > deadline:
+        longest = max(_PAUSE_SECONDS * self._world_size, 0.02)  # all ranks ask one store
+        while not self._store.check([wanted]):
+            if time.monotonic() > deadline or self._store.check([unwanted]):
                 return False
             time.sleep(pause)
-            pause = min(2 * pause, 0.02)
+            pause = min(2 * pause, longest)
         return True
+
+    def _first_missing(self, key: str) -> int:
+        """The first rank that has not come, found by halves."""
+        low, high = 0, self._world_size - 1
+        while low < high:
+            middle = (low + high) // 2
+            if self._store.check([f"{key}/{rank}" for rank in range(low, middle + 1)]):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _told(self, value: bytes) -> tuple[int, str]:
+        """A rank, and what it goes on to."""
+        rank, _, text = value.decode().partition(" ")
+        return int(rank), text
 
     def _left(self, other: int, text: str, what: str) -> TimeoutError:
         return TimeoutError(

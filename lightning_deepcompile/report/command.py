@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_deepcompile.plan.command_line import fail, read_profile
 from lightning_deepcompile.plan.costs import ProfileError
+from lightning_deepcompile.plan.link_options import add_link_options, rank_counts, with_links
 from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, PassError, resolve_passes
+from lightning_deepcompile.plan.scaling import scaling
 from lightning_deepcompile.report.figures import ChartsMissing
 from lightning_deepcompile.report.page import write_page
 from lightning_deepcompile.report.record import plan_record
@@ -32,17 +35,22 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("profile", type=Path, help="what `strategy.profile().to_json()` gave")
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="the page (report.html)")
     parser.add_argument("--trace", type=Path, help="also a file for Perfetto or Chrome's about:tracing, such as t.json")
+    add_link_options(parser)
     parser.add_argument("--passes", default=",".join(DEFAULT_SCHEDULE[-1]["passes"]), help="separated by commas")
     options = parser.parse_args(arguments)
     try:
-        profile = read_profile(options.profile)
+        measured = read_profile(options.profile)
+        counts = rank_counts(options, measured)
+        elsewhere = {ranks: with_links(measured, options, ranks) for ranks in counts}
         passes = resolve_passes(options.passes.split(","), profiled=True)
-        print(f"Planning with {len(profile.regions)} regions; large models take a minute.", file=sys.stderr)
-        record = plan_record(profile, passes)
+        print(f"Planning with {len(measured.regions)} regions; large models take a minute.", file=sys.stderr)
+        record = plan_record(elsewhere[counts[0]] if len(counts) == 1 else measured, passes)
+        if len(counts) > 1:
+            record = replace(record, scaling=scaling(measured, counts, elsewhere.__getitem__, passes))
         print(write_page(record, options.output))
         if options.trace is not None:
             print(write_trace(record, options.trace))
-    except (ProfileError, PassError, ChartsMissing) as error:
+    except (ProfileError, PassError, ChartsMissing, ValueError) as error:
         fail("report", error)
     except OSError as error:
         fail("report", f"{error.filename} cannot be written: {error.strerror}.")

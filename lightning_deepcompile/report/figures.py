@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.report import Round
+from lightning_deepcompile.plan.scaling import ScalingPoint
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.report.memory import KINDS, MemoryAt
@@ -19,7 +20,7 @@ from lightning_deepcompile.report.timeline import LANES, Event, block_order
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["ChartsMissing", "library", "passes_figure", "step_figure", "to_html"]
+__all__ = ["ChartsMissing", "library", "passes_figure", "scaling_figure", "step_figure", "to_html"]
 
 _MEMORY_COLORS = ("#4c6a92", "#7d9cc0", "#b9c4d0", "#e2a14a", "#c8553d", "#7fb069")
 _SCALE = "Turbo"
@@ -244,4 +245,36 @@ def passes_figure(done: Round) -> go.Figure:
         margin={"l": 150, "r": 20, "t": 40, "b": 40},
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
     )
+    return figure
+
+
+def scaling_figure(points: Sequence[ScalingPoint]) -> go.Figure:
+    """Weak scaling as a step's duration, and strong scaling as a speed-up, over the number of ranks.
+
+    Args:
+        points: In order of their ranks.
+    """
+    plotly = _plotly()
+    figure = plotly.subplots.make_subplots(rows=1, cols=2, subplot_titles=("weak scaling", "strong scaling"))
+    ranks = [point.ranks for point in points]
+
+    def add(name: str, values: Sequence[float], column: int, color: str, unit: str, dash: str = "solid") -> None:
+        line = plotly.graph_objects.Scatter(
+            x=ranks,
+            y=values,
+            name=name,
+            mode="lines+markers" if dash == "solid" else "lines",
+            line={"color": color, "dash": dash},
+            hovertemplate=f"%{{x}} ranks: %{{y:.4g}} {unit}<extra>{name}</extra>",
+        )
+        figure.add_trace(line, row=1, col=column)
+
+    add("step", [point.weak.seconds * 1e3 for point in points], 1, "#4c6a92", "ms")
+    add("compute waits", [point.weak.exposed_seconds * 1e3 for point in points], 1, "#c8553d", "ms")
+    add("speed-up", [point.speedup for point in points], 2, "#4c6a92", "times")
+    add("ideal", [point.ideal for point in points], 2, _PLAIN, "times", dash="dash")
+    figure.update_xaxes(type="log", title_text="ranks", tickvals=ranks, ticktext=[str(count) for count in ranks])
+    figure.update_yaxes(title_text="milliseconds", rangemode="tozero", row=1, col=1)
+    figure.update_yaxes(type="log", title_text="times as fast as measured", row=1, col=2)
+    figure.update_layout(template="plotly_white", height=380, margin={"l": 70, "r": 20, "t": 50, "b": 50})
     return figure

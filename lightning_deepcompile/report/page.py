@@ -11,6 +11,7 @@ from pathlib import Path
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.pass_manager import BUILTIN_PASSES
 from lightning_deepcompile.plan.report import PassReport, Round
+from lightning_deepcompile.plan.scaling import scaling_rows
 from lightning_deepcompile.plan.show import communication
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule
@@ -67,6 +68,7 @@ def page(record: StepRecord) -> str:
     sections = [
         ("step", "The step, stream by stream", _step(record)),
         ("planning", "What planning changed", _planning(record)),
+        ("scaling", "On more ranks", _scaling(record)),
         ("compiled", "What was compiled", _compiled(record)),
         ("regions", "Where compute goes", _regions(record)),
         ("host", "What is in host memory", _host(record)),
@@ -235,6 +237,19 @@ def _compared(done: Round) -> str:
 
 def _off(predicted: float, measured: float) -> str:
     return f"{predicted / measured - 1:+.1%}" if measured else ""
+
+
+def _scaling(record: StepRecord) -> str:
+    if not record.scaling or record.profile is None:
+        return ""
+    note = (
+        f"Predicted from the step that was measured on {_count(record.profile.world_size, 'rank')}, and planned anew "
+        "for each number of ranks. Weak scaling: each rank has as large a batch as was measured. Strong scaling: all "
+        "ranks have that batch together, and compute takes its part of the time, which small kernels do not."
+    )
+    heads, *rows = scaling_rows(record.scaling)
+    figure = figures.to_html(figures.scaling_figure(record.scaling), "scaling-figure")
+    return f'<p class="quiet">{_text(note)}</p>' + figure + _table(heads, rows, numbers=range(len(heads)))
 
 
 def _compiled(record: StepRecord) -> str:

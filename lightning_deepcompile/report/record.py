@@ -9,6 +9,7 @@ from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.pass_manager import Pass, optimize
 from lightning_deepcompile.plan.report import PassReport, Round
+from lightning_deepcompile.plan.scaling import ScalingPoint
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.simulate import Prediction, simulate
 from lightning_deepcompile.program.schedule import Schedule
@@ -29,6 +30,7 @@ class StepRecord:
         rounds: What planning did.
         summary: What was compiled; None where only a profile is known.
         programs: The printed programs, by name.
+        scaling: The step on more ranks; none unless asked for.
     """
 
     profile: Profile | None = None
@@ -36,6 +38,7 @@ class StepRecord:
     rounds: Sequence[Round] = ()
     summary: Summary | None = None
     programs: Mapping[str, str] = field(default_factory=dict)
+    scaling: Sequence[ScalingPoint] = ()
 
     def predict(self) -> Prediction | None:
         """The step as the simulator sees it; None without a profile."""

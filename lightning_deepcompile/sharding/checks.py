@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Set
 
 import torch.distributed as dist
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_deepcompile import compat
+from lightning_deepcompile.ranks.exchange import alike, exchange
 from lightning_deepcompile.sharding.shards import collect_parameters
 
 __all__ = ["check_module", "check_no_hooks", "check_same_model"]
@@ -128,15 +128,10 @@ def check_same_model(module: nn.Module, group: dist.ProcessGroup | None = None) 
     ]
     tensors += module.named_buffers()
     lines = [f"{name}: {_described(tensor)}" for name, tensor in tensors]
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    world = dist.get_world_size(group)
-    digests: list[str] = [""] * world
-    dist.all_gather_object(digests, digest, group=group)
-    if len(set(digests)) == 1:
+    if alike("\n".join(lines), group):
         return
-    every: list[list[str]] = [[] for _ in range(world)]
-    dist.all_gather_object(every, lines, group=group)
-    other = next(rank for rank in range(world) if every[rank] != every[0])
+    every = exchange(lines, group)
+    other = next(rank for rank, theirs in enumerate(every) if theirs != every[0])
     for mine, theirs in zip(every[0] + ["nothing"], every[other] + ["nothing"], strict=False):
         if mine != theirs:
             raise RuntimeError(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.program.program import Gathers
-from lightning_deepcompile.ranks.exchange import exchange
+from lightning_deepcompile.ranks.exchange import maxima
 from lightning_deepcompile.sharding.layout import ChunkLayout
 
 __all__ = ["EarlyGathers"]
@@ -126,9 +126,8 @@ class EarlyGathers:
             return
         changed = (self._checksums() != sums).any()
         if self._safe is None:
-            verdicts = exchange((bool(changed), self._may_in_optimizer), self._group)
-            self._safe = not any(written for written, _ in verdicts)
-            self._may_in_optimizer = all(may for _, may in verdicts)
+            written, may_not = maxima([float(changed), float(not self._may_in_optimizer)], self._group)
+            self._safe, self._may_in_optimizer = not written, not may_not
             if not self._safe:
                 _log.info("Parameters are written to between steps, so that nothing is gathered before a step begins.")
             return

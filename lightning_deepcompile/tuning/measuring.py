@@ -12,7 +12,7 @@ import torch
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.pass_manager import Pass
-from lightning_deepcompile.profile.build import build_profile, explain, leave_room, limit_memory, merge_profiles
+from lightning_deepcompile.profile.build import build_profile, explain, leave_room, limit_memory
 from lightning_deepcompile.profile.copies import measure_copies
 from lightning_deepcompile.profile.holds import hold_ratio, measure_holds
 from lightning_deepcompile.profile.instrument import instrument
@@ -135,12 +135,12 @@ class Measurement:
 
 
 def agreed_profile(
-    profiles: Sequence[Profile], start: Sequence[Schedule], memory_budget: object, limit: int | None, excess: int
+    merged: Profile, start: Sequence[Schedule], memory_budget: object, limit: int | None, excess: int
 ) -> tuple[Profile, int]:
     """The profile that all ranks plan with.
 
     Args:
-        profiles: Every rank's.
+        merged: What ranks measured, put together.
         start: The schedules that planning starts from.
         memory_budget: As configured.
         limit: Bytes that were there when a rank ran out of memory; None if none did.
@@ -148,11 +148,8 @@ def agreed_profile(
 
     Returns:
         The profile, and the bytes that steps may allocate, of which its budget may leave some free.
-
-    Raises:
-        ProfileError: If ranks ran different programs in the profiled step.
     """
-    merged = explain(merge_profiles(profiles))
+    merged = explain(merged)
     budget = merged.budget or 0
     margin = 0 if memory_budget is None else budget >> _MARGIN
     merged = limit_memory(merged, limit)

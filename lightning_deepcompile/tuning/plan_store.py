@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_deepcompile.plan.offload import StatePlaces
 from lightning_deepcompile.plan.plan_file import Plan, PlanFileError, Setting, read_plan, write_plan
 from lightning_deepcompile.program.schedule import Schedule
-from lightning_deepcompile.ranks.exchange import attempt, exchange
+from lightning_deepcompile.ranks.exchange import attempt, from_first
 
 __all__ = ["PlanStore"]
 
@@ -41,7 +41,7 @@ class PlanStore:
         if path is None:
             return None
         text, reason = attempt(lambda: path.read_text() if path.is_file() else None)
-        text, reason = exchange((text, reason), self._group)[0]
+        text, reason = from_first((text, reason), self._group)
         if text is None and not reason:
             return None  # to be written by this run
         try:

@@ -186,7 +186,8 @@ class ShortageWatch:
     def _delete(self, turn: int) -> None:
         if turn >= 0:
             key = self._key(turn)
-            for name in ("here", "all", "short", *map(str, range(self.world_size))):
+            told = map(str, range(self.world_size)) if self.store.check([f"{key}/short"]) else ()
+            for name in ("here", "all", "short", *told):
                 self.store.delete_key(f"{key}/{name}")
 
     def _key(self, turn: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,16 +22,14 @@ from lightning_deepcompile.plan.leaner import Shortage, fall_back
 from lightning_deepcompile.plan.least import least_budget
 from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, Pass, optimize, resolve_passes
 from lightning_deepcompile.plan.plan_file import Setting
-from lightning_deepcompile.plan.recompute import Checkpoint
 from lightning_deepcompile.plan.report import PassReport, Round, shortage_note
 from lightning_deepcompile.plan.state_trade import Planned
-from lightning_deepcompile.profile.build import describe_spread
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.profile.probe import Run, StepProbe
 from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule
-from lightning_deepcompile.ranks.exchange import attempt, exchange
+from lightning_deepcompile.ranks.exchange import attempt, maxima, on_any
 from lightning_deepcompile.tuning.measuring import (
     ISOLATED,
     OBSERVED,
@@ -44,11 +42,11 @@ from lightning_deepcompile.tuning.measuring import (
 from lightning_deepcompile.tuning.plan_store import PlanStore
 from lightning_deepcompile.tuning.recomputation import Recomputation
 from lightning_deepcompile.tuning.shortages import Shortages
+from lightning_deepcompile.tuning.together import Seen, put_together
 
 __all__ = ["Coverage", "Tuner", "pass_schedule"]
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _NOISE = 0.03  # how much slower than before a plan may measure
 _ALONE = "One rank has no other to wait for: its step was measured, and there was nothing to plan."
@@ -203,31 +201,27 @@ class Tuner:
     def _plan(self, measurement: Measurement) -> None:
         for executable in self._training():
             executable.swap(executable.program)
-        results = self._exchange(attempt(lambda: self._measured(measurement)))
-        failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
-        measured = [result for result, _ in results if result is not None]
-        profiles = [profile for profile, *_ in measured]
-        if measurement.searching and not failed and not any(new for _, _, new, _ in measured):
+        mine, error = attempt(lambda: self._measured(measurement))
+        try:
+            seen = put_together(mine, error, self._group)
+        except ProfileError as failure:
+            self._attempts += 1
+            level = logging.WARNING if self._passes or self._recomputation.pending else logging.INFO
+            self._say(f"No plan was made at step {self._step}, and training goes on as before: {failure}", level)
+            self._end_round(retry=True)
+            return
+        if measurement.searching and not seen.new:
             self._end_round()  # the steps ran what is planned already: others may find what was looked for
             return
         self._attempts += 1
-        try:
-            if failed:
-                raise ProfileError("; ".join(failed))
-            chosen = self._config.memory_budget
-            profile, budget = agreed_profile(profiles, measured[0][1], chosen, self._limit, self._excess)
-        except ProfileError as error:
-            level = logging.WARNING if self._passes or self._recomputation.pending else logging.INFO
-            self._say(f"No plan was made at step {self._step}, and training goes on as before: {error}", level)
-            self._end_round(retry=True)
-            return
+        chosen = self._config.memory_budget
+        profile, budget = agreed_profile(seen.profile, seen.start, chosen, self._limit, self._excess)
         self.profile = profile
-        if spread := describe_spread(profiles):
-            self._say(spread, logging.WARNING)
+        if seen.spread:
+            self._say(seen.spread, logging.WARNING)
         smallest = profile.schedules if self._host_room is None else offload_all(profile.schedules)
         check_budget(least_budget(smallest, self._states.least(profile)), budget, chosen)
-        seen = [checkpoints for *_, checkpoints in measured]
-        if (anew := self._recomputation.choose(self._step, profile, seen, self._optimized)) is not None:
+        if (anew := self._recomputation.choose(self._step, profile, seen.checkpoints, self._optimized)) is not None:
             self._trace_anew(anew)
             return
         if not self._passes:
@@ -248,7 +242,7 @@ class Tuner:
         self._run_plan(planned, self._passes)
         self._memory.restart()
         same = self._capture_schedules() == before and not self._states.movement
-        if all(self._exchange(same)):  # which of its activations leave is decided by each rank
+        if not on_any(not same, self._group):  # which of its activations leave is decided by each rank
             self._finish_round(outcome="unchanged")
 
     def _run_plan(self, schedules: Iterable[Schedule], passes: Sequence[Pass] | None = None) -> None:
@@ -296,7 +290,7 @@ class Tuner:
     def _capture_schedules(self) -> list[Schedule]:
         return [e.program.schedule for e in self._training()]
 
-    def _measured(self, measurement: Measurement) -> tuple[Profile, tuple[Schedule, ...], bool, list[list[Checkpoint]]]:
+    def _measured(self, measurement: Measurement) -> Seen:
         profile, start = measurement.profile(
             self._capture,
             self._device,
@@ -308,7 +302,7 @@ class Tuner:
             states_travel=self._states.travel,
         )
         new = self._coverage.adds(measurement.runs)
-        return profile, start, new, self._recomputation.seen(start)
+        return Seen(profile, start, new, [self._recomputation.seen(start)])
 
     def _fastest(self, first: int, last: int) -> float:
         return 0.0 if self._round is None else self._round.fastest(first, last)
@@ -318,8 +312,8 @@ class Tuner:
 
     def _verify(self) -> None:
         after = self._fastest(TIMED, VERIFIED)
-        seen = self._exchange((after, self._peak()))
-        after, peak = max(t for t, _ in seen), max((p for _, p in seen if p is not None), default=None)
+        after, most = maxima([after, -1 if (mine := self._peak()) is None else mine], self._group)
+        peak = None if most < 0 else int(most)
         before = self.rounds[-1].before_seconds
         assert self.profile is not None
         held = self.rounds[-1].passes[0].peak_bytes <= (self.profile.budget or 0) + self.profile.room
@@ -370,7 +364,7 @@ class Tuner:
             if any(done.outcome != "measured" for done in self.rounds):
                 self._save()  # nothing is planned for what was traced anew
             return
-        if any(self._exchange(self._coverage.look())):
+        if on_any(self._coverage.look(), self._group):
             self._say("The training step has programs that were not measured yet: planning anew.", logging.INFO)
             self._entries.insert(0, (self._step + 3, self._passes))
             self._next_entry(searching=True)
@@ -378,9 +372,6 @@ class Tuner:
             self._recheck = 2 * self._step
 
     # Between ranks and files ------------------------------------------------------------------------------------------
-
-    def _exchange(self, mine: T) -> list[T]:
-        return exchange(mine, self._group)
 
     def _say(self, text: str, level: int) -> None:
         if self._group.rank() == 0:

@@ -15,6 +15,8 @@ from lightning_deepcompile.plan.costs import Resident
 from lightning_deepcompile.plan.offload import StatePlaces
 from lightning_deepcompile.plan.plan_file import Setting, write_plan
 
+COMMANDS_ON_LINKS = ("simulate", "report")
+
 
 def _printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     monkeypatch.setattr(sys, "argv", ["lightning_deepcompile", *arguments])
@@ -109,6 +111,60 @@ def _fails(
     return int(str(ended.value)), printed.out, printed.err
 
 
+def test_many_ranks_in_nodes_are_one_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    step = [schedule(kind, gather(0), wait(0), compute(0, 0), release(0)) for kind in ("forward", "backward")]
+    path = tmp_path / "profile.json"
+    path.write_text(replace(profile(step), resident=Resident(shards=16)).to_json())
+    nodes = ("--ranks-per-node", "8", "--node-bandwidth", "1e-6", "--node-latency", "5e5")  # 1000 B/s and half a second
+    one = _printed(monkeypatch, capsys, "simulate", str(path), "--world", "64", *nodes, "--passes", "zero3,prefetch")
+    assert "64 ranks on 8 nodes, 1 micro-batch" in one
+    # A gather: seven steps between nodes and 63/64 of 1024 bytes, at 512 B/s inside of a node. Twice, and two regions.
+    assert f"{1e3 * (2 * (7 * 0.5 + 63 / 64 * 2) + 2):.1f} ms" in one
+    table = _printed(monkeypatch, capsys, "simulate", str(path), "--world", "2,16,64", *nodes, "--passes", "zero3")
+    rows = [line.split() for line in table.splitlines()]
+    assert rows[0][:3] == ["ranks", "step", "exposed"] and [row[0] for row in rows[1:]] == ["2", "16", "64"]
+    assert rows[1][-2:] == ["1.00", "100%"]
+    assert [row[7] for row in rows[1:]] == sorted((row[7] for row in rows[1:]), key=lambda t: -int(t[:-1]))
+    hybrid = _printed(
+        monkeypatch, capsys, "simulate", str(path), "--world", "64", "--replicas", "8", *nodes, "--passes", "zero3"
+    )
+    assert "64 ranks on 8 nodes in 8 replicas" in hybrid and f"{1e3 * (2 * 7 / 8 * 2 + 2):.1f} ms" in hybrid
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--world 8,x", "--world 8,x: expected a positive number, or several"),
+        ("--world 12 --ranks-per-node 8", "--world 12 --ranks-per-node 8: 12 ranks do not fill nodes of 8"),
+        ("--world 16 --ranks-per-node 8", "16 ranks are on 2 nodes, and nothing is known of the links between them"),
+        ("--world 16 --replicas 3", "--replicas 3: expected a number that divides the 16 ranks"),
+        (
+            "--world 24 --ranks-per-node 8 --replicas 4 --node-bandwidth 1",
+            "--ranks-per-node 8 --replicas 4: 4 replicas of 24 ranks leave 6 ranks",
+        ),
+        ("--world 16 --node-bandwidth 50", "--node-bandwidth 50: without nodes it means nothing"),
+        ("--ranks-per-node 0", "--ranks-per-node 0: expected a positive number"),
+        ("--world 16 --ranks-per-node 8 --node-bandwidth nan", "--node-bandwidth nan: expected GB/s, more than 0"),
+        ("--step-latency -3", "--step-latency -3: expected microseconds, at least 0"),
+        ("--latency inf", "--latency inf: expected microseconds"),
+    ],
+)
+def test_ranks_and_links_that_cannot_be_end_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: str,
+    message: str,
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(profile([schedule("forward", gather(0), wait(0), compute(0, 0), release(0))]).to_json())
+    for command in COMMANDS_ON_LINKS:
+        status, _, wrong = _fails(capsys, monkeypatch, command, str(path), *arguments.split())
+        assert status == 2 and wrong.count("\n") == 1 and message in wrong, wrong
+
+
 def test_a_budget_that_nothing_fits_into_ends_with_the_least_that_would(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -196,6 +252,11 @@ def test_a_report_and_a_trace_are_made_of_a_profile(
     assert printed.split() == [str(page), str(trace)]
     assert "parameters kept for backward: 0 become" in page.read_text()
     assert json.loads(trace.read_text())["traceEvents"]
+    assert "scaling-figure" not in page.read_text()
+    nodes = ("--ranks-per-node", "8", "--node-bandwidth", "1e-6")
+    _printed(monkeypatch, capsys, "report", str(path), "-o", str(page), "--world", "8,64,4096", *nodes)
+    drawn = page.read_text()
+    assert "scaling-figure" in drawn and "<td class=n>4096</td>" in drawn and "weak scaling" in drawn
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     status, _, wrong = _fails(capsys, monkeypatch, "report", str(path), "-o", str(page))
     assert status == 2 and "pip install 'lightning-deepcompile[report]'" in wrong

@@ -12,8 +12,9 @@ from test_simulate import SIZE, compute, gather, profile, reduce, release, sched
 
 from lightning_deepcompile.plan.costs import Contention, Link, Profile, ProfileError
 from lightning_deepcompile.plan.simulate import simulate
-from lightning_deepcompile.profile.build import build_profile, explain, merge_profiles
+from lightning_deepcompile.profile.build import build_profile, explain
 from lightning_deepcompile.profile.fit import fit_link
+from lightning_deepcompile.profile.merge import merge_profiles
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.profile.probe import Mark, Run, StepProbe
 from lightning_deepcompile.program.schedule import Schedule

@@ -90,7 +90,7 @@ def _latest(placement: Placement, profile: Profile, margin: float) -> list[int]:
     resident = set(placement.schedule.kept) if placement.schedule.kind == "backward" else set()
     for group in reversed(placement.groups):
         size = sum(s for i, s in zip(group.gather.ids, group.gather.sizes, strict=True) if i not in resident)
-        seconds = profile.gather.seconds(size, profile.world_size) if size else 0.0
+        seconds = profile.gather_seconds(size) if size else 0.0
         deadline = min(deadline, clock[group.need]) - margin * seconds
         positions.append(max((p for p in range(group.need + 1) if clock[p] <= deadline), default=0))
     return positions[::-1]

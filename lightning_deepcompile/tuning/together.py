@@ -1,0 +1,72 @@
+"""Ranks make one of what each saw of a round, without telling each other all of it where they saw the same programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from lightning_deepcompile.plan.costs import Profile, ProfileError
+from lightning_deepcompile.plan.recompute import Checkpoint
+from lightning_deepcompile.profile.merge import describe_spread, frame_of, merge_profiles, numbers_of, with_numbers
+from lightning_deepcompile.program.schedule import Schedule
+from lightning_deepcompile.ranks.exchange import exchange, maxima, number_of
+
+__all__ = ["Seen", "put_together"]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw of a round, or all of them.
+
+    Args:
+        profile: Of its programs.
+        start: The schedules that planning starts from.
+        new: Whether it ran programs that were not measured before; of all ranks: whether any did.
+        checkpoints: Of each rank whose blocks differ from the others', what it computes again and could keep.
+        spread: Names a rank that computes much longer than another one.
+    """
+
+    profile: Profile
+    start: tuple[Schedule, ...]
+    new: bool
+    checkpoints: Sequence[list[list[Checkpoint]]]
+    spread: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long its regions compute."""
+        return sum(cost.seconds for cost in self.profile.regions.values())
+
+
+def put_together(mine: Seen | None, error: str, group: dist.ProcessGroup) -> Seen:
+    """What all ranks plan with; a collective.
+
+    Args:
+        mine: What this rank saw; None if that failed.
+        error: Why it failed.
+        group: The ranks.
+
+    Raises:
+        ProfileError: If a rank failed, or ranks ran different programs in the profiled step.
+    """
+    frame = "" if mine is None else repr((frame_of(mine.profile), mine.start, mine.checkpoints))
+    digest, seconds = float(number_of(frame)), 0.0 if mine is None else mine.seconds
+    told = [float(mine is None), digest, -digest, seconds, -seconds, float(mine is not None and mine.new)]
+    failed, most_digest, least_digest, most, least, new = maxima(told, group)
+    if mine is None or failed:
+        errors = exchange(error, group)
+        raise ProfileError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text))
+    slowest = 0
+    if describe_spread(slowest, most, -least):
+        slowest = int(-maxima([-dist.get_rank(group) if seconds == most else -math.inf], group)[0])
+    spread = describe_spread(slowest, most, -least)
+    if most_digest == -least_digest:
+        profile = with_numbers(mine.profile, maxima(numbers_of(mine.profile), group))
+        return Seen(profile, mine.start, new > 0, mine.checkpoints, spread)
+    everybody = exchange(mine, group)  # batches of different shapes
+    checkpoints = [one for other in everybody for one in other.checkpoints]
+    merged = merge_profiles([other.profile for other in everybody])
+    return Seen(merged, everybody[0].start, new > 0, checkpoints, spread)
