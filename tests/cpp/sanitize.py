@@ -1,7 +1,7 @@
 """Runs the C++ tests, and the fuzz of the operators, under AddressSanitizer and UndefinedBehaviorSanitizer.
 
-``make sanitize``. The C++ tests run under ThreadSanitizer, too, for the watchdog and what aborts. Everything is built for
-the CPU, in ``build/sanitize``. Arguments go to pytest.
+``make sanitize``. The C++ tests run under ThreadSanitizer, too, for the watchdog and what aborts. Everything is built
+for the CPU, in ``build/sanitize``. Arguments go to pytest.
 """
 
 from __future__ import annotations
