@@ -297,7 +297,7 @@ def _collectives() -> tuple[list[float], list[float], bool]:
     compat.store().set(f"here{rank}", "")
     compat.store().wait([f"here{1 - rank}"])
     dist.barrier()  # the store ends with the rank that serves it
-    return swapped.tolist(), mean.tolist(), True
+    return swapped.tolist(), mean.tolist(), compat.device_of_objects(group) == compat.device_of_objects(None) == "cpu"
 
 
 def test_collectives_and_the_store() -> None:

@@ -359,3 +359,11 @@ def test_a_sweep_without_settings_is_refused(options: list[str]) -> None:
 
     with pytest.raises(SystemExit):
         sweep.parse_arguments(["--out", "unused", *options])
+
+
+@pytest.mark.extensive
+def test_ranks_agree_with_one_process_and_resume_on_another_number() -> None:
+    command = [sys.executable, str(BENCHMARKS / "many_ranks.py"), "--ranks", "2,4", "--steps", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "saved by 2 ranks, resumed by 4" in done.stdout and "saved by 4 ranks, resumed by 2" in done.stdout
