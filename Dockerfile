@@ -4,13 +4,14 @@ ARG BASE=pytorch/pytorch:2.11.0-cuda13.0-cudnn9-devel
 FROM ${BASE}
 
 ARG LDC_BUILD=cuda
-ARG EXTRAS=cli,hf
+ARG EXTRAS=cli,hf,report
 ARG MAX_JOBS=4
 # Images of Debian and Ubuntu mark their Python as the system's; a container has no other use for it.
 ENV PIP_NO_CACHE_DIR=1 PIP_BREAK_SYSTEM_PACKAGES=1
 
 COPY . /opt/lightning_deepcompile
-RUN pip install "setuptools>=77" wheel pybind11 ninja \
+# The system's own setuptools may be older, and has no list of files by which pip could remove it.
+RUN pip install --ignore-installed "setuptools>=77" wheel pybind11 ninja \
     && LDC_BUILD=${LDC_BUILD} MAX_JOBS=${MAX_JOBS} \
        pip install --no-build-isolation "/opt/lightning_deepcompile[${EXTRAS}]"
 

@@ -2,8 +2,8 @@
 # make test    the test suite             make lint    ruff and mypy
 # make test-all  the same, with tests marked `extensive` and all 200 of the random modules, compiled and not
 # make build   installs and compiles      make clean   removes what was built, and $(VENV)
-# make test-gpu  only what needs GPUs, two for each test and as many tests at a time as there are pairs
-# make sanitize  the C++ runtime's own tests, and random calls of its operators, under ASan and UBSan (minutes)
+# make test-gpu  only what needs GPUs, $(GPU_RANKS) ranks for most tests; with fewer GPUs than ranks, ranks share them
+# make sanitize  the C++ runtime's own tests under ASan, UBSan and TSan, and random calls of its operators (minutes)
 # make types   mypy alone                 make coverage  the test suite, and which lines of each file it reached
 # make docs    the documentation, to build/docs; a warning of Sphinx is an error
 # make wheel   a wheel for the installed torch, to dist/
@@ -42,6 +42,8 @@ test: build
 
 test-all: export TEST_ALL = 1
 test-all: test
+
+export GPU_RANKS ?= 2
 
 test-gpu: build
 	$(PY) -m pytest -q -m gpu -n $$($(PY) -c 'import torch; print(max(1, torch.cuda.device_count() // 2))') $(PYTEST_ARGS)

@@ -230,7 +230,12 @@ def _missing(torch_error: str, build: Report, devices: Report, communicators: Re
     lightning, lightning_error = _import("lightning.pytorch.strategies") if not torch_error else (None, "")
     if lightning_error:
         missing.append(f'Lightning does not load ({lightning_error}): pip install "lightning>=2.6,<2.7".')
-    if build["state"] != "loaded" and not torch_error:
+    if build["state"] != "loaded" and (installed := _hidden_installation()):
+        missing.append(
+            f"The package of this checkout has no C++ runtime, and hides the installed one ({installed}): start "
+            "Python in another folder."
+        )
+    elif build["state"] != "loaded" and not torch_error:
         missing.append(
             f"The C++ runtime does not load ({build['error']}). It needs g++ with C++20 and has to be built for the "
             f"PyTorch that is installed: {build['rebuild']}"
@@ -244,6 +249,13 @@ def _missing(torch_error: str, build: Report, devices: Report, communicators: Re
     if lightning is not None and (problem := _autoload_problem()):
         missing.append(f"{problem} Until then, `import lightning_deepcompile` before making the Trainer.")
     return missing
+
+
+def _hidden_installation() -> Path | None:
+    """The folder of an installed package with a runtime, which this one comes before."""
+    folders = [Path(entry, "lightning_deepcompile").resolve() for entry in sys.path]
+    own = Path(__file__).resolve().parent
+    return next((folder for folder in folders if folder != own and any(folder.glob("_C*.so"))), None)
 
 
 def _autoload_problem() -> str:

@@ -73,6 +73,13 @@ class CompileConfig:
             rows are added up in fp32, which may change their last bits.
         recognize_causal_masks: Replace an attention mask that provably is the causal one by ``is_causal=True``, which
             admits the flash attention kernels.
+        chunk_loss: Compute a loss over many classes in so many pieces of tokens, with its logits, so that these never
+            exist whole: a linear layer with more outputs than inputs, what scales them, and a cross entropy (or
+            ``nll_loss``, with the terms that are added to it) that ends in one number. The layer's gradient is computed
+            with the loss, and added up in fp32, in another order than that of one product: last bits of losses and
+            gradients may change. Each piece adds a pass over that gradient; take so many that one piece's logits, 2
+            to 6 bytes an element, are small. A step that needs its logits otherwise keeps them whole, and one line says
+            why; so does one in float16. ``"auto"``: 8 pieces where there are 32 768 classes or more. False: whole.
         trace_blocks_once: Trace blocks that are equal (the layers of a transformer) once, and write them out again:
             the first step begins in a fraction of the time. Blocks that draw random numbers, write to buffers or meet
             symbolic sizes are traced one by one all the same.
@@ -139,6 +146,7 @@ class CompileConfig:
     symmetric_memory: bool | ByteCount = False
     embedding: Literal["auto", "gather", "exchange"] = "auto"
     recognize_causal_masks: bool = True
+    chunk_loss: Literal["auto", False] | Annotated[int, AtLeast(2)] = False
     trace_blocks_once: bool = True
     schedule: Schedule | Literal["auto"] | None = "auto"
     memory_budget: Budget | None = None

@@ -307,6 +307,7 @@ class Engine:
             saved_parameters=self.capture.saved_parameters,
             causal_masks=self.capture.causal_masks,
             exchanged_lookups=self.capture.exchanged,
+            chunked_losses=self.capture.chunked_losses,
             compile_seconds=self.capture.seconds,
             region_compile_seconds=self.capture.regions.seconds,
             offloaded_bytes=0 if self.residency is None else self.residency.host_bytes,

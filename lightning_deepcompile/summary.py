@@ -31,6 +31,7 @@ class Summary:
         compile_seconds: Time in the backend (tracing with AOTAutograd, partitioning, regions), Dynamo's own excluded.
         region_compile_seconds: Part of it that Inductor took for regions.
         exchanged_lookups: Embeddings whose rows are looked up on the ranks that hold them.
+        chunked_losses: Losses that are computed in pieces, each without whole logits.
         offloaded_bytes: Optimizer states of this rank in host memory.
         offload_moved_bytes: What the last optimizer step copied of them, to the device and back.
         offload_reason: Why so many; empty before it is decided, and without offloading.
@@ -64,6 +65,7 @@ class Summary:
     compile_seconds: float
     region_compile_seconds: float
     exchanged_lookups: int = 0
+    chunked_losses: int = 0
     offloaded_bytes: int = 0
     offload_moved_bytes: int = 0
     offload_reason: str = ""
@@ -105,6 +107,8 @@ class Summary:
             rows += [("", function) for function in self.uncompiled]
         if self.exchanged_lookups:
             rows.append(("embeddings exchanged", str(self.exchanged_lookups)))
+        if self.chunked_losses:
+            rows.append(("losses in pieces", str(self.chunked_losses)))
         if self.offload_reason:
             moved = f"{format_bytes(self.offload_moved_bytes)} moved a step"
             rows.append(("offloaded states", f"{format_bytes(self.offloaded_bytes)}, {moved} ({self.offload_reason})"))

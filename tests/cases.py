@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from multiprocess import devices
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -293,7 +294,7 @@ def train(
     rows = ROWS * (data_world or world_size)
     data = Tokens(steps * accumulate, rows, rank, world_size)
     recorder = Recorder()
-    options: dict[str, Any] = {"accelerator": "cpu", "devices": world_size, "precision": "32-true", **trainer_kwargs}
+    options: dict[str, Any] = {"accelerator": "cpu", "precision": "32-true", **devices(world_size), **trainer_kwargs}
     callbacks = [recorder, *options.pop("callbacks", [])]
     trainer = pl.Trainer(
         strategy=strategy,

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+GPU_TEST = "DEEPCOMPILE_GPU_TEST"  # `multiprocess`, which is not imported before the path is set, calls it so, too
 _TESTS = Path(__file__).resolve().parent
 # Tests of one room use models of another's.
 sys.path[:0] = [str(folder) for folder in (_TESTS, *sorted({file.parent for file in _TESTS.glob("*/test_*.py")}))]
@@ -47,6 +48,13 @@ def nothing_left_behind() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
+@pytest.fixture(autouse=True)
+def gpus_may_be_shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of a test marked `gpu` share GPUs if there are fewer than ranks."""
+    if (marker := request.node.get_closest_marker("gpu")) is not None and not marker.args:
+        monkeypatch.setenv(GPU_TEST, "1")
+
+
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
     """A mesh of this process alone."""
@@ -56,7 +64,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` where there are fewer GPUs than they need (two, if they do not say), and says so.
+    """Skips tests marked `gpu` where there are fewer GPUs than they need (one, if they do not say), and says so.
 
     So with those marked `extensive`, unless all are wanted.
     """
@@ -66,7 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="runs with TEST_ALL=1 (make test-all)"))
         if (marker := item.get_closest_marker("gpu")) is None:
             continue
-        needed = marker.args[0] if marker.args else 2
+        needed = marker.args[0] if marker.args else 1
         if found < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, found {found}"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from multiprocess import devices
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -94,8 +96,9 @@ class Tiny(pl.LightningModule):
 
 def _stop_after_setup(module: pl.LightningModule, strategy: Any, accelerator: str) -> None:
     trainer = pl.Trainer(
-        strategy=strategy, accelerator=accelerator, devices=2, max_steps=0, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        strategy=strategy, accelerator=accelerator, **devices(int(os.environ["WORLD_SIZE"])), max_steps=0,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(torch.zeros(2, 8)))
     assert all(isinstance(parameter, DTensor) for parameter in module.parameters())

@@ -28,10 +28,13 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-__all__ = ["GPUS", "RankError", "join", "run_ranks", "said"]
+__all__ = ["GPU_RANKS", "GPU_TEST", "RankError", "devices", "join", "own_environment", "run_ranks", "said"]
 
-GPUS = max(1, min(2, torch.cuda.device_count()))
-"""Ranks of tests that two GPUs suit best and that one GPU can run, too: those marked ``gpu(1)``."""
+GPU_RANKS = int(os.environ.get("GPU_RANKS", "2"))
+"""Ranks of tests on GPUs that say no other number."""
+
+GPU_TEST = "DEEPCOMPILE_GPU_TEST"
+"""Environment variable that is set while a test marked `gpu` runs: its ranks share GPUs where there are too few."""
 
 _IMPORTED = [
     "torch._inductor.compile_fx",
@@ -77,8 +80,12 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         # The server has the environment of its own start.
         environment = {**os.environ, **_environment(world_size)}
-        target = functools.partial(_rank_main, function, args, kwargs, environment, folder)
-        processes = [context.Process(target=target, args=(rank,), daemon=True) for rank in range(world_size)]
+        own = [own_environment(rank, world_size) for rank in range(world_size)]
+        target = functools.partial(_rank_main, function, args, kwargs)
+        processes = [
+            context.Process(target=target, args=({**environment, **own[rank]}, folder, rank), daemon=True)
+            for rank in range(world_size)
+        ]
         for process in processes:
             process.start()
         deadline = time.monotonic() + timeout
@@ -109,12 +116,21 @@ def run_ranks(
         return [pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(world_size)]
 
 
+def devices(world_size: int) -> dict[str, int]:
+    """Arguments of a Trainer on `world_size` ranks: those that share a GPU are nodes of one device each."""
+    return {"devices": 1, "num_nodes": world_size} if _share_gpus(world_size) else {"devices": world_size}
+
+
+def _share_gpus(world_size: int) -> bool:
+    return GPU_TEST in os.environ and 0 < torch.cuda.device_count() < world_size
+
+
 def join(device_type: str) -> torch.device:
     """Joins the ranks' process group, gloo or NCCL, from a rank; returns its device."""
     if device_type == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    device = torch.device(device_type, int(os.environ["RANK"]))
+    device = torch.device(device_type, int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     return device
@@ -173,11 +189,26 @@ def _environment(world_size: int) -> dict[str, str]:
     }
 
 
+def own_environment(rank: int, world_size: int) -> dict[str, str]:
+    """What torchrun would say to one rank.
+
+    NCCL takes no two ranks of one host on one GPU. Ranks that share GPUs tell it that each is a host of its own: data
+    then takes the way over sockets, which is slow and right.
+    """
+    if not _share_gpus(world_size):
+        return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    count = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank), "NODE_RANK": str(rank)}
+    network = {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    return {"RANK": str(rank), "CUDA_VISIBLE_DEVICES": visible[rank % count], **alone, **network}
+
+
 def _rank_main(
     function: Callable[..., Any], args: Any, kwargs: Any, environment: dict[str, str], folder: str, rank: int
 ) -> None:
     os.environ.clear()
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(environment)
     faulthandler.enable()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # what Lightning goes back to; the default would end the process
     stack = Path(folder, f"stack{rank}").open("w")  # stays open: the handler writes to it

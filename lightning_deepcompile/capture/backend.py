@@ -20,6 +20,7 @@ from torch import fx
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.causal_mask import recognize_causal_masks
+from lightning_deepcompile.capture.chunked_loss import chunk_losses
 from lightning_deepcompile.capture.flops import count_flops
 from lightning_deepcompile.capture.graph_checks import check_graph, check_losses_are_apart
 from lightning_deepcompile.capture.inlining import computed_with, inline_blocks
@@ -106,6 +107,7 @@ class Capture:
         executables: One per program, in order of compilation.
         saved_parameters: Gathered parameters among saved activations; a full parameter there would defeat sharding.
         exchanged: Look-ups of rows that were made exchanges.
+        chunked_losses: Losses that are computed in pieces.
         blocks: Blocks that were not traced by themselves but with their equals.
         uncheckpointed: How many of the last blocks that the model checkpoints are not computed again in backward.
         several_backward_passes: Whether a step has several, with optimizers' steps in between.
@@ -128,6 +130,7 @@ class Capture:
     saved_parameters: int = 0
     causal_masks: int = 0
     exchanged: int = 0
+    chunked_losses: int = 0
     blocks: int = 0
     seconds: float = 0.0
     uncheckpointed: int = 0
@@ -180,6 +183,8 @@ class Capture:
                 self.causal_masks += recognize_causal_masks(gm)
             if self.lookups is not None:
                 self.exchanged += self.lookups.rewrite(gm)
+            if self.config.chunk_loss:
+                self.chunked_losses += chunk_losses(gm, self.config.chunk_loss)
             eager = self.config.region_backend == "eager"
             if self.config.trace_blocks_once:
                 gm, frame.blocks = call_repeats(

@@ -21,6 +21,7 @@ from lightning_deepcompile.capture.dynamo_graph import (
     VIEWS,
     checkpoint_body,
     checkpoint_operands,
+    erase_unused,
     leaves,
     name_of,
 )
@@ -61,6 +62,7 @@ def recognize_causal_masks(gm: fx.GraphModule) -> int:
 def _rewrite(gm: fx.GraphModule, verdicts: dict[fx.Node, bool]) -> int:
     """Changes the attention calls of `gm`; `verdicts` says which of its inputs are the causal mask."""
     changed = 0
+    dropped: set[fx.Node] = set()
 
     def is_causal(mask: fx.Node) -> bool:
         if mask not in verdicts:
@@ -78,9 +80,10 @@ def _rewrite(gm: fx.GraphModule, verdicts: dict[fx.Node, bool]) -> int:
         mask = _argument(node, 3, "attn_mask")
         if isinstance(mask, fx.Node) and is_causal(mask) and _lengths_match(node, mask):
             _set_causal(node)
+            dropped.add(mask)
             changed += 1
     if changed:
-        gm.graph.eliminate_dead_code()
+        erase_unused({node for mask in dropped for node in _constant_ancestors(mask) or ()})
         gm.recompile()
     return changed
 

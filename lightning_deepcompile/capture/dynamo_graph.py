@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ __all__ = [
     "calls_gather",
     "checkpoint_body",
     "checkpoint_operands",
+    "erase_unused",
     "gathered_id",
     "leaves",
     "name_of",
@@ -81,3 +83,17 @@ def checkpoint_operands(gm: fx.GraphModule, checkpoint: fx.Node) -> list[tuple[f
         return []
     inner = [n for n in checkpoint_body(gm, checkpoint).graph.nodes if n.op == "placeholder"]
     return [(i, o) for i, o in zip(inner, checkpoint.args[1:], strict=True) if isinstance(o, fx.Node)]
+
+
+def erase_unused(nodes: Iterable[fx.Node]) -> None:
+    """Erases nodes that nothing reads, the last first.
+
+    ``Graph.eliminate_dead_code`` would do more: it takes methods that write in place, and what begins and ends a
+    ``vmap``, for unused.
+
+    Args:
+        nodes: Nodes of one graph that only compute.
+    """
+    for node in sorted(set(nodes), reverse=True):
+        if not node.users:
+            node.graph.erase_node(node)

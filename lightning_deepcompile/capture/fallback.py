@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import linecache
 import logging
 import re
 import sys
@@ -82,6 +84,7 @@ class Fallbacks:
     def __init__(self, mode: Literal["warn", "error"], rank: int) -> None:
         self._mode, self._rank = mode, rank
         self.reasons: dict[str, str] = {}
+        self._places: set[str] = set()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -93,25 +96,27 @@ class Fallbacks:
         """A function runs as it is.
 
         Args:
-            name: Its name.
-            place: Where it stands.
+            name: Its name, without a class.
+            place: Where it stands, ``file:line``.
             reason: Why; the first line is kept.
 
         Raises:
             RuntimeError: If settings say so.
         """
-        function, first = f"{name} ({place})", reason.strip().partition("\n")[0]
-        if function in self.reasons:
+        first = reason.strip().partition("\n")[0]
+        if place in self._places:
             return
         if _UNSPOKEN.search(place):
             _log.debug("`%s` (%s) runs uncompiled: %s", name, place, first)
             return
+        name = _with_class(name, place)
         hint = next(text for start, text in _HINTS.items() if first.startswith(start))
         if self._mode == "error":
             raise RuntimeError(
                 f"`{name}` ({place}) cannot be compiled: {first}. CompileConfig(fallback='warn') runs it as it is."
             )
-        self.reasons[function] = first
+        self._places.add(place)
+        self.reasons[f"{name} ({place})"] = first
         if self._rank == 0:
             _log.warning("`%s` (%s) runs uncompiled: %s. %s", name, place, first.rstrip("."), hint)
 
@@ -123,7 +128,7 @@ class Fallbacks:
             code = frame.f_code
             if not _LIBRARIES.search(code.co_filename):
                 place = f"{code.co_filename}:{code.co_firstlineno}"
-                if f"{code.co_name} ({place})" in self.reasons:
+                if place in self._places:
                     return
                 innermost = innermost or (code.co_name, place)
             frame = frame.f_back
@@ -137,6 +142,22 @@ class Fallbacks:
                 raise error
             error = str(error) if isinstance(error, UncompilableError) else f"{type(error).__name__}: {error}"
         self.add(_RESUMED.sub(r"\1", name), place, error)
+
+
+def _with_class(name: str, place: str) -> str:
+    """``Class.name`` of a method that starts at `place`: Dynamo tells the name alone, and many are called `forward`."""
+    file, _, line = place.rpartition(":")
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:  # a file that was changed meanwhile
+        return name
+    for owner in ast.walk(tree):
+        if isinstance(owner, ast.ClassDef):
+            for one in owner.body:
+                if isinstance(one, ast.FunctionDef) and one.name == name:
+                    if str(min([one.lineno, *(above.lineno for above in one.decorator_list)])) == line:
+                        return f"{owner.name}.{name}"
+    return name
 
 
 compat.never_frames(Fallbacks)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import fx
 from torch.nn import functional as F
 
-from lightning_deepcompile.capture.dynamo_graph import calls_gather, gathered_id
+from lightning_deepcompile.capture.dynamo_graph import calls_gather, erase_unused, gathered_id
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.runtime.lookups import lookup_ops
@@ -76,8 +76,8 @@ class LookupExchange:
                     assert arguments is not None
                     self._replace(self.tables[ds_id], gather, user, arguments)
                 replaced += len(readers)
+                erase_unused(nodes)
         if replaced:
-            gm.graph.eliminate_dead_code()
             gm.recompile()
             _log.info("%d embeddings are looked up on the ranks that hold their rows.", replaced)
         return replaced

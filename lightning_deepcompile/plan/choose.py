@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_deepcompile.plan.costs import Profile
-from lightning_deepcompile.plan.simulate import Prediction, memory_excess, simulate
+from lightning_deepcompile.plan.simulate import Estimate, estimate, first_excess, simulate
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 
 __all__ = ["MARGINS", "Candidate", "Keep", "choose_by_gain", "fastest_that_fits"]
@@ -43,7 +44,7 @@ def choose_by_gain(
     Returns:
         The schedules.
     """
-    start = simulate(schedules, profile)
+    start = simulate(schedules, profile).estimate
     search = _Search(candidates, keep, profile, budget)
     one_by_one, predicted = search.one_by_one(schedules, start)
     together, prediction = search.as_many_as_fit(schedules, start)
@@ -72,36 +73,38 @@ class _Search:
     profile: Profile
     budget: int
 
-    def one_by_one(self, schedules: list[Schedule], best: Prediction) -> tuple[list[Schedule], Prediction]:
+    def one_by_one(self, schedules: list[Schedule], best: Estimate) -> tuple[list[Schedule], Estimate]:
         result = list(schedules)
         # The gain of one group shrinks, as a rule, the more are kept: a gain from an earlier round is an upper bound,
         # and only the group that leads has to be simulated anew.
-        queue = [(float("-inf"), order, pair, group) for order, (pair, group) in enumerate(self.candidates)]
-        heapq.heapify(queue)
+        queue = [(-math.inf, order) for order in range(len(self.candidates))]
+        fresh: dict[int, tuple[list[Schedule], Estimate]] = {}  # of groups simulated since the last choice
         while queue:
-            _, order, (forward, backward), group = heapq.heappop(queue)
-            trial = self.keep(result, forward, backward, group)
-            if memory_excess(trial, self.profile, max(best.peak_bytes, self.budget)):
-                continue
-            prediction = simulate(trial, self.profile)
-            if not _counts(best, prediction):
-                continue
-            gain = (best.seconds - prediction.seconds) / max(group.bytes, 1)
-            if queue and (-gain, order) > queue[0][:2]:
-                heapq.heappush(queue, (-gain, order, (forward, backward), group))
-                continue
-            result, best = trial, prediction
+            _, order = heapq.heappop(queue)
+            if order not in fresh:
+                (forward, backward), group = self.candidates[order]
+                trial = self.keep(result, forward, backward, group)
+                predicted = estimate(trial, self.profile, max(best.peak_bytes, self.budget))
+                if predicted is None or not _counts(best, predicted):
+                    continue
+                fresh[order] = trial, predicted
+                gain = (best.seconds - predicted.seconds) / max(group.bytes, 1)
+                if queue and (-gain, order) > queue[0]:
+                    heapq.heappush(queue, (-gain, order))
+                    continue
+            result, best = fresh[order]
+            fresh.clear()
         return result, best
 
-    def as_many_as_fit(self, schedules: list[Schedule], start: Prediction) -> tuple[list[Schedule], Prediction]:
+    def as_many_as_fit(self, schedules: list[Schedule], start: Estimate) -> tuple[list[Schedule], Estimate]:
         result, limit = list(schedules), max(start.peak_bytes, self.budget)
         for (forward, backward), group in self.candidates:
             trial = self.keep(result, forward, backward, group)
-            if not memory_excess(trial, self.profile, limit):
+            if first_excess(trial, self.profile, limit) is None:
                 result = trial
-        return result, simulate(result, self.profile)
+        return result, simulate(result, self.profile).estimate
 
 
-def _counts(before: Prediction, after: Prediction) -> bool:
+def _counts(before: Estimate, after: Estimate) -> bool:
     """Whether it saves at least a ten-thousandth of the step: less is no reason to spend memory."""
     return before.seconds - after.seconds > 1e-4 * before.seconds

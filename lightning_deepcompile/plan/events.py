@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -64,37 +64,42 @@ def run_tasks(tasks: Sequence[Task], contention: Contention) -> Timing:
     Returns:
         Their times.
     """
-    queues: dict[StreamName, deque[int]] = {stream: deque() for stream in get_args(StreamName)}
+    queues: dict[StreamName, list[int]] = {stream: [] for stream in get_args(StreamName)}
     for number, task in enumerate(tasks):
         if task.after and max(task.after) >= number:
             raise ValueError(f"Task {number} ({task.label}) waits for one that comes later: {task.after}.")
         queues[task.stream].append(number)
+    for queue in queues.values():
+        queue.reverse()  # the next task comes last
     left = [task.seconds for task in tasks]
     start, end = [-1.0] * len(tasks), [-1.0] * len(tasks)
     busy: dict[StreamName, float] = dict.fromkeys(queues, 0.0)
     slowdowns: dict[frozenset[StreamName], dict[StreamName, float]] = {}
     now = exposed = 0.0
     active: dict[StreamName, int] = {}
-    waiting = {stream: queue[0] for stream, queue in queues.items() if queue}  # the first task, or what that waits for
-    while active or waiting:
-        # The first unfinished task depends on nothing unfinished and is first in its queue: something always runs.
-        for stream in [stream for stream, known in waiting.items() if end[known] >= 0 or known == queues[stream][0]]:
-            first = queues[stream][0]
-            unfinished = next((other for other in tasks[first].after if end[other] < 0), None)
-            if unfinished is None:
-                active[stream], start[first] = first, now
-                del waiting[stream]
+    idle = [stream for stream, queue in queues.items() if queue]  # whose next task may start
+    waiting: dict[int, list[StreamName]] = defaultdict(list)  # streams whose next task waits for a task
+    # The first unfinished task depends on nothing unfinished and is next in its queue: something always runs.
+    while idle or active:
+        for stream in idle:
+            first = queues[stream][-1]
+            for other in tasks[first].after:
+                if end[other] < 0:
+                    waiting[other].append(stream)
+                    break
             else:
-                waiting[stream] = unfinished
+                active[stream], start[first] = first, now
         streams = frozenset(active)
         slowdown = slowdowns.get(streams)
         if slowdown is None:
             slowdown = slowdowns[streams] = _slowdown(streams, contention)
-        step = min([left[number] * slowdown[stream] for stream, number in active.items()])
-        if not active.keys() <= {"host", "trainer"} and "compute" not in active and "trainer" not in active:
+        running = list(active.items())
+        step = min([left[number] * slowdown[stream] for stream, number in running])
+        if "compute" not in active and "trainer" not in active and len(active) > ("host" in active):
             exposed += step
         now += step
-        for stream, number in list(active.items()):
+        idle = []
+        for stream, number in running:
             busy[stream] += step
             remaining = left[number] - step / slowdown[stream]
             # The one that set the step is over, whatever rounding says; so is whatever ends with it.
@@ -103,9 +108,11 @@ def run_tasks(tasks: Sequence[Task], contention: Contention) -> Timing:
                 continue
             end[number] = now
             del active[stream]
-            queues[stream].popleft()
+            queues[stream].pop()
             if queues[stream]:
-                waiting[stream] = queues[stream][0]
+                idle.append(stream)
+            if number in waiting:
+                idle += waiting.pop(number)
     return Timing(start, end, busy, exposed)
 
 

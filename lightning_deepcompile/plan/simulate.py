@@ -17,21 +17,22 @@ from typing import Any, NamedTuple
 
 from lightning_deepcompile.plan.arena import ArenaModel, Slot, group_bytes
 from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
-from lightning_deepcompile.plan.events import StreamName, Task, run_tasks
+from lightning_deepcompile.plan.events import StreamName, Task, Timing, run_tasks
 from lightning_deepcompile.plan.gradients import GradientModel
 from lightning_deepcompile.plan.placement import first_gathers_part
 from lightning_deepcompile.plan.state_copies import StateCopyModel
 from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Schedule, first_gather_positions
 
 __all__ = [
+    "Estimate",
     "MemoryPoint",
     "Prediction",
     "Span",
     "arena_bytes",
+    "estimate",
     "first_excess",
     "gradient_bytes",
     "memory_bytes",
-    "memory_excess",
     "first_gather_bytes",
     "simulate",
 ]
@@ -73,6 +74,13 @@ class MemoryPoint(NamedTuple):
     states: int
 
 
+class Estimate(NamedTuple):
+    """What a search compares of two steps: seconds and the peak of bytes, as of a `Prediction`."""
+
+    seconds: float
+    peak_bytes: int
+
+
 @dataclass(frozen=True)
 class Prediction:
     """What a step is expected to do.
@@ -97,6 +105,11 @@ class Prediction:
     memory: tuple[MemoryPoint, ...]
     spans: tuple[Span, ...]
 
+    @property
+    def estimate(self) -> Estimate:
+        """What a search compares."""
+        return Estimate(self.seconds, self.peak_bytes)
+
     def over(self, budget: int | None) -> int:
         """Bytes by which the peak exceeds `budget`; at most 0 if it fits."""
         return self.peak_bytes - budget if budget is not None else -1
@@ -118,14 +131,35 @@ def simulate(schedules: Sequence[Schedule], profile: Profile) -> Prediction:
     return _Simulation(profile).run(schedules)
 
 
-def memory_excess(schedules: Sequence[Schedule], profile: Profile, limit: int) -> list[tuple[int, int]]:
-    """Where more than `limit` bytes are allocated, as indices of schedules and instructions; needs no events."""
-    memory = memory_bytes(schedules, profile)
-    return [(k, position) for k, row in enumerate(memory) for position, size in enumerate(row) if size > limit]
+def estimate(schedules: Sequence[Schedule], profile: Profile, limit: int | None = None) -> Estimate | None:
+    """What `simulate` says of the duration and the peak, at half the cost.
+
+    Args:
+        schedules: The programs of a micro-batch, in order.
+        profile: Costs of their regions, models of the links.
+        limit: Bytes that may be allocated; None if any number may.
+
+    Returns:
+        The estimate; None for a step that exceeds the limit, whose time nobody needs.
+    """
+    try:
+        return _Estimation(profile, limit).estimate(schedules)
+    except _Found:
+        return None
 
 
-def first_excess(schedules: Sequence[Schedule], profile: Profile, limit: int, index: int) -> int | None:
-    """The first instruction of schedule `index`, in the host's order, at which more than `limit` bytes are there."""
+def first_excess(schedules: Sequence[Schedule], profile: Profile, limit: int, index: int | None = None) -> int | None:
+    """The first instruction, in the host's order, at which more than `limit` bytes are there; needs no events.
+
+    Args:
+        schedules: The programs of a micro-batch, in order.
+        profile: Costs of their regions.
+        limit: Bytes that may be allocated.
+        index: Of the schedule to look at; None means all.
+
+    Returns:
+        Its position in its schedule; None if there is none.
+    """
     try:
         _FirstExcess(profile, limit, index).most(schedules)
     except _Found as found:
@@ -211,21 +245,25 @@ class _Simulation:
         self._copies: dict[tuple[int, int], int] = {}  # the last copy of a frame's saved tensor
         self._away = 0
         self._states = StateCopyModel(profile)
-        # Of every `MemoryPoint` the next task (the optimizer if there is none), its place, and its bytes.
-        self._memory: list[tuple[int, tuple[int, int, int], tuple[int, int, int, int, int]]] = []
+        self._launches: dict[float, Task] = {}  # of the host, by seconds: they differ in nothing else
+        # Of every `MemoryPoint` the next task (the optimizer if there is none), and what it consists of.
+        self._memory: list[tuple[int, ...]] = []
 
     def run(self, schedules: Sequence[Schedule]) -> Prediction:
         self._issue_step(schedules)
         timing = run_tasks(self._tasks, self._profile.contention)
-        begin = 0.0 if self._begin is None else timing.end[self._begin]
+        begin = self._begin_seconds(timing)
         spans = [
             Span(task.stream, task.label, start - begin, end - begin)
             for task, start, end in zip(self._tasks, timing.start, timing.end, strict=True)
             if task.seconds > 0
         ]
-        memory = [MemoryPoint(*where, timing.start[task] - begin, *sizes) for task, where, sizes in self._memory]
+        memory = [
+            MemoryPoint(micro_batch, index, position, timing.start[task] - begin, *sizes)
+            for task, micro_batch, index, position, *sizes in self._memory
+        ]
         return Prediction(
-            seconds=max(max(timing.end, default=0.0) - begin + self._profile.unexplained_seconds, 0.0),
+            seconds=self._seconds(timing),
             compute_seconds=timing.busy["compute"],
             exposed_seconds=timing.exposed,
             gather_seconds=timing.busy["gather"],
@@ -234,6 +272,13 @@ class _Simulation:
             memory=tuple(memory),
             spans=tuple(spans),
         )
+
+    def _begin_seconds(self, timing: Timing) -> float:
+        return 0.0 if self._begin is None else timing.end[self._begin]
+
+    def _seconds(self, timing: Timing) -> float:
+        end = max(timing.end, default=0.0) - self._begin_seconds(timing)
+        return max(end + self._profile.unexplained_seconds, 0.0)
 
     def _issue_step(self, schedules: Sequence[Schedule]) -> None:
         last_backward = max((k for k, s in enumerate(schedules) if s.kind == "backward"), default=len(schedules) - 1)
@@ -244,10 +289,14 @@ class _Simulation:
         self._states.begin(schedules, self._add)
         if self._profile.early_gathers and schedules and schedules[0].kind == "forward":
             self._begin_step(schedules)
+        costs = [
+            [self._profile.cost(schedule, one.region) if one.region else None for one in schedule.instructions]
+            for schedule in schedules
+        ]
         for micro_batch in range(self._profile.micro_batches):
             self._boundary = not self._profile.accumulates or micro_batch + 1 == self._profile.micro_batches
             for index, schedule in enumerate(schedules):
-                self._run_schedule(micro_batch, index, schedule)
+                self._run_schedule(micro_batch, index, schedule, costs[index])
                 if index == last_backward:
                     self._barrier.extend(self._gradients.drain())
         for seconds, after in self._states.step(self._compute_point()):
@@ -269,19 +318,21 @@ class _Simulation:
         for position in first_gather_positions(first.instructions):
             task, instruction = len(self._tasks), first.instructions[position]
             self._gather(instruction, [], f"{first.name}/{instruction.text}")
-            self._remember(task, (0, 0, position), other, self._gradients.bytes)
+            self._remember(task, 0, 0, position, other, self._gradients.bytes)
         return self._arena.bytes
 
-    def _remember(self, task: int, where: tuple[int, int, int], other: int, gradients: int) -> None:
+    def _remember(self, task: int, micro_batch: int, index: int, position: int, other: int, gradients: int) -> None:
         """Notes the memory of an instruction: `other` is what neither the arena nor gradients explain."""
-        size = self._arena.bytes + other + gradients - self._away + self._states.bytes
-        self._memory.append((task, where, (self._arena.bytes, size, self._away, gradients, self._states.bytes)))
+        arena, away, states = self._arena.bytes, self._away, self._states.bytes
+        size = self._size(other, gradients)
+        self._memory.append((task, micro_batch, index, position, arena, size, away, gradients, states))
 
-    def _run_schedule(self, micro_batch: int, index: int, schedule: Schedule) -> None:
-        costs = [
-            self._profile.cost(schedule, instruction.region) if instruction.region else None
-            for instruction in schedule.instructions
-        ]
+    def _size(self, other: int, gradients: int) -> int:
+        return self._arena.bytes + other + gradients - self._away + self._states.bytes
+
+    def _run_schedule(
+        self, micro_batch: int, index: int, schedule: Schedule, costs: Sequence[RegionCost | None]
+    ) -> None:
         waiting = schedule.waiting
         other = next((cost.before for cost in costs if cost is not None), 0)
         if schedule.kind == "backward":
@@ -297,16 +348,16 @@ class _Simulation:
             gradients = self._gradients.bytes if beside is None else beside
             if instruction.op in REDUCTIONS:  # the runtime has them now, or has added them to sums
                 other = max(other - instruction.bytes, 0)
-            self._remember(task, (micro_batch, index, position), held, gradients)
+            self._remember(task, micro_batch, index, position, held, gradients)
 
     def _communicate(self, schedule: Schedule, instruction: Instruction) -> int | None:
         """Returns the bytes of gradients beside those that are handed over, if any are sent."""
         host = self._issue(self._profile.launch_seconds)
-        label = f"{schedule.name}/{instruction.text}"
-        now = self._boundary or not instruction.traits.at_boundary
-        match instruction.traits.effect:
+        traits = instruction.traits
+        now = self._boundary or not traits.at_boundary
+        match traits.effect:
             case _, "gradients":
-                return self._reduce(instruction, host, label)
+                return self._reduce(instruction, host, f"{schedule.name}/{instruction.text}")
             case "wait", "parameters":
                 for group in {self._gathered[i]: None for i in instruction.ids if i in self._gathered}:
                     if not group.waited:
@@ -316,9 +367,9 @@ class _Simulation:
                 for i in instruction.ids:
                     self._release(i)
             case "launch" | "launch and wait", "parameters":
-                self._gather(instruction, host, label)
+                self._gather(instruction, host, f"{schedule.name}/{instruction.text}")
             case "launch", "saved tensors":
-                self._copy(schedule.frame, instruction, host, label)
+                self._copy(schedule.frame, instruction, host, f"{schedule.name}/{instruction.text}")
             case "wait", "saved tensors":
                 self._barrier.extend(self._copies[schedule.frame, number] for number in instruction.ids)
                 if schedule.kind == "forward":
@@ -346,7 +397,12 @@ class _Simulation:
             return self._compute_point()
         if seconds <= 0:
             return []
-        return [self._add("host", seconds, [] if self._begin is None else [self._begin], "launch")]
+        launch = self._launches.get(seconds)
+        if launch is None:
+            after = [] if self._begin is None else [self._begin]
+            launch = self._launches[seconds] = Task("host", seconds, after, "launch")
+        self._tasks.append(launch)
+        return [len(self._tasks) - 1]
 
     def _add(self, stream: StreamName, seconds: float, after: list[int], label: str) -> int:
         self._tasks.append(Task(stream, seconds, after, label))
@@ -420,7 +476,7 @@ class _MemoryOnly(_Simulation):
     def most(self, schedules: Sequence[Schedule]) -> list[list[int]]:
         self._issue_step(schedules)
         found = [[0] * len(schedule.instructions) for schedule in schedules]
-        for _, (_, index, position), (_, size, *_) in self._memory:
+        for _, _, index, position, _, size, *_ in self._memory:
             found[index][position] = max(found[index][position], size)
         return found
 
@@ -446,14 +502,32 @@ class _Found(Exception):
 class _FirstExcess(_MemoryOnly):
     """Raises `_Found` there."""
 
-    def __init__(self, profile: Profile, limit: int, index: int) -> None:
+    def __init__(self, profile: Profile, limit: int, index: int | None) -> None:
         super().__init__(profile)
         self._limit, self._index = limit, index
 
-    def _remember(self, task: int, where: tuple[int, int, int], other: int, gradients: int) -> None:
-        super()._remember(task, where, other, gradients)
-        if where[1] == self._index and self._memory[-1][2][1] > self._limit:
-            raise _Found(where[2])
+    def _remember(self, task: int, micro_batch: int, index: int, position: int, other: int, gradients: int) -> None:
+        if self._size(other, gradients) > self._limit and self._index in (None, index):
+            raise _Found(position)
+
+
+class _Estimation(_Simulation):
+    """Keeps of memory the peak alone, and raises `_Found` where it exceeds a limit."""
+
+    def __init__(self, profile: Profile, limit: int | None) -> None:
+        super().__init__(profile)
+        self._limit, self._peak = limit, 0
+
+    def estimate(self, schedules: Sequence[Schedule]) -> Estimate:
+        self._issue_step(schedules)
+        return Estimate(self._seconds(run_tasks(self._tasks, self._profile.contention)), self._peak)
+
+    def _remember(self, task: int, micro_batch: int, index: int, position: int, other: int, gradients: int) -> None:
+        size = self._size(other, gradients)
+        if size > self._peak:
+            self._peak = size
+            if self._limit is not None and size > self._limit:
+                raise _Found(position)
 
 
 def _left(schedule: Schedule, profile: Profile) -> int:

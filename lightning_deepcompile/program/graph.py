@@ -12,6 +12,7 @@ from torch import fx
 from lightning_deepcompile import compat
 from lightning_deepcompile.runtime.lookups import looked_up, lookup_ops
 from lightning_deepcompile.runtime.ops import gather_op, reduce_op
+from lightning_deepcompile.runtime.pieces import take_piece_op
 
 __all__ = [
     "args_of",
@@ -21,6 +22,7 @@ __all__ = [
     "is_element",
     "is_gather",
     "is_lookup",
+    "is_piece",
     "is_random",
     "is_read_between",
     "is_reduce",
@@ -59,6 +61,11 @@ def is_reduce(node: fx.Node) -> bool:
 def is_lookup(node: fx.Node) -> bool:
     """Whether `node` looks rows up on the ranks that hold them, or takes part in that."""
     return node.op == "call_function" and node.target in lookup_ops()
+
+
+def is_piece(node: fx.Node) -> bool:
+    """Whether `node` takes a piece of what a loss is computed of."""
+    return node.op == "call_function" and node.target is take_piece_op()
 
 
 def looked_up_name(node: fx.Node) -> str:

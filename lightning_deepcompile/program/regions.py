@@ -1,8 +1,8 @@
 """Cuts a normalized graph into regions: the pieces of compute between which parameters are gathered and released.
 
 A region belongs to one block of parameters (a transformer layer). A new one starts where the graph turns to the gathers
-or the gradients of another block; of all positions between the two uses the cut takes the one across which the fewest
-bytes are alive, so that regions exchange little (usually the hidden states alone).
+or the gradients of another block, or to the next piece of a loss; of all positions between the two uses the cut takes
+the one across which the fewest bytes are alive, so that regions exchange little (usually the hidden states alone).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from lightning_deepcompile.program.graph import (
     is_element,
     is_gather,
     is_lookup,
+    is_piece,
     is_reduce,
     is_scalar,
     is_view,
@@ -98,18 +99,23 @@ def _labels(order: list[fx.Node], block_of: Callable[[int | str], str]) -> list[
 
 
 def _cuts(order: list[fx.Node], labels: list[str | None]) -> list[int]:
-    """Positions of the cuts: between two labels, where the fewest bytes are alive."""
+    """Positions of the cuts: between two labels, or two pieces of a loss, where the fewest bytes are alive."""
     alive = _live_bytes(order)
     cuts: list[int] = []
-    previous, at = None, 0
-    for position, label in enumerate(labels):
-        if label is None:
+    previous: dict[str, object] = {}
+    at = 0
+    for position, (node, label) in enumerate(zip(order, labels, strict=True)):
+        # Rows of a layer's input and of targets are one piece if their bounds are the same.
+        taken = [] if is_piece(node) else [args_of(n)[1:] for n in node.all_input_nodes if is_piece(n)]
+        piece = taken[0] if taken else None
+        uses = {key: value for key, value in (("block", label), ("piece", piece)) if value is not None}
+        if not uses:
             continue
-        if previous is not None and label != previous:
+        if any(previous.get(key, value) != value for key, value in uses.items()):
             allowed = [c for c in range(at + 1, position + 1) if not is_element(order[c])]
             if allowed:
                 cuts.append(min(allowed, key=lambda c: (alive[c], c)))
-        previous, at = label, position
+        previous, at = previous | uses, position
     return cuts
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from lightning_deepcompile import compat
+from lightning_deepcompile.runtime.pieces import piece_ops
 
 __all__ = ["is_repeatable"]
 
@@ -27,7 +28,7 @@ def is_repeatable(nodes: Iterable[fx.Node]) -> bool:
 
 
 def _only_computes(node: fx.Node) -> bool:
-    if node.op != "call_function":
+    if node.op != "call_function" or node.target in piece_ops():
         return True
     target = node.target
     if isinstance(target, compat.OpOverload):

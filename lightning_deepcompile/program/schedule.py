@@ -66,7 +66,7 @@ class Instruction:
     region: str = ""
     made: tuple[str, ...] = ()
 
-    @property
+    @functools.cached_property
     def traits(self) -> Traits:
         """Its row of the table of instructions."""
         return TABLE[self.op]

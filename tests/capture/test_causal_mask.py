@@ -126,7 +126,13 @@ def inverted() -> Tensor:
 
 @pytest.mark.parametrize("mask", [tril, comparison, inverted])
 def test_causal_masks(mask: Callable[[], Tensor]) -> None:
-    changed, result, calls = rewrite(lambda q, k, v: _attention(q, k, v, attn_mask=mask()), *qkv())
+    def counted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        calls_so_far.add_(1)  # nothing reads what it returns
+        return _attention(q, k, v, attn_mask=mask())
+
+    calls_so_far = torch.zeros(())
+    changed, result, calls = rewrite(counted, *qkv())
+    assert calls_so_far == 1
     assert changed == 1 and calls[0][1] == {"is_causal": True}
     torch.testing.assert_close(result, _attention(*qkv(), attn_mask=mask()))
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from multiprocess import GPUS, run_ranks
+from multiprocess import GPU_RANKS, devices, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 WIDTH, LAYERS = 2048, 8
 
@@ -42,7 +42,7 @@ def _run(folder: Path, form: str) -> None:
         return pl.Trainer(
             strategy=DeepCompileStrategy(state_dict_type=form, compile=CompileConfig(region_backend="eager")),
             accelerator="gpu",
-            devices=GPUS,
+            **devices(GPU_RANKS),
             max_steps=steps,
             logger=False,
             enable_checkpointing=False,
@@ -88,4 +88,4 @@ def _run(folder: Path, form: str) -> None:
 
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_saving_and_loading_stream(tmp_path: Path, form: str) -> None:
-    run_ranks(_run, GPUS, tmp_path, form)
+    run_ranks(_run, GPU_RANKS, tmp_path, form)

@@ -1,6 +1,7 @@
 """Runs the C++ tests, and the fuzz of the operators, under AddressSanitizer and UndefinedBehaviorSanitizer.
 
-``make sanitize``. Everything is built for the CPU, in ``build/sanitize``. Arguments go to pytest.
+``make sanitize``. The C++ tests run under ThreadSanitizer, too, for the watchdog and what aborts. Everything is built
+for the CPU, in ``build/sanitize``. Arguments go to pytest.
 """
 
 from __future__ import annotations
@@ -19,18 +20,28 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "sanitize"
 # vptr checks need the type information of torch's own classes.
 FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=undefined"]
-FLAGS += ["-fno-omit-frame-pointer", "-g", "-O1"]
+COMMON = ["-fno-omit-frame-pointer", "-g", "-O1"]
+FLAGS += COMMON
 # torch itself is not instrumented: containers that cross the border are marked on one side only.
 ASAN_OPTIONS = "detect_leaks=0:detect_container_overflow=0:alloc_dealloc_mismatch=0"
+# Locks that are taken in two orders by one thread, as tests do on purpose, are no danger.
+TSAN_OPTIONS = "halt_on_error=1:detect_deadlocks=0"
 # What the parts need; the rest of the runtime talks to CUDA, to process groups and to Python.
 FOLDERS = ("memory", "communicators", "executors")
 LEFT_OUT = re.compile(r"cuda_|nccl_|process_group_|make_communicators")
 
 
-def run_parts() -> None:
-    """Compiles and runs the C++ tests."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    parts = [path for folder in FOLDERS for path in sorted((ROOT / "csrc" / folder).glob("*.cpp"))]
+def run_parts(name: str, sanitizers: list[str], before: list[str]) -> None:
+    """Compiles and runs the C++ tests.
+
+    Args:
+        name: Of the folder for what is built.
+        sanitizers: Flags of the compiler.
+        before: What the command that runs them begins with.
+    """
+    folder = FOLDER / name
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [path for room in FOLDERS for path in sorted((ROOT / "csrc" / room).glob("*.cpp"))]
     sources = [path for path in parts if not LEFT_OUT.match(path.name)]
     sources += [ROOT / "csrc" / "bindings" / "runtime_table.cpp", *sorted((ROOT / "tests" / "cpp").glob("*.cpp"))]
     headers = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "tests" / "cpp").glob("*.h")]
@@ -38,20 +49,21 @@ def run_parts() -> None:
     includes = [f"-I{path}" for path in (ROOT / "csrc", *include_paths())]
 
     def compile_one(source: Path) -> Path:
-        target = FOLDER / f"{source.stem}.o"
+        target = folder / f"{source.stem}.o"
         if not target.exists() or target.stat().st_mtime < max(newest_header, source.stat().st_mtime):
             subprocess.run(
-                ["g++", "-std=c++20", "-Wall", *FLAGS, *includes, "-c", str(source), "-o", str(target)], check=True
+                ["g++", "-std=c++20", "-Wall", *sanitizers, *includes, "-c", str(source), "-o", str(target)], check=True
             )
         return target
 
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", "2"))) as pool:
         objects = list(pool.map(compile_one, sources))
     libraries = [flag for path in library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
-    program = FOLDER / "test_parts"
+    program = folder / "test_parts"
     link = ["-ltorch_cpu", "-lc10", "-lpthread", "-lrt"]
-    subprocess.run(["g++", *FLAGS, *map(str, objects), *libraries, *link, "-o", str(program)], check=True)
-    subprocess.run([str(program)], check=True, env={**os.environ, "ASAN_OPTIONS": ASAN_OPTIONS})
+    subprocess.run(["g++", *sanitizers, *map(str, objects), *libraries, *link, "-o", str(program)], check=True)
+    options = {"ASAN_OPTIONS": ASAN_OPTIONS, "TSAN_OPTIONS": TSAN_OPTIONS}
+    subprocess.run([*before, str(program)], check=True, env={**os.environ, **options})
 
 
 def run_fuzz(arguments: list[str]) -> None:
@@ -81,5 +93,7 @@ def run_fuzz(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     print(f"torch {torch.__version__}", flush=True)
-    run_parts()
+    run_parts("memory", FLAGS, [])
+    # ThreadSanitizer wants its shadow where newer kernels may put a library: addresses are not to be random.
+    run_parts("threads", ["-fsanitize=thread", *COMMON], ["setarch", "-R"])
     run_fuzz(sys.argv[1:])

@@ -12,11 +12,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cases import CASES, VOCAB, Record, assert_same_training, same_bits_every_time, train
-from multiprocess import GPUS, join, run_ranks
+from multiprocess import GPU_RANKS, devices, join, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 # A collective that takes longer is named by the watchdog, on every rank.
 LIMIT = timedelta(seconds=60)
@@ -37,7 +37,7 @@ def _train_nccl(region_backend: str) -> dict[Any, Record]:
         run: train(
             CASES[run[0]],
             DeepCompileStrategy(stage=run[3], timeout=LIMIT, compile=CompileConfig(region_backend=region_backend)),
-            world_size=GPUS,
+            world_size=GPU_RANKS,
             rank=int(os.environ["RANK"]),
             data_world=2,
             optimizer=run[1],
@@ -51,7 +51,7 @@ def _train_nccl(region_backend: str) -> dict[Any, Record]:
 
 @pytest.mark.parametrize("region_backend", ["eager", "inductor"])
 def test_nccl_equals_one_gpu(region_backend: str) -> None:
-    sharded = run_ranks(_train_nccl, GPUS, region_backend, timeout=380)
+    sharded = run_ranks(_train_nccl, GPU_RANKS, region_backend, timeout=380)
     for run in RUNS:
         case, optimizer, accumulate, _ = run
         expected = train(
@@ -104,7 +104,7 @@ def _fit(module: pl.LightningModule, strategy: Any, batches: list[Tensor], callb
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="gpu",
-        devices=GPUS,
+        **devices(GPU_RANKS),
         precision="bf16-mixed",
         max_epochs=1,
         logger=False,
@@ -141,8 +141,8 @@ def _fsdp2_curve() -> list[float]:
 
 
 def test_bf16_loss_curve_follows_fsdp2() -> None:
-    ours = torch.tensor(run_ranks(_deepcompile_curve, GPUS))
-    theirs = torch.tensor(run_ranks(_fsdp2_curve, GPUS))
+    ours = torch.tensor(run_ranks(_deepcompile_curve, GPU_RANKS))
+    theirs = torch.tensor(run_ranks(_fsdp2_curve, GPU_RANKS))
     assert theirs[:, -1].mean() < theirs[:, 0].mean() - 2  # it learns, so the comparison says something
     torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=0.0)
 
@@ -182,7 +182,7 @@ def _steady() -> tuple[list[int], list[int]]:
 
 
 def test_steady_steps_do_not_synchronise_and_memory_is_flat() -> None:
-    for allocated, reserved in run_ranks(_steady, GPUS):
+    for allocated, reserved in run_ranks(_steady, GPU_RANKS):
         assert allocated[0] == allocated[1]
         assert reserved[0] == reserved[1]
 
@@ -208,7 +208,7 @@ def _ends_engines_one_by_one() -> list[bool]:
 
 
 def test_ranks_collect_garbage_at_different_times() -> None:
-    assert run_ranks(_ends_engines_one_by_one, GPUS, timeout=120) == [[True, True], []][:GPUS]
+    assert run_ranks(_ends_engines_one_by_one, GPU_RANKS, timeout=120) == [[True, True], *[[]] * (GPU_RANKS - 1)]
 
 
 def _planned() -> tuple[list[Any], list[float], Any]:
@@ -228,7 +228,7 @@ def _planned() -> tuple[list[Any], list[float], Any]:
 
 
 def test_a_profile_of_gpus_is_planned_with() -> None:
-    for rounds, _, profile in run_ranks(_planned, GPUS):
+    for rounds, _, profile in run_ranks(_planned, GPU_RANKS):
         assert len(rounds) == 1 and rounds[0].outcome in ("kept", "reverted", "unchanged")
         assert all(
             cost.seconds > 0 and cost.host > 0 and cost.peak >= cost.after > 0 for cost in profile.regions.values()

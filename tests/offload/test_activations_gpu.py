@@ -9,11 +9,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cases import VOCAB, same_bits_every_time
-from multiprocess import GPUS, run_ranks
+from multiprocess import GPU_RANKS, run_ranks
 from test_gpu import LIMIT, Curve, _fit
 from torch import Tensor
 
-pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 STEPS = 12
 PLANNED = 5  # the first step that follows the plan
@@ -66,7 +66,7 @@ def _train(budget: int | None) -> dict[str, Any]:
 
 
 def test_activations_leave_the_device_and_no_loss_changes() -> None:
-    fixed = run_ranks(_train, GPUS, None, timeout=200)
+    fixed = run_ranks(_train, GPU_RANKS, None, timeout=200)
     for result in fixed:
         none, everything = result["none"], result["all"]
         assert everything["losses"] == none["losses"]
@@ -75,7 +75,7 @@ def test_activations_leave_the_device_and_no_loss_changes() -> None:
         assert none["peaks"][-1] - everything["peaks"][-1] > 0.5 * everything["moved"]
     least, most = (max(result[mode]["peaks"][-1] for result in fixed) for mode in ("all", "none"))
     budget = (least + most) // 2
-    for result, plain in zip(run_ranks(_train, GPUS, budget, timeout=190), fixed, strict=True):
+    for result, plain in zip(run_ranks(_train, GPU_RANKS, budget, timeout=190), fixed, strict=True):
         auto = result["auto"]
         assert auto["losses"] == plain["none"]["losses"]
         (done,) = auto["rounds"]

@@ -12,12 +12,12 @@ import pytest
 import torch
 from cases import VOCAB, full, same_bits_every_time
 from init_memory import Peak, peak_of_init
-from multiprocess import GPUS, run_ranks
+from multiprocess import GPU_RANKS, devices, run_ranks
 from test_materialize import MIB, Heavy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 STEPS, LIMIT = 6, timedelta(seconds=60)
 
@@ -86,7 +86,7 @@ def _train_once(mode: str, precision: str) -> dict[str, Any]:
         timeout=LIMIT, compile=CompileConfig(schedule=None, early_gathers=False, **MODES[mode])
     )
     trainer = pl.Trainer(
-        strategy=strategy, accelerator="gpu", devices=GPUS, precision=precision, max_epochs=1, logger=False,
+        strategy=strategy, accelerator="gpu", **devices(GPU_RANKS), precision=precision, max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False, callbacks=[watch],
     )  # fmt: skip
@@ -123,7 +123,7 @@ def _train(precision: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_shards_leave_the_device_and_no_bit_changes(precision: str) -> None:
-    for results in run_ranks(_train, GPUS, precision, timeout=380):
+    for results in run_ranks(_train, GPU_RANKS, precision, timeout=380):
         plain, shards, everything = (results[mode] for mode in MODES)
         assert plain["losses"] == shards["losses"] == everything["losses"]
         size = plain["summary"].sharded_bytes_per_rank
@@ -146,6 +146,6 @@ def _peak() -> Peak:
 
 
 def test_a_deferred_model_goes_straight_to_host_memory() -> None:
-    for peak in run_ranks(_peak, GPUS, timeout=200):
-        assert peak.shard == 10 * 36 * MIB // GPUS
+    for peak in run_ranks(_peak, GPU_RANKS, timeout=200):
+        assert peak.shard == 10 * 36 * MIB // GPU_RANKS
         assert peak.device <= 3 * 36 * MIB < peak.shard, f"{peak.device / MIB:.0f} MiB of the device"

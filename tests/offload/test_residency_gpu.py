@@ -10,10 +10,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cases import CASES, Record, assert_same_training, same_bits_every_time, train
-from multiprocess import GPUS, run_ranks
+from multiprocess import GPU_RANKS, run_ranks
 from shuffle import TravelStates
 
-pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 ACCUMULATE = 3
 
@@ -60,7 +60,7 @@ def _train_all(accelerator: str) -> dict[str, Record]:
         return train(
             CASES["gpt_tied"],
             DeepCompileStrategy(compile=config, timeout=timedelta(seconds=60), **arguments),
-            world_size=GPUS,
+            world_size=GPU_RANKS,
             rank=int(os.environ["RANK"]),
             optimizer=optimizer,
             accumulate=ACCUMULATE,
@@ -75,16 +75,22 @@ def _train_all(accelerator: str) -> dict[str, Record]:
         "offloaded": run("adamw", [], offload="all"),
         "travel": run("adamw", [TravelStates()], offload="all"),
         "moved": run("adamw", [MoveStates()], offload="auto"),
-        "replicas": run("sgd", [], device_mesh=(GPUS, 1)),
-        "shards": run("sgd", [], device_mesh=(1, GPUS)),
+        "replicas": run("sgd", [], device_mesh=(GPU_RANKS, 1)),
+        "shards": run("sgd", [], device_mesh=(1, GPU_RANKS)),
     }
 
 
 def _check(accelerator: str) -> None:
     expected = train(
-        CASES["gpt_tied"], "auto", world_size=1, rank=0, data_world=GPUS, accumulate=ACCUMULATE, accelerator=accelerator
+        CASES["gpt_tied"],
+        "auto",
+        world_size=1,
+        rank=0,
+        data_world=GPU_RANKS,
+        accumulate=ACCUMULATE,
+        accelerator=accelerator,
     )
-    for results in run_ranks(_train_all, GPUS, accelerator, timeout=380):
+    for results in run_ranks(_train_all, GPU_RANKS, accelerator, timeout=380):
         plain = results["plain"]
         for name in ("kept", "offloaded", "travel", "moved"):
             assert results[name].losses == plain.losses, name

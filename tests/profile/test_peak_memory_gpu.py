@@ -9,9 +9,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cases import Mlp, train
-from multiprocess import GPUS, run_ranks
+from multiprocess import GPU_RANKS, run_ranks
 
-pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 _LARGE = 256 << 20
 
@@ -28,7 +28,7 @@ def _peaks() -> tuple[int, int]:
     torch.cuda.reset_peak_memory_stats()
     strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager", memory_budget="4GiB"))
     record = train(
-        Mlp, strategy, world_size=GPUS, rank=int(os.environ["RANK"]), steps=12, accelerator="gpu",
+        Mlp, strategy, world_size=GPU_RANKS, rank=int(os.environ["RANK"]), steps=12, accelerator="gpu",
         callbacks=[_TakesMuchOnce()], inspect=lambda trainer: trainer.strategy.summary().peak_bytes,
     )  # fmt: skip
     assert strategy.report(), "steps were measured"
@@ -36,5 +36,5 @@ def _peaks() -> tuple[int, int]:
 
 
 def test_the_summary_has_the_peak_of_the_whole_training() -> None:
-    for highest, of_the_allocator in run_ranks(_peaks, GPUS, timeout=240):
+    for highest, of_the_allocator in run_ranks(_peaks, GPU_RANKS, timeout=240):
         assert of_the_allocator < _LARGE < highest

@@ -32,7 +32,7 @@ def _inspect(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _train_all() -> list[Record]:
+def _train_all(accelerator: str = "cpu") -> list[Record]:
     rank = int(os.environ["RANK"])
 
     def different(case: str) -> Base:
@@ -49,6 +49,7 @@ def _train_all() -> list[Record]:
             accumulate=accumulate,
             gradient_clip_val=clip,
             inspect=_inspect,
+            accelerator=accelerator,
         )
         for case, stage, accumulate, clip in RUNS
     ]
@@ -101,12 +102,21 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("hybrid")]
 
 
 def test_equals_unsharded(four: list[tuple[list[Record], Record]]) -> None:
+    _check([records for records, _ in four], "cpu")
+
+
+@pytest.mark.gpu
+def test_equals_unsharded_on_gpus() -> None:
+    _check(run_ranks(_train_all, 4, "gpu", timeout=350), "gpu")
+
+
+def _check(ranks: list[list[Record]], accelerator: str) -> None:
     for number, (case, _, accumulate, clip) in enumerate(RUNS):
         expected = train(
             CASES[case], "auto", world_size=1, rank=0, data_world=4, steps=3, accumulate=accumulate,
-            gradient_clip_val=clip,
+            gradient_clip_val=clip, accelerator=accelerator,
         )  # fmt: skip
-        for rank, (records, _) in enumerate(four):
+        for rank, records in enumerate(ranks):
             assert_same_training(records[number], expected, params=True)
             rows, placements = records[number].extra["shard"]
             assert (rows[0] == 0) == (rank % 2 == 0)  # neighbours share

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from multiprocess import run_ranks
 from torch import Tensor
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPE = (24, 24)
 
 

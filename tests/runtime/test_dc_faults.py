@@ -15,21 +15,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from multiprocess import _free_port, join, run_ranks
+from multiprocess import _free_port, join, own_environment, run_ranks
 
 TIMEOUT = 6.0
 MOMENTS = [0.0, 0.002, 0.007, 0.013, 0.029, 0.053, 0.107, 0.211, 0.401, 0.809]
 
 
 def _endless(rank: int, world: int, port: int, backend: str, results: Any) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        own_environment(rank, world), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
     faulthandler.enable()
     torch.set_num_threads(1)
     from lightning_deepcompile import dc
 
     device = torch.device("cpu")
     if backend == "nccl":
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT))
     dc.init(dist.group.WORLD, {}, 1000, device=device, timeout=timedelta(seconds=TIMEOUT))
@@ -178,15 +180,15 @@ def _capture_beside_steps() -> None:
     dc.cleanup()
 
 
-@pytest.mark.gpu(1)
+@pytest.mark.gpu
 def test_graphs_are_captured_beside_steps() -> None:
     run_ranks(_capture_beside_steps, 1)
 
 
 def _idle(rank: int, port: int, results: Any, peer_is_dead: Any) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(own_environment(rank, 2), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     faulthandler.enable()
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
     dc = _open(rank, 2, device, TIMEOUT)
@@ -245,7 +247,7 @@ def _alone() -> str:
     return str(raised.value)
 
 
-@pytest.mark.gpu(1)
+@pytest.mark.gpu
 def test_communicators_wait_for_no_rank_that_creates_none() -> None:
     message, _ = run_ranks(_alone, 2)
     assert "of 2 ranks were not there within 3 s on rank 0" in message, message
@@ -270,6 +272,6 @@ def _forks(device_type: str) -> None:
     dc.cleanup()
 
 
-@pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))])
+@pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_forked_process_ends(device_type: str) -> None:
     run_ranks(_forks, 1, device_type)

@@ -195,7 +195,7 @@ def _asynchronous() -> float:
     return (alone + computing - together) / min(alone / 2, computing)
 
 
-@pytest.mark.gpu(1)
+@pytest.mark.gpu
 def test_copies_run_beside_compute() -> None:
     (overlap,) = run_ranks(_asynchronous, 1)
     assert overlap > 0.5, overlap

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from multiprocess import GPUS, join, run_ranks
+from multiprocess import GPU_RANKS, join, run_ranks
 from torch import Tensor
 
 # Rows that worlds of 2 and 3 do and do not divide, fewer rows than ranks, no dimension at all.
@@ -125,9 +125,9 @@ def test_every_policy_gives_the_unsharded_gradients(world: int) -> None:
     run_ranks(_policies, world, "cpu")
 
 
-@pytest.mark.gpu(1)
+@pytest.mark.gpu
 def test_every_policy_gives_the_unsharded_gradients_on_gpus() -> None:
-    run_ranks(_policies, GPUS, "cuda")
+    run_ranks(_policies, GPU_RANKS, "cuda")
 
 
 def _residency() -> None:

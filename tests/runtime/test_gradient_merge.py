@@ -36,7 +36,7 @@ def test_on_cpu(elements: int, skip: int, dtype: torch.dtype, add: bool) -> None
     assert_as_torch(torch.device("cpu"), elements, skip, dtype, add, blocks=0)
 
 
-@pytest.mark.gpu(1)
+@pytest.mark.gpu
 @pytest.mark.parametrize("add", [False, True])
 def test_on_gpus(add: bool) -> None:
     device = torch.device("cuda")

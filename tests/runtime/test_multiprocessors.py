@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import CASES, assert_same_training, same_bits_every_time, train
-from multiprocess import GPUS, join, run_ranks
+from multiprocess import GPU_RANKS, join, run_ranks
 from test_codegen import Builder, adding
 
 from lightning_deepcompile import CompileConfig
@@ -118,7 +118,7 @@ def _train(sms: int) -> Any:
 
     same_bits_every_time()
     strategy = DeepCompileStrategy(compile=CompileConfig(communication_sms=sms, region_backend="eager"))
-    record = train(CASES["gpt_tied"], strategy, world_size=GPUS, rank=int(os.environ["RANK"]), accelerator="gpu")
+    record = train(CASES["gpt_tied"], strategy, world_size=GPU_RANKS, rank=int(os.environ["RANK"]), accelerator="gpu")
     device, says = torch.device("cuda", torch.cuda.current_device()), _Says()
     divided = Multiprocessors(device, 24, says)
     counts = [divided.current()]
@@ -132,10 +132,10 @@ def _train(sms: int) -> Any:
     return record, counts, divided.compute, [e.divider is not None for e in strategy.engine.capture.executables]
 
 
-@pytest.mark.gpu(1)
+@pytest.mark.gpu
 def test_on_gpus() -> None:
-    expected = train(CASES["gpt_tied"], "auto", world_size=1, rank=0, data_world=GPUS, accelerator="gpu")
-    for record, counts, compute, dividing in run_ranks(_train, GPUS, 24, timeout=200):
+    expected = train(CASES["gpt_tied"], "auto", world_size=1, rank=0, data_world=GPU_RANKS, accelerator="gpu")
+    for record, counts, compute, dividing in run_ranks(_train, GPU_RANKS, 24, timeout=200):
         assert_same_training(record, expected, params=True)
         assert counts == [0, compute, compute, 0, compute, 0]
         assert dividing and all(dividing)

@@ -17,7 +17,7 @@ from multiprocess import _free_port, join, run_ranks
 from test_symmetric import told
 from torch import Tensor
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(300)]
 
 MIB = 2**20
 TIMEOUT = 6.0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import Mlp, Tokens, full
 from init_memory import Peak, Tiny, peak_of_init
-from multiprocess import GPUS, run_ranks
+from multiprocess import GPU_RANKS, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -167,13 +167,13 @@ def _peak_8b() -> Peak:
     return peak_of_init(Llama("8b", deferred_init=True), DeepCompileStrategy, "gpu")
 
 
-@pytest.mark.gpu(1)
+@pytest.mark.gpu
 @pytest.mark.timeout(300)
 def test_an_8b_model_is_initialised_in_the_memory_of_its_shard() -> None:
     """Its 32 layers take 0.8 GiB each, its embedding and its head 2 GiB, in fp32."""
     largest = 128_256 * 4096 * 4
-    for peak in run_ranks(_peak_8b, GPUS, timeout=200):
-        assert peak.shard == pytest.approx(8.03e9 * 4 / GPUS, rel=0.01)
+    for peak in run_ranks(_peak_8b, GPU_RANKS, timeout=200):
+        assert peak.shard == pytest.approx(8.03e9 * 4 / GPU_RANKS, rel=0.01)
         limit = 1.3 * peak.shard + largest
         assert peak.shard <= peak.device <= limit, f"{peak.device / MIB:.0f} MiB of the device"
         assert peak.host <= limit, f"{peak.host / MIB:.0f} MiB of host memory"

@@ -14,14 +14,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cases import ROWS, Base, Record, Recorder, Tokens, assert_same_training, gpt, llama
-from multiprocess import GPUS, run_ranks
+from multiprocess import GPU_RANKS, devices, run_ranks
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-WORLD, ACCUMULATE, BATCHES = GPUS, 2, 4  # per epoch; there are two epochs, and a checkpoint in between
+WORLD, ACCUMULATE, BATCHES = GPU_RANKS, 2, 4  # per epoch; there are two epochs, and a checkpoint in between
 MODELS: dict[str, Callable[[], Base]] = {"gpt": gpt(), "llama": llama(layers=2)}
 
 # Relative differences of losses. In fp32 only sums are added up in another order. Elsewhere values are rounded at other
@@ -56,12 +56,12 @@ def _steep(model: str) -> Base:
     return module
 
 
-def _trainer(strategy: Any, accelerator: str, devices: int, precision: str, epochs: int) -> tuple[pl.Trainer, Record]:
+def _trainer(strategy: Any, accelerator: str, ranks: int, precision: str, epochs: int) -> tuple[pl.Trainer, Record]:
     recorder = Recorder()
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator=accelerator,
-        devices=devices,
+        **devices(ranks),
         precision=precision,
         max_epochs=epochs,
         accumulate_grad_batches=ACCUMULATE,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from multiprocess import join, run_ranks
 from test_engine import sgd
 from test_oom import Deep, batch, optimizer_step, planned_engine
@@ -23,7 +24,7 @@ def _train(device: torch.device, limited: bool) -> dict[str, Any]:
     """Losses, peaks and bytes sent away so far, by step; with `limited`, of a device that has less to give."""
     engine = planned_engine(init_device_mesh("cuda", (2,)), "kept", Deep(WIDTH, LAYERS), region_backend="inductor")
     optimizer = sgd(engine)
-    rows = batch(device.index, WIDTH).to(device)
+    rows = batch(dist.get_rank(), WIDTH).to(device)
     total = torch.cuda.get_device_properties(device).total_memory
     losses: list[Tensor] = []
     peaks: list[int] = []
@@ -44,7 +45,7 @@ def _train(device: torch.device, limited: bool) -> dict[str, Any]:
 
 def _short_of_memory() -> tuple[dict[str, Any], dict[str, Any]]:
     device = join("cuda")
-    return _train(device, limited=False), _train(device, limited=device.index == 1)
+    return _train(device, limited=False), _train(device, limited=dist.get_rank() == 1)
 
 
 def test_a_gpu_that_is_short_goes_on_and_a_leaner_plan_follows() -> None:

@@ -9,11 +9,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cases import VOCAB, same_bits_every_time
-from multiprocess import GPUS, run_ranks
+from multiprocess import GPU_RANKS, run_ranks
 from test_gpu import LIMIT, Curve, _fit
 from torch import Tensor
 
-pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 STEPS, LAYERS = 20, 12
 TRACED, PLANNED = 5, 10  # the first steps of what is traced anew, and of its plan
@@ -60,7 +60,7 @@ def _train(modes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def test_as_many_blocks_keep_their_activations_as_the_budget_admits() -> None:
-    fixed = run_ranks(_train, GPUS, {"always": {"schedule": None}, "auto": {"recompute": "auto"}}, timeout=280)
+    fixed = run_ranks(_train, GPU_RANKS, {"always": {"schedule": None}, "auto": {"recompute": "auto"}}, timeout=280)
     for result in fixed:
         always, auto = result["always"], result["auto"]
         assert auto["kept"] == LAYERS and auto["rounds"][0].outcome == "traced anew", auto["rounds"]
@@ -69,7 +69,7 @@ def test_as_many_blocks_keep_their_activations_as_the_budget_admits() -> None:
     least, most = (max(result[mode]["peaks"][-1] for result in fixed) for mode in ("always", "auto"))
     budget = (least + most) // 2
     some = {"some": {"recompute": "auto", "memory_budget": budget}}
-    for result, before in zip(run_ranks(_train, GPUS, some, timeout=280), fixed, strict=True):
+    for result, before in zip(run_ranks(_train, GPU_RANKS, some, timeout=280), fixed, strict=True):
         assert 0 < result["some"]["kept"] < LAYERS, result["some"]["rounds"]
         assert result["some"]["losses"] == pytest.approx(before["always"]["losses"], rel=1e-3)
         peaks = result["some"]["peaks"]

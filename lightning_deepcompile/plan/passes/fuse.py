@@ -8,7 +8,7 @@ from collections.abc import Callable
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Link
 from lightning_deepcompile.plan.reductions import may_merge, merge_reductions
-from lightning_deepcompile.plan.simulate import simulate
+from lightning_deepcompile.plan.simulate import estimate, simulate
 from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Schedule, ScheduleError, check_schedule
 
 __all__ = ["fuse", "reduction_pairs"]
@@ -52,7 +52,7 @@ def fuse(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
 def _fuse(schedules: list[Schedule], context: PlanContext, link: Link, pairs: Pairs, merge: Merge) -> list[Schedule]:
     profile = context.require_profile("fuse")
     result = list(schedules)
-    best = simulate(result, profile)
+    best = simulate(result, profile).estimate
     small = 2 * link.latency * link.bandwidth
     for index in range(len(result)):
         k = 0
@@ -65,10 +65,9 @@ def _fuse(schedules: list[Schedule], context: PlanContext, link: Link, pairs: Pa
             if candidate is None:
                 continue
             trial = [*result[:index], candidate, *result[index + 1 :]]
-            prediction = simulate(trial, profile)
-            fits = prediction.peak_bytes <= max(best.peak_bytes, context.budget)
-            if fits and prediction.seconds < best.seconds * (1 - 1e-6):
-                result, best = trial, prediction
+            predicted = estimate(trial, profile, max(best.peak_bytes, context.budget))
+            if predicted is not None and predicted.seconds < best.seconds * (1 - 1e-6):
+                result, best = trial, predicted
                 k -= 1  # the merged group may take in the next one too
     return result
 

@@ -8,7 +8,7 @@ from lightning_deepcompile.plan.choose import MARGINS
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.placement import Placement
-from lightning_deepcompile.plan.simulate import Prediction, first_excess, simulate
+from lightning_deepcompile.plan.simulate import Estimate, estimate, first_excess, simulate
 from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["proactive_prefetch"]
@@ -43,7 +43,7 @@ def proactive_prefetch(schedules: list[Schedule], context: PlanContext) -> list[
     """
     profile = context.require_profile("proactive_prefetch")
     result = list(schedules)
-    best = simulate(result, profile)
+    best = simulate(result, profile).estimate
     limit = max(context.budget, 0)
     for index in range(len(result)):
         tried = {result[index].instructions}
@@ -52,13 +52,13 @@ def proactive_prefetch(schedules: list[Schedule], context: PlanContext) -> list[
             if trial[index].instructions in tried:
                 continue
             tried.add(trial[index].instructions)
-            prediction = simulate(trial, profile)
-            if prediction.peak_bytes <= max(best.peak_bytes, limit) and _better(prediction, best, limit):
-                result, best = trial, prediction
+            predicted = estimate(trial, profile, max(best.peak_bytes, limit))
+            if predicted is not None and _better(predicted, best, limit):
+                result, best = trial, predicted
     return result
 
 
-def _better(new: Prediction, old: Prediction, limit: int) -> bool:
+def _better(new: Estimate, old: Estimate, limit: int) -> bool:
     """Within the budget first, then faster; what is equally fast counts by its memory."""
     if (new.peak_bytes <= limit) != (old.peak_bytes <= limit):
         return new.peak_bytes <= limit

@@ -36,22 +36,21 @@ def zero3(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
 
 def _scheduled(schedule: Schedule, settings: PlanSettings) -> Schedule:
     reads = [schedule.instructions[position].ids for position in schedule.at("compute")]
-    last_group = max((k for k, ids in enumerate(reads) if ids), default=-1)
+    fresh = [set(ids) - set(reads[k - 1] if k else ()) for k, ids in enumerate(reads)]
+    last_group = max((k for k, ids in enumerate(fresh) if ids), default=-1)
     keeps = schedule.kind == "forward" and settings.keep_last_block and last_group >= 0
     kept = tuple(sorted(set(reads[last_group]))) if keeps else ()
     reduction: Operation = "reduce_at_boundary" if settings.reduce == "boundary" else "reduce"
     result: list[Instruction] = []
-    held: set[int] = set()
     k = 0
     for instruction in schedule.instructions:
         if instruction.op == "compute":
             ids, following = instruction.ids, reads[k + 1] if k + 1 < len(reads) else ()
-            fresh = tuple(i for i in ids if i not in held)
-            held = set(ids).intersection(following)
-            over = tuple(i for i in ids if i not in held and not (k == last_group and i in kept))
+            over = tuple(i for i in ids if i not in following and not (k >= last_group and i in kept))
+            missing = tuple(i for i in ids if i in fresh[k])
             # Parameters of one group share their memory: a bias that backward does not read would hold its whole block.
             unread = tuple(sorted(set(schedule.kept).difference(*reads))) if k == 0 else ()
-            group = [Instruction("release", unread), Instruction("gather", fresh), Instruction("wait", ids)]
+            group = [Instruction("release", unread), Instruction("gather", missing), Instruction("wait", ids)]
             result += [i for i in [*group, instruction, Instruction("release", over)] if i.ids or i is instruction]
             k += 1
         elif instruction.functional and instruction.made:

@@ -1,0 +1,548 @@
+"""Computes a loss over many classes in pieces of tokens, so that its logits never exist whole.
+
+In a captured graph, what follows a linear layer with more outputs than inputs is followed from value to value, as long
+as every row of logits is treated by itself. If all of it ends in one number that is a sum over rows, or their mean, one
+call takes its place. The call takes the rows in pieces, computes logits, loss and gradients of one piece after the
+other, and adds up: the loss in its own dtype, the gradients of weights in fp32. A weight's gradient is there when
+forward ends, so backward neither computes logits again nor needs the weight.
+
+That gradients can come with the loss is an idea of Liger Kernel's cross entropy, which torch's
+``linear_cross_entropy`` (2.13) took up; that one knows fewer losses, and keeps a compiler out. Inductor's
+``auto_chunker`` does not serve: it looks at graphs of forward and backward in one, and only at products whose output is
+8 times as large as their inputs, which no head is whose weight is larger than the hidden states.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.capture.dynamo_graph import erase_unused, leaves, name_of
+from lightning_deepcompile.program.graph import args_of
+from lightning_deepcompile.runtime.pieces import complete_loss, take_piece
+
+__all__ = ["chunk_losses"]
+
+_log = logging.getLogger(__name__)
+
+_MANY_CLASSES = 32_768
+"""With fewer, logits are small beside what the layers below save."""
+
+_PIECES = 8
+"""What ``"auto"`` means: an eighth of the logits is little, and weights' gradients are added up eight times."""
+
+# Of every element alone, if the other operands are numbers.
+_ELEMENTWISE = frozenset(
+    "add sub mul truediv div neg pos pow square sqrt rsqrt exp log log1p abs tanh sigmoid clamp "
+    "float double half bfloat16 to type".split()
+)
+_CLASSWISE = frozenset(["softmax", "log_softmax"])
+_LOSSES = {"cross_entropy": inspect.signature(F.cross_entropy), "nll_loss": inspect.signature(F.nll_loss)}
+_SHAPES = frozenset(["view", "reshape", "flatten", "contiguous", "clone"])
+_SWAPS: frozenset[tuple[Any, ...]] = frozenset(
+    [("transpose", 1, 2), ("transpose", 2, 1), ("transpose", -1, -2), ("transpose", -2, -1)]
+)
+_SWAPS |= frozenset([("permute", 0, 2, 1), ("permute", (0, 2, 1))])
+_WRITERS = frozenset("setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor".split())
+
+
+def chunk_losses(gm: fx.GraphModule, pieces: int | str) -> int:
+    """Replaces linear layers and the losses behind them by losses in pieces, in place.
+
+    Args:
+        gm: Dynamo's graph, before AOTAutograd.
+        pieces: How many; ``"auto"``: 8 where there are 32 768 classes or more.
+
+    Returns:
+        How many losses were replaced.
+    """
+    replaced = 0
+    for linear in [n for n in gm.graph.nodes if n.op == "call_function" and n.target is F.linear]:
+        classes, inputs = args_of(linear)[1].meta["example_value"].shape
+        if classes <= inputs or (pieces == "auto" and classes < _MANY_CLASSES):
+            continue
+        found = _Rows(linear)
+        try:
+            found.follow()
+        except _NotByRows as reason:
+            if found.losses:
+                _log.info("The loss of %d classes is computed whole: %s.", classes, reason)
+            continue
+        if found.losses and found.result is not None:
+            found.replace(gm, f"chunked_loss_{replaced}", _PIECES if pieces == "auto" else int(pieces))
+            replaced += 1
+    if replaced:
+        gm.recompile()
+    return replaced
+
+
+class _NotByRows(Exception):
+    """Why logits are needed whole, in words for the user."""
+
+
+@dataclass(frozen=True)
+class _Value:
+    """What is known of a node that holds something for every row.
+
+    Args:
+        moves: How many changes of the rows' shape lie before it.
+        classes: Whether its last dimension are the classes; a loss for every row has none.
+        swapped: Whether the classes come before the last dimension, as `F.cross_entropy` likes them.
+    """
+
+    moves: int
+    classes: bool = True
+    swapped: bool = False
+
+
+@dataclass
+class _Rows:
+    """What is computed of a linear layer's output, row by row, down to one number.
+
+    Args:
+        linear: The layer.
+
+    Attributes:
+        losses: How many losses over classes there are.
+        result: The number; None if there is none.
+    """
+
+    linear: fx.Node
+    losses: int = 0
+    result: fx.Node | None = None
+    _graph: fx.Graph = field(default_factory=fx.Graph)
+    _values: dict[fx.Node, _Value] = field(default_factory=dict)
+    _sums: set[fx.Node] = field(default_factory=set)
+    _copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    _moves: list[tuple[Any, ...]] = field(default_factory=list)
+    _shared: list[fx.Node] = field(default_factory=list)
+    _by_row: list[fx.Node] = field(default_factory=list)
+    _wide: list[bool] = field(default_factory=list)
+    _counts: list[_Count] = field(default_factory=list)
+
+    def follow(self) -> None:
+        """Follows the logits to the end.
+
+        Raises:
+            _NotByRows: If they, or what is computed of them, are needed whole.
+        """
+        hidden, weight, *bias = args_of(self.linear)
+        self._classes = weight.meta["example_value"].shape[0]
+        self._piece = self._graph.placeholder("rows")
+        self._total = self._graph.placeholder("total")
+        arguments = (self._piece, self._shared_operand(weight), *(b and self._shared_operand(b) for b in bias))
+        self._add(self.linear, _Value(0), self._graph.call_function(F.linear, arguments))
+        reason: _NotByRows | None = None
+        after = self.linear.next
+        while after.op != "root":
+            try:
+                self._take(after)
+            except _NotByRows as found:
+                reason = reason or found  # a loss may come later, and then it is worth a word
+            after = after.next
+        if reason is not None:
+            raise reason
+        results = [n for n in self._sums if any(u not in self._sums for u in n.users)]
+        if len(results) > 1:
+            raise _NotByRows("the step uses several sums of it")
+        if self._moves and any(v.moves != len(self._moves) for v in self._summed):
+            raise _NotByRows("it is summed over other rows, too")
+        if not results:
+            return
+        (self.result,) = results
+        self._check_between()
+
+    def replace(self, gm: fx.GraphModule, name: str, pieces: int) -> None:
+        """Puts a call of a `ChunkedLoss` in the place of `result`.
+
+        Args:
+            gm: The graph.
+            name: What the call is called.
+            pieces: How many there are.
+        """
+        assert self.result is not None
+        # Placeholders in the order of the call: inputs come in the order in which they were met.
+        self._graph.output(self._copies[self.result])
+        body = compat.graph_module(nn.Module(), _with_inputs_first(self._graph))
+        names = [node.name for node in body.graph.nodes if node.op == "placeholder"]
+        order = [self._copies[n].name for n in (*self._shared, *self._by_row)] + [c.node.name for c in self._counts]
+        given = ["rows", "total", *order]
+        loss = _ChunkedLoss(body, names, given, self._moves, len(self._shared), self._wide, self._counts, pieces)
+        gm.add_submodule(name, loss)
+        with gm.graph.inserting_before(self.result):
+            call = gm.graph.call_module(name, (args_of(self.linear)[0], *self._shared, *self._by_row))
+        call.meta = dict(self.result.meta)
+        self.result.replace_all_uses_with(call)
+        erase_unused(n for n in self._copies if n not in self._shared and n not in self._by_row)
+
+    @property
+    def _summed(self) -> list[_Value]:
+        return [self._values[s] for n in self._sums for s in n.all_input_nodes if s in self._values]
+
+    def _add(self, node: fx.Node, value: _Value, copy: fx.Node) -> None:
+        if node.meta["example_value"].dtype == torch.float16:
+            # Gradients are computed before the loss is scaled, and would be rounded to nothing.
+            raise _NotByRows("it is computed in float16; bfloat16 can be taken apart")
+        self._values[node], self._copies[node] = value, copy
+
+    def _take(self, node: fx.Node) -> None:
+        """Looks at one node of the graph; those that have nothing to do with the logits are passed over."""
+        sources = [s for s in node.all_input_nodes if s in self._values]
+        if not sources:
+            if any(s in self._sums for s in node.all_input_nodes):
+                self._take_sum(node)
+            return
+        name = name_of(node)
+        value = self._values[sources[0]]
+        if name in _LOSSES:
+            self._take_loss(node, name, value)
+        elif name in _SHAPES or name == "getitem" or (name, *args_of(node)[1:]) in _SWAPS:
+            self._take_shape(node, name, value)
+        elif name in ("mean", "sum"):
+            self._take_reduction(node, name, value)
+        elif name == "logsumexp" or name in _CLASSWISE:
+            self._take_classwise(node, name, value)
+        elif name in _ELEMENTWISE:
+            if any(self._values[s] != value for s in sources) or value.swapped:
+                self._refuse(node)
+            self._add(node, value, self._graph.node_copy(node, lambda n: self._operand(n, node, value)))
+        else:
+            self._refuse(node)
+
+    def _refuse(self, node: fx.Node) -> NoReturn:
+        name = name_of(node) or str(getattr(node.target, "__name__", node.target))
+        if node.op == "output":
+            raise _NotByRows("the step returns its logits, or breaks the graph behind them")
+        raise _NotByRows(f"`{name}` needs its logits whole")
+
+    def _operand(self, operand: fx.Node, node: fx.Node, value: _Value) -> fx.Node:
+        """What an operator on every element reads besides: a number, one of every class, or one of every row."""
+        if operand in self._copies:
+            return self._copies[operand]
+        example = operand.meta.get("example_value")
+        if operand in self._sums or not isinstance(example, Tensor):
+            self._refuse(node)
+        if example.dim() == 0 or (value.classes and example.shape in ((self._classes,), (1, self._classes))):
+            return self._shared_operand(operand)
+        rows = next(s for s in node.all_input_nodes if s in self._values).meta["example_value"].shape
+        if not value.classes and example.shape == rows:
+            return self._row_operand(operand, node)
+        self._refuse(node)
+
+    def _shared_operand(self, operand: fx.Node) -> fx.Node:
+        if operand not in self._copies:
+            self._copies[operand] = self._graph.placeholder(f"shared_{len(self._shared)}")
+            self._shared.append(operand)
+        return self._copies[operand]
+
+    def _row_operand(self, operand: fx.Node, node: fx.Node, *, wide: bool = False) -> fx.Node:
+        if operand.meta["example_value"].requires_grad:
+            self._refuse(node)
+        if operand not in self._copies:
+            self._copies[operand] = self._graph.placeholder(f"by_row_{len(self._by_row)}")
+            self._by_row.append(operand)
+            self._wide.append(wide)
+        return self._copies[operand]
+
+    def _take_shape(self, node: fx.Node, name: str, value: _Value) -> None:
+        source = args_of(node)[0]
+        before, after = source.meta["example_value"].shape, node.meta["example_value"].shape
+        if name in ("contiguous", "clone") or (not value.classes and name != "getitem" and name in _SHAPES):
+            self._add(node, value, self._copies[source])  # copies are not needed, and rows stay in their order
+            return
+        if not value.classes or value.swapped:
+            self._refuse(node)
+        if name in ("transpose", "permute"):
+            if len(before) != 3:
+                self._refuse(node)
+            self._add(node, _Value(value.moves, swapped=True), self._copies[source])
+            return
+        move = _index(args_of(node)[1], len(before)) if name == "getitem" else _lead(after, self._classes)
+        if move is None or value.moves not in (len(self._moves), len(self._moves) - 1):
+            self._refuse(node)
+        if value.moves == len(self._moves):
+            self._moves.append(move)
+        elif self._moves[value.moves] != move:
+            self._refuse(node)
+        self._add(node, _Value(value.moves + 1), self._copies[source])
+
+    def _take_classwise(self, node: fx.Node, name: str, value: _Value) -> None:
+        arguments = {"dim": None, **dict(zip(("dim", "keepdim"), args_of(node)[1:], strict=False)), **node.kwargs}
+        kept = {key: item for key, item in arguments.items() if key in ("dtype",)}
+        rank = args_of(node)[0].meta["example_value"].dim()
+        if name == "logsumexp":
+            known = not arguments.pop("keepdim", False) and set(arguments) == {"dim"}
+        else:  # `F.softmax` hands a third argument on, about warnings
+            known = set(arguments) <= {"dim", "keepdim", "_stacklevel", "dtype"}
+        if not known or arguments["dim"] not in (-1, rank - 1) or not value.classes or value.swapped:
+            self._refuse(node)
+        function = getattr(torch, name)
+        copy = self._graph.call_function(function, (self._copies[args_of(node)[0]], -1), kept)
+        self._add(node, _Value(value.moves, classes=name != "logsumexp"), copy)
+
+    def _take_loss(self, node: fx.Node, name: str, value: _Value) -> None:
+        bound = _LOSSES[name].bind(*node.args, **node.kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        source, target, weight = given["input"], given["target"], given["weight"]
+        self.losses += 1
+        old = given["size_average"] is not None or given["reduce"] is not None
+        operands = [target, *([] if weight is None else [weight])]
+        if old or not value.classes or any(n in self._values or n in self._sums for n in operands):
+            self._refuse(node)
+        logits, wanted = source.meta["example_value"], target.meta["example_value"]
+        likely = wanted.is_floating_point()
+        if logits.dim() != (3 if value.swapped else 2) or (likely and value.swapped):
+            self._refuse(node)
+        copies = (self._copies[source], self._row_operand(target, node, wide=likely))
+        settings: dict[str, Any] = {key: given[key] for key in ("ignore_index", "label_smoothing") if key in given}
+        settings["weight"] = None if weight is None else self._shared_operand(weight)
+        reduction = "none" if given["reduction"] == "none" else "sum"
+        copy = self._graph.call_function(getattr(F, name), copies, {**settings, "reduction": reduction})
+        if reduction == "none":
+            self._add(node, _Value(value.moves, classes=False), copy)
+            return
+        if given["reduction"] == "mean":
+            of_rows = None if likely else given["ignore_index"]
+            count = self._graph.placeholder(f"count_{len(self._counts)}")
+            positions = self._by_row.index(target), None if weight is None else self._shared.index(weight)
+            self._counts.append(_Count(count, *positions, of_rows))
+            copy = self._graph.call_function(torch.div, (copy, count))
+        self._add(node, value, copy)
+        self._end(node)
+
+    def _take_reduction(self, node: fx.Node, name: str, value: _Value) -> None:
+        if len(args_of(node)) != 1 or not set(node.kwargs) <= {"dtype"}:
+            self._refuse(node)
+        copy = self._graph.call_function(torch.sum, (self._copies[args_of(node)[0]],), dict(node.kwargs))
+        if name == "mean":
+            copy = self._graph.call_function(torch.div, (copy, self._total))
+            if value.classes:
+                copy = self._graph.call_function(torch.div, (copy, self._classes))
+        self._add(node, value, copy)
+        self._end(node)
+
+    def _end(self, node: fx.Node) -> None:
+        """`node` holds no rows any more, but their sum."""
+        del self._values[node]
+        self._sums.add(node)
+
+    def _take_sum(self, node: fx.Node) -> None:
+        """What is linear in sums is a sum; all else is done with the result."""
+        name, sources = name_of(node), [leaf for leaf in (*node.args, *node.kwargs.values()) if leaf in self._sums]
+        others = [n for n in node.all_input_nodes if n not in self._sums]
+        plain = all(isinstance(n.meta.get("example_value"), Tensor) and not _grows(n) for n in others)
+        if not plain or node.meta.get("example_value", torch.empty(1)).dim() != 0:
+            return
+        if name in ("add", "sub"):
+            additive = len(sources) == 2 and not node.kwargs
+        elif name == "mul":
+            additive = len(sources) == 1
+        elif name in ("truediv", "div"):
+            additive = len(sources) == 1 and node.args[0] in self._sums and not node.kwargs
+        else:
+            additive = name in ("neg", "float", "double")
+        if not additive:
+            return
+        copy = self._graph.node_copy(node, lambda n: self._copies[n] if n in self._sums else self._shared_operand(n))
+        self._copies[node] = copy
+        self._sums.add(node)
+
+    def _check_between(self) -> None:
+        """The call computes at the end what was computed in between: nothing may have changed by then."""
+        node = self.linear.next
+        while node is not self.result:
+            name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+            writes = (name.endswith("_") and not name.endswith("__")) or name in _WRITERS or "out" in node.kwargs
+            if writes or name.startswith(("_enter", "_exit", "_set_grad", "set_grad")):
+                raise _NotByRows(f"`{name}` stands between its logits and it")
+            node = node.next
+
+
+def _grows(node: fx.Node) -> bool:
+    """Whether a factor of a sum is more than one number."""
+    return bool(node.meta["example_value"].dim())
+
+
+def _index(index: Any, rank: int) -> tuple[Any, ...] | None:
+    """``logits[index]`` as an index of rows; None if it does more than to pick slices of them."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if Ellipsis in [p for p in parts if not isinstance(p, fx.Node)]:
+        at = parts.index(Ellipsis)
+        parts[at : at + 1] = [slice(None)] * (rank - len(parts) + 1)
+    plain = all(isinstance(p, slice) and all(isinstance(leaf, int | None) for leaf in leaves(p)) for p in parts)
+    nodes = any(isinstance(leaf, fx.Node) for p in parts if isinstance(p, slice) for leaf in (p.start, p.stop, p.step))
+    if not plain or nodes or (len(parts) == rank and parts[-1] != slice(None)):
+        return None
+    return ("index", tuple(parts[: rank - 1]))
+
+
+def _lead(shape: Sequence[Any], classes: int) -> tuple[Any, ...] | None:
+    """A shape of logits as a shape of rows; None if it is none, or has two sizes that change."""
+    sizes = [size if isinstance(size, int) else -1 for size in shape[:-1]]
+    if len(shape) < 2 or shape[-1] != classes or sizes.count(-1) > 1:
+        return None
+    return ("shape", tuple(sizes))
+
+
+def _with_inputs_first(graph: fx.Graph) -> fx.Graph:
+    """Placeholders belong before all else; they were made when they were met."""
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    for node in [n for n in graph.nodes if n.op == "placeholder"]:
+        if node > first:
+            first.prepend(node)
+    return graph
+
+
+@dataclass(frozen=True)
+class _Count:
+    """What a mean over rows divides by.
+
+    Args:
+        node: Stands for it in the loss of a piece.
+        target: Which operand of rows says what classes are wanted.
+        weight: Which shared operand weighs classes; None: none.
+        ignored: The class whose rows do not count; None: all count, as classes are wanted by probabilities.
+    """
+
+    node: fx.Node
+    target: int
+    weight: int | None
+    ignored: int | None
+
+    def of(self, by_row: Sequence[Tensor], shared: Sequence[Tensor]) -> Tensor | int:
+        """The divisor.
+
+        Args:
+            by_row: Operands with something for every row.
+            shared: The others.
+        """
+        target = by_row[self.target]
+        if self.ignored is None:
+            return target.shape[0]
+        counts = target != self.ignored
+        if self.weight is None:
+            return counts.sum()
+        weights = shared[self.weight].detach()[torch.where(counts, target, 0)]
+        return torch.where(counts, weights, 0).sum()
+
+
+class _ChunkedLoss(nn.Module):
+    """A loss in pieces.
+
+    Args:
+        body: The loss of a piece.
+        names: Its inputs, in order.
+        given: What they are given as, in order: the piece of the layer's input, the number of all rows, shared
+            operands, operands of rows, divisors.
+        moves: What is done to the rows' shape before.
+        shared: How many operands are shared by all rows: the layer's weight is the first of them.
+        wide: Of the operands of rows, whether they have something for every class; the others are flattened.
+        counts: Divisors of means.
+        pieces: How many there are.
+    """
+
+    def __init__(
+        self,
+        body: fx.GraphModule,
+        names: Sequence[str],
+        given: Sequence[str],
+        moves: Sequence[tuple[Any, ...]],
+        shared: int,
+        wide: Sequence[bool],
+        counts: Sequence[_Count],
+        pieces: int,
+    ) -> None:
+        super().__init__()
+        self.body = body
+        self._order = [given.index(name) for name in names]
+        self._moves, self._shared, self._wide = tuple(moves), shared, tuple(wide)
+        self._counts, self._pieces = tuple(counts), pieces
+
+    def forward(self, hidden: Tensor, *operands: Tensor) -> Tensor:
+        """The whole loss.
+
+        Args:
+            hidden: The layer's input.
+            *operands: Shared operands, operands of rows.
+        """
+        for kind, arguments in self._moves:
+            hidden = hidden[arguments] if kind == "index" else hidden.reshape(*arguments, hidden.shape[-1])
+        rows = hidden.flatten(0, -2)
+        shared, by_row = operands[: self._shared], operands[self._shared :]
+        by_row = tuple(t if wide else t.flatten() for t, wide in zip(by_row, self._wide, strict=True))
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (rows, *shared)):
+            return _Differentiated.apply(self, len(shared), rows, *shared, *by_row)
+        total, _ = self.compute(rows, shared, by_row, [False] * (1 + len(shared)))
+        return total
+
+    def compute(
+        self, rows: Tensor, shared: Sequence[Tensor], by_row: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """The loss, and its gradients.
+
+        Args:
+            rows: The layer's input, of shape ``(n, inputs)``.
+            shared: Operands of all rows.
+            by_row: Operands with one item for every row.
+            wanted: Of `rows` and `shared`, whether their gradient is.
+
+        Returns:
+            The loss; the gradients, each in its operand's dtype.
+        """
+        number = rows.shape[0]
+        counts = [count.of(by_row, shared) for count in self._counts]
+        bounds = [index * number // self._pieces for index in range(self._pieces + 1)]
+        spans = list(zip(bounds, bounds[1:], strict=False))
+        taken = [[take_piece(t.detach(), low, high) for t in (rows, *by_row)] for low, high in spans]
+        total: Tensor | None = None
+        by_piece: list[Tensor] = []
+        sums: list[Tensor | None] = [None] * len(shared)
+        with torch.set_grad_enabled(any(wanted)):
+            leaves = [t.detach().requires_grad_(want) for t, want in zip(shared, wanted[1:], strict=True)]
+            for piece, *targets in taken:
+                piece = piece.requires_grad_(wanted[0])
+                given = (piece, number, *leaves, *targets, *counts)
+                loss = self.body(*[given[index] for index in self._order])
+                total = loss.detach() if total is None else total + loss.detach()
+                if not any(wanted):
+                    continue
+                asked = [t for t in (piece, *leaves) if t.requires_grad]
+                found = iter(torch.autograd.grad(loss, asked, allow_unused=True, materialize_grads=True))
+                if wanted[0]:
+                    by_piece.append(next(found))
+                for index, leaf in enumerate(leaves):
+                    if leaf.requires_grad:
+                        part = next(found).to(torch.promote_types(leaf.dtype, torch.float32))
+                        before = sums[index]
+                        sums[index] = part if before is None else before + part
+        assert total is not None
+        of_rows = torch.cat(by_piece) if wanted[0] else None
+        return total, [of_rows, *(s if s is None else s.to(t.dtype) for s, t in zip(sums, shared, strict=True))]
+
+
+class _Differentiated(torch.autograd.Function):
+    """A loss whose gradients are there as soon as it is; backward scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: _ChunkedLoss, shared: int, rows: Tensor, *operands: Tensor) -> Tensor:
+        wanted = ctx.needs_input_grad[2 : 3 + shared]
+        total, gradients = loss.compute(rows, operands[:shared], operands[shared:], wanted)
+        found = [g for g in gradients if g is not None]
+        ctx.there = [g is not None for g in gradients]
+        ctx.others = len(operands) - shared
+        ctx.save_for_backward(*found)
+        return complete_loss(total, found)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+        saved = iter(ctx.saved_tensors)
+        return None, None, *(next(saved) * upstream if there else None for there in ctx.there), *[None] * ctx.others
