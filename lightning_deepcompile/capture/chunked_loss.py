@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.nn import functional as F
 
 from lightning_deepcompile import compat
@@ -65,9 +66,12 @@ def chunk_losses(gm: fx.GraphModule, pieces: int | str) -> int:
         How many losses were replaced.
     """
     replaced = 0
-    for linear in [n for n in gm.graph.nodes if n.op == "call_function" and n.target is F.linear]:
-        classes, inputs = args_of(linear)[1].meta["example_value"].shape
-        if classes <= inputs or (pieces == "auto" and classes < _MANY_CLASSES):
+    for linear in [n for n in gm.graph.nodes if n.op == "call_function" and n.target is F.linear and not n.kwargs]:
+        hidden, weight = (n.meta["example_value"].shape for n in args_of(linear)[:2])
+        if len(hidden) < 2 or len(weight) != 2 or weight[0] <= weight[1]:
+            continue
+        classes = weight[0]
+        if pieces == "auto" and classes < _MANY_CLASSES:
             continue
         found = _Rows(linear)
         try:
@@ -211,7 +215,9 @@ class _Rows:
         elif name == "logsumexp" or name in _CLASSWISE:
             self._take_classwise(node, name, value)
         elif name in _ELEMENTWISE:
-            if any(self._values[s] != value for s in sources) or value.swapped:
+            shape = node.meta["example_value"].shape
+            alike = all(self._values[s] == value and _same(s.meta["example_value"].shape, shape) for s in sources)
+            if not alike or value.swapped:  # an outer product of rows, for one, is nothing of every row alone
                 self._refuse(node)
             self._add(node, value, self._graph.node_copy(node, lambda n: self._operand(n, node, value)))
         else:
@@ -230,10 +236,11 @@ class _Rows:
         example = operand.meta.get("example_value")
         if operand in self._sums or not isinstance(example, Tensor):
             self._refuse(node)
-        if example.dim() == 0 or (value.classes and example.shape in ((self._classes,), (1, self._classes))):
+        of_classes = any(_same(example.shape, shape) for shape in ((self._classes,), (1, self._classes)))
+        if example.dim() == 0 or (value.classes and of_classes):
             return self._shared_operand(operand)
         rows = next(s for s in node.all_input_nodes if s in self._values).meta["example_value"].shape
-        if not value.classes and example.shape == rows:
+        if not value.classes and _same(example.shape, rows):
             return self._row_operand(operand, node)
         self._refuse(node)
 
@@ -275,14 +282,12 @@ class _Rows:
         self._add(node, _Value(value.moves + 1), self._copies[source])
 
     def _take_classwise(self, node: fx.Node, name: str, value: _Value) -> None:
-        arguments = {"dim": None, **dict(zip(("dim", "keepdim"), args_of(node)[1:], strict=False)), **node.kwargs}
-        kept = {key: item for key, item in arguments.items() if key in ("dtype",)}
-        rank = args_of(node)[0].meta["example_value"].dim()
-        if name == "logsumexp":
-            known = not arguments.pop("keepdim", False) and set(arguments) == {"dim"}
-        else:  # `F.softmax` hands a third argument on, about warnings
-            known = set(arguments) <= {"dim", "keepdim", "_stacklevel", "dtype"}
-        if not known or arguments["dim"] not in (-1, rank - 1) or not value.classes or value.swapped:
+        given = args_of(node)
+        arguments = {"dim": given[1] if len(given) > 1 else None, **node.kwargs}
+        kept = {key: arguments.pop(key) for key in ("dtype",) if key in arguments and name in _CLASSWISE}
+        rank = given[0].meta["example_value"].dim()
+        plain = len(given) <= 2 and arguments.keys() == {"dim"} and arguments["dim"] in (-1, rank - 1)
+        if not plain or not value.classes or value.swapped:
             self._refuse(node)
         function = getattr(torch, name)
         copy = self._graph.call_function(function, (self._copies[args_of(node)[0]], -1), kept)
@@ -367,6 +372,11 @@ class _Rows:
             node = node.next
 
 
+def _same(shape: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two shapes are the same, also where sizes are symbols; asking must not make numbers of them."""
+    return len(shape) == len(other) and statically_known_true(sym_eq(tuple(shape), tuple(other)))
+
+
 def _grows(node: fx.Node) -> bool:
     """Whether a factor of a sum is more than one number."""
     return bool(node.meta["example_value"].dim())
@@ -388,7 +398,7 @@ def _index(index: Any, rank: int) -> tuple[Any, ...] | None:
 def _lead(shape: Sequence[Any], classes: int) -> tuple[Any, ...] | None:
     """A shape of logits as a shape of rows; None if it is none, or has two sizes that change."""
     sizes = [size if isinstance(size, int) else -1 for size in shape[:-1]]
-    if len(shape) < 2 or shape[-1] != classes or sizes.count(-1) > 1:
+    if len(shape) < 2 or not _same(shape[-1:], [classes]) or sizes.count(-1) > 1:
         return None
     return ("shape", tuple(sizes))
 

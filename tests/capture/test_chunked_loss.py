@@ -80,7 +80,7 @@ def masked(logits: Tensor, tokens: Tensor, scale: Tensor) -> Tensor:
 
 
 def log_likelihood(logits: Tensor, tokens: Tensor, scale: Tensor) -> Tensor:
-    return F.nll_loss(F.log_softmax(logits, dim=2).reshape(-1, CLASSES), tokens.reshape(-1)) - scale * 0.1
+    return F.nll_loss(logits.log_softmax(2, dtype=torch.float64).reshape(-1, CLASSES), tokens.reshape(-1)) - scale * 0.1
 
 
 def probabilities(logits: Tensor, tokens: Tensor, scale: Tensor) -> Tensor:
@@ -156,6 +156,12 @@ def other_rows(logits: Tensor, tokens: Tensor, scale: Tensor) -> Tensor:
     return shifted(logits, tokens, scale) + logits.logsumexp(-1).mean()
 
 
+def outer(logits: Tensor, tokens: Tensor, scale: Tensor) -> Tensor:
+    """Losses of every row with those of every other."""
+    losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")
+    return (losses.view(-1, 1) * losses).mean()
+
+
 def written(logits: Tensor, tokens: Tensor, scale: Tensor) -> Tensor:
     tokens = tokens.clone()
     rows = logits.flatten(0, 1)
@@ -163,7 +169,13 @@ def written(logits: Tensor, tokens: Tensor, scale: Tensor) -> Tensor:
     return F.cross_entropy(rows, tokens.flatten())
 
 
-LEFT = {accuracy: "`argmax`", two_results: "several sums", other_rows: "other rows", written: "`clamp_`"}
+LEFT = {
+    accuracy: "`argmax`",
+    two_results: "several sums",
+    other_rows: "other rows",
+    outer: "`mul`",
+    written: "`clamp_`",
+}
 
 
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
