@@ -189,6 +189,11 @@ class Agreement:
             if self._store.add(f"{key}/alike", 1) == self._world_size:
                 self._store.set(f"{key}/all", "")
             self._wait_for_all(key, text, place)
+            # The first rank's process may serve the store, and end with this step: the others hear first.
+            if self._store.add(f"{key}/heard", 1) == self._world_size:
+                self._store.set(f"{key}/over", "")
+            if self._rank == 0:
+                self._appears(f"{key}/over", f"{key}/differs", _ASK_SECONDS)
         finally:
             self._rounds += 1
             self._waits = False
