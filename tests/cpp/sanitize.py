@@ -24,10 +24,8 @@ COMMON = ["-fno-omit-frame-pointer", "-g", "-O1"]
 FLAGS += COMMON
 # torch itself is not instrumented: containers that cross the border are marked on one side only.
 ASAN_OPTIONS = "detect_leaks=0:detect_container_overflow=0:alloc_dealloc_mismatch=0"
-# Ranks map a signal pad at an address each: that its signals order copies is not to be seen. Locks are taken in two
-# orders by tests, on purpose.
-TSAN_SUPPRESSIONS = "race:test_symmetric.cpp\n"
-TSAN_OPTIONS = f"halt_on_error=1:detect_deadlocks=0:suppressions={FOLDER / 'suppressions'}"
+# Tests take locks in two orders, on purpose.
+TSAN_OPTIONS = "halt_on_error=1:detect_deadlocks=0"
 # What the parts need; the rest of the runtime talks to CUDA, to process groups and to Python.
 FOLDERS = ("memory", "communicators", "executors")
 LEFT_OUT = re.compile(r"cuda_|nccl_|process_group_|make_communicators")
@@ -43,7 +41,6 @@ def run_parts(name: str, sanitizers: list[str], before: list[str]) -> None:
     """
     folder = FOLDER / name
     folder.mkdir(parents=True, exist_ok=True)
-    (FOLDER / "suppressions").write_text(TSAN_SUPPRESSIONS)
     parts = [path for room in FOLDERS for path in sorted((ROOT / "csrc" / room).glob("*.cpp"))]
     sources = [path for path in parts if not LEFT_OUT.match(path.name)]
     sources += [ROOT / "csrc" / "bindings" / "runtime_table.cpp", *sorted((ROOT / "tests" / "cpp").glob("*.cpp"))]
