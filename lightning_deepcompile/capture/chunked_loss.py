@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.nn import functional as F
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.capture.dynamo_graph import erase_unused, leaves, name_of
+from lightning_deepcompile.capture.dynamo_graph import erase_unused, name_of
 from lightning_deepcompile.program.graph import args_of
 from lightning_deepcompile.runtime.pieces import complete_loss, take_piece
 
@@ -128,8 +128,7 @@ class _Rows:
     _copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
     _moves: list[tuple[Any, ...]] = field(default_factory=list)
     _shared: list[fx.Node] = field(default_factory=list)
-    _by_row: list[fx.Node] = field(default_factory=list)
-    _wide: list[bool] = field(default_factory=list)
+    _by_row: dict[fx.Node, bool] = field(default_factory=dict)  # and whether it has something for every class
     _counts: list[_Count] = field(default_factory=list)
 
     def follow(self) -> None:
@@ -140,9 +139,8 @@ class _Rows:
         """
         hidden, weight, *bias = args_of(self.linear)
         self._classes = weight.meta["example_value"].shape[0]
-        self._piece = self._graph.placeholder("rows")
-        self._total = self._graph.placeholder("total")
-        arguments = (self._piece, self._shared_operand(weight), *(b and self._shared_operand(b) for b in bias))
+        self._total = self._input("total")
+        arguments = (self._input("rows"), self._shared_operand(weight), *(b and self._shared_operand(b) for b in bias))
         self._add(self.linear, _Value(0), self._graph.call_function(F.linear, arguments))
         reason: _NotByRows | None = None
         after = self.linear.next
@@ -173,13 +171,12 @@ class _Rows:
             pieces: How many there are.
         """
         assert self.result is not None
-        # Placeholders in the order of the call: inputs come in the order in which they were met.
         self._graph.output(self._copies[self.result])
-        body = compat.graph_module(nn.Module(), _with_inputs_first(self._graph))
-        names = [node.name for node in body.graph.nodes if node.op == "placeholder"]
-        order = [self._copies[n].name for n in (*self._shared, *self._by_row)] + [c.node.name for c in self._counts]
-        given = ["rows", "total", *order]
-        loss = _ChunkedLoss(body, names, given, self._moves, len(self._shared), self._wide, self._counts, pieces)
+        body = compat.graph_module(nn.Module(), self._graph)
+        inputs = [self._copies[n] for n in (*self._shared, *self._by_row)] + [count.node for count in self._counts]
+        names = ["rows", "total", *(str(n.target) for n in inputs)]
+        wide = list(self._by_row.values())
+        loss = _ChunkedLoss(body, names, self._moves, len(self._shared), wide, self._counts, pieces)
         gm.add_submodule(name, loss)
         with gm.graph.inserting_before(self.result):
             call = gm.graph.call_module(name, (args_of(self.linear)[0], *self._shared, *self._by_row))
@@ -244,9 +241,14 @@ class _Rows:
             return self._row_operand(operand, node)
         self._refuse(node)
 
+    def _input(self, name: str) -> fx.Node:
+        """An input of the loss of a piece; inputs come before all else in a graph."""
+        with self._graph.inserting_before(self._copies.get(self.linear)):
+            return self._graph.placeholder(name)
+
     def _shared_operand(self, operand: fx.Node) -> fx.Node:
         if operand not in self._copies:
-            self._copies[operand] = self._graph.placeholder(f"shared_{len(self._shared)}")
+            self._copies[operand] = self._input(f"shared_{len(self._shared)}")
             self._shared.append(operand)
         return self._copies[operand]
 
@@ -254,9 +256,8 @@ class _Rows:
         if operand.meta["example_value"].requires_grad:
             self._refuse(node)
         if operand not in self._copies:
-            self._copies[operand] = self._graph.placeholder(f"by_row_{len(self._by_row)}")
-            self._by_row.append(operand)
-            self._wide.append(wide)
+            self._copies[operand] = self._input(f"by_row_{len(self._by_row)}")
+            self._by_row[operand] = wide
         return self._copies[operand]
 
     def _take_shape(self, node: fx.Node, name: str, value: _Value) -> None:
@@ -317,8 +318,8 @@ class _Rows:
             return
         if given["reduction"] == "mean":
             of_rows = None if likely else given["ignore_index"]
-            count = self._graph.placeholder(f"count_{len(self._counts)}")
-            positions = self._by_row.index(target), None if weight is None else self._shared.index(weight)
+            count = self._input(f"count_{len(self._counts)}")
+            positions = list(self._by_row).index(target), None if weight is None else self._shared.index(weight)
             self._counts.append(_Count(count, *positions, of_rows))
             copy = self._graph.call_function(torch.div, (copy, count))
         self._add(node, value, copy)
@@ -344,8 +345,7 @@ class _Rows:
         """What is linear in sums is a sum; all else is done with the result."""
         name, sources = name_of(node), [leaf for leaf in (*node.args, *node.kwargs.values()) if leaf in self._sums]
         others = [n for n in node.all_input_nodes if n not in self._sums]
-        plain = all(isinstance(n.meta.get("example_value"), Tensor) and not _grows(n) for n in others)
-        if not plain or node.meta.get("example_value", torch.empty(1)).dim() != 0:
+        if not all(_is_number(n) for n in (node, *others)):
             return
         if name in ("add", "sub"):
             additive = len(sources) == 2 and not node.kwargs
@@ -377,20 +377,21 @@ def _same(shape: Sequence[Any], other: Sequence[Any]) -> bool:
     return len(shape) == len(other) and statically_known_true(sym_eq(tuple(shape), tuple(other)))
 
 
-def _grows(node: fx.Node) -> bool:
-    """Whether a factor of a sum is more than one number."""
-    return bool(node.meta["example_value"].dim())
+def _is_number(node: fx.Node) -> bool:
+    """Whether it is a tensor of one number."""
+    example = node.meta.get("example_value")
+    return isinstance(example, Tensor) and example.dim() == 0
 
 
 def _index(index: Any, rank: int) -> tuple[Any, ...] | None:
     """``logits[index]`` as an index of rows; None if it does more than to pick slices of them."""
     parts = list(index) if isinstance(index, tuple) else [index]
-    if Ellipsis in [p for p in parts if not isinstance(p, fx.Node)]:
+    if Ellipsis in parts:
         at = parts.index(Ellipsis)
         parts[at : at + 1] = [slice(None)] * (rank - len(parts) + 1)
-    plain = all(isinstance(p, slice) and all(isinstance(leaf, int | None) for leaf in leaves(p)) for p in parts)
-    nodes = any(isinstance(leaf, fx.Node) for p in parts if isinstance(p, slice) for leaf in (p.start, p.stop, p.step))
-    if not plain or nodes or (len(parts) == rank and parts[-1] != slice(None)):
+    slices = [p for p in parts if isinstance(p, slice)]
+    plain = all(isinstance(bound, int | None) for p in slices for bound in (p.start, p.stop, p.step))
+    if not plain or len(slices) < len(parts) or (len(parts) == rank and parts[-1] != slice(None)):
         return None
     return ("index", tuple(parts[: rank - 1]))
 
@@ -401,15 +402,6 @@ def _lead(shape: Sequence[Any], classes: int) -> tuple[Any, ...] | None:
     if len(shape) < 2 or not _same(shape[-1:], [classes]) or sizes.count(-1) > 1:
         return None
     return ("shape", tuple(sizes))
-
-
-def _with_inputs_first(graph: fx.Graph) -> fx.Graph:
-    """Placeholders belong before all else; they were made when they were met."""
-    first = next(n for n in graph.nodes if n.op != "placeholder")
-    for node in [n for n in graph.nodes if n.op == "placeholder"]:
-        if node > first:
-            first.prepend(node)
-    return graph
 
 
 @dataclass(frozen=True)
@@ -450,9 +442,8 @@ class _ChunkedLoss(nn.Module):
 
     Args:
         body: The loss of a piece.
-        names: Its inputs, in order.
-        given: What they are given as, in order: the piece of the layer's input, the number of all rows, shared
-            operands, operands of rows, divisors.
+        names: Of its inputs: the piece of the layer's input, the number of all rows, shared operands, operands of rows,
+            divisors.
         moves: What is done to the rows' shape before.
         shared: How many operands are shared by all rows: the layer's weight is the first of them.
         wide: Of the operands of rows, whether they have something for every class; the others are flattened.
@@ -464,7 +455,6 @@ class _ChunkedLoss(nn.Module):
         self,
         body: fx.GraphModule,
         names: Sequence[str],
-        given: Sequence[str],
         moves: Sequence[tuple[Any, ...]],
         shared: int,
         wide: Sequence[bool],
@@ -473,7 +463,7 @@ class _ChunkedLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.body = body
-        self._order = [given.index(name) for name in names]
+        self._names = tuple(names)
         self._moves, self._shared, self._wide = tuple(moves), shared, tuple(wide)
         self._counts, self._pieces = tuple(counts), pieces
 
@@ -521,7 +511,7 @@ class _ChunkedLoss(nn.Module):
             for piece, *targets in taken:
                 piece = piece.requires_grad_(wanted[0])
                 given = (piece, number, *leaves, *targets, *counts)
-                loss = self.body(*[given[index] for index in self._order])
+                loss = self.body(**dict(zip(self._names, given, strict=True)))
                 total = loss.detach() if total is None else total + loss.detach()
                 if not any(wanted):
                     continue
