@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-GPU_TEST = "DEEPCOMPILE_GPU_TEST"  # `multiprocess`, which is not imported before the path is set, calls it so, too
 _TESTS = Path(__file__).resolve().parent
 # Tests of one room use models of another's.
 sys.path[:0] = [str(folder) for folder in (_TESTS, *sorted({file.parent for file in _TESTS.glob("*/test_*.py")}))]
@@ -51,6 +50,8 @@ def nothing_left_behind() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def gpus_may_be_shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of a test marked `gpu` share GPUs if there are fewer than ranks."""
+    from multiprocess import GPU_TEST  # not before the path is set
+
     if (marker := request.node.get_closest_marker("gpu")) is not None and not marker.args:
         monkeypatch.setenv(GPU_TEST, "1")
 

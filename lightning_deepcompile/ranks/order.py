@@ -9,18 +9,16 @@ store, without collectives; a rank that has gone on the usual way meanwhile says
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.ranks.exchange import exchange
+from lightning_deepcompile.ranks.exchange import alike, exchange
 from lightning_deepcompile.ranks.failures import failure_key
 
 __all__ = ["Agreement", "ProgramMismatchError"]
@@ -163,10 +161,7 @@ class Agreement:
         self.passed()
 
     def _ask(self, text: str, group: dist.ProcessGroup) -> None:
-        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        bounds = torch.tensor([number, -number], device="cpu")
-        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
-        if bounds[0] != -bounds[1]:
+        if not alike(text, group):
             everybody = exchange(text, group)
             other = next(rank for rank, theirs in enumerate(everybody) if theirs != text)
             raise self._mismatch(text, everybody[other], other)
