@@ -88,7 +88,7 @@ def _batches(rank: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rank)
     first = torch.randint(0, VOCAB, (20, 8, 1), generator=generator)
     step = torch.randint(1, 4, (20, 8, 1), generator=generator)
-    return list(((first + step * torch.arange(129)) % VOCAB).cuda(rank))
+    return list(((first + step * torch.arange(129)) % VOCAB).cuda(int(os.environ["LOCAL_RANK"])))
 
 
 def _deepcompile_curve() -> list[float]:
@@ -121,7 +121,7 @@ def _fit(module: pl.LightningModule, strategy: Any, batches: list[Tensor], callb
 def _fsdp2_curve() -> list[float]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    rank = join("cuda").index
+    join("cuda")
     torch.manual_seed(0)
     module = Curve().cuda()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -130,7 +130,7 @@ def _fsdp2_curve() -> list[float]:
     fully_shard(module.net, mp_policy=policy)
     optimizer = module.configure_optimizers()
     losses = []
-    for batch in _batches(rank):
+    for batch in _batches(int(os.environ["RANK"])):
         with torch.autocast("cuda", dtype=torch.bfloat16):
             loss = module.training_step(batch, 0)
         loss.backward()

@@ -37,7 +37,7 @@ class Peaks(pl.Callback):
 
 def _batches(rank: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rank)
-    return list(torch.randint(0, VOCAB, (STEPS, 32, 257), generator=generator).cuda(rank))
+    return list(torch.randint(0, VOCAB, (STEPS, 32, 257), generator=generator).cuda(int(os.environ["LOCAL_RANK"])))
 
 
 def _train(budget: int | None) -> dict[str, Any]:

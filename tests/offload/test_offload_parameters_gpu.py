@@ -79,7 +79,7 @@ def _train_once(mode: str, precision: str) -> dict[str, Any]:
 
     rank = int(os.environ["RANK"])
     generator = torch.Generator().manual_seed(rank)
-    batches = list(torch.randint(0, VOCAB, (STEPS, 4, 129), generator=generator).cuda(rank))
+    batches = list(torch.randint(0, VOCAB, (STEPS, 4, 129), generator=generator).cuda(int(os.environ["LOCAL_RANK"])))
     torch.manual_seed(0)
     module, watch = Wide(), Watch(strict=mode == "shards")
     strategy = DeepCompileStrategy(

@@ -111,6 +111,7 @@ def test_equals_unsharded_on_gpus() -> None:
 
 
 def _check(ranks: list[list[Record]], accelerator: str) -> None:
+    summary = f"2 times 2 ({'process_group' if accelerator == 'cpu' else 'nccl'})"
     for number, (case, _, accumulate, clip) in enumerate(RUNS):
         expected = train(
             CASES[case], "auto", world_size=1, rank=0, data_world=4, steps=3, accumulate=accumulate,
@@ -121,7 +122,7 @@ def _check(ranks: list[list[Record]], accelerator: str) -> None:
             rows, placements = records[number].extra["shard"]
             assert (rows[0] == 0) == (rank % 2 == 0)  # neighbours share
             assert placements == (Replicate(), Shard(0))
-            assert records[number].extra["summary"] == "2 times 2 (process_group)"
+            assert records[number].extra["summary"] == summary
 
 
 def test_checkpoints_go_on_with_other_ranks(four: Any, two: Any, folder: Path) -> None:

@@ -120,7 +120,8 @@ def test_a_killed_rank_ends_the_others(delay: float) -> None:
 def test_the_watchdog_frees_a_rank_whose_peer_was_killed(delay: float) -> None:
     for rank, (kind, message) in _kill_one(2, "nccl", delay).items():
         assert kind == "DistBackendError", message
-        assert f"on rank {rank}" in message and "'param" in message, message
+        # The first step compares what was registered, which takes a while on a GPU that ranks share.
+        assert f"on rank {rank}" in message and ("'param" in message or "'registration'" in message), message
 
 
 def _in_flight() -> None:
@@ -209,9 +210,10 @@ def _idle(rank: int, port: int, results: Any, peer_is_dead: Any) -> None:
 @pytest.mark.gpu
 def test_the_end_waits_for_no_dead_rank() -> None:
     context, port = mp.get_context("spawn"), _free_port()
-    results, dead = [context.Queue() for _ in range(2)], context.Event()
+    results = [context.Queue() for _ in range(2)]
+    dead = [context.Event() for _ in range(2)]  # one each: to wake all would wait for the killed one
     processes = [
-        context.Process(target=_idle, args=(rank, port, results[rank], dead), daemon=True) for rank in range(2)
+        context.Process(target=_idle, args=(rank, port, results[rank], dead[rank]), daemon=True) for rank in range(2)
     ]
     try:
         for process in processes:
@@ -220,7 +222,7 @@ def test_the_end_waits_for_no_dead_rank() -> None:
             assert _answer(processes[rank], results[rank], 120) == "idle"
         processes[1].kill()
         processes[1].join()
-        dead.set()
+        dead[0].set()
         answer = _answer(processes[0], results[0], TIMEOUT + 15)
         assert answer == "ended" or "was aborted while it was ended" in answer, answer
         processes[0].join(10)

@@ -34,7 +34,7 @@ class Peaks(pl.Callback):
 
 def _batches(rank: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rank)
-    return list(torch.randint(0, VOCAB, (STEPS, 32, 257), generator=generator).cuda(rank))
+    return list(torch.randint(0, VOCAB, (STEPS, 32, 257), generator=generator).cuda(int(os.environ["LOCAL_RANK"])))
 
 
 def _train(modes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
