@@ -22,6 +22,7 @@ from lightning_deepcompile.offload.parameters import HostedShards, decide_hosted
 from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.profile.peak_memory import PeakMemory
+from lightning_deepcompile.program.replay import Replays
 from lightning_deepcompile.ranks.exchange import AnyRank
 from lightning_deepcompile.ranks.failures import Failures
 from lightning_deepcompile.ranks.order import Agreement
@@ -136,6 +137,7 @@ class Assembly:
         leaving = ActivationOffload(config, model, device, stage, self._host_bytes)
         retry = MemoryRetry(runtime, device, rank)
         divides = config.communication_sms and device.type == "cuda"
+        replays = Replays(runtime, device, bool(config.cuda_graphs)) if device.type == "cuda" else None
         capture = Capture(
             config,
             model,
@@ -147,6 +149,7 @@ class Assembly:
             lookups=exchange_lookups(config, model, stage, self._reduce_dtype, self.host_group),
             guard=compat.held_weakly(retry.guard),
             divider=Multiprocessors(device, config.communication_sms, runtime) if divides else None,
+            replays=replays,
             nothing_moves=self._shares and self._mesh.size() == 1 and config.schedule in (None, "auto"),
         )
         residency = None
@@ -164,7 +167,8 @@ class Assembly:
             written=prefetch.rewritten,
             noticed=self.fallbacks.noticed,
         )
-        hosts = AnyRank(self.host_group, "whether parameters were written to", "whether training is to stop")
+        questions = "whether parameters were written to", "whether training is to stop", "whether programs are new"
+        hosts = AnyRank(self.host_group, *questions)
         timeline = Timeline(
             runtime=runtime,
             hosts=hosts,

@@ -319,6 +319,8 @@ class Engine:
             fetched_parameter_bytes=last.get("fetched_bytes", 0),
             offload_parameters_reason=self._hosted.reason,
             peak_bytes=self._memory.highest,
+            replayed=0 if (replays := self.capture.replays) is None else len(replays.replayed),
+            not_replayed=() if replays is None else tuple(f"{name}: {why}" for name, why in replays.reasons.items()),
             uncompiled=tuple(f"{function}: {reason}" for function, reason in self.fallbacks.reasons.items()),
             uncompiled_share=self.timeline.uncompiled_share if self.fallbacks.reasons else 0.0,
         )
@@ -336,6 +338,8 @@ class Engine:
 
     def close(self) -> None:
         """Frees communicators and buffers, on all ranks together; the module cannot run afterwards."""
+        if self.capture.replays is not None:
+            self.capture.replays.forget()  # before the communicators that graphs use
         if not self.ended:  # else there are no peers to wait for
             self.runtime.close()
         self.ended = True

@@ -43,6 +43,8 @@ class Summary:
         offload_parameters_reason: Why so many; empty where none may leave.
         peak_bytes: The most device memory in use since the module was sharded. Planning starts the allocator's peak
             anew when it measures: ``torch.cuda.max_memory_allocated()`` is of the time since then. 0 on CPUs.
+        replayed: Programs that were replayed as CUDA graphs.
+        not_replayed: Programs that were not, though they should have been, ``name: reason``.
         uncompiled: Functions that run as Python, ``name (file:line): reason``.
         uncompiled_share: Part of the host's time in the last training step (forward and backward) that was not spent in
             compiled programs; 0 where all is compiled.
@@ -76,6 +78,8 @@ class Summary:
     fetched_parameter_bytes: int = 0
     offload_parameters_reason: str = ""
     peak_bytes: int = 0
+    replayed: int = 0
+    not_replayed: tuple[str, ...] = ()
     uncompiled: tuple[str, ...] = ()
     uncompiled_share: float = 0.0
 
@@ -105,6 +109,9 @@ class Summary:
             share = f"{self.uncompiled_share:.0%} of the host's time in a step"
             rows.append(("uncompiled functions", f"{len(self.uncompiled)}, {share}"))
             rows += [("", function) for function in self.uncompiled]
+        if self.replayed or self.not_replayed:
+            rows.append(("CUDA graphs", f"{self.replayed} of {self.replayed + len(self.not_replayed)} programs"))
+            rows += [("", program) for program in self.not_replayed]
         if self.exchanged_lookups:
             rows.append(("embeddings exchanged", str(self.exchanged_lookups)))
         if self.chunked_losses:

@@ -158,6 +158,23 @@ void bind_states(py::module_& m) {
            "Wait until host memory holds what was stowed, and free what nobody uses of it.");
 }
 
+void bind_graphs(py::module_& m) {
+  py::class_<ldc::Recording, std::shared_ptr<ldc::Recording>>(m, "Recording",
+                                                              "What the runtime knew around a recorded program.");
+  FaceClass<ldc::Graphs>(m, "Graphs", "Programs that device graphs record and replay.")
+      .def("prepare", &ldc::Graphs::prepare, NoGil(),
+           "Before a recording: nothing is in flight, and gradients have their memory, which they keep.")
+      .def("fork", &ldc::Graphs::fork, NoGil(), "The current stream records: the runtime's streams do, too.")
+      .def("join", &ldc::Graphs::join, NoGil(),
+           "The program was issued: everything is behind the current stream again. Returns the recording.")
+      .def("cancel", &ldc::Graphs::cancel, NoGil(), "The recording has failed, and its program has not run.")
+      .def("fits", &ldc::Graphs::fits, "recording"_a, NoGil(),
+           "Whether a replay would find everything as the recording did.")
+      .def("replayed", &ldc::Graphs::replayed, "recording"_a, "program"_a, NoGil(),
+           "A replay was queued on the current stream.")
+      .def("forget", &ldc::Graphs::forget, NoGil(), "There are no recordings any more.");
+}
+
 void bind_memory(py::module_& m) {
   FaceClass<ldc::Memory>(m, "Memory", "Device and host memory.")
       .def("host_shard", &ldc::Memory::host_shard, "numel"_a, "dtype"_a, NoGil(),
@@ -187,6 +204,7 @@ void bind_runtime(py::class_<Runtime, std::shared_ptr<Runtime>>& runtime) {
       .def_property_readonly("gradients", face<&Runtime::gradients>())
       .def_property_readonly("passes", face<&Runtime::passes>())
       .def_property_readonly("states", face<&Runtime::states>())
+      .def_property_readonly("graphs", face<&Runtime::graphs>())
       .def_property_readonly("memory", face<&Runtime::memory>())
       .def("communicates", &Runtime::communicates, NoGil(),
            "Whether a collective was launched that the compute stream has not been ordered behind.")
@@ -244,6 +262,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_gradients(m);
   bind_passes(m);
   bind_states(m);
+  bind_graphs(m);
   bind_memory(m);
   py::class_<Runtime, std::shared_ptr<Runtime>> runtime(
       m, "Runtime",

@@ -14,6 +14,7 @@
 #include "communicators/make_communicators.h"
 #include "executors/executor.h"
 #include "executors/offload.h"
+#include "executors/recorder.h"
 #include "executors/state_copies.h"
 
 namespace ldc {
@@ -77,6 +78,7 @@ struct Engines {
   ReduceEngine reductions;
   OffloadEngine offloads;
   StateCopies states;
+  Recorder recorder{registry, gathers, reductions, stats};
   std::map<int64_t, std::unique_ptr<Executor>> executors;
 };
 

@@ -166,6 +166,24 @@ void States::release() { runtime_.enter_ended()->states.release(); }
 
 void States::synchronize() { runtime_.enter_ended()->states.synchronize(); }
 
+void Graphs::prepare() { runtime_.enter()->recorder.prepare(); }
+
+void Graphs::fork() { runtime_.enter()->recorder.fork(); }
+
+std::shared_ptr<Recording> Graphs::join() { return runtime_.enter()->recorder.join(); }
+
+void Graphs::cancel() { runtime_.enter_ended()->recorder.cancel(); }
+
+bool Graphs::fits(const Recording& recording) { return runtime_.enter()->recorder.fits(recording); }
+
+void Graphs::replayed(const Recording& recording, std::string_view program) {
+  const Turn turn = runtime_.enter();
+  turn->recorder.replayed(recording);
+  turn->gather_communicator->watch_replay(program);
+}
+
+void Graphs::forget() { runtime_.enter_ended()->recorder.forget(); }
+
 Tensor Memory::host_shard(int64_t numel, ScalarType dtype) {
   const Turn turn = runtime_.enter();
   return place_host_shard(turn->shard_slabs, numel, dtype, turn->device);

@@ -4,14 +4,17 @@
 // Each method is one turn with the engines (Runtime::enter). It raises after the runtime's end unless it says otherwise.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/common.h"
 
 namespace ldc {
 
+class Recording;
 class Runtime;
 
 /// What every purpose has: the runtime, whose member it is.
@@ -106,6 +109,21 @@ class States : public Face {
   void settle();
   void release();
   void synchronize();
+};
+
+/// Programs that device graphs record and replay; see Recorder, whose methods these are.
+class Graphs : public Face {
+ public:
+  using Face::Face;
+  void prepare();
+  void fork();
+  std::shared_ptr<Recording> join();
+  void cancel();  // after the end, too
+  /// Whether what was recorded may be replayed.
+  bool fits(const Recording& recording);
+  /// It was, on the current stream; `program` is what a watchdog calls it.
+  void replayed(const Recording& recording, std::string_view program);
+  void forget();  // after the end, too
 };
 
 /// Device and host memory.

@@ -67,6 +67,7 @@ class Runtime {
   Gradients gradients{*this};
   Passes passes{*this};
   States states{*this};
+  Graphs graphs{*this};
   Memory memory{*this};
 
   /// Waits for the engines. Raises after close() or abort().

@@ -61,6 +61,9 @@ class Communicator {
   /// or an operation has been the next one to finish for longer than `limit`). Empty: all is well, or every failure
   /// comes by itself (process groups have timeouts of their own).
   virtual std::string diagnose(std::chrono::milliseconds /*limit*/) { return {}; }
+  /// What was queued on the current stream last is a replay of the program `name`, in which this wire may be used: it is
+  /// watched as an operation.
+  virtual void watch_replay(std::string_view /*name*/) {}
   /// Gives up: pending and later operations fail on this rank instead of waiting for a peer. Any thread, any time.
   virtual void abort() noexcept {}
   /// Orderly end, together with the peers; the device must be idle. Idempotent.

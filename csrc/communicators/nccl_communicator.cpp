@@ -169,6 +169,11 @@ class NcclCommunicator final : public Communicator {
                     " of ", world_size(), ". Another rank died, hangs, or went another way.");
   }
 
+  void watch_replay(std::string_view name) override {
+    InFlight::Watched watched(*in_flight_, "replay", {Transfer{{}, {}, name}});
+    watched.queued();
+  }
+
   void abort() noexcept override {
     using namespace std::chrono_literals;
     aborted_ = true;

@@ -288,6 +288,7 @@ void GatherEngine::invalidate(int64_t id) {
 }
 
 void GatherEngine::refetch() {
+  if (left_to_graphs_) return forget_kept();
   for (Request& request : std::exchange(refetch_, {})) {
     Request absent;
     for (size_t i = 0; i < request.ids.size(); ++i) {

@@ -97,6 +97,37 @@ class GatherEngine {
   void retry_with(const GiveBack& give_back);
   void clear();  // drops everything; for the end of a runtime
 
+  // For the recorder (recording.h).
+  /// What is gathered, in memory of device graphs.
+  struct Left {
+    struct Member {
+      int64_t id;
+      Tensor full;
+      bool kept;
+    };
+    struct Part {
+      Tensor bytes;
+      Stream allocated_on;
+      std::vector<Member> members;
+    };
+    std::vector<Part> parts;  // in the order of their launch
+    size_t size = 0;          // members
+  };
+  /// Whether everything that is gathered lies in memory of device graphs.
+  bool is_recorded() const;
+  /// The engine's streams run behind the current one: they become part of what it records.
+  void fork();
+  /// The current stream is behind everything that was queued, and the memory of what is gathered is the recording's.
+  void join();
+  Left left() const;
+  bool has(const Left& left) const;
+  /// What a replay left: the same as at the end of its recording.
+  void restore(const Left& left);
+  /// A recording has failed: nothing of what was queued will run.
+  void cancel();
+  /// What stays whole is gathered by graphs, and not ahead of them.
+  void leave_to_graphs(bool leave) { left_to_graphs_ = leave; }
+
  private:
   struct Group {
     Arena::Lease slot;     // the gathered parameters; empty while they are `away`, and where they are shards
@@ -156,6 +187,7 @@ class GatherEngine {
   std::unordered_map<int64_t, Gathered> gathered_;
   int64_t launched_ = 0;           // groups so far
   std::vector<Request> refetch_;
+  bool left_to_graphs_ = false;
   Arena::Lease fetched_;  // of the last group that had shards in host memory
 };
 

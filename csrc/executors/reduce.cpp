@@ -345,6 +345,20 @@ Tensor ReduceEngine::reduce_now(const Tensor& grad, Shape shard_size, ScalarType
   return result();
 }
 
+void ReduceEngine::join() {
+  LDC_CHECK(bucket_.empty(), "a program that is recorded ends with single gradients that were not reduced.");
+  drain();
+  order(compute_, stream_, current_stream(device_));
+  arena_.free_unused();
+}
+
+void ReduceEngine::cancel() {
+  pending_.clear();
+  bucket_.clear();
+  bucket_elements_ = 0;
+  arena_.drop_unused();
+}
+
 void ReduceEngine::clear() {
   pending_.clear();
   bucket_.clear();

@@ -92,6 +92,16 @@ class ReduceEngine {
   void retry_with(const GiveBack& give_back);
   void clear();  // drops everything; for the end of a runtime
 
+  // For the recorder (recording.h).
+  /// The engine's stream runs behind the current one: it becomes part of what that one records.
+  void fork() { order(compute_, current_stream(device_), stream_); }
+  /// The current stream is behind everything that was queued.
+  void join();
+  const WholeGradients::Sums& held() const { return held_.sums(); }
+  void restore(WholeGradients::Sums held) { held_.restore(std::move(held)); }
+  /// A recording has failed: nothing of what was queued will run.
+  void cancel();
+
  private:
   struct Merge {  // result → gradient, for a run of parameters
     Tensor grad;

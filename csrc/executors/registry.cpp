@@ -85,6 +85,7 @@ void Registry::add(int64_t id, std::string name, std::vector<int64_t> shape, con
   }
   if (grad.defined()) adopt_grad(param, grad);
   params_.emplace(id, std::move(param));
+  ++addresses_;
 }
 
 void Registry::adopt_grad(Param& param, const Tensor& grad) {
@@ -106,6 +107,7 @@ void Registry::replace_grad(int64_t id, const Tensor& grad) {
   disown_grad(param);
   adopt_grad(param, grad);
   param.has_grad = false;
+  ++addresses_;
 }
 
 void Registry::disown_grad(const Param& param) {
@@ -137,16 +139,20 @@ void Registry::allocate_grad(const Param& param) {
   const size_t bytes = grad_storages_.at(storage.unsafeGetStorageImpl()).bytes;
   if (bytes == 0) return;
   reallocate(storage, bytes, device_);
+  ++addresses_;
 }
 
 void Registry::free_unused_grads(const Ids& ids) {
+  if (keeps_grads_) return;
   for (const int64_t id : ids) {
     if (!at(id).grad.defined()) continue;
     const c10::Storage& storage = at(id).grad.storage();
     if (storage.nbytes() == 0) continue;
     const Ids& sharing = grad_storages_.at(storage.unsafeGetStorageImpl()).ids;
     const bool in_use = std::any_of(sharing.begin(), sharing.end(), [&](int64_t other) { return at(other).has_grad; });
-    if (!in_use) reallocate(storage, 0, device_);
+    if (in_use) continue;
+    reallocate(storage, 0, device_);
+    ++addresses_;
   }
 }
 

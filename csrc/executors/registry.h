@@ -66,6 +66,11 @@ class Registry {
   /// be ordered behind every write to them.
   void free_unused_grads(const Ids& ids);
 
+  /// From now on gradients keep their memory, or do not any more: device graphs write to it.
+  void keep_grads(bool keep) { keeps_grads_ = keep; }
+  /// Another number than before if shards or gradients lie elsewhere than before.
+  int64_t addresses() const { return addresses_; }
+
   /// Gives one parameter another gradient buffer, so that whoever still holds the old one keeps its values.
   /// A refusal leaves it the old one.
   void replace_grad(int64_t id, const Tensor& grad);
@@ -90,6 +95,8 @@ class Registry {
   int64_t world_size_;
   std::unordered_map<int64_t, Param> params_;  // references stay valid while others are added
   std::unordered_map<const c10::StorageImpl*, GradStorage> grad_storages_;
+  bool keeps_grads_ = false;
+  int64_t addresses_ = 0;
 };
 
 }  // namespace ldc

@@ -29,11 +29,14 @@ class WholeGradients {
   std::vector<Gradient> take(Ids ids);
   void forget(const Ids& ids);
   void clear() { sums_.clear(); }
+  using Sums = std::map<int64_t, Gradient>;
+  const Sums& sums() const { return sums_; }
+  void restore(Sums sums) { sums_ = std::move(sums); }
   /// Name of a parameter with a sum; empty if there is none.
   std::string_view any() const { return sums_.empty() ? std::string_view() : sums_.begin()->second.param->name; }
 
  private:
-  std::map<int64_t, Gradient> sums_;
+  Sums sums_;
 };
 
 }  // namespace ldc

@@ -45,6 +45,7 @@ Arena::Lease Arena::allocate(int64_t capacity, const Stream& user) {
 }
 
 void Arena::release(Lease slot, const Stream& last_user) {
+  if (slot->recorded) return;
   slot->released.record(last_user);
   free_.push_back(std::move(slot));
 }

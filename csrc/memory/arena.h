@@ -27,6 +27,7 @@ class Arena {
     int64_t capacity() const { return bytes.numel(); }
 
     Tensor bytes;         // uint8
+    bool recorded = false;  // its memory belongs to a device graph, whose replays write to it: nobody else gets it
     Stream allocated_on;  // current when the memory was allocated; torch hands freed memory out again in its order
     Event released;       // the last use of the slot
     Event ready;          // free for the owner of the slot; kept here so that it is created once
@@ -40,15 +41,20 @@ class Arena {
   /// quarter (and 1 MiB), else fresh memory.
   Lease acquire(int64_t need, const Stream& user);
 
-  /// Takes a slot back; everything queued on `last_user` so far still sees its contents.
+  /// Takes a slot back; everything queued on `last_user` so far still sees its contents. A recorded one goes back to
+  /// the graph that it belongs to.
   void release(Lease slot, const Stream& last_user);
 
   /// Frees the slots that nobody holds; returns their bytes.
   int64_t free_unused();
+  /// The same where nothing that was queued will run: a recording has failed.
+  void drop_unused() { free_.clear(); }
 
   /// What to do when there is no memory for a slot.
   void retry_with(GiveBack give_back) { give_back_ = std::move(give_back); }
 
+  /// Counts the bytes of slots that are made elsewhere, too.
+  const std::shared_ptr<int64_t>& total() const { return bytes_; }
   int64_t bytes() const { return *bytes_; }  // held from torch's allocator, leased slots included
   int64_t peak_bytes() const { return peak_bytes_; }
   void reset_peak() { peak_bytes_ = *bytes_; }

@@ -37,6 +37,7 @@ from lightning_deepcompile.plan.copy_placement import fit_copies, offload_saved
 from lightning_deepcompile.plan.pass_manager import DEFAULT_PASSES, Pass, apply_passes
 from lightning_deepcompile.plan.recompute import Checkpoint
 from lightning_deepcompile.plan.settings import PlanSettings
+from lightning_deepcompile.program import replay
 from lightning_deepcompile.program.codegen import Divider, Guard
 from lightning_deepcompile.program.executable import UNCHECKPOINTED, Executable
 from lightning_deepcompile.program.graph import is_gather, is_reduce, nbytes, output_node
@@ -69,6 +70,7 @@ class _Frame:
         outputs: Number of the forward graph's outputs that are not saved for backward.
         computed: Names of the saved tensors that backward only computes with.
         saved: Numbers of the saved tensors that may leave, by name.
+        replayed: What its programs tell each other where they are replayed.
     """
 
     index: int
@@ -81,6 +83,7 @@ class _Frame:
     outputs: int = 0
     computed: set[str] = field(default_factory=set)
     saved: dict[str, int] = field(default_factory=dict)
+    replayed: replay.Frame = field(default_factory=replay.Frame)
 
 
 @dataclass(eq=False, repr=False)
@@ -102,6 +105,7 @@ class Capture:
         divider: Told where programs compute; see `Executable`.
         nothing_moves: Whether parameters are read where they are, and gradients stay where they are written, if they
             are whole: graphs without equal blocks are not cut then.
+        replays: Replays programs as CUDA graphs; None: they run.
 
     Attributes:
         executables: One per program, in order of compilation.
@@ -126,6 +130,7 @@ class Capture:
     guard: Guard | None = None
     divider: Divider | None = None
     nothing_moves: bool = False
+    replays: replay.Replays | None = None
     executables: list[Executable] = field(default_factory=list)
     saved_parameters: int = 0
     causal_masks: int = 0
@@ -340,6 +345,7 @@ class Capture:
         with self._timed():
             self._inline(frame, kind, gm)
             flops = count_flops(gm, backward=kind == "backward")
+            read = replay.examine(gm)  # now: lowering rewrites it
             # A backward program also releases what the forward program left, whether it reads it or not.
             frame.ids |= {n.args[1] for n in gm.graph.nodes if is_gather(n) or is_reduce(n)}
             name = f"frame{frame.index}.{kind}"
@@ -368,7 +374,10 @@ class Capture:
                 before = functools.partial(compat.held_weakly(self._note_first), frame)
             plan = self._plan(frame, base)
             enter = compat.held_weakly(self._enter)
-            executable = Executable(base, plan, before, enter, self.guard, self.divider)
+            graphs = None
+            if self.replays is not None and kind != "inference":
+                graphs = self.replays.of(frame.replayed, base, frame.outputs, read)
+            executable = Executable(base, plan, before, enter, self.guard, self.divider, graphs)
         self._flops[name] = flops
         self.executables.append(executable)
         frame.executables.append(executable)

@@ -11,6 +11,7 @@ from typing import Any
 from lightning_deepcompile.program.codegen import Divider, Guard, Marks, generate
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import Gathers, Program
+from lightning_deepcompile.program.replay import ProgramGraphs
 
 __all__ = ["UNCHECKPOINTED", "Executable"]
 
@@ -32,6 +33,7 @@ class Executable:
         guard: What programs call for a region that are planned, profiled, or computed without the checkpoints that the
             model asks for; by default the region itself.
         divider: Told where programs compute; None: nobody is.
+        graphs: Replays the program as a CUDA graph; None: it always runs.
 
     Attributes:
         calls: Number of runs.
@@ -46,6 +48,7 @@ class Executable:
     check: Callable[[Program], None]
     guard: Guard | None = None
     divider: Divider | None = None
+    graphs: ProgramGraphs | None = None
     calls: int = 0
     seconds: float = 0.0
     source: str = field(init=False, default="")
@@ -53,6 +56,7 @@ class Executable:
     waits_for_states: bool = field(init=False)
     _run: Callable[[list[Any]], Sequence[Any]] = field(init=False)
     _running: Program = field(init=False)
+    _replay: ProgramGraphs | None = field(init=False)
     _boxed_call: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,6 +75,9 @@ class Executable:
         self.program = self._running = program
         guard = None if {"plan", UNCHECKPOINTED}.isdisjoint(program.history) else self.guard
         self._run, self.source = generate(program, guard=guard, divider=self.divider)
+        self._replay = None if self.divider is not None else self.graphs
+        if self._replay is not None:
+            self._replay.swapped(program)
         self.first_gathers = program.first_gathers()
         self.waits_for_states = program.schedule.waits_for_states
         if _log.isEnabledFor(logging.DEBUG):
@@ -84,6 +91,7 @@ class Executable:
             marks: What it calls while it runs.
         """
         self._run, _ = generate(program, marks, self.guard, self.divider)
+        self._replay = None
         self._running = program
         self.waits_for_states = program.schedule.waits_for_states
 
@@ -94,7 +102,7 @@ class Executable:
         self.before()
         start = time.perf_counter()
         try:
-            return self._run(args)
+            return self._run(args) if self._replay is None else self._replay(args, self._run)
         finally:
             self.seconds += time.perf_counter() - start
             if self.divider is not None:

@@ -53,6 +53,7 @@ class StepPrefetch:
         self._keeps = stage == 3
         self._is_early = stage == 3 and config.early_gathers and capture.model.ranks.shards > 1
         self._may_in_optimizer = self._is_early and config.head_start
+        self._capture = capture
         self._early = EarlyGathers(capture, host_group, device)
         self._model = capture.model
         self._launched = False
@@ -126,7 +127,7 @@ class StepPrefetch:
 
     def stepped_first(self) -> frozenset[Tensor]:
         """Local shards on which the optimizer steps first, before `launch_in_optimizer`; may be empty."""
-        if not (self._may_in_optimizer and self.follows):
+        if not (self._may_in_optimizer and self.follows) or self._replays:
             return frozenset()
         shards = [shard for chunk in self._early.chunks() for shard in chunk.shards]
         return frozenset(self._model.by_name[shard.spec.name].local for shard in shards)
@@ -159,7 +160,7 @@ class StepPrefetch:
             self._fresh.settle()
             self._launched = self.early = True
             return
-        if self._is_early and self._early.useful:
+        if self._is_early and self._early.useful and not self._replays:
             self.before = self._runtime.stats()
             self._early.launch()
             self._fresh.settle()
@@ -171,6 +172,11 @@ class StepPrefetch:
         self._counts = None
         self._fresh.doubt()
         self._runtime.parameters.invalidate()
+
+    @property
+    def _replays(self) -> bool:
+        """Whether graphs have the first gathers."""
+        return self._capture.replays is not None and self._capture.replays.recorded > 0
 
     def _writes_to_gathered(self) -> list[int]:
         names = [shard.spec.name for chunk in self._early.chunks() for shard in chunk.shards]

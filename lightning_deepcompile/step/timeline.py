@@ -80,6 +80,8 @@ class Timeline:
         if name == TRAINING:
             launched = {"early_gathers": self.prefetch.early, "head_start": self.prefetch.in_optimizer}
             anew = self.tuner.begin_micro_batch(launched)  # before all that depends on the programs, which it may swap
+            if (replays := self.capture.replays) is not None:
+                replays.begin_step(self.tuner.settled)  # before the hosts are asked
             if self.residency is not None:  # before gathers, which take the memory that states leave
                 self.residency.begin_step(self.capture.waits_for_states)
             self.prefetch.begin_training_step(self._ask())  # drops what is out of date
@@ -95,9 +97,15 @@ class Timeline:
         """Asks the other hosts; returns whether the training step that begins may use what is gathered."""
         self.stops()  # keeps the answer of the step before
         may_stay = self.prefetch.may_stay(isolated=self.tuner.isolates)
-        self._answers = self.hosts.ask(may_stay and self.prefetch.written(), self.told_to_stop)
+        replays = self.capture.replays
+        answers = self.hosts.ask(
+            may_stay and self.prefetch.written(), self.told_to_stop, replays is not None and not replays.ready
+        )
+        self._answers = answers
+        if replays is not None:
+            replays.agree(lambda: not answers()[2])
         # A rank that gathered again alone would wait for the others: it may be the only one that has what was written.
-        return may_stay and not self._answers()[0]
+        return may_stay and not answers()[0]
 
     def stops(self) -> bool:
         """Whether a rank had been told to stop when the last training step began; the same on all ranks."""
@@ -163,6 +171,8 @@ class Timeline:
         """After a training: gives back what is only needed while steps run."""
         if self.residency is not None:
             self.residency.retire()
+        if self.capture.replays is not None:
+            self.capture.replays.forget()
         self.order.rest()  # ends its thread, also where communication has ended
         self._answers, self._stops, self.told_to_stop = None, False, False
 

@@ -166,6 +166,11 @@ class Tuner:
             error.add_note(note)
 
     @property
+    def settled(self) -> bool:
+        """Whether no round is under way or about to be."""
+        return self._round is None
+
+    @property
     def isolates(self) -> bool:
         """Whether the step under way gathers everything by itself: what was gathered early is another program's."""
         return self._swapped or (self._probe is not None and self._probe.drain is not None)

@@ -1,0 +1,386 @@
+"""Programs as CUDA graphs: what a program issues, collectives included, is recorded once and launched as a whole.
+
+A step of a small model waits for its host: every kernel, gather and reduction is a call of its own. A CUDA graph is one
+call for all of them. What PyTorch calls ``mode="reduce-overhead"`` does so for compute; here the runtime's streams take
+part (``csrc/executors/recorder.h``).
+
+A graph reads and writes the addresses that it was recorded with. So a forward program's saved tensors lie in the
+graphs' memory, where the backward program's graph reads them; what a program hands to anybody else is copied out, and
+what it is given is copied in unless it is the same tensor every time. A forward program whose last saved tensors may
+still be read is not replayed but run.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.program.program import Program
+from lightning_deepcompile.program.schedule import ProgramKind
+
+__all__ = ["Examined", "Frame", "ProgramGraphs", "Replays", "examine"]
+
+_log = logging.getLogger(__name__)
+
+_RUNS = 2
+"""A program runs so often before it is recorded: kernels are loaded and tuned, and connections made."""
+
+_MOST = 8
+"""Graphs of one program, for other numbers among its inputs or other states of the runtime; beyond, it runs."""
+
+_RECORDABLE = frozenset({
+    "gather", "wait", "compute", "release", "release_at_boundary", "reduce", "reduce_at_boundary", "end", "gather_now",
+    "reduce_now",
+})  # fmt: skip
+
+_HOST_READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+
+Run = Callable[[list[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What a program's operators say before it runs.
+
+    Args:
+        obstacle: Why it cannot be recorded; empty if nothing is known.
+        written: Places of inputs that it writes to.
+    """
+
+    obstacle: str = ""
+    written: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
+class _Graph:
+    """A recorded program.
+
+    Args:
+        graph: What is launched.
+        recording: What the runtime knew around it.
+        inputs: What it reads: tensors of its own, or those that it is given every time.
+        copied: Places of those that are copied in.
+        given: Places of those that must be the same.
+        outputs: What it writes, or hands on.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    recording: Any
+    inputs: list[Any]
+    copied: list[int]
+    given: list[int]
+    outputs: list[Any]
+
+    def changed(self, args: Sequence[Any]) -> list[int]:
+        """Places of inputs that are not what they were and cannot be copied in."""
+        return [i for i in self.given if not _is_same(args[i], self.inputs[i])] + [
+            i for i in self.copied if args[i].shape != self.inputs[i].shape
+        ]
+
+
+@dataclass(eq=False)
+class Frame:
+    """What the forward and the backward program of one graph tell each other.
+
+    Attributes:
+        saved: The tensors that the forward program's last replay has saved.
+        alive: One of them, in an object of its own: autograd keeps it for as long as a backward pass may read it.
+    """
+
+    saved: list[Tensor] = field(default_factory=list)
+    alive: weakref.ref[Tensor] | None = None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a backward pass may still read what the last replay saved."""
+        return self.alive is not None and self.alive() is not None
+
+    def has_saved(self, args: Sequence[Any]) -> bool:
+        """Whether a backward program is given what the last replay has saved."""
+        alive = None if self.alive is None else self.alive()
+        return alive is not None and any(isinstance(a, Tensor) and _is_same(a, alive) for a in args)
+
+
+class Replays:
+    """Says when the programs of one engine are recorded, and what they share.
+
+    Args:
+        runtime: ``_C.Runtime``.
+        device: Where the programs run.
+        wanted: Whether there shall be graphs.
+
+    Attributes:
+        reasons: Why programs are not recorded, by name.
+        recorded: The number of graphs that there are.
+        replayed: Names of the programs that were replayed.
+        enabled: Whether programs are recorded and replayed in the step under way.
+    """
+
+    def __init__(self, runtime: Any, device: torch.device, wanted: bool) -> None:
+        self._graphs = runtime.graphs
+        self._wanted = wanted and device.type == "cuda"
+        self._agreed: Callable[[], bool] = lambda: True
+        self._fresh = 0  # runs of programs in the step before, each among the first ones of its program
+        self._seen = 0
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+        self._programs: weakref.WeakSet[ProgramGraphs] = weakref.WeakSet()
+        self.reasons: dict[str, str] = {}
+        self.replayed: set[str] = set()
+        self.recorded = 0
+        self.enabled = False
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there shall be graphs."""
+        return self._wanted
+
+    @property
+    def ready(self) -> bool:
+        """Whether this rank's programs have run often enough to be recorded."""
+        return self.enabled and self._fresh == 0
+
+    def begin_step(self, settled: bool) -> None:
+        """Call before a training step.
+
+        Args:
+            settled: Whether programs stay as they are.
+        """
+        self.enabled = self._wanted and settled
+        self._fresh, self._seen = self._seen, 0
+
+    def agree(self, agreed: Callable[[], bool]) -> None:
+        """Says what tells whether all ranks are `ready`; it is asked where one would record."""
+        self._agreed = agreed
+
+    def of(self, frame: Frame, program: Program, outputs: int, examined: Examined) -> ProgramGraphs:
+        """What runs one program.
+
+        Args:
+            frame: Of its graph.
+            program: The program.
+            outputs: How many of a forward program's outputs are not saved.
+            examined: What is known of it.
+        """
+        graphs = ProgramGraphs(self, frame, program, outputs, examined)
+        self._programs.add(graphs)
+        return graphs
+
+    def may_record(self, runs: int) -> bool:
+        """Whether a program is recorded that has run so often; all ranks record in the same step."""
+        if runs < _RUNS:
+            self._seen += 1
+            return False
+        return self.ready and self._agreed()
+
+    def record(self, run: Run, inputs: list[Any]) -> tuple[torch.cuda.CUDAGraph, Any, list[Any]]:
+        """Records what `run` issues; nothing of it reaches the device.
+
+        Returns:
+            The graph, what the runtime knew around it, and the program's outputs.
+        """
+        if self._stream is None:
+            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            torch.cuda.empty_cache()  # activations lie in the graphs' memory from now on
+        self._graphs.prepare()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(self._stream):
+                # Other threads may use the device meanwhile: a watchdog, a loader of data.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    self._graphs.fork()
+                    outputs = list(run(inputs))
+                    recording = self._graphs.join()
+                finally:
+                    graph.capture_end()
+        except BaseException:
+            self._graphs.cancel()
+            raise
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self.recorded += 1
+        return graph, recording, outputs
+
+    def fits(self, recording: Any) -> bool:
+        """Whether a replay would find the runtime as the recording did."""
+        return bool(self._graphs.fits(recording))
+
+    def launch(self, graph: _Graph, name: str) -> None:
+        """Replays the program `name`."""
+        graph.graph.replay()
+        self.replayed.add(name)
+        self._graphs.replayed(graph.recording, name)
+
+    def forget(self) -> None:
+        """Drops all graphs, and the memory that they take; what runs them goes on without."""
+        for program in self._programs:
+            program.forget()
+        self._graphs.forget()
+        self.recorded, self._pool, self._stream = 0, None, None
+        self.enabled = False
+
+
+class ProgramGraphs:
+    """Runs one program: as it is, or as a graph.
+
+    Args:
+        replays: What all programs share.
+        frame: What it shares with its partner.
+        program: The program.
+        outputs: How many of a forward program's outputs are not saved.
+        examined: What is known of it.
+    """
+
+    def __init__(self, replays: Replays, frame: Frame, program: Program, outputs: int, examined: Examined) -> None:
+        self._replays, self._frame, self._name, self._outputs = replays, frame, program.name, outputs
+        self._kind: ProgramKind = program.kind
+        self._obstacle = self._own_obstacle = examined.obstacle
+        self._written = examined.written
+        self._runs: Counter[Any] = Counter()
+        self._graphs: dict[Any, list[_Graph]] = {}
+        self._recorded = 0
+        self._before: list[weakref.ref[Tensor] | None] = []  # what the last run was given
+        self._changing: set[int] = set()  # places of inputs that are not always the same tensor
+
+    def swapped(self, program: Program) -> None:
+        """The program is another one now."""
+        self.forget()
+        unknown = {i.op for i in program.schedule.instructions} - _RECORDABLE
+        self._obstacle = self._own_obstacle or (f"it does {', '.join(sorted(unknown))}" if unknown else "")
+
+    def forget(self) -> None:
+        """Drops its graphs."""
+        self._graphs, self._recorded = {}, 0
+        self._runs.clear()
+        self._frame.saved, self._frame.alive = [], None
+
+    def __call__(self, args: list[Any], run: Run) -> Sequence[Any]:
+        """Does what ``run(args)`` does."""
+        if not self._replays.enabled or self._kind == "inference":
+            return run(args)
+        if self._obstacle:
+            self._replays.reasons[self._name] = self._obstacle
+            return run(args)
+        key = tuple(a for a in args if not isinstance(a, Tensor))
+        if self._kind == "forward":
+            if self._frame.is_read:
+                return run(args)
+        elif not self._frame.has_saved(args):
+            self._runs[key] += 1
+            return run(args)
+        for graph in list(self._graphs.get(key, ())):
+            if changed := graph.changed(args):
+                self._changing.update(changed)
+                self._graphs[key].remove(graph)
+            elif self._replays.fits(graph.recording):
+                return self._replay(graph, args)
+        if not self._replays.may_record(self._runs[key]):
+            self._runs[key] += 1
+            self._before = [weakref.ref(a) if isinstance(a, Tensor) else None for a in args]
+            return run(args)
+        if self._recorded == _MOST:
+            self._give_up(f"it was recorded {_MOST} times, as its inputs or gradients lie elsewhere again and again")
+            return run(args)
+        try:
+            graph = self._record(args, run)
+        except Exception as error:
+            self._give_up(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            return run(args)
+        self._graphs.setdefault(key, []).append(graph)
+        return self._replay(graph, args)
+
+    def _give_up(self, reason: str) -> None:
+        self._obstacle = self._replays.reasons[self._name] = reason
+        self._graphs = {}
+        _log.warning("The program %s is not replayed as a CUDA graph, but runs as before: %s.", self._name, reason)
+
+    @torch.no_grad()
+    def _record(self, args: list[Any], run: Run) -> _Graph:
+        inputs, copied, given = list(args), [], []
+        for i, value in enumerate(args):
+            if not isinstance(value, Tensor):
+                continue
+            if value.device.type != "cuda":
+                raise ValueError(f"it reads a tensor on {value.device}")
+            if self._is_same_every_time(i, value):
+                given.append(i)
+            elif i in self._written:
+                raise ValueError("it writes to an input that is not the same tensor every time")
+            else:
+                copied.append(i)
+                inputs[i] = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=value.device
+                ).copy_(value)
+        recorded, recording, outputs = self._replays.record(run, list(inputs))
+        graph = _Graph(recorded, recording, inputs, copied, given, outputs)
+        self._recorded += 1
+        return graph
+
+    def _is_same_every_time(self, place: int, value: Tensor) -> bool:
+        if self._kind == "backward":
+            return any(_is_same(value, saved) for saved in self._frame.saved)
+        if place in self._changing or place >= len(self._before):
+            return False
+        before = self._before[place]
+        return before is not None and before() is value
+
+    @torch.no_grad()
+    def _replay(self, graph: _Graph, args: list[Any]) -> Sequence[Any]:
+        for i in graph.copied:
+            graph.inputs[i].copy_(args[i])
+        args.clear()
+        self._replays.launch(graph, self._name)
+        if self._kind == "backward":
+            self._frame.alive = None
+            return [_copy(value) for value in graph.outputs]
+        handed = [_copy(value) for value in graph.outputs[: self._outputs]]
+        saved = graph.outputs[self._outputs :]
+        tensors = [value for value in saved if isinstance(value, Tensor)]
+        self._frame.saved, self._frame.alive = tensors, None
+        own = [graph.inputs[i] for i in graph.given]
+        for place, value in enumerate(saved):
+            if isinstance(value, Tensor) and not any(value is one for one in own):
+                saved[place] = value.detach()
+                self._frame.alive = weakref.ref(saved[place])
+                break
+        return [*handed, *saved]
+
+
+def examine(gm: fx.GraphModule) -> Examined:
+    """Looks at the operators of a program, before it is lowered."""
+    places = {node: place for place, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder")}
+    writes = [n for n in gm.graph.nodes if n.target is torch.ops.aten.copy_.default and n.args[0] in places]
+    return Examined(_obstacle(gm), tuple(sorted({places[node.args[0]] for node in writes})))
+
+
+def _obstacle(gm: fx.GraphModule) -> str:
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and value.device.type != "cuda":
+            return f"`{node.name}` is computed on {value.device}"
+        if isinstance(node.target, compat.OpOverload):
+            if not _HOST_READS.isdisjoint(node.target.tags):
+                return f"the host reads what `{node.target}` computes"
+            if node.target.namespace == "lightning_deepcompile":
+                return f"`{node.target}` waits for other ranks' hosts"
+    return ""
+
+
+def _is_same(value: Tensor, known: Tensor) -> bool:
+    """Whether `value` is where `known`, whose memory is held, is, and looks like it."""
+    return value is known or (
+        value.data_ptr() == known.data_ptr() and value.shape == known.shape and value.dtype == known.dtype
+    )
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
