@@ -78,7 +78,7 @@ struct Engines {
   ReduceEngine reductions;
   OffloadEngine offloads;
   StateCopies states;
-  Recorder recorder{registry, gathers, reductions, stats};
+  Recorder recorder{registry, gathers, reductions, stats, phase.boundary};
   std::map<int64_t, std::unique_ptr<Executor>> executors;
 };
 

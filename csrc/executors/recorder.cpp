@@ -46,7 +46,9 @@ std::shared_ptr<Recording> Recorder::join() {
   reductions_.join();
   gathers_.join();
   recording_->after = edge();
-  recording_->counted = sum(stats_, recording_->counted, -1);
+  const Stats before = recording_->counted;
+  recording_->counted = sum(stats_, before, -1);
+  stats_ = before;  // it has not run yet
   return std::exchange(recording_, nullptr);
 }
 
@@ -60,13 +62,14 @@ void Recorder::cancel() {
 }
 
 bool Recorder::fits(const Recording& recording) const {
-  if (recording.addresses != registry_.addresses() || !gathers_.has(recording.before.gathered)) return false;
+  const Recording::Edge& before = recording.before;
+  if (recording.addresses != registry_.addresses() || before.boundary != boundary_) return false;
+  if (!gathers_.has(before.gathered) || reductions_.ids_with_grad() != before.with_grad) return false;
   const auto same = [](const auto& left, const auto& right) {
     return left.first == right.first && left.second.value.is_same(right.second.value);
   };
-  const WholeGradients::Sums &held = reductions_.held(), &before = recording.before.held;
-  return std::equal(held.begin(), held.end(), before.begin(), before.end(), same) &&
-         reductions_.ids_with_grad() == recording.before.with_grad;
+  const WholeGradients::Sums& held = reductions_.held();
+  return std::equal(held.begin(), held.end(), before.held.begin(), before.held.end(), same);
 }
 
 void Recorder::replayed(const Recording& recording) {
@@ -79,7 +82,7 @@ void Recorder::forget() {
   registry_.keep_grads(false);
 }
 
-Recording::Edge Recorder::edge() const { return {gathers_.left(), reductions_.held(), reductions_.ids_with_grad()}; }
+Recording::Edge Recorder::edge() const { return {gathers_.left(), reductions_.held(), reductions_.ids_with_grad(), boundary_}; }
 
 void Recorder::restore(const Recording::Edge& edge) {
   gathers_.restore(edge.gathered);

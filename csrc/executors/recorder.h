@@ -25,6 +25,7 @@ class Recording {
     GatherEngine::Left gathered;
     WholeGradients::Sums held;
     Ids with_grad;
+    bool boundary;  // the optimizer steps after this backward
   };
 
  private:
@@ -36,8 +37,8 @@ class Recording {
 
 class Recorder {
  public:
-  Recorder(Registry& registry, GatherEngine& gathers, ReduceEngine& reductions, Stats& stats)
-      : registry_(registry), gathers_(gathers), reductions_(reductions), stats_(stats) {}
+  Recorder(Registry& registry, GatherEngine& gathers, ReduceEngine& reductions, Stats& stats, const bool& boundary)
+      : registry_(registry), gathers_(gathers), reductions_(reductions), stats_(stats), boundary_(boundary) {}
 
   void prepare();
   void fork();
@@ -58,6 +59,7 @@ class Recorder {
   GatherEngine& gathers_;
   ReduceEngine& reductions_;
   Stats& stats_;
+  const bool& boundary_;
   std::shared_ptr<Recording> recording_;  // the one under way
 };
 

@@ -345,7 +345,7 @@ class Capture:
         with self._timed():
             self._inline(frame, kind, gm)
             flops = count_flops(gm, backward=kind == "backward")
-            read = replay.examine(gm)  # now: lowering rewrites it
+            examined = None if self.replays is None else self.replays.examine(gm)  # now: lowering rewrites it
             # A backward program also releases what the forward program left, whether it reads it or not.
             frame.ids |= {n.args[1] for n in gm.graph.nodes if is_gather(n) or is_reduce(n)}
             name = f"frame{frame.index}.{kind}"
@@ -375,8 +375,8 @@ class Capture:
             plan = self._plan(frame, base)
             enter = compat.held_weakly(self._enter)
             graphs = None
-            if self.replays is not None and kind != "inference":
-                graphs = self.replays.of(frame.replayed, base, frame.outputs, read)
+            if self.replays is not None and examined is not None and kind != "inference":
+                graphs = self.replays.of(frame.replayed, base, frame.outputs, examined)
             executable = Executable(base, plan, before, enter, self.guard, self.divider, graphs)
         self._flops[name] = flops
         self.executables.append(executable)

@@ -26,7 +26,7 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.schedule import ProgramKind
 
-__all__ = ["Examined", "Frame", "ProgramGraphs", "Replays", "examine"]
+__all__ = ["Examined", "Frame", "ProgramGraphs", "Replays"]
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class _Graph:
         copied: Places of those that are copied in.
         given: Places of those that must be the same.
         outputs: What it writes, or hands on.
+        backward: Of a forward program: the graphs of its backward program that read what this one saves.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -78,6 +79,7 @@ class _Graph:
     copied: list[int]
     given: list[int]
     outputs: list[Any]
+    backward: dict[Any, list[_Graph]] = field(default_factory=dict)
 
     def changed(self, args: Sequence[Any]) -> list[int]:
         """Places of inputs that are not what they were and cannot be copied in."""
@@ -92,10 +94,12 @@ class Frame:
 
     Attributes:
         saved: The tensors that the forward program's last replay has saved.
+        replayed: Its graph.
         alive: One of them, in an object of its own: autograd keeps it for as long as a backward pass may read it.
     """
 
     saved: list[Tensor] = field(default_factory=list)
+    replayed: _Graph | None = None
     alive: weakref.ref[Tensor] | None = None
 
     @property
@@ -126,7 +130,7 @@ class Replays:
 
     def __init__(self, runtime: Any, device: torch.device, wanted: bool) -> None:
         self._graphs = runtime.graphs
-        self._wanted = wanted and device.type == "cuda"
+        self.device, self._wanted = device, wanted
         self._agreed: Callable[[], bool] = lambda: True
         self._fresh = 0  # runs of programs in the step before, each among the first ones of its program
         self._seen = 0
@@ -160,6 +164,12 @@ class Replays:
     def agree(self, agreed: Callable[[], bool]) -> None:
         """Says what tells whether all ranks are `ready`; it is asked where one would record."""
         self._agreed = agreed
+
+    def examine(self, gm: fx.GraphModule) -> Examined:
+        """Looks at the operators of a program, before it is lowered."""
+        places = {node: place for place, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder")}
+        writes = [n for n in gm.graph.nodes if n.target is torch.ops.aten.copy_.default and n.args[0] in places]
+        return Examined(_obstacle(gm, self.device), tuple(sorted({places[node.args[0]] for node in writes})))
 
     def of(self, frame: Frame, program: Program, outputs: int, examined: Examined) -> ProgramGraphs:
         """What runs one program.
@@ -261,7 +271,7 @@ class ProgramGraphs:
         """Drops its graphs."""
         self._graphs, self._recorded = {}, 0
         self._runs.clear()
-        self._frame.saved, self._frame.alive = [], None
+        self._frame.saved, self._frame.replayed, self._frame.alive = [], None, None
 
     def __call__(self, args: list[Any], run: Run) -> Sequence[Any]:
         """Does what ``run(args)`` does."""
@@ -277,10 +287,11 @@ class ProgramGraphs:
         elif not self._frame.has_saved(args):
             self._runs[key] += 1
             return run(args)
-        for graph in list(self._graphs.get(key, ())):
+        graphs = self._graphs_for(key)
+        for graph in list(graphs):
             if changed := graph.changed(args):
                 self._changing.update(changed)
-                self._graphs[key].remove(graph)
+                graphs.remove(graph)
             elif self._replays.fits(graph.recording):
                 return self._replay(graph, args)
         if not self._replays.may_record(self._runs[key]):
@@ -295,8 +306,14 @@ class ProgramGraphs:
         except Exception as error:
             self._give_up(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
             return run(args)
-        self._graphs.setdefault(key, []).append(graph)
+        graphs.append(graph)
         return self._replay(graph, args)
+
+    def _graphs_for(self, key: Any) -> list[_Graph]:
+        """Those that were recorded with such numbers among the inputs."""
+        forward = self._frame.replayed
+        known = self._graphs if self._kind == "forward" or forward is None else forward.backward
+        return known.setdefault(key, [])
 
     def _give_up(self, reason: str) -> None:
         self._obstacle = self._replays.reasons[self._name] = reason
@@ -309,7 +326,7 @@ class ProgramGraphs:
         for i, value in enumerate(args):
             if not isinstance(value, Tensor):
                 continue
-            if value.device.type != "cuda":
+            if value.device != self._replays.device:
                 raise ValueError(f"it reads a tensor on {value.device}")
             if self._is_same_every_time(i, value):
                 given.append(i)
@@ -345,7 +362,7 @@ class ProgramGraphs:
         handed = [_copy(value) for value in graph.outputs[: self._outputs]]
         saved = graph.outputs[self._outputs :]
         tensors = [value for value in saved if isinstance(value, Tensor)]
-        self._frame.saved, self._frame.alive = tensors, None
+        self._frame.saved, self._frame.replayed, self._frame.alive = tensors, graph, None
         own = [graph.inputs[i] for i in graph.given]
         for place, value in enumerate(saved):
             if isinstance(value, Tensor) and not any(value is one for one in own):
@@ -355,17 +372,10 @@ class ProgramGraphs:
         return [*handed, *saved]
 
 
-def examine(gm: fx.GraphModule) -> Examined:
-    """Looks at the operators of a program, before it is lowered."""
-    places = {node: place for place, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder")}
-    writes = [n for n in gm.graph.nodes if n.target is torch.ops.aten.copy_.default and n.args[0] in places]
-    return Examined(_obstacle(gm), tuple(sorted({places[node.args[0]] for node in writes})))
-
-
-def _obstacle(gm: fx.GraphModule) -> str:
+def _obstacle(gm: fx.GraphModule, device: torch.device) -> str:
     for node in gm.graph.nodes:
         value = node.meta.get("val")
-        if isinstance(value, Tensor) and value.device.type != "cuda":
+        if isinstance(value, Tensor) and value.device.type != device.type:
             return f"`{node.name}` is computed on {value.device}"
         if isinstance(node.target, compat.OpOverload):
             if not _HOST_READS.isdisjoint(node.target.tags):

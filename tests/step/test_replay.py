@@ -1,0 +1,165 @@
+"""When programs are recorded and replayed: on CPUs, where a replay runs the program again and writes where it wrote.
+
+What the device does is `test_cuda_graphs_gpu.py`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from cases import CASES, Record, train
+from multiprocess import run_ranks
+from test_cuda_graphs_gpu import Dropped, TwoPasses
+from torch import Tensor
+
+MODELS = {**CASES, "dropped": Dropped, "two_passes": TwoPasses}
+
+
+class Replay(pl.Callback):
+    """Lets an engine replay its programs though its device has no graphs."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        self.replayed: Counter[str] = Counter()
+
+    def install(self, engine: Any) -> None:
+        from lightning_deepcompile.program import replay
+
+        callback = self
+
+        class OnCpu(replay.Replays):
+            def record(self, run: Any, inputs: list[Any]) -> tuple[Any, Any, list[Any]]:
+                self._graphs.prepare()
+                self._graphs.fork()
+                try:
+                    outputs = list(run(list(inputs)))
+                    if callback.fails:
+                        raise RuntimeError("not while capturing")
+                except BaseException:
+                    self._graphs.cancel()
+                    raise
+                recording = self._graphs.join()
+                self.recorded += 1
+                return SimpleNamespace(run=run, inputs=inputs, outputs=outputs, ran=True), recording, outputs
+
+            def launch(self, graph: Any, name: str) -> None:
+                known = graph.graph
+                if not known.ran:  # else its recording was its first run
+                    for old, new in zip(known.outputs, known.run(list(known.inputs)), strict=True):
+                        if isinstance(old, Tensor) and old is not new:
+                            old.copy_(new)
+                known.ran = False
+                self._graphs.replayed(graph.recording, name)
+                self.replayed.add(name)
+                callback.replayed[name] += 1
+
+        engine.capture.replays = OnCpu(engine.runtime, torch.device("cpu"), True)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.install(trainer.strategy.engine)
+
+
+def _run(name: str, replays: bool, world: int, **options: Any) -> tuple[Record, Any]:
+    from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+
+    config = CompileConfig(region_backend="eager", schedule=None, keep_last_block=False)
+    callbacks = options.pop("callbacks", [])
+    callback = next((c for c in callbacks if isinstance(c, Replay)), Replay())
+    record = train(
+        MODELS[name],
+        DeepCompileStrategy(compile=config),
+        world_size=world,
+        rank=int(os.environ["RANK"]),
+        steps=7,
+        callbacks=[*{callback: None, **dict.fromkeys(callbacks)}] if replays else [],
+        inspect=lambda trainer: trainer.strategy.engine.capture.replays,
+        **options,
+    )
+    record.extra = record.extra and (dict(callback.replayed), record.extra.reasons)
+    return record, None
+
+
+def _both(name: str, world: int, options: dict[str, Any]) -> list[Record]:
+    return [_run(name, replays, world, **options)[0] for replays in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "options", "replays"),
+    [
+        ("dropped", 2, {"accumulate": 3, "gradient_clip_val": 0.5}, {"frame0.forward": 18, "frame0.backward": 18}),
+        ("gpt_tied", 2, {"optimizer": "adamw"}, {"frame0.forward": 4, "frame0.backward": 4}),
+        ("frozen", 1, {}, {"frame0.forward": 4, "frame0.backward": 4}),
+        ("graph_break", 2, {}, {f"frame{i}.{kind}": 4 for i in range(1, 4) for kind in ("forward", "backward")}),
+    ],
+)  # fmt: skip
+def test_replays(name: str, world: int, options: dict[str, Any], replays: dict[str, int]) -> None:
+    for plain, replayed in run_ranks(_both, world, name, world, options):
+        _check(plain, replayed)
+        assert replayed.extra == (replays, {})
+
+
+def _check(plain: Record, replayed: Record) -> None:
+    assert replayed.losses == plain.losses
+    for left, right in zip(plain.grads, replayed.grads, strict=True):
+        assert all((left[name] is None) == (right[name] is None) for name in left)
+        assert all(torch.equal(grad, right[name]) for name, grad in left.items() if grad is not None)
+    for left, right in ((plain.params, replayed.params), (plain.buffers, replayed.buffers)):
+        assert all(torch.equal(value, right[name]) for name, value in left.items())
+
+
+def test_what_a_backward_pass_may_still_read_is_not_overwritten() -> None:
+    for plain, replayed in run_ranks(_both, 2, "two_passes", 2, {}):
+        _check(plain, replayed)
+        ran, reasons = replayed.extra
+        assert reasons == {}
+        forward = sum(count for name, count in ran.items() if name.endswith("forward"))
+        assert 0 < forward < 2 * 7  # the second of two passes runs
+
+
+class _HoldsGradients(pl.Callback):
+    """Keeps every step's gradient of one parameter, as it was handed out."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+        self.kept.append(module.head.weight.grad)
+
+
+def _held() -> tuple[list[Record], list[Tensor]]:
+    kept = _HoldsGradients()
+    plain = _run("dropped", False, 1)[0]
+    replayed = _run("dropped", True, 1, callbacks=[kept])[0]
+    return [plain, replayed], [grad.full_tensor() for grad in kept.kept]
+
+
+def test_gradients_that_are_kept_stay_as_they_are() -> None:
+    (((plain, replayed), kept),) = run_ranks(_held, 1)
+    _check(plain, replayed)
+    for step, grad in enumerate(kept):
+        assert torch.equal(grad, plain.grads[step]["head.weight"]), step
+
+
+class _Fails(Replay):
+    """Recording fails as it does where a kernel cannot be part of a graph."""
+
+    fails = True
+
+
+def _failing() -> list[Record]:
+    return [_run("gpt_tied", False, 2)[0], _run("gpt_tied", True, 2, callbacks=[_Fails()])[0]]
+
+
+def test_what_cannot_be_recorded_runs_as_before() -> None:
+    for plain, replayed in run_ranks(_failing, 2):
+        _check(plain, replayed)
+        ran, reasons = replayed.extra
+        assert ran == {} and reasons == {"frame0.forward": "RuntimeError: not while capturing"}
