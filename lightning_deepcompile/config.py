@@ -19,6 +19,11 @@ __all__ = ["CompileConfig"]
 
 Schedule = Annotated[list[dict[str, Any]], PassSchedule()]
 
+_NO_GRAPHS = ("symmetric_memory", "communication_sms", "offload_parameters")
+"""Settings with which programs are no CUDA graphs: they count, or move, what a graph would have as it was."""
+
+_OFF = (False, "none")
+
 
 @checked
 @dataclass
@@ -172,6 +177,11 @@ class CompileConfig:
                 f"CompileConfig(max_ctas={self.max_ctas}, communication_sms={self.communication_sms}): both limit the "
                 "thread blocks of collectives; give one of them."
             )
+        if self.cuda_graphs is True and (others := [name for name in _NO_GRAPHS if getattr(self, name) not in _OFF]):
+            raise ValueError(
+                f"CompileConfig(cuda_graphs=True, {others[0]}={getattr(self, others[0])!r}): what runs at such a "
+                "setting cannot be recorded. Leave one of them out, or use cuda_graphs='auto'."
+            )
         # One form for each: settings are compared, and written to plan files.
         self.memory_budget = as_fraction(self.memory_budget)
         self.host_memory_budget = as_fraction(self.host_memory_budget)
@@ -199,6 +209,11 @@ class CompileConfig:
         if isinstance(self.symmetric_memory, bool):
             return SYMMETRIC_THRESHOLD if self.symmetric_memory else 0
         return parse_budget(self.symmetric_memory, total=1, name="symmetric_memory")
+
+    @property
+    def replays(self) -> Literal["auto"] | bool:
+        """As `cuda_graphs`, where the other settings allow for it."""
+        return self.cuda_graphs if all(getattr(self, name) in _OFF for name in _NO_GRAPHS) else False
 
     def in_folder(self, root: str) -> CompileConfig:
         """The settings of a run whose root directory is `root`, in which what is ``"auto"`` has its place."""

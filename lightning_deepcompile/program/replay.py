@@ -13,11 +13,12 @@ still be read is not replayed but run.
 from __future__ import annotations
 
 import logging
+import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -26,7 +27,7 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.schedule import ProgramKind
 
-__all__ = ["Examined", "Frame", "ProgramGraphs", "Replays"]
+__all__ = ["Examined", "Frame", "ProgramGraphs", "Replays", "Trial"]
 
 _log = logging.getLogger(__name__)
 
@@ -36,12 +37,17 @@ _RUNS = 2
 _MOST = 8
 """Graphs of one program, for other numbers among its inputs or other states of the runtime; beyond, it runs."""
 
+_WATCHED = 24
+"""Steps whose times are compared to know whether graphs pay."""
+
 _RECORDABLE = frozenset({
     "gather", "wait", "compute", "release", "release_at_boundary", "reduce", "reduce_at_boundary", "end", "gather_now",
     "reduce_now",
 })  # fmt: skip
 
-_HOST_READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+_HOSTS_WAIT = frozenset({
+    torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe
+})  # fmt: skip
 
 Run = Callable[[list[Any]], Sequence[Any]]
 
@@ -113,13 +119,70 @@ class Frame:
         return alive is not None and any(isinstance(a, Tensor) and _is_same(a, alive) for a in args)
 
 
+class Trial:
+    """Whether graphs pay: devices must be found waiting for their hosts, and steps must become shorter.
+
+    Attributes:
+        outcome: Empty until graphs were tried; then whether they stay, and why.
+    """
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=_WATCHED)
+        self._waits: deque[bool] = deque(maxlen=_WATCHED)
+        self._since: float | None = None
+        self._before = 0.0
+        self._left = 0  # steps until the trial is over
+        self.outcome = ""
+
+    @property
+    def host_is_late(self) -> bool:
+        """Whether the device had nothing to do when most of the last steps began."""
+        return len(self._waits) == _WATCHED and sum(self._waits) > 0.8 * _WATCHED
+
+    def begin_step(self, idle: bool, now: float) -> None:
+        """Call before a training step.
+
+        Args:
+            idle: Whether the device has done all that it was given.
+            now: Time in seconds.
+        """
+        if self._since is not None:
+            self._times.append(now - self._since)
+            self._waits.append(idle)
+        self._since = now
+        if self._left == 0:
+            return
+        self._left -= 1
+        if self._left == 0:
+            after = self._seconds()
+            kept = after < 0.98 * self._before
+            self.outcome = (
+                f"CUDA graphs {'are kept' if kept else 'were no faster, and are not used'}: "
+                f"{1e3 * after:.1f} ms a step ({1e3 * self._before:.1f} ms before)"
+            )
+
+    def start(self) -> None:
+        """Programs are recorded from now on."""
+        if self._left == 0 and not self.outcome:
+            self._before, self._left = self._seconds(), 2 * _WATCHED  # the first half may still record
+
+    @property
+    def failed(self) -> bool:
+        """Whether graphs were tried, and were no faster."""
+        return "no faster" in self.outcome
+
+    def _seconds(self) -> float:
+        """Mean of the last steps, but for the longest: behind it something else may have happened."""
+        return sum(sorted(self._times)[:-1]) / max(len(self._times) - 1, 1)
+
+
 class Replays:
     """Says when the programs of one engine are recorded, and what they share.
 
     Args:
         runtime: ``_C.Runtime``.
         device: Where the programs run.
-        wanted: Whether there shall be graphs.
+        wanted: Whether there shall be graphs; ``"auto"``: where they pay.
 
     Attributes:
         reasons: Why programs are not recorded, by name.
@@ -128,9 +191,10 @@ class Replays:
         enabled: Whether programs are recorded and replayed in the step under way.
     """
 
-    def __init__(self, runtime: Any, device: torch.device, wanted: bool) -> None:
+    def __init__(self, runtime: Any, device: torch.device, wanted: Literal["auto"] | bool) -> None:
         self._graphs = runtime.graphs
-        self.device, self._wanted = device, wanted
+        self.device, self._wanted = device, bool(wanted)
+        self._trial = Trial() if wanted == "auto" else None
         self._agreed: Callable[[], bool] = lambda: True
         self._fresh = 0  # runs of programs in the step before, each among the first ones of its program
         self._seen = 0
@@ -143,14 +207,11 @@ class Replays:
         self.enabled = False
 
     @property
-    def wanted(self) -> bool:
-        """Whether there shall be graphs."""
-        return self._wanted
-
-    @property
     def ready(self) -> bool:
-        """Whether this rank's programs have run often enough to be recorded."""
-        return self.enabled and self._fresh == 0
+        """Whether this rank's programs have run often enough to be recorded, and it would pay."""
+        if not self.enabled or self._fresh > 0:
+            return False
+        return self._trial is None or self.recorded > 0 or (self._trial.host_is_late and self._has_room())
 
     def begin_step(self, settled: bool) -> None:
         """Call before a training step.
@@ -158,8 +219,26 @@ class Replays:
         Args:
             settled: Whether programs stay as they are.
         """
+        if self._trial is not None and settled and self._wanted:
+            self._try(self._trial)
         self.enabled = self._wanted and settled
         self._fresh, self._seen = self._seen, 0
+
+    def _try(self, trial: Trial) -> None:
+        known = bool(trial.outcome)
+        trial.begin_step(torch.cuda.current_stream().query(), time.perf_counter())
+        if known or not trial.outcome:
+            return
+        _log.info("%s.", trial.outcome)
+        if trial.failed:
+            self.forget()
+            self._wanted = False
+
+    def _has_room(self) -> bool:
+        """Whether a step's activations may lie on the device twice: in graphs' memory, and in what else may run."""
+        taken = torch.cuda.memory_allocated()
+        cached = torch.cuda.memory_reserved() - taken
+        return torch.cuda.max_memory_allocated() - taken < 0.8 * (torch.cuda.mem_get_info()[0] + cached)
 
     def agree(self, agreed: Callable[[], bool]) -> None:
         """Says what tells whether all ranks are `ready`; it is asked where one would record."""
@@ -200,8 +279,12 @@ class Replays:
         if self._stream is None:
             self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
             torch.cuda.empty_cache()  # activations lie in the graphs' memory from now on
+        if self._trial is not None:
+            self._trial.start()
         self._graphs.prepare()
         self._stream.wait_stream(torch.cuda.current_stream())
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        random = generator.clone_state()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(self._stream):
@@ -214,6 +297,11 @@ class Replays:
                 finally:
                     graph.capture_end()
         except BaseException:
+            # The generator still believes that it is recorded. The graphs that there are would draw from it, others
+            # from the copy: they go.
+            generator.graphsafe_set_state(random)
+            for program in self._programs:
+                program.forget()
             self._graphs.cancel()
             raise
         torch.cuda.current_stream().wait_stream(self._stream)
@@ -377,11 +465,8 @@ def _obstacle(gm: fx.GraphModule, device: torch.device) -> str:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and value.device.type != device.type:
             return f"`{node.name}` is computed on {value.device}"
-        if isinstance(node.target, compat.OpOverload):
-            if not _HOST_READS.isdisjoint(node.target.tags):
-                return f"the host reads what `{node.target}` computes"
-            if node.target.namespace == "lightning_deepcompile":
-                return f"`{node.target}` waits for other ranks' hosts"
+        if isinstance(node.target, compat.OpOverload) and not _HOSTS_WAIT.isdisjoint(node.target.tags):
+            return f"the host waits in `{node.target}`"
     return ""
 
 

@@ -24,10 +24,11 @@ from lightning_deepcompile import compat
 
 __all__ = ["look_up", "look_up_gradient", "lookup_ops", "looked_up", "most_indices"]
 
+_WAITS = (torch.Tag.cudagraph_unsafe,)  # for other ranks' hosts
 _OTHERS = "If another rank failed, look at its error first; else ranks took different paths through the model."
 
 
-@torch.library.custom_op("lightning_deepcompile::most_indices", mutates_args=())
+@torch.library.custom_op("lightning_deepcompile::most_indices", mutates_args=(), tags=_WAITS)
 def most_indices(indices: Tensor, name: str, host_group: str, after: Tensor | None = None) -> Tensor:
     """The number of indices of the rank that has most.
 
@@ -51,7 +52,7 @@ def _(indices: Tensor, name: str, host_group: str, after: Tensor | None = None) 
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 
-@torch.library.custom_op("lightning_deepcompile::look_up", mutates_args=())
+@torch.library.custom_op("lightning_deepcompile::look_up", mutates_args=(), tags=_WAITS)
 def look_up(
     shard: Tensor,
     indices: Tensor,
@@ -120,7 +121,7 @@ def _(
     return shard.new_empty((*indices.shape, shard.shape[1]), dtype=dtype)
 
 
-@torch.library.custom_op("lightning_deepcompile::look_up_gradient", mutates_args=())
+@torch.library.custom_op("lightning_deepcompile::look_up_gradient", mutates_args=(), tags=_WAITS)
 def look_up_gradient(
     gradient: Tensor,
     indices: Tensor,

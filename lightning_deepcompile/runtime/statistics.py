@@ -15,10 +15,14 @@ from torch import Tensor
 
 from lightning_deepcompile import compat
 
+_WAITS = (torch.Tag.cudagraph_unsafe,)  # for other ranks, beside what a graph would hold
+
 __all__ = ["gather_statistics", "statistics_ops", "sum_statistics_gradients"]
 
 
-@torch.library.custom_op("lightning_deepcompile::gather_statistics", mutates_args=())
+@torch.library.custom_op(
+    "lightning_deepcompile::gather_statistics", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
 def gather_statistics(statistics: Tensor, group: str, ranks: int, after: Tensor | None = None) -> Tensor:
     """Gathers a vector of every rank.
 
@@ -41,7 +45,9 @@ def _(statistics: Tensor, group: str, ranks: int, after: Tensor | None = None) -
     return statistics.new_empty(ranks, statistics.shape[0])
 
 
-@torch.library.custom_op("lightning_deepcompile::sum_statistics_gradients", mutates_args=())
+@torch.library.custom_op(
+    "lightning_deepcompile::sum_statistics_gradients", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
 def sum_statistics_gradients(gradients: Tensor, group: str, after: Tensor | None = None) -> Tensor:
     """The derivative of `gather_statistics`: what all ranks' losses say of this rank's vector.
 

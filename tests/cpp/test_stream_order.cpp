@@ -4,6 +4,7 @@
 // Fresh memory orders its user behind the compute stream by itself (Arena::acquire). So each order is looked at where
 // nothing else could make it: with slots that have been used before, and with as few waits as the call allows.
 #include "executors/offload.h"
+#include "executors/recorder.h"
 
 #include "fake_device.h"
 #include "memory/host_shards.h"
@@ -248,9 +249,68 @@ void test_a_shard_that_leaves() {
   EXPECT(streams.compute_waits_for(back));  // the optimizer writes to the shard
 }
 
+/// What a device graph records: it begins and ends on the compute stream, and waits for nothing from before.
+void test_recordings() {
+  Streams streams;
+  const bool boundary = true;
+  Recorder recorder(streams.registry, streams.gathers, streams.reductions, streams.stats, boundary);
+  Work& last = streams.wire->last;
+  const auto run = [&] {  // a forward program, which leaves a parameter for its backward program
+    streams.gathers.launch({0, 1}, {});
+    streams.gathers.launch({2}, {});
+    streams.gathers.wait(0);
+    streams.gathers.release(0);
+    streams.gathers.release(1);
+  };
+  streams.gathers.launch({3}, {});
+  const Work before = last;
+  recorder.prepare();
+  EXPECT(streams.compute_waits_for(before) && !streams.gathers.is_gathered(3));
+  const Work forked = streams.compute();
+  recorder.fork();
+  run();
+  EXPECT(last.stream == streams.gathering && last.is_behind(forked) && !streams.compute_waits_for(last));
+  const std::shared_ptr<Recording> forward = recorder.join();
+  EXPECT(streams.compute_waits_for(last) && streams.gathers.is_gathered(2) && streams.stats.gathers == 1);
+  const Tensor left = streams.gathers.wait(2);
+  recorder.replayed(*forward);
+  EXPECT(streams.stats.gathers == 1 + 3);
+  EXPECT(!recorder.fits(*forward));  // it begins with nothing gathered
+
+  recorder.prepare();  // of the backward program
+  recorder.fork();
+  EXPECT(streams.gathers.wait(2).is_same(left));
+  streams.gathers.release(2);
+  streams.reductions.reduce({0, 2}, {streams.fake.tensor(ones({4, 2})), streams.fake.tensor(ones({4, 2}))});
+  EXPECT(!streams.compute_waits_for(last));
+  const std::shared_ptr<Recording> backward = recorder.join();
+  EXPECT(streams.compute_waits_for(last) && !streams.gathers.is_gathered(2));
+  EXPECT(!recorder.fits(*backward) && !recorder.fits(*forward));  // the gradients of a step are there
+  streams.reductions.free_grads({0, 2});
+  EXPECT(recorder.fits(*forward) && !recorder.fits(*backward));
+  recorder.replayed(*forward);
+  EXPECT(recorder.fits(*backward) && streams.gathers.wait(2).is_same(left));
+  recorder.replayed(*backward);
+  EXPECT(!streams.gathers.is_gathered(2) && streams.reductions.ids_with_grad() == Ids({0, 2}));
+
+  streams.reductions.free_grads({0, 2});
+  EXPECT(streams.registry.at(0).grad.storage().nbytes() > 0);  // graphs write to it
+  recorder.prepare();
+  recorder.fork();
+  run();
+  recorder.cancel();
+  EXPECT(!streams.gathers.is_gathered(2) && recorder.fits(*forward));
+  streams.registry.replace_grad(0, at::zeros({2, 2}));
+  EXPECT(!recorder.fits(*forward));
+  recorder.forget();
+  streams.reductions.free_grads({0, 2});
+  EXPECT(streams.registry.at(0).grad.storage().nbytes() == 0);
+}
+
 }  // namespace
 
 void test_stream_order() {
+  test_recordings();
   test_gathers();
   test_gathers_out_of_host_memory();
   test_reductions();

@@ -56,13 +56,23 @@ class TwoPasses(Dropped):
         return loss
 
 
+@torch.library.custom_op("deepcompile_tests::largest", mutates_args=())
+def largest(x: Tensor) -> Tensor:
+    """Nothing says so, but the host waits in it."""
+    return x.new_tensor(float(x.abs().max()))
+
+
+@largest.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(())
+
+
 class ReadsOnHost(Dropped):
-    """A part of it cannot be recorded; the rest is."""
+    """Cannot be recorded."""
 
     def logits(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        x = x * float(x.detach().abs().max().item() > 0)
-        return super().logits(tokens) + self.head(x)
+        logits = super().logits(tokens)
+        return logits + 0.01 * largest(logits.detach())
 
 
 class Evaluates(pl.Callback):
@@ -130,5 +140,8 @@ def test_no_bit_changes(world: int) -> None:
                 assert torch.equal(value, replayed.params[key]), f"{key}: {case}"
             for key, value in plain.buffers.items():
                 assert torch.equal(value, replayed.buffers[key]), f"{key}: {case}"
-            assert plain.extra.replayed == 0 < replayed.extra.replayed, case
-            assert replayed.extra.not_replayed == (), case
+            assert plain.extra.replayed == 0, case
+            if name == "reads":
+                assert replayed.extra.replayed == 0 and len(replayed.extra.not_replayed) == 1, case
+            else:
+                assert replayed.extra.replayed > 0 and replayed.extra.not_replayed == (), case

@@ -163,3 +163,43 @@ def test_what_cannot_be_recorded_runs_as_before() -> None:
         _check(plain, replayed)
         ran, reasons = replayed.extra
         assert ran == {} and reasons == {"frame0.forward": "RuntimeError: not while capturing"}
+
+
+def _steps(trial: Any, seconds: list[float], idle: bool, now: float = 0.0) -> float:
+    for duration in seconds:
+        now += duration
+        trial.begin_step(idle, now)
+    return now
+
+
+@pytest.mark.parametrize(("after", "kept"), [(0.010, True), (0.0199, False)])
+def test_graphs_stay_where_they_are_faster(after: float, kept: bool) -> None:
+    from lightning_deepcompile.program.replay import Trial
+
+    trial = Trial()
+    now = _steps(trial, [0.02] * 20, idle=True)
+    assert not trial.host_is_late  # too few steps
+    now = _steps(trial, [0.02] * 20, True, now)
+    assert trial.host_is_late
+    trial.start()
+    now = _steps(trial, [0.5, 0.3, *[after] * 45, 9.0], True, now)  # two record, and once a checkpoint is written
+    assert trial.outcome and trial.failed is not kept
+    assert ("kept: 10.0 ms a step (20.0 ms before)" in trial.outcome) is kept
+
+
+def test_graphs_are_not_tried_where_the_device_is_late() -> None:
+    from lightning_deepcompile.program.replay import Trial
+
+    trial = Trial()
+    now = _steps(trial, [0.02] * 30, idle=True)
+    _steps(trial, [0.02] * 6, False, now)
+    assert not trial.host_is_late
+
+
+def test_settings_that_exclude_graphs_are_named() -> None:
+    from lightning_deepcompile import CompileConfig
+
+    with pytest.raises(ValueError, match=r"cuda_graphs=True, offload_parameters='all'"):
+        CompileConfig(cuda_graphs=True, offload_parameters="all")
+    assert CompileConfig(cuda_graphs="auto", symmetric_memory="64MiB").replays is False
+    assert CompileConfig(cuda_graphs="auto").replays == "auto" and CompileConfig(cuda_graphs=True).replays is True
