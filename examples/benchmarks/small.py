@@ -3,18 +3,23 @@
     python examples/benchmarks/small.py --models gpt2,llama-160m --systems compile,compile-graphs,stage3,stage3-graphs
 
 Every system trains the same Hugging Face module, in bf16-mixed with fused AdamW, in a process of its own on one GPU.
-``compile-graphs`` is ``torch.compile(mode="reduce-overhead")``; ``stage1-graphs`` is `CompileConfig(cuda_graphs=True)`.
-Prints the median of the measured steps in milliseconds, and the time that the host was busy.
+``compile-graphs`` is ``torch.compile(mode="reduce-overhead")``; ``stage1-graphs`` is `CompileConfig(cuda_graphs=True)`,
+``stage1-auto`` is ``"auto"``. All compile at the same time; then one at a time is measured, in turn. Prints
+milliseconds a step (the median of the rounds), the host's part of it, and what device memory grew by while it was
+measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import statistics
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 SHAPES = {
@@ -26,7 +31,23 @@ SHAPES = {
 }
 """Model, rows, tokens."""
 
-SYSTEMS = ("compile", "compile-graphs", "stage1", "stage1-graphs", "stage3", "stage3-graphs")
+LIMIT_S = 150
+"""How long processes wait for each other."""
+
+SYSTEMS = ("compile", "compile-graphs", "stage1", "stage1-graphs", "stage3", "stage3-graphs", "stage3-auto")
+
+
+@dataclass
+class Turns:
+    """Lets one process at a time use the GPU."""
+
+    ready: Any  # a barrier
+    one: Any  # a lock
+
+    def wait(self) -> None:
+        """Until all processes have warmed up, or have taken too long."""
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.ready.wait(LIMIT_S)
 
 
 def build(kind: str) -> Any:
@@ -60,7 +81,7 @@ def batches(kind: str, rows: int, tokens: int, count: int) -> list[dict[str, Any
     return [(lambda ids: {"input_ids": ids, "labels": ids})(random(30000, rows, tokens)) for _ in range(count)]
 
 
-def train(system: str, shape: str, steps: int, warmup: int, rounds: int) -> dict[str, Any]:
+def train(system: str, shape: str, steps: int, warmup: int, rounds: int, turns: Turns) -> dict[str, Any]:
     """Times of the steps of one system."""
     import lightning.pytorch as pl
     import torch
@@ -87,26 +108,35 @@ def train(system: str, shape: str, steps: int, warmup: int, rounds: int) -> dict
             self.times: list[float] = []
             self.busy = 0.0
             self.losses: list[Any] = []
+            self.allocated = self.grown = 0
             self._since = self._begun = 0.0
 
         def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            step = batch_idx - warmup
+            if step >= 0 and step % steps == 0:
+                torch.cuda.synchronize()
+                if step == 0:
+                    turns.wait()
+                    self.allocated = torch.cuda.memory_allocated()
+                turns.one.acquire()
+                self._since = time.perf_counter()
             self._begun = time.perf_counter()
 
         def on_train_batch_end(self, trainer: pl.Trainer, module: Any, out: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx >= warmup:
-                self.busy += time.perf_counter() - self._begun
-            if batch_idx < warmup - 1 or (batch_idx - warmup + 1) % steps:
+            step = batch_idx - warmup
+            if step < 0:
                 return
-            torch.cuda.synchronize()
-            now = time.perf_counter()
-            if batch_idx >= warmup:
-                self.times.append(1e3 * (now - self._since) / steps)
-            self._since = now
-            self.losses.append(out["loss"].item())
+            self.busy += time.perf_counter() - self._begun
+            if (step + 1) % steps == 0:
+                torch.cuda.synchronize()
+                self.times.append(1e3 * (time.perf_counter() - self._since) / steps)
+                turns.one.release()
+                self.losses.append(out["loss"].item())
+                self.grown = torch.cuda.memory_allocated() - self.allocated
 
     clock, module = Clock(), Model()
     if system.startswith("stage"):
-        config = CompileConfig(cuda_graphs=system.endswith("-graphs"))
+        config = CompileConfig(cuda_graphs="auto" if system.endswith("-auto") else system.endswith("-graphs"))
         strategy: Any = DeepCompileStrategy(stage=int(system[5]), compile=config)
     else:
         strategy = "auto"
@@ -127,6 +157,7 @@ def train(system: str, shape: str, steps: int, warmup: int, rounds: int) -> dict
         "ms": statistics.median(clock.times),
         "least": min(clock.times),
         "host_ms": 1e3 * clock.busy / (rounds * steps),
+        "grown_mib": clock.grown / 2**20,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
         "losses": clock.losses,
         "replayed": summary and [summary.replayed, *summary.not_replayed],
@@ -143,11 +174,27 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=30, help="steps before the first round")
     arguments = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    for shape in arguments.models.split(","):
-        for system in arguments.systems.split(","):
-            with context.Pool(1) as pool:
-                done = pool.apply(train, (system, shape, arguments.steps, arguments.warmup, arguments.rounds))
-            print(json.dumps(done), flush=True)
+    runs = [(system, shape) for shape in arguments.models.split(",") for system in arguments.systems.split(",")]
+    turns, results = Turns(context.Barrier(len(runs)), context.Lock()), context.Queue()
+    processes = [
+        context.Process(
+            target=_measure, args=(results, *run, arguments.steps, arguments.warmup, arguments.rounds, turns)
+        )
+        for run in runs
+    ]
+    for process in processes:
+        process.start()
+    for _ in runs:
+        print(json.dumps(results.get(timeout=2 * LIMIT_S)), flush=True)
+    for process in processes:
+        process.join()
+
+
+def _measure(results: Any, system: str, shape: str, *arguments: Any) -> None:
+    try:
+        results.put(train(system, shape, *arguments))
+    except Exception as error:
+        results.put({"shape": shape, "system": system, "error": f"{type(error).__name__}: {error}"})
 
 
 if __name__ == "__main__":

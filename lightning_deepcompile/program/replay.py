@@ -45,9 +45,7 @@ _RECORDABLE = frozenset({
     "reduce_now",
 })  # fmt: skip
 
-_HOSTS_WAIT = frozenset({
-    torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe
-})  # fmt: skip
+_HOSTS_WAIT = frozenset({torch.Tag.data_dependent_output, torch.Tag.cudagraph_unsafe})
 
 Run = Callable[[list[Any]], Sequence[Any]]
 
@@ -303,6 +301,7 @@ class Replays:
             for program in self._programs:
                 program.forget()
             self._graphs.cancel()
+            self.recorded = 0
             raise
         torch.cuda.current_stream().wait_stream(self._stream)
         self.recorded += 1
@@ -465,9 +464,17 @@ def _obstacle(gm: fx.GraphModule, device: torch.device) -> str:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and value.device.type != device.type:
             return f"`{node.name}` is computed on {value.device}"
-        if isinstance(node.target, compat.OpOverload) and not _HOSTS_WAIT.isdisjoint(node.target.tags):
+        if not isinstance(node.target, compat.OpOverload):
+            continue
+        # Some operators have such shapes for some arguments alone: boolean indices, for one.
+        shaped = torch.Tag.dynamic_output_shape in node.target.tags and not _has_fixed_shape(value)
+        if shaped or not _HOSTS_WAIT.isdisjoint(node.target.tags):
             return f"the host waits in `{node.target}`"
     return ""
+
+
+def _has_fixed_shape(value: Any) -> bool:
+    return isinstance(value, Tensor) and all(isinstance(size, int) for size in value.shape)
 
 
 def _is_same(value: Tensor, known: Tensor) -> bool:

@@ -233,6 +233,7 @@ def test_a_profile_of_gpus_is_planned_with() -> None:
         assert all(
             cost.seconds > 0 and cost.host > 0 and cost.peak >= cost.after > 0 for cost in profile.regions.values()
         )
-        assert profile.gather.bandwidth > 1e9 and 0 < profile.optimizer_seconds < 1
+        shared = torch.cuda.device_count() < GPU_RANKS  # then data goes over sockets
+        assert profile.gather.bandwidth > (1e6 if shared else 1e9) and 0 < profile.optimizer_seconds < 1
         if rounds[0].outcome == "kept":
             assert rounds[0].after_peak_bytes <= profile.budget

@@ -148,4 +148,4 @@ def _peak() -> Peak:
 def test_a_deferred_model_goes_straight_to_host_memory() -> None:
     for peak in run_ranks(_peak, GPU_RANKS, timeout=200):
         assert peak.shard == 10 * 36 * MIB // GPU_RANKS
-        assert peak.device <= 3 * 36 * MIB < peak.shard, f"{peak.device / MIB:.0f} MiB of the device"
+        assert peak.device <= 0.6 * peak.shard, f"{peak.device / MIB:.0f} MiB of the device"

@@ -86,6 +86,23 @@ class Evaluates(pl.Callback):
             module.train()
 
 
+class Meanwhile(pl.Callback):
+    """Between steps: a graph of the user's own, other programs, and memory that is given back."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 5:
+            graph, x = torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                x.add_(1)
+            graph.replay()
+            assert x.eq(1).all()
+        elif batch_idx == 7:
+            trainer.strategy.engine.capture.replan()
+        elif batch_idx == 13:
+            torch.cuda.empty_cache()
+
+
 MODELS = {**CASES, "dropped": Dropped, "scheduled": Scheduled, "two_passes": TwoPasses, "reads": ReadsOnHost}
 
 RUNS: list[tuple[str, int, dict[str, Any]]] = [
@@ -94,6 +111,7 @@ RUNS: list[tuple[str, int, dict[str, Any]]] = [
     ("dropped", 2, {"accumulate": 3}),
     ("dropped", 1, {"accumulate": 3}),
     ("gpt_tied", 1, {"optimizer": "adamw"}),
+    ("dropped", 3, {"steps": 16, "callbacks": [Meanwhile()]}),
     ("frozen", 3, {}),
     ("graph_break", 3, {}),
     ("two_passes", 3, {}),
@@ -113,10 +131,9 @@ def _run(number: int, graphs: bool, world: int) -> Record:
         DeepCompileStrategy(stage=stage, compile=config, timeout=timedelta(seconds=60)),
         world_size=world,
         rank=int(os.environ["RANK"]),
-        steps=7,
         inspect=lambda trainer: trainer.strategy.summary(),
         accelerator="gpu",
-        **options,
+        **{"steps": 7, **options},
     )
 
 

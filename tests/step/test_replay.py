@@ -13,10 +13,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from cases import CASES, Record, train
+from cases import CASES, Record, Tokens, train
 from multiprocess import run_ranks
 from test_cuda_graphs_gpu import Dropped, TwoPasses
 from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 MODELS = {**CASES, "dropped": Dropped, "two_passes": TwoPasses}
 
@@ -63,7 +65,7 @@ class Replay(pl.Callback):
         engine.capture.replays = OnCpu(engine.runtime, torch.device("cpu"), True)
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0:
+        if trainer.strategy.engine.capture.replays is None:
             self.install(trainer.strategy.engine)
 
 
@@ -79,7 +81,7 @@ def _run(name: str, replays: bool, world: int, **options: Any) -> tuple[Record, 
         world_size=world,
         rank=int(os.environ["RANK"]),
         steps=7,
-        callbacks=[*{callback: None, **dict.fromkeys(callbacks)}] if replays else [],
+        callbacks=[*{callback: None, **dict.fromkeys(callbacks)}] if replays else callbacks,
         inspect=lambda trainer: trainer.strategy.engine.capture.replays,
         **options,
     )
@@ -122,6 +124,57 @@ def test_what_a_backward_pass_may_still_read_is_not_overwritten() -> None:
         assert reasons == {}
         forward = sum(count for name, count in ran.items() if name.endswith("forward"))
         assert 0 < forward < 2 * 7  # the second of two passes runs
+
+
+class _Shorter(Dropped):
+    """Another shape now and then, a step whose loss is dropped, and one whose backward pass fails."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        tokens = batch[:, : (8 if batch_idx in (5, 9, 10) else 13)]
+        logits = self.logits(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        self.log("loss", loss)
+        return None if batch_idx == 7 else loss
+
+
+class _Losses(pl.Callback):
+    def __init__(self, losses: list[float]) -> None:
+        self._losses = losses
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *args: Any) -> None:
+        self._losses.append(float(outputs["loss"]) if outputs else 0.0)
+
+
+def _lives() -> list[list[float]]:
+    from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+
+    results = []
+    for replays in (False, True):
+        torch.manual_seed(3)
+        losses: list[float] = []
+
+        module = _Shorter()
+        callback = Replay()
+        for fit in range(2):  # the second goes on with what the first one compiled
+            trainer = pl.Trainer(
+                strategy=DeepCompileStrategy(compile=CompileConfig(region_backend="eager", schedule=None)),
+                callbacks=[_Losses(losses), *[callback] * replays],
+                accelerator="cpu", devices=1, max_epochs=1, logger=False,
+                enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            )  # fmt: skip
+            trainer.fit(module, DataLoader(Tokens(30, 2, 0, 1), batch_size=2))
+            if replays:
+                replayed = trainer.strategy.engine.capture.replays
+                assert sum(callback.replayed.values()) > 20 * (fit + 1) and replayed.reasons == {}, callback.replayed
+                assert replayed.recorded == 0  # they went with the fit
+        losses += [float(p.full_tensor().sum()) for p in module.parameters()]
+        results.append(losses)
+    return results
+
+
+def test_other_shapes_lost_steps_and_a_second_fit() -> None:
+    ((plain, replayed),) = run_ranks(_lives, 1)
+    assert replayed == plain
 
 
 class _HoldsGradients(pl.Callback):
