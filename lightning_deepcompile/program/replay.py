@@ -205,6 +205,11 @@ class Replays:
         self.enabled = False
 
     @property
+    def outcome(self) -> str:
+        """What came of a trial; empty where none is over."""
+        return "" if self._trial is None else self._trial.outcome
+
+    @property
     def ready(self) -> bool:
         """Whether this rank's programs have run often enough to be recorded, and it would pay."""
         if not self.enabled or self._fresh > 0:

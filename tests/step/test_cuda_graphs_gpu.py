@@ -162,3 +162,32 @@ def test_no_bit_changes(world: int) -> None:
                 assert replayed.extra.replayed == 0 and len(replayed.extra.not_replayed) == 1, case
             else:
                 assert replayed.extra.replayed > 0 and replayed.extra.not_replayed == (), case
+
+
+def _auto() -> Any:
+    from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+
+    config = CompileConfig(cuda_graphs="auto", schedule=None)
+    strategy = DeepCompileStrategy(compile=config, timeout=timedelta(seconds=60))
+    outcomes: list[str] = []
+
+    def inspect(trainer: pl.Trainer) -> Any:
+        outcomes.append(trainer.strategy.engine.capture.replays.outcome)
+        return trainer.strategy.summary()
+
+    record = train(
+        CASES["llama"],
+        strategy,
+        world_size=1,
+        rank=0,
+        steps=110,
+        inspect=inspect,
+        accelerator="gpu",
+        precision="bf16-mixed",
+    )
+    return record.extra.replayed, outcomes[0]
+
+
+def test_auto_finds_a_host_that_is_late() -> None:
+    ((replayed, outcome),) = run_ranks(_auto, 1)
+    assert replayed == 2 and "CUDA graphs are kept" in outcome, (replayed, outcome)
