@@ -4,9 +4,9 @@
 
 Every system trains the same Hugging Face module, in bf16-mixed with fused AdamW, in a process of its own on one GPU.
 ``compile-graphs`` is ``torch.compile(mode="reduce-overhead")``; ``stage1-graphs`` is `CompileConfig(cuda_graphs=True)`,
-``stage1-auto`` is ``"auto"``. All compile at the same time; then one at a time is measured, in turn. Prints
-milliseconds a step (the median of the rounds), the host's part of it, and what device memory grew by while it was
-measured.
+``stage1-auto`` is ``"auto"``. All systems of a model compile at the same time; then one at a time is measured, in turn.
+Prints milliseconds a step (the median of the rounds), the host's part of it, and what device memory grew by while it
+was measured.
 """
 
 from __future__ import annotations
@@ -174,26 +174,27 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=30, help="steps before the first round")
     arguments = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    runs = [(system, shape) for shape in arguments.models.split(",") for system in arguments.systems.split(",")]
-    turns, results = Turns(context.Barrier(len(runs)), context.Lock()), context.Queue()
-    processes = [
-        context.Process(
-            target=_measure, args=(results, *run, arguments.steps, arguments.warmup, arguments.rounds, turns)
-        )
-        for run in runs
-    ]
-    for process in processes:
-        process.start()
-    for _ in runs:
-        print(json.dumps(results.get(timeout=2 * LIMIT_S)), flush=True)
-    for process in processes:
-        process.join()
+    for shape in arguments.models.split(","):
+        systems = arguments.systems.split(",")
+        turns, results = Turns(context.Barrier(len(systems)), context.Lock()), context.Queue()
+        settings = arguments.steps, arguments.warmup, arguments.rounds, turns
+        processes = [
+            context.Process(target=_measure, args=(results, system, shape, *settings), daemon=True)
+            for system in systems
+        ]
+        for process in processes:
+            process.start()
+        for _ in systems:
+            print(json.dumps(results.get(timeout=2 * LIMIT_S)), flush=True)
+        for process in processes:
+            process.join()
 
 
 def _measure(results: Any, system: str, shape: str, *arguments: Any) -> None:
     try:
         results.put(train(system, shape, *arguments))
     except Exception as error:
+        arguments[-1].ready.abort()  # the others go on without
         results.put({"shape": shape, "system": system, "error": f"{type(error).__name__}: {error}"})
 
 
