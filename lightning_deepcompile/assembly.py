@@ -181,7 +181,7 @@ class Assembly:
             uncompiled=uncompiled,
             gradients=gradients,
         )
-        return timeline, Failures(store, rank, meeting[-1])
+        return timeline, Failures(store, rank, self._ranks.world_size, meeting[-1])
 
     def _room_for_activations(self, residency: Residency | None) -> Callable[[], int] | None:
         if self._config.offload_activations == "none":

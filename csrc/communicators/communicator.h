@@ -74,8 +74,7 @@ class Communicator {
   int64_t rank() const { return rank_; }
   int64_t world_size() const { return world_size_; }
 
- protected:
-  /// "'a.weight', 'a.bias' and 3 more", for error messages.
+  /// "'a.weight', 'a.bias' and 3 more", for messages and profilers.
   static std::string names(const std::vector<Transfer>& group) {
     std::string text;
     constexpr size_t kShown = 4;

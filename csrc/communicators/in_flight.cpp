@@ -9,6 +9,7 @@ InFlight::Watched::Watched(InFlight& owner, std::string_view operation, const st
   const std::lock_guard lock(owner_.mutex_);
   Entry& entry = owner_.entries_.emplace_back();
   entry.operation = operation;
+  entry.number = ++owner_.issued_;
   if (!group.empty()) entry.first = group[0].name;
   entry.others = group.size() - std::min<size_t>(group.size(), 1);
   entry.since = std::chrono::steady_clock::now();

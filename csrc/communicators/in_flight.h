@@ -40,7 +40,7 @@ class InFlight {
     bool queued_ = false;
   };
 
-  /// "gather of 'a' and 2 more", if that has been the next one to finish for longer than `limit`; else empty. Forgets
+  /// "gather of 'a' and 2 more (number 57)", if that has been the next one to finish for longer than `limit`; else empty. Forgets
   /// what is done. Does not wait.
   std::string overdue(std::chrono::milliseconds limit);
   /// The next one to finish, or empty.
@@ -53,6 +53,7 @@ class InFlight {
     std::string_view operation;
     std::string first;  // parameter; its owner need not live as long as the operation
     size_t others = 0;
+    int64_t number = 0;  // since the start; the same on all ranks for the same operation
     std::chrono::steady_clock::time_point since;
     Event done;
     bool queued = false;  // else a thread is still handing it over, perhaps waiting for a peer
@@ -60,7 +61,8 @@ class InFlight {
     /// Put together only for a message: this is made for every operation of every step.
     std::string what() const {
       if (first.empty()) return std::string(operation);
-      return c10::str(operation, " of '", first, "'", others > 0 ? c10::str(" and ", others, " more") : "");
+      return c10::str(operation, " of '", first, "'", others > 0 ? c10::str(" and ", others, " more") : "",
+                      " (number ", number, ")");
     }
   };
 
@@ -70,6 +72,7 @@ class InFlight {
   std::function<bool(const Stream&)> captured_;
   std::mutex mutex_;
   std::deque<Entry> entries_;
+  int64_t issued_ = 0;
   std::vector<Event> spare_events_;
 };
 

@@ -60,6 +60,12 @@ class BesideCaptures {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeThreadLocal;
 };
 
+/// What NCCL's own messages call the communicator, where this NCCL has names (2.27).
+template <typename Config>
+void set_name(Config& config, const char* name) {
+  if constexpr (requires { config.commName; }) config.commName = name;
+}
+
 /// An initialisation under way. It belongs to two threads, and whoever is the last to want it ends it.
 struct Creation {
   std::mutex mutex;
@@ -108,6 +114,7 @@ class NcclCommunicator final : public Communicator {
     const ncclUniqueId unique_id = share_unique_id(group);
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 1;
+    set_name(config, "deepcompile");
     if (options.max_ctas > 0) config.maxCTAs = static_cast<int>(options.max_ctas);
     if (options.cta_cluster > 0) config.cgaClusterSize = static_cast<int>(options.cta_cluster);
     const auto created = create_within(options.limit(), static_cast<int>(rank()), static_cast<int>(world_size()),

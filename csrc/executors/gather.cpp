@@ -7,6 +7,7 @@
 #include <limits>
 #include <map>
 
+#include "base/range.h"
 #include "memory/host_shards.h"
 #include "memory/views.h"
 
@@ -143,6 +144,7 @@ void GatherEngine::launch(const Ids& ids, const std::vector<Dtype>& dtypes) {
   }
   {
     const c10::StreamGuard guard(stream_);
+    const Range range([&] { return "deepcompile: gather of " + Communicator::names(transfers); });
     if (!dry_) group->completion = communicator_->all_gather(transfers);
     if (has_streams(device_)) {
       group->completion.wait();  // in stream order: the gather stream waits, not this thread

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/range.h"
 #include "memory/views.h"
 
 namespace ldc {
@@ -202,6 +203,7 @@ void ReduceEngine::reduce_group(const std::vector<Gradient>& group) {
       sent += static_cast<int64_t>(send.nbytes());
       transfers.push_back({results[i], send, param.name});
     }
+    const Range range([&] { return "deepcompile: reduction of " + Communicator::names(transfers); });
     pending.completion = communicator_->reduce_scatter_mean(transfers);
     for (const Gradient& gradient : group) {
       pending.kept.push_back(gradient.value);

@@ -19,6 +19,7 @@ __all__ = [
     "after_backward",
     "assert_on_device",
     "is_accumulated",
+    "is_profiling",
     "stand_in",
     "version_of",
     "alias",
@@ -54,6 +55,12 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 def storage_uses(tensor: Tensor) -> int:
     """How many tensors share the memory of `tensor`, itself included; temporary Python objects count, too."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@never_a_frame
+def is_profiling() -> bool:
+    """Whether a profiler of PyTorch's is on, ``emit_nvtx`` included."""
+    return torch.autograd._profiler_enabled()
 
 
 @never_a_frame

@@ -8,9 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from lightning_deepcompile import compat
 from lightning_deepcompile.program.codegen import Divider, Guard, Marks, generate
 from lightning_deepcompile.program.printer import format_program
-from lightning_deepcompile.program.program import Gathers, Program
+from lightning_deepcompile.program.program import Gathers, Program, RegionModule
 from lightning_deepcompile.program.replay import ProgramGraphs
 
 __all__ = ["UNCHECKPOINTED", "Executable"]
@@ -56,6 +59,8 @@ class Executable:
     waits_for_states: bool = field(init=False)
     _run: Callable[[list[Any]], Sequence[Any]] = field(init=False)
     _running: Program = field(init=False)
+    _guard: Guard | None = field(init=False)
+    _with_names: Callable[[list[Any]], Sequence[Any]] | None = field(init=False)
     _replay: ProgramGraphs | None = field(init=False)
     _boxed_call: bool = field(init=False)
 
@@ -73,8 +78,9 @@ class Executable:
         if program.graph_id != self.base.graph_id:
             raise ValueError(f"The program {program.name!r} belongs to another graph than {self.base.name!r}.")
         self.program = self._running = program
-        guard = None if {"plan", UNCHECKPOINTED}.isdisjoint(program.history) else self.guard
-        self._run, self.source = generate(program, guard=guard, divider=self.divider)
+        self._guard = None if {"plan", UNCHECKPOINTED}.isdisjoint(program.history) else self.guard
+        self._run, self.source = generate(program, guard=self._guard, divider=self.divider)
+        self._with_names = None
         self._replay = None if self.divider is not None else self.graphs
         if self._replay is not None:
             self._replay.swapped(program)
@@ -95,6 +101,29 @@ class Executable:
         self._running = program
         self.waits_for_states = program.schedule.waits_for_states
 
+    def _call(self, args: list[Any], run: Callable[[list[Any]], Sequence[Any]]) -> Sequence[Any]:
+        return run(args) if self._replay is None else self._replay(args, run)
+
+    def _named(self) -> Callable[[list[Any]], Sequence[Any]]:
+        """The program with names for profilers around its regions, which cost time."""
+        if self._running is not self.program:  # it is measured
+            return self._run
+        if self._with_names is None:
+            guard = self._guard
+
+            def named(program: str, name: str, region: RegionModule) -> Callable[[list[Any]], Sequence[Any]]:
+                run = region.run if guard is None else guard(program, name, region)
+                label = f"deepcompile: {program} {name} ({', '.join(region.info.blocks)})"
+
+                def call(inputs: list[Any]) -> Sequence[Any]:
+                    with torch.profiler.record_function(label):
+                        return run(inputs)
+
+                return call
+
+            self._with_names, _ = generate(self.program, guard=named, divider=self.divider)
+        return self._with_names
+
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Runs the program on `args`, which is emptied."""
         self.check(self._running)
@@ -102,7 +131,10 @@ class Executable:
         self.before()
         start = time.perf_counter()
         try:
-            return self._run(args) if self._replay is None else self._replay(args, self._run)
+            if compat.is_profiling():
+                with torch.profiler.record_function(f"deepcompile: {self.program.name}"):
+                    return self._call(args, self._named())
+            return self._call(args, self._run)
         finally:
             self.seconds += time.perf_counter() - start
             if self.divider is not None:

@@ -224,6 +224,8 @@ class Replays:
         """
         if self._trial is not None and settled and self._wanted:
             self._try(self._trial)
+        if self.recorded > 0 and not settled:
+            self.forget()  # steps are measured without the memory of graphs
         self.enabled = self._wanted and settled
         self._fresh, self._seen = self._seen, 0
 
@@ -449,7 +451,6 @@ class ProgramGraphs:
         args.clear()
         self._replays.launch(graph, self._name)
         if self._kind == "backward":
-            self._frame.alive = None
             return [_copy(value) for value in graph.outputs]
         handed = [_copy(value) for value in graph.outputs[: self._outputs]]
         saved = graph.outputs[self._outputs :]
@@ -458,7 +459,7 @@ class ProgramGraphs:
         own = [graph.inputs[i] for i in graph.given]
         for place, value in enumerate(saved):
             if isinstance(value, Tensor) and not any(value is one for one in own):
-                saved[place] = value.detach()
+                saved[place] = compat.alias(value)  # AOTAutograd would save another object for a view
                 self._frame.alive = weakref.ref(saved[place])
                 break
         return [*handed, *saved]

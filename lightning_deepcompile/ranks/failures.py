@@ -25,6 +25,7 @@ _LIBRARIES = (*(os.path.dirname(str(file)) + os.sep for file in (torch.__file__,
 _DEFECTS = (AssertionError, AttributeError, LookupError, NameError, TypeError)  # of them the way is of interest
 _LONGEST = 4000  # characters of an error that others are told
 _MOMENT = 1.0  # seconds in which ranks fail with the same error
+_SILENCE = 3.0  # seconds after which a rank that says nothing while others fail to reach it is taken to hang
 # As processes tell each other: of gloo's and NCCL's errors PyTorch passes some on as plain RuntimeErrors.
 _COMMUNICATION = re.compile(r"gloo|nccl|process group|connection (closed|reset)|broken pipe|communicat", re.IGNORECASE)
 
@@ -35,12 +36,13 @@ class Failures:
     Args:
         store: Key-value store shared by the ranks.
         rank: This rank.
+        world_size: Number of ranks.
         prefix: Makes the key unique to one engine, or to one attempt to make one.
     """
 
-    def __init__(self, store: dist.Store, rank: int, prefix: str) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, prefix: str) -> None:
         self._store = store
-        self._rank = rank
+        self._rank, self._world_size = rank, world_size
         self._key = failure_key(prefix)
 
     @classmethod
@@ -51,7 +53,7 @@ class Failures:
         store, rank = compat.store(), dist.get_rank()
         # All ranks set up as often as this one.
         number = store.add(f"lightning_deepcompile/setups/{rank}", 1)
-        return cls(store, rank, f"lightning_deepcompile/setup{number}")
+        return cls(store, rank, dist.get_world_size(), f"lightning_deepcompile/setup{number}")
 
     def explain(self, error: BaseException) -> None:
         """Call before communication is ended: tells others of `error`; where it follows from another's, it says so.
@@ -59,23 +61,49 @@ class Failures:
         Args:
             error: What this rank fails with. If it is one of communication, and another rank has failed before, its
                 message becomes a line with that rank's error, and its traceback goes. If the first rank fails with the
-                same, that one prints it in full, and here it is one line.
+                same, that one prints it in full, and here it is one line. Where nobody failed with anything else, the
+                ranks that say nothing are named: they are late.
         """
         text = f"{type(error).__name__}: {str(error).strip()}"[:_LONGEST]
         mine = f"rank {self._rank}: {text}"
         try:
             self._store.set(f"{self._key}/{self._rank}", text)
             first = self._store.compare_set(self._key, "", mine).decode()
-            if first != mine and _is_of_communication(error):
-                _replace(error, f"Rank {self._rank} was left alone. The error of the rank that failed first, {first}")
-            elif self._rank != 0 and self._first_rank_says() == text:
+            if first == mine and _is_of_communication(error):
+                silent = self._silent_ranks()
+                self._store.set(f"{self._key}/silent", silent)
+                if silent:
+                    error.args = (f"{str(error).strip()} {silent}",)
+            elif _is_of_communication(error):
+                silent = self._said("silent") if _COMMUNICATION.search(first) else ""
+                text = f"Rank {self._rank} was left alone. The error of the rank that failed first, {first}"
+                _replace(error, f"{text} {silent}".strip())
+            elif self._rank != 0 and self._said("0", _MOMENT) == text:
                 _replace(error, f"As on rank 0, which prints it in full: {str(error).strip().partition(chr(10))[0]}")
         except (RuntimeError, dist.DistError):  # whoever kept the store has ended, and cannot be asked
             return
 
-    def _first_rank_says(self) -> str:
-        """The error of rank 0; "" if it has none within a moment."""
-        key, deadline = f"{self._key}/0", time.monotonic() + _MOMENT
+    def _silent_ranks(self) -> str:
+        """A sentence on the ranks that do not fail, too, while this one cannot reach them; "" if there are none.
+
+        The first rank that fails asks, so that one rank looks for all others, and not each.
+        """
+        silent, deadline = [rank for rank in range(self._world_size) if rank != self._rank], time.monotonic() + _SILENCE
+        while silent and time.monotonic() < deadline:
+            silent = [rank for rank in silent if not self._store.check([f"{self._key}/{rank}"])]
+            time.sleep(0.05)
+        if not silent:
+            return ""
+        shown = ", ".join(map(str, silent[:8])) + (f" and {len(silent) - 8} more" if len(silent) > 8 else "")
+        many = len(silent) > 1
+        return (
+            f"{'Ranks' if many else 'Rank'} {shown} {'have' if many else 'has'} not failed and said nothing since: "
+            "late, hanging or dead. Look there first (`py-spy dump --pid` shows where a process is)."
+        )
+
+    def _said(self, key: str, within: float = _SILENCE + _MOMENT) -> str:
+        """What a rank says under `key`; "" if it has not within so many seconds."""
+        key, deadline = f"{self._key}/{key}", time.monotonic() + within
         while not self._store.check([key]):
             if time.monotonic() > deadline:
                 return ""

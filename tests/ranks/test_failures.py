@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+from cases import CASES, train
 from interpreters import clean_environment, python_path
+from multiprocess import run_ranks
 
 
 @pytest.mark.parametrize("ranks", ["01", "1"])
@@ -30,3 +37,29 @@ def test_a_users_own_error_is_what_is_read_last(ranks: str) -> None:
         )
     else:
         assert "Rank 0 was left alone" in printed[-1] and "rank 1: ValueError: mine" in printed[-1]
+
+
+class _Sleeps(pl.Callback):
+    """The host of the last rank is somewhere else for a while."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3 and os.environ["RANK"] == "2":
+            time.sleep(14)
+
+
+def _late() -> str:
+    from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+
+    config = CompileConfig(region_backend="eager", schedule=None)
+    strategy = DeepCompileStrategy(compile=config, timeout=timedelta(seconds=5))
+    with pytest.raises(RuntimeError) as raised:
+        train(CASES["mlp"], strategy, world_size=3, rank=int(os.environ["RANK"]), callbacks=[_Sleeps()])
+    if os.environ["RANK"] == "0":
+        time.sleep(15)  # it keeps the store
+    return str(raised.value)
+
+
+def test_a_rank_that_is_late_is_named() -> None:
+    first, second, _ = run_ranks(_late, 3, timeout=60)
+    for message in (first, second):
+        assert "Rank 2 has not failed and said nothing since: late, hanging or dead." in message, message

@@ -126,6 +126,35 @@ def test_what_a_backward_pass_may_still_read_is_not_overwritten() -> None:
         assert 0 < forward < 2 * 7  # the second of two passes runs
 
 
+class _Retains(Dropped):
+    """A loss is differentiated again when the same program has run with another batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.logits(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        kept, self.kept = self.kept if batch_idx else None, loss
+        self.manual_backward(loss, retain_graph=True)
+        if kept is not None and batch_idx % 2:
+            self.manual_backward(kept)
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+        return {"loss": loss.detach()}
+
+
+def _retain() -> list[Record]:
+    MODELS["retains"] = _Retains
+    return [_run("retains", replays, 1)[0] for replays in (False, True)]
+
+
+def test_a_graph_that_is_retained_is_not_overwritten() -> None:
+    ((plain, replayed),) = run_ranks(_retain, 1)
+    _check(plain, replayed)
+    assert 0 < replayed.extra[0]["frame0.forward"] < 7 - 3
+
+
 class _Shorter(Dropped):
     """Another shape now and then, a step whose loss is dropped, and one whose backward pass fails."""
 
