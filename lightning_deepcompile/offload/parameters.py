@@ -18,6 +18,7 @@ from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.ranks.exchange import maxima
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.sharding.layout import ChunkLayout
+from lightning_deepcompile.sharding.needs import moving_bytes
 from lightning_deepcompile.sharding.shards import lay_out
 
 __all__ = ["HostedShards", "decide_hosted"]
@@ -104,29 +105,13 @@ def _need(
     device: torch.device,
     gather_dtype: torch.dtype | None,
 ) -> ShardNeed:
-    shards = tuple(chunk.numel * chunk.dtype.itemsize for chunk in chunks)
-    trained = [chunk.shards[0].spec.requires_grad for chunk in chunks]
-    wire = [_gathered(chunk, gather_dtype) for chunk in chunks]  # of a rank, in the dtype in which they travel
-    blocks: dict[str, int] = {}
-    for chunk, size in zip(chunks, wire, strict=True):
-        blocks[chunk.block] = blocks.get(chunk.block, 0) + size
-    sizes = list(blocks.values())
-    window = config.prefetch_blocks + 1
-    gathered = max((sum(sizes[k : k + window]) for k in range(len(sizes))), default=0) * ranks.shards
-    whole = [size * ranks.shards for size, is_trained in zip(wire, trained, strict=True) if is_trained]
-    # Gradients before they are reduced: of all blocks, or of those that are on their way and the one that is computed.
-    pending = sum(whole) if config.reduction(3) == "boundary" else (config.reduce_window + 1) * max(whole, default=0)
-    gradients = sum(size for size, is_trained in zip(shards, trained, strict=True) if is_trained)
+    shards = tuple(chunk.nbytes for chunk in chunks)
+    gradients = sum(chunk.nbytes for chunk in chunks if chunk.is_trained)
     states, stepping = 2 * gradients, 0  # Adam's
     if config.offload != "none":  # they are copied to the device with their parameters, through three buffers
         largest = max(shard.shard_numel * chunk.dtype.itemsize for chunk in chunks for shard in chunk.shards)
         chunk_bytes = parse_budget(config.offload_chunk, total=1, name="offload_chunk")
         states, stepping = 0, 3 * min(max(chunk_bytes, 3 * largest), gradients)
-    working = max(gathered + pending + max(wire, default=0), stepping)  # shards are cast before they travel
+    working = max(moving_bytes(config, chunks, ranks.shards, stage=3, gather_dtype=gather_dtype), stepping)
     (least,) = maxima([-memory_limit(device, config.memory_budget)], ranks.group)
     return ShardNeed(shards, gradients + states + working, int(-least * (1 - _ACTIVATIONS)))
-
-
-def _gathered(chunk: ChunkLayout, gather_dtype: torch.dtype | None) -> int:
-    dtype = gather_dtype if gather_dtype is not None and chunk.dtype.is_floating_point else chunk.dtype
-    return chunk.numel * dtype.itemsize

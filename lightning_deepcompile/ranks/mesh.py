@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["MeshArgument", "check_mesh", "make_mesh"]
+__all__ = ["MeshArgument", "check_mesh", "make_mesh", "sharing_groups", "smallest_that_fits"]
 
-MeshArgument = tuple[int, int] | DeviceMesh
+MeshArgument = tuple[int, int] | DeviceMesh | Literal["auto"]
 
 
 def check_mesh(device_mesh: Any, *, hybrid: bool) -> None:
@@ -21,7 +22,7 @@ def check_mesh(device_mesh: Any, *, hybrid: bool) -> None:
     Raises:
         ValueError: For another mesh than 1-D and 2-D ones, and where the two contradict each other.
     """
-    if device_mesh is None:
+    if device_mesh is None or (isinstance(device_mesh, str) and device_mesh == "auto"):
         return
     if isinstance(device_mesh, DeviceMesh):
         fits = device_mesh.ndim in (1, 2)
@@ -31,7 +32,7 @@ def check_mesh(device_mesh: Any, *, hybrid: bool) -> None:
     if not fits:
         raise ValueError(
             f"DeepCompileStrategy(device_mesh={device_mesh!r}): use a tuple of two numbers, (how many replicas, ranks "
-            "that share the parameters), or a DeviceMesh of one or two dimensions."
+            "that share the parameters), a DeviceMesh of one or two dimensions, or 'auto'."
         )
     if hybrid and isinstance(device_mesh, DeviceMesh) and device_mesh.ndim == 1:
         raise ValueError(
@@ -40,13 +41,49 @@ def check_mesh(device_mesh: Any, *, hybrid: bool) -> None:
         )
 
 
+def sharing_groups(world_size: int, per_node: int) -> list[int]:
+    """How many neighbouring ranks may share the parameters where nodes are not split.
+
+    Args:
+        world_size: Number of ranks, node by node.
+        per_node: Ranks of a node.
+
+    Returns:
+        The ranks of 1, 2, ... nodes, ascending, as far as such groups divide all ranks evenly; the last is all ranks.
+        It is the only one if nodes have one rank, or hold different numbers of ranks.
+    """
+    nodes, rest = divmod(world_size, per_node)
+    if rest or per_node == 1:
+        return [world_size]
+    return [count * per_node for count in range(1, nodes + 1) if nodes % count == 0]
+
+
+def smallest_that_fits(needs: Sequence[int], room: int) -> int:
+    """Which group of ranks shares the parameters.
+
+    Args:
+        needs: Bytes that a rank needs with each group, from the smallest group to that of all ranks.
+        room: Bytes that every rank has.
+
+    Returns:
+        The index of the first that fits; of the last if none does.
+    """
+    return next((index for index, need in enumerate(needs) if need <= room), len(needs) - 1)
+
+
 def make_mesh(
-    device_mesh: MeshArgument | None, *, hybrid: bool, device_type: str, world_size: int, per_node: int
+    device_mesh: tuple[int, int] | DeviceMesh | None,
+    *,
+    hybrid: bool,
+    device_type: str,
+    world_size: int,
+    per_node: int,
 ) -> DeviceMesh:
     """The mesh to train on; a collective of all ranks.
 
     Args:
-        device_mesh: The strategy's argument; None: all ranks share the parameters, or with `hybrid` those of a node.
+        device_mesh: The strategy's argument, or what was chosen for ``"auto"``; None: all ranks share the parameters,
+            or with `hybrid` those of a node.
         hybrid: Whether FSDP's name of the sharding strategy asks for a 2-D mesh.
         device_type: ``"cpu"`` or ``"cuda"``.
         world_size: Number of ranks.

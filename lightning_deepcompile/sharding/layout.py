@@ -82,6 +82,16 @@ class ChunkLayout:
     shards: tuple[ShardLayout, ...]
     numel: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every rank's buffer."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its parameters have gradients: all of them have, or none."""
+        return self.shards[0].spec.requires_grad
+
 
 def plan_chunks(specs: Iterable[ParamSpec], world_size: int) -> list[ChunkLayout]:
     """Lays out `specs` for `world_size` ranks, in order, one chunk per block, dtype and ``requires_grad``.

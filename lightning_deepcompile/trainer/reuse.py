@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 import lightning.pytorch as pl
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecision
@@ -17,12 +18,14 @@ from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.engine import Engine
 from lightning_deepcompile.ranks.mesh import MeshArgument, make_mesh
 from lightning_deepcompile.sharding.access import step_states
+from lightning_deepcompile.sharding.checks import check_module
 from lightning_deepcompile.sharding.shards import ReadRows
 from lightning_deepcompile.trainer.activation_checkpointing import (
     CheckpointingPolicy,
     checkpoint_activations,
     keep_activations,
 )
+from lightning_deepcompile.trainer.auto_mesh import choose_mesh
 from lightning_deepcompile.trainer.precision import DeepCompilePrecision
 from lightning_deepcompile.user_code.appends import Appends
 from lightning_deepcompile.user_code.host_calls import HostCalls
@@ -63,11 +66,28 @@ class TrainerSetting:
     syncs_layers: bool
     timeout: timedelta
 
-    def mesh(self) -> DeviceMesh:
-        """The mesh to train on; a collective of all ranks."""
+    def mesh(self, module: nn.Module, gather_dtype: torch.dtype | None) -> DeviceMesh:
+        """The mesh to train on; a collective of all ranks.
+
+        Args:
+            module: What is going to be sharded, by whose sizes ``"auto"`` decides.
+            gather_dtype: Compute dtype of its parameters; None for their own.
+        """
+        chosen, hybrid = self.device_mesh, self.hybrid
+        if isinstance(chosen, str):
+            hybrid = False
+            chosen = choose_mesh(
+                module,
+                self.config,
+                stage=self.stage,
+                gather_dtype=gather_dtype,
+                device_type=self.device_type,
+                world_size=self.world_size,
+                per_node=self.per_node,
+            )
         return make_mesh(
-            self.device_mesh,
-            hybrid=self.hybrid,
+            chosen,
+            hybrid=hybrid,
             device_type=self.device_type,
             world_size=self.world_size,
             per_node=self.per_node,
@@ -130,9 +150,11 @@ class ShardedModule:
         module = cast(pl.LightningModule, plugin.convert_module(module))
         if setting.checkpointing_policy is not None:
             checkpoint_activations(module, setting.checkpointing_policy)
+        # Before the mesh is chosen: what cannot be sharded may have no sizes.
+        check_module(module, {p for e in previous for p in e.model.by_parameter}, world_size=setting.world_size)
         engine = Engine(
             module,
-            setting.mesh(),
+            setting.mesh(module, plugin.gather_dtype),
             setting.config,
             gather_dtype=plugin.gather_dtype,
             reduce_dtype=plugin.reduce_dtype,

@@ -89,7 +89,13 @@ class DeepCompileStrategy(ProcessStrategy):
             ``"HYBRID_SHARD"`` is 3 with the parameters sharded inside every node, or as `device_mesh` says.
         device_mesh: For hybrid sharding: (number of replicas, ranks that share the parameters), or a DeviceMesh of
             these two dimensions. Ranks next to each other share; gradients are reduced among them, and then averaged
-            over the replicas.
+            over the replicas. ``"auto"``: the ranks of a node share; those of several nodes, or all, if one node's have
+            no memory for that. It is decided by sizes before the model is sharded, on all ranks alike, and told in one
+            line: shards of parameters and gradients, 8 bytes of optimizer states an element (Adam's in fp32, as the
+            optimizer is not known yet), and what is gathered and reduced at a time must fit into three quarters of what
+            ``CompileConfig(memory_budget=...)`` allows on the smallest device (CPU: of the available host memory, a
+            rank's part). What may leave for host memory is counted, too. None: all ranks share, or those of a node
+            under ``"HYBRID_SHARD"``.
         cpu_offload: Of FSDP; True means ``"auto"`` for ``offload``, ``offload_activations`` and, at stage 3,
             ``offload_parameters`` of `CompileConfig`: as far as the device's memory does not suffice, they live in host
             memory.
@@ -163,7 +169,9 @@ class DeepCompileStrategy(ProcessStrategy):
         )
         self.stage = stage_for(sharding_strategy, stage)
         self._hybrid = is_hybrid(sharding_strategy)
-        self.sharding_strategy = sharding_strategy_of(self.stage, hybrid=self._hybrid or device_mesh is not None)
+        # With "auto" it is known when the model is sharded.
+        hybrid = self._hybrid if isinstance(device_mesh, str) else self._hybrid or device_mesh is not None
+        self.sharding_strategy = sharding_strategy_of(self.stage, hybrid=hybrid)
         check_mesh(device_mesh, hybrid=self._hybrid)
         self._device_mesh = device_mesh
         warn_about_ignored(
@@ -291,6 +299,9 @@ class DeepCompileStrategy(ProcessStrategy):
             if isinstance(child, Metric):
                 child.to(self.root_device)
         plugin.attach(sharded.engine, self.root_device.type)
+        if isinstance(self._device_mesh, str):
+            hybrid = sharded.engine.model.ranks.replicas > 1
+            self.sharding_strategy = sharding_strategy_of(self.stage, hybrid=hybrid)
         self._sharded, self.model = sharded, module
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

@@ -1,4 +1,4 @@
-"""Hybrid sharding on 2 x 2 ranks: equal to an unsharded process, and checkpoints that any number of ranks loads."""
+"""Hybrid sharding on 2 x 2 ranks: equal to an unsharded process, and checkpoints for any ranks, however they share."""
 
 from __future__ import annotations
 
@@ -61,6 +61,11 @@ def _save(folder: Path) -> Record:
     full = SaveAt(folder / "full.ckpt", SAVED_AFTER + 1)
     again, _ = fit(ours(device_mesh=(2, 2)), full, resume=folder / "sharded.ckpt")
     assert all(torch.equal(again.params[name], value) for name, value in record.params.items())
+    for name in ("sharded.ckpt", "full.ckpt"):  # as many ranks, which now all share
+        spread, other = fit(ours(), resume=folder / name)
+        assert (trainer.strategy.engine.model.ranks.shards, other.strategy.engine.model.ranks.shards) == (2, 4)
+        for key, value in record.params.items():
+            torch.testing.assert_close(spread.params[key], value, rtol=1e-6, atol=1e-6)
     return record
 
 

@@ -74,12 +74,14 @@ def test_pretrain_resume_finetune(tmp_path: Path) -> None:
 def test_the_configuration_and_the_help_are_whole(tmp_path: Path) -> None:
     import yaml
 
-    printed = run_cli(tmp_path, f"--config={CLI}/pretrain.yaml", "--trainer.strategy.stage=2", "--print_config")
+    mine = ["--trainer.strategy.stage=2", "--trainer.strategy.device_mesh=auto"]
+    printed = run_cli(tmp_path, f"--config={CLI}/pretrain.yaml", *mine, "--print_config")
     config = yaml.safe_load(printed)["trainer"]
     assert config["default_root_dir"] == "runs/pretrain"
     assert config["strategy"]["class_path"] == "lightning_deepcompile.DeepCompileStrategy"
     settings = config["strategy"]["init_args"]
     assert settings["stage"] == 2 and settings["timeout"] == "0:30:00" and settings["state_dict_type"] == "full"
+    assert settings["device_mesh"] == "auto"
     assert settings["compile"]["prefetch_blocks"] == 2 and settings["compile"]["region_backend"] == "inductor"
 
     printed = run_cli(tmp_path, "--trainer.strategy.help=lightning_deepcompile.DeepCompileStrategy")

@@ -1,0 +1,51 @@
+"""What a step needs beside shards, as far as sizes tell: before a model is sharded, and a step is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.sharding.layout import ChunkLayout
+
+__all__ = ["moving_bytes"]
+
+
+def moving_bytes(
+    config: CompileConfig,
+    chunks: Sequence[ChunkLayout],
+    shards: int,
+    *,
+    stage: int,
+    gather_dtype: torch.dtype | None,
+) -> int:
+    """The most bytes that gathered parameters, and gradients that are not reduced yet, take on a rank at a time.
+
+    Args:
+        config: How far ahead blocks are gathered, and how many gradients may wait.
+        chunks: The shards of a rank.
+        shards: Ranks that share the parameters.
+        stage: ZeRO stage.
+        gather_dtype: Compute dtype of parameters; None for their own.
+
+    Returns:
+        Bytes, before anything is planned: a plan may take more where there is memory, and less where there is not.
+    """
+    wire = [_gathered(chunk, gather_dtype) for chunk in chunks]  # of a rank, in the dtype in which they travel
+    blocks: dict[str, int] = {}
+    for chunk, size in zip(chunks, wire, strict=True):
+        blocks[chunk.block] = blocks.get(chunk.block, 0) + size
+    sizes = list(blocks.values())
+    window = config.prefetch_blocks + 1 if stage == 3 else len(sizes)  # below stage 3 they stay whole
+    gathered = max((sum(sizes[k : k + window]) for k in range(len(sizes))), default=0) * shards
+    whole = [size * shards for chunk, size in zip(chunks, wire, strict=True) if chunk.is_trained]
+    # Gradients before they are reduced: of all blocks, or of those that are on their way and the one that is computed.
+    at_boundary = config.reduction(stage) == "boundary"
+    pending = sum(whole) if at_boundary else (config.reduce_window + 1) * max(whole, default=0)
+    return gathered + pending + max(wire, default=0)  # shards are cast before they travel
+
+
+def _gathered(chunk: ChunkLayout, gather_dtype: torch.dtype | None) -> int:
+    dtype = gather_dtype if gather_dtype is not None and chunk.dtype.is_floating_point else chunk.dtype
+    return chunk.numel * dtype.itemsize
