@@ -20,6 +20,7 @@ __all__ = [
     "assert_on_device",
     "is_accumulated",
     "is_profiling",
+    "keeps_graph",
     "stand_in",
     "version_of",
     "alias",
@@ -61,6 +62,12 @@ def storage_uses(tensor: Tensor) -> int:
 def is_profiling() -> bool:
     """Whether a profiler of PyTorch's is on, ``emit_nvtx`` included."""
     return torch.autograd._profiler_enabled()
+
+
+@never_a_frame
+def keeps_graph() -> bool:
+    """Whether the backward pass under way leaves its graph for another one (``retain_graph=True``)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 @never_a_frame

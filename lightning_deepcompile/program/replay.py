@@ -99,7 +99,8 @@ class Frame:
     Attributes:
         saved: The tensors that the forward program's last replay has saved.
         replayed: Its graph.
-        alive: One of them, in an object of its own: autograd keeps it for as long as a backward pass may read it.
+        alive: One of them, in an object of its own: autograd keeps it for as long as a backward pass may read it, and
+            may keep it longer than that.
     """
 
     saved: list[Tensor] = field(default_factory=list)
@@ -110,6 +111,11 @@ class Frame:
     def is_read(self) -> bool:
         """Whether a backward pass may still read what the last replay saved."""
         return self.alive is not None and self.alive() is not None
+
+    def has_been_read(self) -> None:
+        """Call in a backward pass that has read what the last replay saved."""
+        if not compat.keeps_graph():
+            self.alive = None
 
     def has_saved(self, args: Sequence[Any]) -> bool:
         """Whether a backward program is given what the last replay has saved."""
@@ -381,6 +387,8 @@ class ProgramGraphs:
         elif not self._frame.has_saved(args):
             self._runs[key] += 1
             return run(args)
+        else:
+            self._frame.has_been_read()  # or is, by what follows
         graphs = self._graphs_for(key)
         for graph in list(graphs):
             if changed := graph.changed(args):

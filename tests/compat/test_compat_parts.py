@@ -120,6 +120,28 @@ def test_a_backward_pass_says_which_leaves_it_reaches_and_calls_back() -> None:
     assert seen == [(True, False), [3, 3]]
 
 
+def test_profilers_and_backward_passes_that_keep_their_graphs_are_seen() -> None:
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            seen.append(compat.keeps_graph())
+            return gradient
+
+    loss = Look.apply(torch.ones(2, requires_grad=True)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert seen == [True, False]
+    assert not compat.is_profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert compat.is_profiling()
+
+
 def test_hooks_for_gradients_are_seen() -> None:
     plain, hooked, behind = (torch.ones(2, requires_grad=True) for _ in range(3))
     hooked.register_hook(lambda gradient: None)
