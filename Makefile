@@ -46,7 +46,7 @@ test-all: test
 export GPU_RANKS ?= 2
 
 test-gpu: build
-	$(PY) -m pytest -q -m gpu -n $$($(PY) -c 'import torch; print(max(1, torch.cuda.device_count() // 2))') $(PYTEST_ARGS)
+	$(PY) -m pytest -q -m gpu -n $$($(PY) -c 'import os; print(max(1, min(10, (os.cpu_count() or 2) // 2)))') $(PYTEST_ARGS)
 
 test-newest:
 	$(MAKE) test VENV=.venv-newest TORCH='$(NEWEST)'
