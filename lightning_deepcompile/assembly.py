@@ -137,7 +137,7 @@ class Assembly:
         leaving = ActivationOffload(config, model, device, stage, self._host_bytes)
         retry = MemoryRetry(runtime, device, rank)
         divides = config.communication_sms and device.type == "cuda"
-        replays = Replays(runtime, device, config.replays) if device.type == "cuda" else None
+        replays = Replays(runtime, device, config.replays) if config.replays and device.type == "cuda" else None
         capture = Capture(
             config,
             model,
