@@ -272,6 +272,7 @@ def train(
     accumulate: int = 1,
     inspect: Callable[[pl.Trainer], Any] | None = None,
     data_world: int | None = None,
+    data: Callable[[int, int, int, int], Dataset[Any]] = Tokens,
     **trainer_kwargs: Any,
 ) -> Record:
     """Trains a model for `steps` optimizer steps and records losses, gradients and parameters.
@@ -286,13 +287,14 @@ def train(
         accumulate: Micro-batches per step.
         inspect: Called with the trainer after training.
         data_world: Ranks whose batches make the global batch; by default `world_size`.
+        data: Makes a rank's batches as `Tokens` does, with its arguments.
         **trainer_kwargs: For the Trainer.
     """
     torch.manual_seed(3)
     module = build()
     module.optimizer_class = torch.optim.SGD if optimizer == "sgd" else torch.optim.AdamW
     rows = ROWS * (data_world or world_size)
-    data = Tokens(steps * accumulate, rows, rank, world_size)
+    batches = data(steps * accumulate, rows, rank, world_size)
     recorder = Recorder()
     options: dict[str, Any] = {"accelerator": "cpu", "precision": "32-true", **devices(world_size), **trainer_kwargs}
     callbacks = [recorder, *options.pop("callbacks", [])]
@@ -308,7 +310,7 @@ def train(
         callbacks=callbacks,
         **options,
     )
-    trainer.fit(module, DataLoader(data, batch_size=rows // world_size))
+    trainer.fit(module, DataLoader(batches, batch_size=rows // world_size))
     if inspect is not None:
         recorder.record.extra = inspect(trainer)
     return recorder.record

@@ -1,4 +1,4 @@
-r"""Compares ways to train a Llama model with sharded parameters: one call, all systems and cases, one table.
+r"""Compares ways to train a model with sharded parameters: one call, all systems and cases, one table.
 
     python examples/benchmarks/compare.py --systems deepcompile,fsdp,fsdp2,roofline \
         --cases 512x1x1,1024x1x1,4096x1x1,1024x1x4 --shape llama3-8b --out results
@@ -8,6 +8,10 @@ the same model: fp32 parameters, bf16 compute and reduction (fp32 on CPU), fused
 with ``--checkpointing``, random tokens that already sit on the device. A group that fails or stands still is ended as a
 whole, its case is reported as failed, and the rest goes on. ``results.json``, ``table.md`` and ``log.txt`` are kept up
 to date; with matplotlib there is a ``plot.png`` in the end.
+
+Models are Llamas, or mixtures of experts (``mixtral-8x7b``, ``olmoe-1b-7b``; ``--layers`` makes them fewer), as
+Transformers has them. Every system builds the whole model on each device before it shards it, and is skipped where that
+cannot fit. Of experts, TFLOP/s count those that a token is sent to; memory, communication and the optimizer are of all.
 
 ``--systems deepcompile,deepcompile@prefetch_blocks=1+reduce_window=4`` compares options of ``CompileConfig``.
 ``--systems deepspeed,deepspeed@compile=true,deepspeed-deepcompile`` compares with DeepSpeed, where it is installed;
@@ -37,7 +41,7 @@ import deepspeed_setup
 import plot
 import report
 from groups import WorkerGroup
-from jobs import DEEPSPEED, SHAPES, SYSTEMS, Case, Job, System
+from jobs import DEEPSPEED, SHAPES, SYSTEMS, Case, Job, Shape, System
 
 GRACE_S = 45
 """A case begun before the deadline may end this long after it."""
@@ -77,6 +81,10 @@ class Comparison:
     def _unable(self, system: System) -> str | None:
         if system.kind == "fsdp" and self._arguments.device == "cpu":
             return "Lightning's FSDPStrategy needs GPUs"
+        if self._arguments.device == "cuda" and (
+            reason := too_large(system, self._arguments.shape, report.gpu_bytes())
+        ):
+            return reason
         if system.kind in DEEPSPEED:
             return deepspeed_setup.unable(system, self._arguments.device)
         return None
@@ -188,6 +196,21 @@ class Comparison:
         line = f"[{time.time() - self._began:6.1f}s] {text}"
         print(line, flush=True)
         print(line, file=self._log_file, flush=True)
+
+
+def too_large(system: System, shape: Shape, memory: int | None) -> str | None:
+    """Why a model cannot be built in fp32 on a device of so many bytes (None: not known); None if it may fit.
+
+    What is sharded needs the parameters whole at first; under DDP gradients and AdamW's two states are whole, too.
+    """
+    needed = shape.parameters * (16 if system.kind == "ddp" else 4)
+    if memory is None or needed <= memory:
+        return None
+    what = "with gradients and AdamW's states" if system.kind == "ddp" else "before it is sharded"
+    return (
+        f"the model has {shape.parameters / 1e9:.1f}e9 parameters, which take {needed / 2**30:.0f} GiB on each device "
+        f"{what}; the device has {memory / 2**30:.0f} GiB: give fewer --layers than {shape.layers}"
+    )
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

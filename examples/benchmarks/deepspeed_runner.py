@@ -11,10 +11,9 @@ import torch.distributed as dist
 from deepspeed_setup import compiles_blocks, configuration, offloads_optimizer
 from jobs import Job
 from meter import Recorder, StepMeter
-from models import LEARNING_RATE, Batches, adamw, build_model
+from models import LEARNING_RATE, Batches, adamw, block_class, build_model
 from runners import start_process_group
-from transformers import LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers import PreTrainedModel
 
 
 def run_deepspeed(job: Job, rank: int, recorder: Recorder) -> None:
@@ -42,10 +41,10 @@ def run_deepspeed(job: Job, rank: int, recorder: Recorder) -> None:
     dist.destroy_process_group()
 
 
-def make_engine(job: Job, model: LlamaForCausalLM) -> deepspeed.DeepSpeedEngine:
+def make_engine(job: Job, model: PreTrainedModel) -> deepspeed.DeepSpeedEngine:
     """Shards the model, and compiles what is to be compiled."""
     if compiles_blocks(job.system):
-        deepspeed.utils.set_z3_leaf_modules(model, [LlamaDecoderLayer])
+        deepspeed.utils.set_z3_leaf_modules(model, [block_class(job.shape)])
     optimizer = cpu_adamw(model.parameters()) if offloads_optimizer(job.system) else adamw(model.parameters())
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(job))
     if compiles_blocks(job.system):

@@ -12,7 +12,7 @@ SYSTEMS = {
     "deepcompile": "Lightning Trainer, DeepCompileStrategy with its defaults (or the options named after @)",
     "deepcompile-uncompiled": "as deepcompile, with the step kept away from the compiler (`torch.compiler.disable`): "
     "what runs where a function cannot be compiled",
-    "fsdp": "Lightning Trainer, FSDPStrategy(auto_wrap_policy={LlamaDecoderLayer}, FULL_SHARD, limit_all_gathers, "
+    "fsdp": "Lightning Trainer, FSDPStrategy(auto_wrap_policy={the decoder layer}, FULL_SHARD, limit_all_gathers, "
     "forward_prefetch, backward_prefetch=BACKWARD_PRE, use_orig_params)",
     "fsdp2": "plain loop, fully_shard per block and root, every block compiled, default prefetch, "
     "gradients reduced every micro-batch",
@@ -33,9 +33,13 @@ WITH_OPTIONS = ("deepcompile", "deepcompile-uncompiled", *DEEPSPEED)
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama model; how it is built and run where not all of it fits onto a device.
+    """Sizes of a decoder of Transformers; how it is built and run where not all of it fits onto a device.
 
     Attributes:
+        intermediate: Width of a block's MLP; with experts, of each of them.
+        family: The model's classes: of ``models.FAMILIES``.
+        experts: Experts of a block; 1 is a plain MLP without a router.
+        experts_used: Experts that a token is sent to.
         checkpointing: Whether layers keep only their inputs, and run again in backward.
         deferred: Whether the model is built without memory, and initialised block by block into shards.
     """
@@ -46,28 +50,59 @@ class Shape:
     kv_heads: int
     vocab: int
     layers: int
+    family: str = "llama"
+    experts: int = 1
+    experts_used: int = 1
     checkpointing: bool = False
     deferred: bool = False
 
     def flops_per_token(self, seq: int) -> int:
-        """Model FLOPs of forward plus backward for one token: no recomputation, causal attention at half its square."""
-        matmul = self.layers * self.block_weights + self.vocab * self.hidden
+        """Model FLOPs of forward plus backward for one token: no recomputation, causal attention at half its square.
+
+        Of a block's experts those count that the token is sent to; the router's product counts, its choice does not.
+        """
+        matmul = self.layers * self._block_weights(self.experts_used) + self.vocab * self.hidden
         return 6 * matmul + 6 * self.layers * self.hidden * seq
 
     @property
     def block_weights(self) -> int:
-        """Elements of a block's matrices; its norms are 2 x hidden more."""
+        """Elements of a block's matrices, of all experts; its norms are a few times `hidden` more."""
+        return self._block_weights(self.experts)
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all matrices: of the blocks, with all experts, of the embedding and of the head."""
+        return self.layers * self.block_weights + 2 * self.vocab * self.hidden
+
+    def _block_weights(self, experts: int) -> int:
         attention = 2 * self.hidden * (self.hidden + self.hidden * self.kv_heads // self.heads)
-        return attention + 3 * self.hidden * self.intermediate
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        return attention + router + experts * 3 * self.hidden * self.intermediate
 
 
 SHAPES = {
     "llama3-1b": Shape(hidden=2048, intermediate=8192, heads=32, kv_heads=8, vocab=128256, layers=16),
     "llama3-8b": Shape(hidden=4096, intermediate=14336, heads=32, kv_heads=8, vocab=128256, layers=32),
     "llama3-70b": Shape(hidden=8192, intermediate=28672, heads=64, kv_heads=8, vocab=128256, layers=80),
+    "mixtral-8x7b": Shape(
+        hidden=4096, intermediate=14336, heads=32, kv_heads=8, vocab=32000, layers=32,
+        family="mixtral", experts=8, experts_used=2,
+    ),
+    "olmoe-1b-7b": Shape(
+        hidden=2048, intermediate=1024, heads=16, kv_heads=16, vocab=50304, layers=16,
+        family="olmoe", experts=64, experts_used=8,
+    ),
     "small": Shape(hidden=512, intermediate=1408, heads=8, kv_heads=4, vocab=8192, layers=16),
     "tiny": Shape(hidden=64, intermediate=160, heads=4, kv_heads=2, vocab=259, layers=2),
-}
+    "mixtral-tiny": Shape(
+        hidden=64, intermediate=48, heads=4, kv_heads=2, vocab=259, layers=2,
+        family="mixtral", experts=5, experts_used=2,
+    ),
+    "olmoe-tiny": Shape(
+        hidden=64, intermediate=24, heads=4, kv_heads=4, vocab=259, layers=2,
+        family="olmoe", experts=9, experts_used=3,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,40 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from jobs import Case, Shape
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
+from transformers.models.olmoe.modeling_olmoe import OlmoeDecoderLayer
 
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], type[nn.Module]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, LlamaDecoderLayer),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, MixtralDecoderLayer),
+    "olmoe": (OlmoeConfig, OlmoeForCausalLM, OlmoeDecoderLayer),
+}
+"""Configuration, model and block of each family of shapes."""
 LEARNING_RATE = 1e-4
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def build_model(shape: Shape, device: torch.device | str) -> LlamaForCausalLM:
+def build_model(shape: Shape, device: torch.device | str) -> PreTrainedModel:
     """Builds the model in fp32 right on the device, with the same random weights on every rank of every system.
 
-    Of a deferred model there is nothing but shapes: whoever shards it must initialise it.
+    Routers add no loss of their own, which would differ with the rows of a rank, and choose among untrained experts for
+    random tokens: nearly evenly. Of a deferred model there is nothing but shapes: whoever shards it must initialise it.
     """
-    config = LlamaConfig(
+    config_class, model_class, _ = FAMILIES[shape.family]
+    experts = {"num_local_experts": shape.experts, "num_experts_per_tok": shape.experts_used}
+    config = config_class(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -28,13 +50,19 @@ def build_model(shape: Shape, device: torch.device | str) -> LlamaForCausalLM:
         tie_word_embeddings=False,
         use_cache=False,
         attn_implementation="sdpa",
+        **(experts if shape.experts > 1 else {}),
     )
     torch.manual_seed(0)
     with torch.device("meta" if shape.deferred else device):
-        model = LlamaForCausalLM(config).train()
+        model = model_class(config).train()
     if shape.checkpointing:
         model.gradient_checkpointing_enable()
     return model
+
+
+def block_class(shape: Shape) -> type[nn.Module]:
+    """The class of the model's blocks."""
+    return FAMILIES[shape.family][2]
 
 
 def adamw(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.AdamW:

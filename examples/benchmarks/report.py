@@ -121,6 +121,13 @@ def count_gpus() -> int:
     return len((_output(["nvidia-smi", "-L"]) or "").splitlines())
 
 
+def gpu_bytes() -> int | None:
+    """Memory of the smallest GPU of this machine in bytes, without touching any of them; None if that is not known."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    sizes = [int(line) for line in (_output(query) or "").split() if line.isdecimal()]
+    return min(sizes) * 2**20 if sizes else None
+
+
 def write(path: Path, content: dict[str, Any] | str) -> None:
     """Replaces a file in one piece, so that an interrupted run leaves the state before."""
     part = path.with_name(path.name + ".part")

@@ -14,6 +14,11 @@ where
   collective per block, nothing else running;
 - ``optimizer`` is fused AdamW over this rank's share of the parameters in fp32.
 
+Of a mixture of experts ``forward_backward`` computes what the router sends to experts, so a token's own experts alone;
+``gather``, ``reduce`` and ``optimizer`` are of the parameters of all experts, as sharded training moves and updates all
+of them, also those that no token was sent to: in a step the optimizer reads a weight, its gradient and two states, and
+writes the weight and the states, 28 bytes for each of a rank's parameters.
+
 Each is the median of the measured steps on the slowest rank, since the ranks of a step wait for one another.
 """
 
@@ -30,7 +35,7 @@ from jobs import Case, Job
 from meter import Recorder, StepMeter
 from models import COMPUTE_DTYPE, Batches, adamw, build_model
 from runners import start_process_group
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 
 def run_roofline(job: Job, rank: int, recorder: Recorder) -> None:
@@ -51,7 +56,7 @@ def run_roofline(job: Job, rank: int, recorder: Recorder) -> None:
     dist.destroy_process_group()
 
 
-def compile_by_block(model: LlamaForCausalLM) -> Callable[[torch.Tensor], torch.Tensor]:
+def compile_by_block(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
     """Compiles every block, and head with loss; returns tokens -> loss."""
     for block in model.model.layers:
         block.compile(dynamic=False)
@@ -66,7 +71,7 @@ def compile_by_block(model: LlamaForCausalLM) -> Callable[[torch.Tensor], torch.
 def measure_compute(
     job: Job,
     case: Case,
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     step: Callable[[torch.Tensor], torch.Tensor],
     rank: int,
     device: torch.device,

@@ -14,11 +14,10 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, Strategy
 from meter import Recorder, StepMeter
-from models import COMPUTE_DTYPE, Batches, adamw, build_model
+from models import COMPUTE_DTYPE, Batches, adamw, block_class, build_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers import PreTrainedModel
 
 TIMEOUT = timedelta(seconds=240)
 COMPILE_COUNTERS = ("graphs", "regions_compiled", "regions_total", "compile_seconds")
@@ -35,18 +34,18 @@ def make_strategy(job: Job) -> Strategy:
         return DeepCompileStrategy(compile=CompileConfig(**options), timeout=TIMEOUT)
     if job.system.kind == "fsdp":
         # The remaining fast settings are defaults: full shard, backward prefetch, limited gathers, original parameters.
-        return FSDPStrategy(auto_wrap_policy={LlamaDecoderLayer}, forward_prefetch=True, timeout=TIMEOUT)
+        return FSDPStrategy(auto_wrap_policy={block_class(job.shape)}, forward_prefetch=True, timeout=TIMEOUT)
     return DDPStrategy(timeout=TIMEOUT)
 
 
-class LlamaModule(pl.LightningModule):
+class DecoderModule(pl.LightningModule):
     """A plain module: each epoch is one case, fed from batches that sit on the device."""
 
     def __init__(self, job: Job, rank: int) -> None:
         super().__init__()
         self._job, self._rank = job, rank
         self.meter: StepMeter
-        self.model: LlamaForCausalLM | None = None
+        self.model: PreTrainedModel | None = None
 
     def configure_model(self) -> None:
         if self.model is None:
@@ -73,19 +72,19 @@ class CaseCallback(pl.Callback):
         self._steps = 0
         self._compiled: dict[str, float] = {}
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: LlamaModule) -> None:
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: DecoderModule) -> None:
         self._recorder.start(self._job.cases[trainer.current_epoch])
         pl_module.meter.begin()
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: LlamaModule, outputs: dict[str, Any], batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: DecoderModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
         pl_module.meter.add_loss(outputs["loss"])
         if trainer.global_step != self._steps:
             self._steps = trainer.global_step
             pl_module.meter.end_step()
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: LlamaModule) -> None:
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: DecoderModule) -> None:
         record = pl_module.meter.record()
         if self._job.system.kind.startswith("deepcompile"):
             record["summary"] = asdict(trainer.strategy.summary())
@@ -133,7 +132,7 @@ def run_lightning(job: Job, rank: int, recorder: Recorder) -> None:
         logger=False,
         use_distributed_sampler=False,
     )
-    module = LlamaModule(job, rank)
+    module = DecoderModule(job, rank)
     if job.system.kind == "deepcompile-uncompiled":
         module.training_step = torch.compiler.disable(module.training_step)
     trainer.fit(module)

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,31 @@ def test_deepspeed_is_configured_for_the_case() -> None:
 def test_flops_of_llama3_8b() -> None:
     matmul_parameters = 8_030_261_248 - 128256 * 4096 - 65 * 4096  # all but the embedding and the norms
     assert SHAPES["llama3-8b"].flops_per_token(1024) == 6 * matmul_parameters + 6 * 32 * 4096 * 1024
+
+
+@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.experts > 1])
+def test_flops_count_the_experts_that_a_token_uses(name: str) -> None:
+    import models
+
+    shape = SHAPES[name]
+    model = models.build_model(shape, "meta")
+    matrices = {key: p.numel() for key, p in model.named_parameters() if p.dim() > 1 and "embed" not in key}
+    experts = sum(size for key, size in matrices.items() if "experts" in key)
+    used = sum(matrices.values()) - experts + experts * shape.experts_used // shape.experts
+    assert shape.flops_per_token(64) == 6 * used + 6 * shape.layers * shape.hidden * 64
+    assert shape.parameters == sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    block = models.block_class(shape)
+    assert [type(layer) for layer in model.model.layers] == [block] * shape.layers
+
+
+def test_a_model_that_cannot_fit_is_refused_with_its_size() -> None:
+    shape, memory = SHAPES["mixtral-8x7b"], 80 * 2**30
+    reason = compare.too_large(System.parse("fsdp2"), shape, memory)
+    assert reason is not None and "46.7e9 parameters" in reason and "174 GiB" in reason and "--layers than 32" in reason
+    smaller = replace(shape, layers=8)
+    assert compare.too_large(System.parse("fsdp2"), smaller, memory) is None
+    assert "AdamW's states" in (compare.too_large(System.parse("ddp"), smaller, memory) or "")
+    assert compare.too_large(System.parse("ddp"), shape, None) is None
 
 
 @pytest.mark.parametrize(
@@ -322,6 +348,20 @@ def test_deepcompile_trains_as_ddp_does(tmp_path: Path) -> None:
         assert found[product]["summary"]["regions_total"] > 0
         assert found[product]["compiled"]["graphs"] == (case == "16x1x1")  # the second case meets the same shapes
     assert by_system(results, "16x1x1")[product]["warm_first_step_s"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BUILT, reason="the extension is not built")
+@pytest.mark.parametrize("shape", ["mixtral-tiny", "olmoe-tiny"])
+def test_experts_train_alike_under_all_systems(tmp_path: Path, shape: str) -> None:
+    systems = ["deepcompile@region_backend=eager", "fsdp2-eager", "ddp"]
+    options = ("--shape", shape, "--systems", ",".join(systems), "--cases", "16x1x2", "--checkpointing")
+    code, results, printed = run_compare(tmp_path, *options)
+    assert code == 0, printed
+    found = by_system(results, "16x1x2")
+    for system in systems[:-1]:
+        assert found[system]["losses"] == pytest.approx(found["ddp"]["losses"], rel=1e-5)
+    assert found[systems[0]]["summary"]["graphs"] == 1 and not found[systems[0]]["summary"]["uncompiled"]
 
 
 def test_a_sweep_says_what_it_compares() -> None:

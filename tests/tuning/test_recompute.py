@@ -121,7 +121,7 @@ class Fails(pl.Callback):
         self.shortages.armed = batch_idx == self.step
 
 
-def _keep_plans() -> None:
+def keep_plans() -> None:
     """What saves anything is done, and no plan is taken back, however fast the machine finds it."""
     recompute._GAIN = 0.0
     fastest = Tuner._fastest
@@ -130,7 +130,7 @@ def _keep_plans() -> None:
 
 def _train(folder: Path) -> None:
     dist.init_process_group("gloo")
-    _keep_plans()
+    keep_plans()
     plain, expected, trainer = _fit()
     assert plain.kept == [0] * STEPS and trainer.strategy.summary().graphs == 1
     start_peak = trainer.strategy.report()[0].passes[0].peak_bytes
@@ -167,7 +167,7 @@ def test_what_is_kept_changes_no_bit(tmp_path: Path) -> None:
 
 def _runs_short() -> None:
     dist.init_process_group("gloo")
-    _keep_plans()
+    keep_plans()
     plain, expected, _ = _fit(36, passes=["unshard"])
     calls = {2} if os.environ["RANK"] == "1" else set()
     # Before there is a plan for what was traced anew.
@@ -188,7 +188,7 @@ def test_a_shortage_has_all_computed_again() -> None:
 
 def _alone(folder: Path) -> None:
     dist.init_process_group("gloo")
-    _keep_plans()
+    keep_plans()
     plain, _, trainer = _fit(36, passes=None)
     assert [done.outcome for done in trainer.strategy.report()] == ["measured"], "it gathers nothing: nothing to plan"
     path = folder / "plan.json"
