@@ -214,6 +214,8 @@ RUNS: dict[int, list[Run]] = {
         ("Olmoe", "Olmoe", "one", OFFLOAD),
     ],
 }
+EVERYDAY = {2: {"loop", "limited", "Mixtral", "Olmoe"}, 3: {"buffered", "Mixtral"}}
+"""The others take minutes: they are `extensive`."""
 STEPS = 8
 """Plans are made after five."""
 
@@ -246,7 +248,8 @@ def _train_all(runs: list[Run]) -> dict[str, Record | str]:
 
 @functools.cache
 def _sharded(world_size: int) -> list[dict[str, Record | str]]:
-    return run_ranks(_train_all, world_size, RUNS[world_size], timeout=400)
+    everyday = [run for run in RUNS[world_size] if run[0] in EVERYDAY[world_size]]
+    return run_ranks(_train_all, world_size, RUNS[world_size] if "TEST_ALL" in os.environ else everyday, timeout=400)
 
 
 def _alone(model: str, routing: str, data_world: int, steps: int) -> Record:
@@ -257,7 +260,13 @@ def _alone(model: str, routing: str, data_world: int, steps: int) -> Record:
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     ("world_size", "run"),
-    [pytest.param(world, run, id=f"{run[0]} on {world}") for world, runs in RUNS.items() for run in runs],
+    [
+        pytest.param(
+            world, run, id=f"{run[0]} on {world}", marks=[] if run[0] in EVERYDAY[world] else [pytest.mark.extensive]
+        )
+        for world, runs in RUNS.items()
+        for run in runs
+    ],
 )
 @pytest.mark.xdist_group("experts")
 def test_equals_unsharded(world_size: int, run: Run) -> None:
