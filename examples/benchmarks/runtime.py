@@ -13,6 +13,7 @@ prints one table alone.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import socket
 import time
@@ -173,6 +174,9 @@ def run(rank: int, world: int, port: int, args: argparse.Namespace) -> None:
         if rank == 0:
             print("\n".join([*lines, ""] if device.type == "cuda" else lines), flush=True)
     runtime.close()
+    # Whoever holds a group of gloo's keeps its threads, which drop tensors when Python may be gone already.
+    del runtime, layer, parts
+    gc.collect()
     dist.destroy_process_group()
 
 

@@ -194,7 +194,7 @@ void test_a_rank_that_does_not_come() {
     self.gather(3000, 0);
     if (self.rank != 1) {
       std::thread watchdog([&] {
-        const std::string expected = "gather of 'w' and 2 more Behind: rank 1.";
+        const std::string expected = "gather of 'w' and 2 more (number 2) Behind: rank 1.";
         std::string failure;
         for (int i = 0; i < 500 && failure != expected; ++i) {
           std::this_thread::sleep_for(std::chrono::milliseconds(20));
