@@ -164,6 +164,13 @@ def run(rank: int, world: int, port: int, args: argparse.Namespace) -> None:
     else:
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    measure(rank, device, world, args)
+    gc.collect()  # whoever holds a group of gloo's keeps its threads, which may drop tensors when Python is gone
+    dist.destroy_process_group()
+
+
+def measure(rank: int, device: torch.device, world: int, args: argparse.Namespace) -> None:
+    """Prints what `args` ask for, on the first rank."""
     runtime = load_extension().Runtime(dist.group.WORLD, dist.group.WORLD, device)
     layer, watch = Layer(runtime, device, world, args.divide), Stopwatch(device, 5, args.repeat)
     parts = {"summary": lambda: summary(layer, watch, device, world, args.repeat)}
@@ -174,10 +181,6 @@ def run(rank: int, world: int, port: int, args: argparse.Namespace) -> None:
         if rank == 0:
             print("\n".join([*lines, ""] if device.type == "cuda" else lines), flush=True)
     runtime.close()
-    # Whoever holds a group of gloo's keeps its threads, which drop tensors when Python may be gone already.
-    del runtime, layer, parts
-    gc.collect()
-    dist.destroy_process_group()
 
 
 def summary(layer: Layer, watch: Stopwatch, device: torch.device, world: int, repeat: int) -> list[str]:
