@@ -40,8 +40,8 @@ class InFlight {
     bool queued_ = false;
   };
 
-  /// "gather of 'a' and 2 more (number 57)", if that has been the next one to finish for longer than `limit`; else empty. Forgets
-  /// what is done. Does not wait.
+  /// "gather of 'a' and 2 more (number 57)", if that has been the next one to finish for longer than `limit`; else
+  /// empty. Forgets what is done. Does not wait.
   std::string overdue(std::chrono::milliseconds limit);
   /// The next one to finish, or empty.
   std::string first();

@@ -97,7 +97,7 @@ class GatherEngine {
   void retry_with(const GiveBack& give_back);
   void clear();  // drops everything; for the end of a runtime
 
-  // For the recorder (recording.h).
+  // For the recorder (recorder.h).
   /// What is gathered, in memory of device graphs.
   struct Left {
     struct Member {

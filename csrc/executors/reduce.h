@@ -92,7 +92,7 @@ class ReduceEngine {
   void retry_with(const GiveBack& give_back);
   void clear();  // drops everything; for the end of a runtime
 
-  // For the recorder (recording.h).
+  // For the recorder (recorder.h).
   /// The engine's stream runs behind the current one: it becomes part of what that one records.
   void fork() { order(compute_, current_stream(device_), stream_); }
   /// The current stream is behind everything that was queued.

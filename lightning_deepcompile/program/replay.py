@@ -98,13 +98,13 @@ class Frame:
 
     Attributes:
         saved: The tensors that the forward program's last replay has saved.
-        replayed: Its graph.
+        graph: What was replayed.
         alive: One of them, in an object of its own: autograd keeps it for as long as a backward pass may read it, and
             may keep it longer than that.
     """
 
     saved: list[Tensor] = field(default_factory=list)
-    replayed: _Graph | None = None
+    graph: _Graph | None = None
     alive: weakref.ref[Tensor] | None = None
 
     @property
@@ -311,10 +311,8 @@ class Replays:
             # The generator still believes that it is recorded. The graphs that there are would draw from it, others
             # from the copy: they go.
             generator.graphsafe_set_state(random)
-            for program in self._programs:
-                program.forget()
+            self._drop()
             self._graphs.cancel()
-            self.recorded = 0
             raise
         torch.cuda.current_stream().wait_stream(self._stream)
         self.recorded += 1
@@ -332,11 +330,15 @@ class Replays:
 
     def forget(self) -> None:
         """Drops all graphs, and the memory that they take; what runs them goes on without."""
+        self._drop()
+        self._graphs.forget()
+        self._pool = self._stream = None
+        self.enabled = False
+
+    def _drop(self) -> None:
         for program in self._programs:
             program.forget()
-        self._graphs.forget()
-        self.recorded, self._pool, self._stream = 0, None, None
-        self.enabled = False
+        self.recorded = 0
 
 
 class ProgramGraphs:
@@ -371,7 +373,7 @@ class ProgramGraphs:
         """Drops its graphs."""
         self._graphs, self._recorded = {}, 0
         self._runs.clear()
-        self._frame.saved, self._frame.replayed, self._frame.alive = [], None, None
+        self._frame.saved, self._frame.graph, self._frame.alive = [], None, None
 
     def __call__(self, args: list[Any], run: Run) -> Sequence[Any]:
         """Does what ``run(args)`` does."""
@@ -413,7 +415,7 @@ class ProgramGraphs:
 
     def _graphs_for(self, key: Any) -> list[_Graph]:
         """Those that were recorded with such numbers among the inputs."""
-        forward = self._frame.replayed
+        forward = self._frame.graph
         known = self._graphs if self._kind == "forward" or forward is None else forward.backward
         return known.setdefault(key, [])
 
@@ -463,7 +465,7 @@ class ProgramGraphs:
         handed = [_copy(value) for value in graph.outputs[: self._outputs]]
         saved = graph.outputs[self._outputs :]
         tensors = [value for value in saved if isinstance(value, Tensor)]
-        self._frame.saved, self._frame.replayed, self._frame.alive = tensors, graph, None
+        self._frame.saved, self._frame.graph, self._frame.alive = tensors, graph, None
         own = [graph.inputs[i] for i in graph.given]
         for place, value in enumerate(saved):
             if isinstance(value, Tensor) and not any(value is one for one in own):
