@@ -167,12 +167,12 @@ def _text(path: Path) -> str:
 def _free_port() -> int:
     """A port for this test alone: not of those that the system gives to clients, nor of another of xdist's workers."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    first = 20_000 + 500 * (worker % 20)
-    for port in random.sample(range(first, first + 500), 500):
+    first = 10_000 + 250 * (worker % 20)
+    for port in random.sample(range(first, first + 250), 250):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise OSError(f"All ports from {first} to {first + 499} are in use.")
+    raise OSError(f"All ports from {first} to {first + 249} are in use.")
 
 
 def _environment(world_size: int) -> dict[str, str]:

@@ -8,7 +8,7 @@
 
 namespace ldc {
 
-/// What this thread does as long as it lives. Without a profiler nobody is asked for the name.
+/// Names what this thread does as long as it lives. Without a profiler nobody is asked for the name.
 class Range {
  public:
   template <typename Name>
@@ -26,5 +26,10 @@ class Range {
   std::string name_;
   std::optional<at::RecordFunction> record_;
 };
+
+/// Hides what this thread starts from profilers, as long as it lives. torch.distributed's record of an operation ends on
+/// the thread that finishes it, and writes into the profile even where that was taken, and freed, in the meantime. Gathers
+/// and questions between hosts cross the steps at which profilers stop.
+using Unrecorded = at::DisableRecordFunctionGuard;
 
 }  // namespace ldc

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/view_as_real.h>
 
+#include "base/range.h"
 #include "memory/views.h"
 
 namespace ldc {
@@ -36,6 +37,7 @@ ProcessGroupCommunicator::ProcessGroupCommunicator(c10::intrusive_ptr<c10d::Proc
 template <typename Together, typename Single>
 ProcessGroupCommunicator::Works ProcessGroupCommunicator::start(bool& coalesced, size_t count, Together together,
                                                                 Single single) {
+  const Unrecorded unrecorded;
   if (coalesced && count > 1) {
     try {
       return {together()};
@@ -115,6 +117,7 @@ Completion ProcessGroupCommunicator::all_reduce_mean(const std::vector<Transfer>
   if (sums.empty()) return {};
   Works works;
   explained("reduction over replicas", names(group), [&] {
+    const Unrecorded unrecorded;
     for (const Tensor& sum : sums) {
       std::vector<Tensor> one = {sum};
       works.push_back(backend_->allreduce(one, all_reduce_options_));

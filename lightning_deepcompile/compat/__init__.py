@@ -37,6 +37,7 @@ from lightning_deepcompile.compat.autograd import (
     stand_in,
     storage_of,
     storage_uses,
+    unrecorded,
     version_of,
 )
 from lightning_deepcompile.compat.distributed import (
@@ -128,6 +129,7 @@ __all__ = [
     "is_accumulated",
     "is_profiling",
     "keeps_graph",
+    "unrecorded",
     "is_checkpoint",
     "is_of_forward",
     "is_tracing",

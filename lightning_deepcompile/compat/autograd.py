@@ -6,7 +6,7 @@ Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ __all__ = [
     "has_hooks",
     "hooks_saved_tensors",
     "in_function_transform",
+    "unrecorded",
     "outside_transforms",
     "plain_functions",
     "storage_of",
@@ -62,6 +63,20 @@ def storage_uses(tensor: Tensor) -> int:
 def is_profiling() -> bool:
     """Whether a profiler of PyTorch's is on, ``emit_nvtx`` included."""
     return torch.autograd._profiler_enabled()
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Hides what is started inside from profilers.
+
+    For asynchronous collectives of ``torch.distributed``: the record of one ends on the thread that finishes it, and
+    writes into the profile even where that was taken, and freed, in the meantime (seen to crash with gloo in 2.13.0).
+    """
+    torch.autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch.autograd._enable_record_function(True)
 
 
 @never_a_frame

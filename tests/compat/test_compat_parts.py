@@ -142,6 +142,15 @@ def test_profilers_and_backward_passes_that_keep_their_graphs_are_seen() -> None
         assert compat.is_profiling()
 
 
+def test_what_is_unrecorded_is_in_no_profile() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with compat.unrecorded():
+            torch.ones(2).cos()
+        torch.ones(2).sin()
+    names = {event.name for event in profiler.events()}
+    assert "aten::sin" in names and "aten::cos" not in names
+
+
 def test_hooks_for_gradients_are_seen() -> None:
     plain, hooked, behind = (torch.ones(2, requires_grad=True) for _ in range(3))
     hooked.register_hook(lambda gradient: None)
