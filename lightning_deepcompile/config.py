@@ -24,6 +24,10 @@ _NO_GRAPHS = ("symmetric_memory", "communication_sms", "offload_parameters")
 
 _OFF = (False, "none")
 
+_PACK_ON_CPU, _PACK_ON_GPU, _MANY_RANKS = 128 * 2**10, 64 * 2**10, 64
+"""Bytes of the largest shards that travel packed, and from how many GPUs on. Measured on CPU (docs/benchmarks.md); for
+GPUs a careful choice, as 64 of them were not there to measure: eight gather large layers faster unpacked."""
+
 
 @checked
 @dataclass
@@ -69,6 +73,11 @@ class CompileConfig:
             hundred MiB and slower below; but it occupies no thread blocks, so compute that hides it is slowed down
             less. Costs twice the shards of the largest group in device memory, outside of torch's allocator. Where
             GPUs cannot reach each other, and on CPU, one warning says why and nothing changes.
+        pack_shards: Gather what is small in one operation, packed: a collective costs its latency once, whatever it
+            carries, and a copy on either side; with many ranks every shard is small. ``"auto"``: shards of at most 128
+            KiB on CPU, and on GPUs, from 64 ranks on that share the parameters, of at most 64 KiB. Bytes, or a text
+            like ``"1MiB"``, for another bound; False for none. Gradients travel packed, too, where that changes no bit
+            (two ranks), or ``reduce="auto"`` allows for it. Not with `symmetric_memory`.
         embedding: How the rows of an embedding come to a rank at stage 3. ``"gather"``: with its whole table, as other
             parameters do. ``"exchange"``: the ranks that hold the rows look them up, and get the rows of the gradient
             back, wherever nothing else reads the table; with few tokens per rank that is a small part of the bytes. A
@@ -155,6 +164,7 @@ class CompileConfig:
     max_ctas: Annotated[int, AtLeast(0)] = 0
     communication_sms: Annotated[int, AtLeast(0)] = 0
     symmetric_memory: bool | ByteCount = False
+    pack_shards: Literal["auto", False] | ByteCount = "auto"
     embedding: Literal["auto", "gather", "exchange"] = "auto"
     recognize_causal_masks: bool = True
     chunk_loss: Literal["auto", False] | Annotated[int, AtLeast(2)] = False
@@ -209,6 +219,28 @@ class CompileConfig:
         if isinstance(self.symmetric_memory, bool):
             return SYMMETRIC_THRESHOLD if self.symmetric_memory else 0
         return parse_budget(self.symmetric_memory, total=1, name="symmetric_memory")
+
+    def pack_below(self, device_type: str, ranks: int) -> int:
+        """Bytes of the largest shard that travels packed with others; 0: none does.
+
+        Args:
+            device_type: ``"cuda"`` or ``"cpu"``.
+            ranks: That share the parameters.
+        """
+        if self.pack_shards is False:
+            return 0
+        if self.pack_shards != "auto":
+            return parse_budget(self.pack_shards, total=1, name="pack_shards")
+        if device_type == "cpu":
+            return _PACK_ON_CPU
+        return _PACK_ON_GPU if ranks >= _MANY_RANKS else 0
+
+    def packs_reductions(self, ranks: int) -> bool:
+        """Whether gradients may travel packed.
+
+        In which order more than two ranks are added up depends on where in a message they are.
+        """
+        return ranks <= 2 or self.reduce == "auto"
 
     @property
     def replays(self) -> Literal["auto"] | bool:

@@ -25,7 +25,8 @@ std::shared_ptr<Runtime> Runtime::create(Group gather_group, Group reduce_group,
       {"free_activation_threshold", options.free_activation_threshold},
       {"host_limit", options.host_limit},
       {"max_ctas", options.max_ctas},
-      {"symmetric_threshold", options.symmetric_threshold}};
+      {"symmetric_threshold", options.symmetric_threshold},
+      {"pack_below", options.pack_below}};
   for (const auto& [name, value] : sizes) {
     LDC_CHECK_ARG(value >= 0, "Runtime: `", name, "` must not be negative, got ", value, ".");
   }
@@ -93,6 +94,7 @@ std::map<std::string, int64_t> Runtime::stats() {
       {"gathered_bytes", counts.gathered_bytes},
       {"gather_hits", counts.gather_hits},
       {"symmetric_gathers", counts.symmetric_gathers},
+      {"packed", counts.packed},
       {"symmetric_bytes", symmetric == nullptr ? 0 : symmetric->workspace_bytes()},
       {"reductions", counts.reductions},
       {"reduce_groups", counts.reduce_groups},

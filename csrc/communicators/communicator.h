@@ -40,6 +40,14 @@ class Completion {
   std::function<void()> finish_;
 };
 
+/// What is complete when `first` is, and `last` was called behind it.
+inline Completion then(Completion first, std::function<void()> last) {
+  return Completion([first = std::move(first), last = std::move(last)]() mutable {
+    first.wait();
+    last();
+  });
+}
+
 /// Collectives over one set of ranks, issued by all of them in the same order. Work is queued on the current stream of
 /// the device. Gathers and reductions get a communicator each: two collectives of one NCCL communicator never overlap.
 class Communicator {

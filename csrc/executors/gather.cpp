@@ -8,6 +8,7 @@
 #include <map>
 
 #include "base/range.h"
+#include "communicators/packing.h"
 #include "memory/host_shards.h"
 #include "memory/views.h"
 
@@ -21,6 +22,8 @@ GatherEngine::GatherEngine(Device device, std::shared_ptr<Communicator> communic
       stats_(stats),
       sync_before_(options.sync_before_allgather),
       sync_after_(options.sync_after_allgather),
+      // Through symmetric memory every shard is a copy by itself, which costs no latency of a collective.
+      pack_below_(options.symmetric_threshold > 0 ? 0 : options.pack_below),
       stream_(pool_stream(device, /*high_priority=*/true)),
       copies_(pool_stream(device, /*high_priority=*/true)),
       arena_(device) {}
@@ -145,15 +148,16 @@ void GatherEngine::launch(const Ids& ids, const std::vector<Dtype>& dtypes) {
   {
     const c10::StreamGuard guard(stream_);
     const Range range([&] { return "deepcompile: gather of " + Communicator::names(transfers); });
-    if (!dry_) group->completion = communicator_->all_gather(transfers);
+    if (!dry_) group->completion = gather(std::move(transfers), group->packed);
     if (has_streams(device_)) {
       group->completion.wait();  // in stream order: the gather stream waits, not this thread
       group->slot->ready.record(stream_);
     }
   }
-  // Staging is written and read on the gather stream alone, so its next user is behind this one by itself. A CPU
-  // backend reads it from its own threads until complete().
+  // Staging is written and read on the gather stream alone, as is what is packed, so its next user is behind this one by
+  // itself. A CPU backend reads it from its own threads until complete().
   if (group->staging && has_streams(device_)) arena_.release(std::move(group->staging), stream_);
+  if (group->packed && has_streams(device_)) arena_.release(std::move(group->packed), stream_);
   if (group->fetched && has_streams(device_)) fetched_ = std::move(group->fetched);
 
   for (size_t i = 0; i < params.size(); ++i) gathered_.emplace(params[i]->id, Gathered{group, std::move(views[i])});
@@ -167,6 +171,17 @@ void GatherEngine::launch(const Ids& ids, const std::vector<Dtype>& dtypes) {
   stats_.gathers += group->resident;
   stats_.gather_groups += 1;
   stats_.gathered_bytes += bytes;
+}
+
+Completion GatherEngine::gather(std::vector<Transfer> transfers, Arena::Lease& packed) {
+  std::vector<Packing> packings =
+      Packing::of(Packing::Kind::gather, transfers, communicator_->world_size(), pack_below_);
+  if (packings.empty()) return communicator_->all_gather(transfers);
+  Packing& packing = packings[0];
+  packed = arena_.acquire(packing.bytes(), stream_);
+  packing.pack(transfers, packed->bytes);
+  stats_.packed += packing.tensors();
+  return then(communicator_->all_gather(transfers), [packing = std::move(packing)] { packing.unpack(); });
 }
 
 void GatherEngine::share(std::vector<Param*>& params, std::vector<ScalarType>& targets) {
@@ -222,6 +237,7 @@ void GatherEngine::complete(Group& group) {
   group.completion.wait();
   group.slot->ready.block(current_stream(device_));
   if (group.staging) arena_.release(std::move(group.staging), stream_);
+  if (group.packed) arena_.release(std::move(group.packed), stream_);
   if (group.fetched) arena_.release(std::move(group.fetched), stream_);
   group.waited = true;
 }

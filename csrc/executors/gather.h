@@ -133,6 +133,7 @@ class GatherEngine {
     Arena::Lease slot;     // the gathered parameters; empty while they are `away`, and where they are shards
     Tensor away;           // the same in host memory, where give_back() sent them
     Arena::Lease staging;  // cast shards; on devices with streams it is back in the arena once the group is launched
+    Arena::Lease packed;   // what carries small parameters; likewise
     Arena::Lease fetched;  // shards that came from host memory; on devices with streams the engine keeps it
     Completion completion;
     bool waited = false;
@@ -160,6 +161,8 @@ class GatherEngine {
   /// Casts shards where the target differs. Returns what goes on the wire. Runs on the gather stream.
   std::vector<Tensor> cast_shards(std::vector<Tensor> shards, const std::vector<ScalarType>& targets,
                                   Arena::Lease& staging);
+  /// The collectives of a group, on the gather stream. Small ones travel packed, in memory of `packed`.
+  Completion gather(std::vector<Transfer> transfers, Arena::Lease& packed);
   /// Gives the slot of the last copies from host memory back to the arena.
   void release_fetched();
   void complete(Group& group);
@@ -176,6 +179,7 @@ class GatherEngine {
   Registry& registry_;
   Stats& stats_;
   bool sync_before_, sync_after_;
+  int64_t pack_below_;  // bytes of a shard; 0: none travels packed
   bool dry_ = false;
   bool shares_ = false;
   Stream stream_;

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/range.h"
+#include "communicators/packing.h"
 #include "memory/views.h"
 
 namespace ldc {
@@ -38,6 +39,7 @@ ReduceEngine::ReduceEngine(Device device, std::shared_ptr<Communicator> communic
       bucket_size_(options.reduce_bucket_size),
       sync_before_(options.sync_before_reduce),
       sync_after_(options.sync_after_reduce),
+      pack_below_(options.pack_reductions ? options.pack_below : 0),
       stream_(pool_stream(device, /*high_priority=*/true)),
       arena_(device),
       merge_(make_gradient_merge(device)) {}
@@ -204,7 +206,7 @@ void ReduceEngine::reduce_group(const std::vector<Gradient>& group) {
       transfers.push_back({results[i], send, param.name});
     }
     const Range range([&] { return "deepcompile: reduction of " + Communicator::names(transfers); });
-    pending.completion = communicator_->reduce_scatter_mean(transfers);
+    pending.completion = scatter(std::move(transfers), pending.packed);
     for (const Gradient& gradient : group) {
       pending.kept.push_back(gradient.value);
       gradient.param->has_grad = true;
@@ -215,7 +217,7 @@ void ReduceEngine::reduce_group(const std::vector<Gradient>& group) {
     }
   }
   // Buffers are touched on the reduce stream alone; a CPU backend uses them from its own threads until pop().
-  if (pending.buffers && has_streams(device_)) arena_.release(std::move(pending.buffers), stream_);
+  if (has_streams(device_)) release_buffers(pending);
   pending_.push_back(std::move(pending));
   while (!pending_.empty() && (sync_after_ || window_ == 0)) pop();
   if (sync_after_) synchronize_device(device_);
@@ -223,6 +225,26 @@ void ReduceEngine::reduce_group(const std::vector<Gradient>& group) {
   stats_.reductions += static_cast<int64_t>(group.size());
   stats_.reduce_groups += 1;
   stats_.reduced_bytes += sent;
+}
+
+Completion ReduceEngine::scatter(std::vector<Transfer> transfers, std::vector<Arena::Lease>& packed) {
+  std::vector<Packing> packings =
+      Packing::of(Packing::Kind::reduction, transfers, communicator_->world_size(), pack_below_);
+  if (packings.empty()) return communicator_->reduce_scatter_mean(transfers);
+  for (Packing& packing : packings) {
+    packed.push_back(arena_.acquire(packing.bytes(), stream_));
+    packing.pack(transfers, packed.back()->bytes);
+    stats_.packed += packing.tensors();
+  }
+  return then(communicator_->reduce_scatter_mean(transfers), [packings = std::move(packings)] {
+    for (const Packing& packing : packings) packing.unpack();
+  });
+}
+
+void ReduceEngine::release_buffers(Pending& pending) {
+  if (pending.buffers) arena_.release(std::move(pending.buffers), stream_);
+  for (Arena::Lease& lease : pending.packed) arena_.release(std::move(lease), stream_);
+  pending.packed.clear();
 }
 
 void ReduceEngine::finish(Pending& pending) {
@@ -241,7 +263,7 @@ void ReduceEngine::pop() {
     return;
   }
   finish(oldest);
-  if (oldest.buffers) arena_.release(std::move(oldest.buffers), stream_);
+  release_buffers(oldest);
 }
 
 int64_t ReduceEngine::give_back() {

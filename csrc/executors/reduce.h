@@ -110,6 +110,7 @@ class ReduceEngine {
   };
   struct Pending {
     std::vector<Tensor> kept;  // incoming gradients
+    std::vector<Arena::Lease> packed;  // what carries small gradients; on devices with streams already back, too
     Arena::Lease buffers;      // on devices with streams already back in the arena
     Completion completion;
     std::vector<Merge> merges;
@@ -123,7 +124,10 @@ class ReduceEngine {
   void reduce(std::vector<Gradient> gradients);
   void reduce_group(const std::vector<Gradient>& group);
   Plan make_plan(const std::vector<Gradient>& group) const;
+  /// The collectives of a group, on the reduce stream. Small ones travel packed, in memory of `packed`.
+  Completion scatter(std::vector<Transfer> transfers, std::vector<Arena::Lease>& packed);
   void finish(Pending& pending);  // completes the wire and merges, on the current stream
+  void release_buffers(Pending& pending);
   void pop();
 
   Device device_;
@@ -133,6 +137,7 @@ class ReduceEngine {
   size_t window_;
   int64_t bucket_size_;  // elements; 0: no bound
   bool sync_before_, sync_after_;
+  int64_t pack_below_;  // bytes of a gradient's shard; 0: none travels packed
   bool dry_ = false;
   Stream stream_;
   Arena arena_;  // separate from the gathers': slots of one arena would tie the two streams together

@@ -6,7 +6,8 @@
 Each number is the median over the repetitions on the slowest rank. ``of flat`` compares with one collective of torch's
 process group over the same bytes in one tensor; ``of plain`` with a plain copy from and to pinned memory. On GPUs,
 tables compare gathers by NCCL and through symmetric memory, and copies to and from host memory, alone and beside
-matmuls; ways to widen gradients; and matmuls beside reductions, with multiprocessors divided and not. ``--only copies``
+matmuls; ways to widen gradients; and matmuls beside reductions, with multiprocessors divided and not. On several ranks
+a table compares groups whose tensors travel one by one with packed ones, for layers of several sizes. ``--only copies``
 prints one table alone.
 """
 
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
+import math
 import os
 import socket
 import time
@@ -75,8 +78,11 @@ class Layer:
         shapes = [tuple(size // divide for size in shape) for shape in LAYER]
         self.ids = [self.graph | i for i in range(len(shapes))]
         self.grads = [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
-        for id_, grad in zip(self.ids, self.grads, strict=True):
-            shard = grad.new_zeros(-(-grad.shape[0] // world), *grad.shape[1:])
+        rows = [(-(-grad.shape[0] // world), *grad.shape[1:]) for grad in self.grads]
+        ends = list(itertools.accumulate(-(-math.prod(shape) // 128) * 128 for shape in rows))
+        block = self.grads[0].new_zeros(ends[-1])  # one after the other, as the strategy has them
+        for id_, grad, shape, start in zip(self.ids, self.grads, rows, [0, *ends], strict=False):
+            shard = block[start : start + math.prod(shape)].view(shape)
             runtime.setup.register_param(id_, f"p{id_ - self.graph}", list(grad.shape), shard, torch.zeros_like(shard))
         runtime.setup.register_graph(self.graph, self.ids)
         self.numel = sum(grad.numel() for grad in self.grads)
@@ -174,6 +180,8 @@ def measure(rank: int, device: torch.device, world: int, args: argparse.Namespac
     runtime = load_extension().Runtime(dist.group.WORLD, dist.group.WORLD, device)
     layer, watch = Layer(runtime, device, world, args.divide), Stopwatch(device, 5, args.repeat)
     parts = {"summary": lambda: summary(layer, watch, device, world, args.repeat)}
+    if world > 1:
+        parts["packing"] = lambda: packing(watch, device, world)
     if device.type == "cuda":
         parts |= gpu_tables(layer, watch, device, world, args.divide)
     for name in [args.only] if args.only else parts:
@@ -194,6 +202,24 @@ def summary(layer: Layer, watch: Stopwatch, device: torch.device, world: int, re
         *(f"{name:24} {ours:9.3f} ms  {flat / ours:5.2f} of plain ({flat:.3f} ms)" for name, ours, flat in offload),
         *(f"{name:26} {microseconds:7.1f} us on the host" for name, microseconds in host.items()),
     ]
+
+
+def packing(watch: Stopwatch, device: torch.device, world: int) -> list[str]:
+    """Lines on groups whose tensors travel one by one, and packed, for layers of several sizes. Collective."""
+    lines = [f"{'largest shard':>13} {'gather':>10} {'packed':>10} {'reduction':>10} {'packed':>10}   ms"]
+    for divide in (256, 128, 64, 32, 16, 8):
+        times: list[float] = []
+        for below in (0, 1 << 40):
+            own = load_extension().Runtime(
+                dist.group.WORLD, dist.group.WORLD, device, pack_below=below, pack_reductions=True
+            )
+            layer = Layer(own, device, world, divide)
+            times += [watch.milliseconds(layer.gather), watch.milliseconds(layer.reduce)]
+            own.close()
+        kib = max(grad.nbytes for grad in layer.grads) / world / 1024
+        gathers, reductions = times[::2], times[1::2]
+        lines.append(f"{kib:9.1f} KiB " + " ".join(f"{one:10.3f}" for one in (*gathers, *reductions)))
+    return lines
 
 
 def gpu_tables(
@@ -224,10 +250,14 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=torch.cuda.device_count() if cuda else 2, help="number of ranks")
     parser.add_argument("--divide", type=int, default=1, help="divide every size of the layer by this")
     parser.add_argument("--repeat", type=int, default=30, help="measured repetitions")
-    parser.add_argument("--only", choices=["products", "gathers", "copies", "merges"], help="print one table of GPUs'")
+    parser.add_argument(
+        "--only", choices=["packing", "products", "gathers", "copies", "merges"], help="print one table"
+    )
     args = parser.parse_args()
-    if args.only and (args.device != "cuda" or (args.world == 1 and args.only in ("products", "gathers"))):
-        parser.error(f"--only {args.only} needs {'GPUs' if args.device != 'cuda' else 'more than one rank'}")
+    if args.only and args.only != "packing" and args.device != "cuda":
+        parser.error(f"--only {args.only} needs GPUs")
+    if args.only in ("packing", "products", "gathers") and args.world == 1:
+        parser.error(f"--only {args.only} needs more than one rank")
     if args.world < 1 or args.divide < 1 or args.repeat < 1 or args.divide > 1024:
         parser.error("--world and --repeat must be positive, --divide between 1 and 1024")
     with socket.socket() as probe:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from lightning_deepcompile.plan.arena import group_bytes
 from lightning_deepcompile.plan.topology import Topology, TopologyError
 from lightning_deepcompile.program.saved import Saved
 from lightning_deepcompile.program.schedule import Instruction, Schedule, ScheduleError, check_schedule
@@ -177,6 +179,8 @@ class Profile:
         labels: Names for reports; planning does not look at them.
         resident: What memory holds besides programs, for reports, too.
         rows: The rows of each parameter, by its id as text: on other numbers of ranks they are padded to another one.
+        pack_below: Bytes of the largest shard that travels packed with others of its group; 0: none does.
+        packs_reductions: Whether gradients do, too.
         topology: Nodes that ranks are in; None if all of them are connected as those that were measured.
     """
 
@@ -213,6 +217,8 @@ class Profile:
     labels: Labels = field(default_factory=Labels)
     resident: Resident = field(default_factory=Resident)
     rows: dict[str, int] = field(default_factory=dict)
+    pack_below: int = 0
+    packs_reductions: bool = False
     topology: Topology | None = None
 
     @property
@@ -244,21 +250,42 @@ class Profile:
             moments.append(moments[-1] + seconds)
         return moments
 
-    def gather_seconds(self, size: int) -> float:
-        """Seconds to gather a group of parameters of `size` bytes."""
+    def gather_seconds(self, sizes: Sequence[int]) -> float:
+        """Seconds to gather a group of parameters of `sizes` bytes each."""
+        size = sum(sizes)
         if self.topology is None:
             return self.gather.seconds(size, self.world_size)
-        return self.gather.latency + self.topology.gather_seconds(size, self.world_size, self.gather.bandwidth)
+        operations = self._operations(sizes, packs=True)
+        moving = self.topology.gather_seconds(size, self.world_size, self.gather.bandwidth, operations)
+        return self.gather.latency + moving
 
-    def reduce_seconds(self, size: int) -> float:
-        """Seconds to reduce a group of gradients of `size` bytes, over replicas, too."""
+    def reduce_seconds(self, sizes: Sequence[int]) -> float:
+        """Seconds to reduce a group of gradients of `sizes` bytes each, over replicas, too."""
+        size = sum(sizes)
         if self.topology is None:
             return self.reduce.seconds(size, self.world_size)
         launches = 1 if self.topology.replicas == 1 else 2
         moving = self.topology.reduce_seconds(
-            size, self.world_size, self.reduce.bandwidth, all_reduces=self.host_computes
+            size,
+            self.world_size,
+            self.reduce.bandwidth,
+            all_reduces=self.host_computes,
+            operations=self._operations(sizes, packs=self.packs_reductions),
         )
         return launches * self.reduce.latency + moving
+
+    def packed_bytes(self, sizes: Sequence[int]) -> int:
+        """Bytes of the buffer in which a group of parameters of `sizes` bytes travels, as far as it is packed."""
+        parts = [-(-size // self.world_size) for size in self._packed(sizes)]
+        # One part and everybody's, and what gaps are unpacked to (csrc/communicators/packing.cpp).
+        return group_bytes(parts) * (self.world_size + 1) + 2048 * self.world_size if parts else 0
+
+    def _packed(self, sizes: Sequence[int]) -> list[int]:
+        small = [size for size in sizes if 0 < size <= self.pack_below * self.world_size]
+        return small if len(small) > 1 and self.world_size > 1 else []
+
+    def _operations(self, sizes: Sequence[int], packs: bool) -> int:
+        return len(sizes) - max(len(self._packed(sizes)) - 1, 0) if packs else len(sizes)
 
     def for_ranks(self, world_size: int, topology: Topology | None = None) -> Profile:
         """What the same program would cost on other ranks: smaller shards with other padding, other collectives.

@@ -28,6 +28,8 @@ def add_link_options(parser: argparse.ArgumentParser) -> None:
     add("--step-latency", type=float, help="microseconds of each step of a collective inside of a node (0)")
     add("--node-latency", type=float, help="microseconds of each of its steps between nodes (0)")
     add("--replicas", type=int, help="hybrid sharding: parts of the ranks that each share all parameters (1)")
+    add("--lanes", type=int, help="operations of a group that are under way at a time (all): 2 with gloo")
+    add("--pack-below", type=int, help="bytes of a shard up to which it travels packed with others (as profiled)")
     add("--algorithm", choices=get_args(Algorithm), help="how collectives get to all ranks (ring)")
 
 
@@ -65,13 +67,17 @@ def with_links(profile: Profile, options: argparse.Namespace, ranks: int) -> Pro
             f"--world {ranks}: the profile is of one rank, and knows no link between ranks. "
             "Say how fast it is: --bandwidth 50."
         )
-    shards, topology = _topology(options, ranks)
     try:
+        shards, topology = _topology(options, ranks)
         if shards != profile.world_size or topology is not None:
             profile = profile.for_ranks(shards, topology)
     except TopologyError as error:
         given_as = [f"--world {ranks}", f"--ranks-per-node {options.ranks_per_node}", f"--replicas {options.replicas}"]
         raise ValueError(f"{' '.join(text for text in given_as if 'None' not in text)}: {error}") from error
+    if options.pack_below is not None:
+        if options.pack_below < 0:
+            raise ValueError(f"--pack-below {options.pack_below}: expected bytes, at least 0.")
+        profile = replace(profile, pack_below=options.pack_below)
     links = [_link(profile.gather, options, "gather"), _link(profile.reduce, options, "reduce")]
     return replace(profile, gather=links[0], reduce=links[1])
 
@@ -91,7 +97,8 @@ def _topology(options: argparse.Namespace, ranks: int) -> tuple[int, Topology | 
                 f"{_option(name)} {getattr(options, name):g}: without nodes it means nothing. Say how many ranks each "
                 "has: --ranks-per-node 8."
             )
-    if all(getattr(options, name) is None for name in ("ranks_per_node", "step_latency", "replicas", "algorithm")):
+    of_topology = ("ranks_per_node", "step_latency", "replicas", "algorithm", "lanes")
+    if all(getattr(options, name) is None for name in of_topology):
         return ranks, None
     bandwidth = _checked(options, "node_bandwidth", _GIGA)
     return ranks // replicas, Topology(
@@ -101,6 +108,7 @@ def _topology(options: argparse.Namespace, ranks: int) -> tuple[int, Topology | 
         _checked(options, "node_latency", _MICRO) or 0.0,
         replicas,
         options.algorithm or "ring",
+        options.lanes,
     )
 
 

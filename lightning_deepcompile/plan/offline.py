@@ -148,7 +148,7 @@ def _bounds(profile: Profile) -> tuple[float, float]:
     """
     compute = simulate(profile.schedules, profile).seconds
     size = profile.resident.shards * profile.world_size
-    moved = 2 * profile.gather_seconds(size) + profile.reduce_seconds(size)
+    moved = 2 * profile.gather_seconds([size]) + profile.reduce_seconds([size])
     return max(compute, profile.micro_batches * moved), compute + profile.micro_batches * moved
 
 

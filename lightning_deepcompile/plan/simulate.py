@@ -172,17 +172,17 @@ def memory_bytes(schedules: Sequence[Schedule], profile: Profile) -> list[list[i
     return _MemoryOnly(profile).most(schedules)
 
 
-def arena_bytes(schedules: Sequence[Schedule], cast_ratio: float = 0.0) -> list[list[int]]:
+def arena_bytes(schedules: Sequence[Schedule], **fields: Any) -> list[list[int]]:
     """What the programs' own memory does not explain, after every instruction of every schedule of a micro-batch.
 
     Args:
         schedules: The programs of a micro-batch.
-        cast_ratio: As of a `Profile`.
+        **fields: As of a `Profile`: ``cast_ratio``; ``pack_below`` and ``world_size``.
 
     Returns:
         Bytes of the arena's slots, less those of saved tensors that are in host memory.
     """
-    memory = simulate(schedules, replace(_without_costs(schedules), cast_ratio=cast_ratio)).memory
+    memory = simulate(schedules, replace(_without_costs(schedules), **fields)).memory
     return [[m.arena - m.away for m in memory if m.schedule == index] for index in range(len(schedules))]
 
 
@@ -430,13 +430,15 @@ class _Simulation:
             slot = self._arena.acquire(group_bytes(sizes))
             # Kernels launched before may still use new memory; of a slot that is reused, the last reader is known.
             after += self._compute_point() if slot.last_user is None else [slot.last_user]
-        seconds = self._profile.gather_seconds(sum(sizes))
+        seconds = self._profile.gather_seconds(sizes)
         done = self._add(instruction.traits.stream, seconds, after, label)
         if slot is None:
             self._barrier.append(done)
             return
         if self._profile.cast_ratio:  # the next gather may overwrite them
             self._arena.release(self._arena.acquire(int(sum(sizes) * self._profile.cast_ratio)), done)
+        if packed := self._profile.packed_bytes(sizes):
+            self._arena.release(self._arena.acquire(packed), done)
         group = _Group(slot, done, len(absent))
         for i, _ in absent:
             self._gathered[i] = group
@@ -462,7 +464,7 @@ class _Simulation:
             if not self._boundary:
                 self._gradients.hold(instruction)
                 return None
-        seconds = self._profile.reduce_seconds(instruction.bytes)
+        seconds = self._profile.reduce_seconds(instruction.sizes)
         done = self._add(instruction.traits.stream, seconds, [*host, *self._compute_point()], label)
         now = instruction.traits.effect[0] == "launch and wait"
         waited, beside = self._gradients.send(instruction, done, wait=now)

@@ -48,6 +48,8 @@ class Topology:
         node_latency: Seconds of a step between nodes.
         replicas: Ranks that hold the same shards (hybrid sharding); gradients are averaged over them.
         algorithm: How collectives get to all ranks.
+        lanes: How many operations of one group are under way at a time, and so do not wait for each other's latency:
+            2 with gloo, with NCCL as many as it has channels for; None: all of them.
     """
 
     ranks_per_node: int
@@ -56,11 +58,14 @@ class Topology:
     node_latency: float = 0.0
     replicas: int = 1
     algorithm: Algorithm = "ring"
+    lanes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("ranks_per_node", "replicas"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise TopologyError(f"{name} is {getattr(self, name)!r}: expected a positive integer.")
+        if self.lanes is not None and (not isinstance(self.lanes, int) or self.lanes < 1):
+            raise TopologyError(f"lanes is {self.lanes!r}: expected a positive integer, or None.")
         for name in ("step_latency", "node_latency"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise TopologyError(f"{name} is {getattr(self, name)!r}: expected seconds, at least 0.")
@@ -106,17 +111,20 @@ class Topology:
         members = min(max(self.ranks_per_node // shards, 1), self.replicas)
         return Group(members, self.replicas // members, min(shards, self.ranks_per_node))
 
-    def gather_seconds(self, size: int, shards: int, bandwidth: float) -> float:
-        """Seconds of an all-gather of `size` bytes in all; those of a reduce-scatter are the same.
+    def gather_seconds(self, size: int, shards: int, bandwidth: float, operations: int = 1) -> float:
+        """Seconds of a group of all-gathers of `size` bytes in all; those of reduce-scatters are the same.
 
         Args:
             size: Bytes of the whole tensors.
             shards: Ranks that share them.
             bandwidth: Bytes per second that a rank moves inside of its node.
+            operations: All-gathers of the group.
         """
-        return self.one_way_seconds(size, self.shard_group(shards), bandwidth)
+        return self.one_way_seconds(size, self.shard_group(shards), bandwidth, operations)
 
-    def reduce_seconds(self, size: int, shards: int, bandwidth: float, *, all_reduces: bool = False) -> float:
+    def reduce_seconds(
+        self, size: int, shards: int, bandwidth: float, *, all_reduces: bool = False, operations: int = 1
+    ) -> float:
         """Seconds of a reduce-scatter of `size` bytes, and of the all-reduce of each part over the replicas.
 
         Args:
@@ -125,31 +133,33 @@ class Topology:
             bandwidth: Bytes per second of the tensors that a rank moves inside of its node.
             all_reduces: Whether the reduce-scatter is an all-reduce of which most is dropped, as gloo's is: it moves
                 everything twice, as `bandwidth` has it already.
+            operations: Reduce-scatters of the group.
         """
         group = self.shard_group(shards)
         if all_reduces:
-            scatter = self.all_reduce_seconds(size, group, 2 * bandwidth)
+            scatter = self.all_reduce_seconds(size, group, 2 * bandwidth, operations)
         else:
-            scatter = self.one_way_seconds(size, group, bandwidth)
-        return scatter + self.all_reduce_seconds(size / shards, self.replica_group(shards), bandwidth)
+            scatter = self.one_way_seconds(size, group, bandwidth, operations)
+        return scatter + self.all_reduce_seconds(size / shards, self.replica_group(shards), bandwidth, operations)
 
-    def all_reduce_seconds(self, size: float, group: Group, bandwidth: float) -> float:
-        """Seconds of an all-reduce, which is a reduce-scatter and an all-gather."""
-        return 2 * self.one_way_seconds(size, group, bandwidth)
+    def all_reduce_seconds(self, size: float, group: Group, bandwidth: float, operations: int = 1) -> float:
+        """Seconds of all-reduces, each of which is a reduce-scatter and an all-gather."""
+        return 2 * self.one_way_seconds(size, group, bandwidth, operations)
 
-    def one_way_seconds(self, size: float, group: Group, bandwidth: float) -> float:
-        """Seconds of an all-gather or a reduce-scatter of `size` bytes in all, over `group`."""
+    def one_way_seconds(self, size: float, group: Group, bandwidth: float, operations: int = 1) -> float:
+        """Seconds of `operations` all-gathers or reduce-scatters of `size` bytes in all, over `group`."""
+        turns = 1 if self.lanes is None else -(-operations // self.lanes)
         members, nodes, sharing = group
         inside = size / bandwidth
         between = 0.0 if nodes == 1 else size * sharing / (self.node_bandwidth or bandwidth)
         if self.algorithm == "ring":
             ranks = members * nodes
             slowest = max(inside if members > 1 else 0.0, between)
-            return self._latency(ranks - nodes, nodes - 1) + (ranks - 1) / ranks * slowest
+            return turns * self._latency(ranks - nodes, nodes - 1) + (ranks - 1) / ranks * slowest
         moved = (members - 1) / members * inside + (nodes - 1) / nodes * between
         if self.algorithm == "tree":
-            return self._latency(math.ceil(math.log2(members)), math.ceil(math.log2(nodes))) + moved
-        return self._latency(members - 1, nodes - 1) + moved
+            return turns * self._latency(math.ceil(math.log2(members)), math.ceil(math.log2(nodes))) + moved
+        return turns * self._latency(members - 1, nodes - 1) + moved
 
     def _latency(self, steps: int, between: int) -> float:
         return steps * self.step_latency + between * self.node_latency

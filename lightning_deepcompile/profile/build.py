@@ -28,6 +28,8 @@ def build_profile(
     world_size: int,
     hold_ratio: float,
     reduce_window: int,
+    pack_below: int,
+    packs_reductions: bool,
     budget: int | None,
     step_seconds: float,
     live: Mapping[str, Mapping[str, tuple[int, int, int]]],
@@ -42,6 +44,8 @@ def build_profile(
         world_size: Number of ranks.
         hold_ratio: Bytes of a sum of whole gradients per byte of a gradient.
         reduce_window: As configured.
+        pack_below: As of a `Profile`.
+        packs_reductions: Likewise.
         budget: Bytes that may be allocated.
         step_seconds: Duration of ordinary steps.
         live: Estimated memory of regions by program name, for devices whose allocator does not count.
@@ -69,7 +73,7 @@ def build_profile(
     ran = [isolated_schedules[name] for name in order]
     memory = _Memory(
         order,
-        arena_bytes(ran, cast_ratio),
+        arena_bytes(ran, cast_ratio=cast_ratio, pack_below=pack_below, world_size=world_size),
         gradient_bytes(ran, hold_ratio, isolated.micro_batches if accumulates else 1, world_size),
         None if on_device else live,
     )
@@ -91,6 +95,8 @@ def build_profile(
         hold_ratio=hold_ratio,
         cast_ratio=cast_ratio,
         reduce_window=reduce_window,
+        pack_below=pack_below,
+        packs_reductions=packs_reductions,
         budget=budget,
         step_seconds=step_seconds,
         exposed_seconds=_exposed(observed, schedules),
@@ -246,9 +252,9 @@ def _contention(probe: StepProbe, schedules: Mapping[str, Schedule], profile: Pr
                 beside += seconds
                 alone += profile.cost(schedule, instruction.region).seconds
             elif traits.effect == ("launch", "parameters"):
-                wires += profile.gather_seconds(instruction.bytes)
+                wires += profile.gather_seconds(instruction.sizes)
             elif traits.effect == ("launch", "gradients") and (not traits.at_boundary or probe.at_boundary(run)):
-                wires += profile.reduce_seconds(instruction.bytes)
+                wires += profile.reduce_seconds(instruction.sizes)
     hidden = min(max(wires - profile.exposed_seconds, 0.0), alone)
     if hidden < 0.05 * alone or alone == 0:
         return Contention()

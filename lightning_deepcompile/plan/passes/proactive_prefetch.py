@@ -89,8 +89,8 @@ def _latest(placement: Placement, profile: Profile, margin: float) -> list[int]:
     positions: list[int] = []
     resident = set(placement.schedule.kept) if placement.schedule.kind == "backward" else set()
     for group in reversed(placement.groups):
-        size = sum(s for i, s in zip(group.gather.ids, group.gather.sizes, strict=True) if i not in resident)
-        seconds = profile.gather_seconds(size) if size else 0.0
+        sizes = [s for i, s in zip(group.gather.ids, group.gather.sizes, strict=True) if i not in resident]
+        seconds = profile.gather_seconds(sizes) if any(sizes) else 0.0
         deadline = min(deadline, clock[group.need]) - margin * seconds
         positions.append(max((p for p in range(group.need + 1) if clock[p] <= deadline), default=0))
     return positions[::-1]
