@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import resource
+import signal
+import time
 from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from cases import CASES, VOCAB, Base, Record, same_bits_every_time, train
-from multiprocess import run_ranks
+from cases import CASES, VOCAB, Base, Record, Recorder, Tokens, devices, same_bits_every_time, train
+from multiprocess import RankError, run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
 
@@ -191,3 +196,112 @@ def _auto() -> Any:
 def test_auto_finds_a_host_that_is_late() -> None:
     ((replayed, outcome),) = run_ranks(_auto, 1)
     assert replayed == 2 and "CUDA graphs are kept" in outcome, (replayed, outcome)
+
+
+def fifty_steps(folder: str, graphs: bool, accelerator: str, callbacks: list[pl.Callback]) -> tuple[list[float], Any]:
+    """25 steps with evaluation in between, a checkpoint, and 25 more of another Trainer: losses, and parameters."""
+    from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    path, losses, recorder = f"{folder}/{graphs}.ckpt", [], Recorder()
+    for first in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        recorder = Recorder()
+        # Where a replay runs the program again, it gathers to other memory than it did, and none can be left gathered.
+        own = {"cuda_graphs": graphs} if accelerator == "gpu" else {"keep_last_block": False}
+        config = CompileConfig(region_backend="eager", schedule=None, **own)
+        trainer = pl.Trainer(
+            strategy=DeepCompileStrategy(compile=config, timeout=timedelta(seconds=60)),
+            accelerator=accelerator, max_steps=25 if first else 50, callbacks=[recorder, *callbacks], logger=False,
+            gradient_clip_val=0.5, val_check_interval=10, limit_val_batches=2, num_sanity_val_steps=0,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            use_distributed_sampler=False, **devices(world),
+        )  # fmt: skip
+        batches = DataLoader(Tokens(50, 2 * world, rank, world), batch_size=2)
+        trainer.fit(Scheduled(), batches, batches, ckpt_path=None if first else path)
+        if first:
+            trainer.save_checkpoint(path)
+        losses += recorder.record.losses
+    return losses, {**recorder.record.params, **recorder.record.buffers}
+
+
+def equal_after_fifty_steps(plain: tuple[list[float], Any], replayed: tuple[list[float], Any]) -> None:
+    """To the bit."""
+    assert len(plain[0]) == 50 and replayed[0] == plain[0]
+    assert all(torch.equal(value, replayed[1][name]) for name, value in plain[1].items())
+
+
+def _fifty(folder: str) -> list[Any]:
+    same_bits_every_time()
+    return [fifty_steps(folder, graphs, "gpu", []) for graphs in (False, True)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_fifty_steps_saved_and_resumed(world: int, tmp_path: Any) -> None:
+    for plain, replayed in run_ranks(_fifty, world, str(tmp_path), timeout=400):
+        equal_after_fifty_steps(plain, replayed)
+
+
+class Memory(pl.Callback):
+    """Bytes of the device, reserved ones too, and of the host at its highest, at some steps."""
+
+    def __init__(self, *steps: int) -> None:
+        self._steps = steps
+        self.seen: list[tuple[int, int, int]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx in self._steps:
+            gc.collect()
+            host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            self.seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), host))
+
+
+def _two_thousand() -> tuple[list[tuple[int, int, int]], int]:
+    from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+
+    memory = Memory(100, 1990)
+    config = CompileConfig(region_backend="eager", schedule=None, cuda_graphs=True)
+    trainer = pl.Trainer(
+        strategy=DeepCompileStrategy(compile=config, timeout=timedelta(seconds=60)),
+        accelerator="gpu", max_steps=2000, callbacks=[memory], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        **devices(int(os.environ["WORLD_SIZE"])),
+    )  # fmt: skip
+    trainer.fit(Scheduled(), DataLoader(Tokens(2000, 4, int(os.environ["RANK"]), 2), batch_size=2))
+    return memory.seen, trainer.strategy.summary().replayed
+
+
+def test_two_thousand_steps_take_no_more_memory() -> None:
+    for ((device, reserved, host), (device_later, reserved_later, host_later)), replayed in run_ranks(
+        _two_thousand, 2, timeout=400
+    ):
+        assert replayed == 2
+        assert device_later == device and reserved_later == reserved
+        assert host_later - host < 16 * 2**20  # Lightning's own lists, and the like
+
+
+class Dies(pl.Callback):
+    """One rank ends between two replays, without a word."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 12 and trainer.global_rank == 1:
+            torch.cuda.synchronize()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _dying() -> None:
+    from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+
+    config = CompileConfig(region_backend="eager", schedule=None, cuda_graphs=True)
+    strategy = DeepCompileStrategy(compile=config, timeout=timedelta(seconds=10))
+    train(
+        Scheduled, strategy, world_size=2, rank=int(os.environ["RANK"]), steps=40, accelerator="gpu", callbacks=[Dies()]
+    )
+
+
+def test_a_rank_that_is_killed_between_replays_ends_the_others() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 died with exit code -9"):
+        run_ranks(_dying, 2, timeout=200)
+    assert time.monotonic() - begin < 150

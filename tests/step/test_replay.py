@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from cases import CASES, Record, Tokens, train
 from multiprocess import run_ranks
-from test_cuda_graphs_gpu import Dropped, TwoPasses
+from test_cuda_graphs_gpu import Dropped, TwoPasses, equal_after_fifty_steps, fifty_steps
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -211,6 +212,18 @@ def _lives() -> list[list[float]]:
 def test_other_shapes_lost_steps_and_a_second_fit() -> None:
     ((plain, replayed),) = run_ranks(_lives, 1)
     assert replayed == plain
+
+
+def _fifty(folder: str) -> list[Any]:
+    replay = Replay()
+    both = [fifty_steps(folder, replays, "cpu", [replay] * replays) for replays in (False, True)]
+    assert replay.replayed["frame0.forward"] == replay.replayed["frame0.backward"] == 2 * (25 - 3), replay.replayed
+    return both
+
+
+def test_fifty_steps_saved_and_resumed(tmp_path: Path) -> None:
+    for plain, replayed in run_ranks(_fifty, 2, str(tmp_path)):
+        equal_after_fifty_steps(plain, replayed)
 
 
 class _HoldsGradients(pl.Callback):
