@@ -29,6 +29,7 @@ from lightning_deepcompile.profile.labels import labels_of
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import LOCAL_ID
 from lightning_deepcompile.program.schedule import Schedule
+from lightning_deepcompile.ranks.flight_record import write_flight_record
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.report.record import StepRecord
 from lightning_deepcompile.sharding.access import uninstall_access
@@ -332,7 +333,12 @@ class Engine:
             self.timeline.release_memory()
 
     def abort(self) -> None:
-        """Ends communication at once: pending collectives of this rank will not complete."""
+        """Ends communication at once: pending collectives of this rank will not complete.
+
+        What it did last is written down where the environment says so (`write_flight_record`).
+        """
+        if not self.ended:
+            write_flight_record(self.runtime.history(), self.model.ranks, self.runtime.communicator)
         self.ended = True
         self.runtime.abort()
 

@@ -210,6 +210,21 @@ void bind_runtime(py::class_<Runtime, std::shared_ptr<Runtime>>& runtime) {
       .def("communicates", &Runtime::communicates, NoGil(),
            "Whether a collective was launched that the compute stream has not been ordered behind.")
       .def("stats", &Runtime::stats, NoGil(), "Counters since the last reset_stats().")
+      .def("history",
+           [](const Runtime& self) {
+             py::dict result;
+             for (const auto& [name, operations] : self.history()) {
+               py::list rows;
+               for (const ldc::Operation& one : operations) {
+                 rows.append(py::dict("kind"_a = one.kind, "first"_a = one.first, "others"_a = one.others,
+                                      "number"_a = one.number, "sent"_a = one.sent, "received"_a = one.received,
+                                      "created"_a = one.created, "finished"_a = one.finished));
+               }
+               result[py::str(name)] = rows;
+             }
+             return result;
+           },
+           "The last operations by the set of ranks that they are over, also of a runtime that has failed.")
       .def("reset_stats", &Runtime::reset_stats, NoGil())
       .def("reset", &Runtime::reset, NoGil(), "Forget all graphs and what a step has left; parameters stay.")
       .def("abort", &Runtime::abort, NoGil(),

@@ -116,6 +116,13 @@ std::map<std::string, int64_t> Runtime::stats() {
   };
 }
 
+std::map<std::string, std::vector<Operation>> Runtime::history() const {
+  std::map<std::string, std::vector<Operation>> all;
+  for (auto& [set, operations] : engines_.gather_communicator->history()) all["gathers over " + set] = operations;
+  for (auto& [set, operations] : engines_.reduce_communicator->history()) all["reductions over " + set] = operations;
+  return all;
+}
+
 void Runtime::reset_stats() {
   const Turn turn = enter_ended();
   turn->stats = {};

@@ -55,6 +55,9 @@ class Runtime {
   int64_t serial() const { return engines_.serial; }
   Device device() const { return engines_.device; }
   int64_t world_size() const { return engines_.gather_communicator->world_size(); }
+  /// The last operations of gathers and reductions, under "gathers over shards", "reductions over replicas" and the like.
+  /// Also of a runtime that has failed, from any thread.
+  std::map<std::string, std::vector<Operation>> history() const;
   int64_t rank() const { return engines_.gather_communicator->rank(); }
   const std::string& communicator() const { return engines_.communicator_kind; }
   /// Whether this is what a forked process has of its parent's: it has no thread that this one's destructor could join,

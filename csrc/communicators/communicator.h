@@ -7,6 +7,8 @@
 #include <functional>
 #include <future>
 #include <initializer_list>
+#include <map>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -48,6 +50,16 @@ inline Completion then(Completion first, std::function<void()> last) {
   });
 }
 
+/// An operation that was handed over, for messages after a failure.
+struct Operation {
+  std::string_view kind;  // "gather", "reduction", "reduction over replicas", "replay", ...
+  std::string first;      // of its parameters, or a program; its owner need not live as long
+  size_t others = 0;      // parameters
+  int64_t number = 0;     // since the start; the same on all ranks for the same operation
+  int64_t sent = 0, received = 0;         // bytes that this rank has on either side
+  int64_t created = 0, finished = 0;      // nanoseconds since 1970; finished is when that was seen, 0 if it was not
+};
+
 /// Collectives over one set of ranks, issued by all of them in the same order. Work is queued on the current stream of
 /// the device. Gathers and reductions get a communicator each: two collectives of one NCCL communicator never overlap.
 class Communicator {
@@ -72,6 +84,9 @@ class Communicator {
   /// What was queued on the current stream last is a replay of the program `name`, in which this wire may be used: it is
   /// watched as an operation.
   virtual void watch_replay(std::string_view /*name*/) {}
+  /// The last operations of every set of ranks that this is made of, under the set's name: "shards" or "replicas". Any
+  /// thread, any time.
+  virtual std::map<std::string, std::vector<Operation>> history() const { return {}; }
   /// Gives up: pending and later operations fail on this rank instead of waiting for a peer. Any thread, any time.
   virtual void abort() noexcept {}
   /// Orderly end, together with the peers; the device must be idle. Idempotent.

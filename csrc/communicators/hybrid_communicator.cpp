@@ -40,6 +40,12 @@ std::string HybridCommunicator::diagnose(std::chrono::milliseconds limit) {
   return failure.empty() ? replicas_->diagnose(limit) : failure;
 }
 
+std::map<std::string, std::vector<Operation>> HybridCommunicator::history() const {
+  std::map<std::string, std::vector<Operation>> both = shard_->history();
+  for (auto& [name, operations] : replicas_->history()) both["replicas"] = operations;
+  return both;
+}
+
 void HybridCommunicator::abort() noexcept { abort_together({shard_.get(), replicas_.get()}); }
 
 void HybridCommunicator::close() {

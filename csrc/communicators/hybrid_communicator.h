@@ -24,6 +24,7 @@ class HybridCommunicator final : public Communicator {
   Completion all_reduce_mean(const std::vector<Transfer>& group) override;
 
   void check_health() override;
+  std::map<std::string, std::vector<Operation>> history() const override;
   std::string diagnose(std::chrono::milliseconds limit) override;
   void abort() noexcept override;
   void close() override;

@@ -9,7 +9,7 @@ InFlight::Watched::Watched(InFlight& owner, std::string_view operation, const st
   const std::lock_guard lock(owner_.mutex_);
   Entry& entry = owner_.entries_.emplace_back();
   entry.operation = operation;
-  entry.number = ++owner_.issued_;
+  entry.number = owner_.history_.begin(operation, group);
   if (!group.empty()) entry.first = group[0].name;
   entry.others = group.size() - std::min<size_t>(group.size(), 1);
   entry.since = std::chrono::steady_clock::now();
@@ -20,7 +20,9 @@ InFlight::Watched::Watched(InFlight& owner, std::string_view operation, const st
 
 InFlight::Watched::~Watched() {
   const std::lock_guard lock(owner_.mutex_);
-  if (!queued_ && !owner_.entries_.empty()) owner_.entries_.pop_back();
+  if (queued_ || owner_.entries_.empty()) return;
+  owner_.history_.forget(owner_.entries_.back().number);
+  owner_.entries_.pop_back();
 }
 
 void InFlight::Watched::queued() {
@@ -35,6 +37,7 @@ void InFlight::Watched::queued() {
 void InFlight::forget_done() {
   const auto now = std::chrono::steady_clock::now();
   while (!entries_.empty() && entries_.front().queued && entries_.front().done.reached()) {
+    history_.finish(entries_.front().number);
     spare_events_.push_back(std::move(entries_.front().done));
     entries_.pop_front();
     // The host runs ahead of the device: an operation's time starts when the one before it is done.

@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include "communicators/communicator.h"
+#include "communicators/history.h"
 
 namespace ldc {
 
@@ -47,13 +47,14 @@ class InFlight {
   std::string first();
   /// Whether everything is done. Does not wait.
   bool idle();
+  std::vector<Operation> history() const { return history_.operations(); }
 
  private:
   struct Entry {
     std::string_view operation;
     std::string first;  // parameter; its owner need not live as long as the operation
     size_t others = 0;
-    int64_t number = 0;  // since the start; the same on all ranks for the same operation
+    int64_t number = 0;  // in the history
     std::chrono::steady_clock::time_point since;
     Event done;
     bool queued = false;  // else a thread is still handing it over, perhaps waiting for a peer
@@ -72,7 +73,7 @@ class InFlight {
   std::function<bool(const Stream&)> captured_;
   std::mutex mutex_;
   std::deque<Entry> entries_;
-  int64_t issued_ = 0;
+  History history_;
   std::vector<Event> spare_events_;
 };
 

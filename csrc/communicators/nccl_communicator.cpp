@@ -176,6 +176,8 @@ class NcclCommunicator final : public Communicator {
                     " of ", world_size(), ". Another rank died, hangs, or went another way.");
   }
 
+  std::map<std::string, std::vector<Operation>> history() const override { return {{"shards", in_flight_->history()}}; }
+
   void watch_replay(std::string_view name) override {
     InFlight::Watched watched(*in_flight_, "replay", {Transfer{{}, {}, name}});
     watched.queued();

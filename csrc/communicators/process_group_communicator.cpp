@@ -72,17 +72,19 @@ Completion ProcessGroupCommunicator::all_gather(const std::vector<Transfer>& gro
     ins.push_back(as_bytes(transfer.in));
   }
   if (ins.empty()) return {};
+  const int64_t number = history_.begin("gather", group);
   Works works;
   explained("gather", names(group), [&] {
     works = start(
         coalesced_gather_, ins.size(), [&] { return backend_->allgather_into_tensor_coalesced(outs, ins, gather_options_); },
         [&](size_t i) { return backend_->_allgather_base(outs[i], ins[i], gather_options_); });
   });
-  return Completion([this, works = std::move(works), outs = std::move(outs), ins = std::move(ins),
+  return Completion([this, number, works = std::move(works), outs = std::move(outs), ins = std::move(ins),
                      what = names(group)]() mutable {
     explained("gather", what, [&] {
       for (const auto& work : works) work->wait();
     });
+    history_.finish(number);
   });
 }
 
@@ -96,13 +98,14 @@ Completion ProcessGroupCommunicator::reduce_scatter_mean(const std::vector<Trans
     outs.push_back(widen ? at::empty_like(results.back(), c10::kFloat) : results.back());
   }
   if (ins.empty()) return {};
+  const int64_t number = history_.begin("reduction", group);
   Works works;
   explained("reduction", names(group), [&] {
     works = start(
         coalesced_reduce_, ins.size(), [&] { return backend_->reduce_scatter_tensor_coalesced(outs, ins, reduce_options_); },
         [&](size_t i) { return backend_->_reduce_scatter_base(outs[i], ins[i], reduce_options_); });
   });
-  return means(names(group), std::move(works), std::move(outs), std::move(ins), std::move(results));
+  return means(number, names(group), std::move(works), std::move(outs), std::move(ins), std::move(results));
 }
 
 Completion ProcessGroupCommunicator::all_reduce_mean(const std::vector<Transfer>& group) {
@@ -115,6 +118,7 @@ Completion ProcessGroupCommunicator::all_reduce_mean(const std::vector<Transfer>
     sums.push_back(widen ? results.back().to(c10::kFloat) : results.back());
   }
   if (sums.empty()) return {};
+  const int64_t number = history_.begin("reduction over replicas", group);
   Works works;
   explained("reduction over replicas", names(group), [&] {
     const Unrecorded unrecorded;
@@ -123,16 +127,17 @@ Completion ProcessGroupCommunicator::all_reduce_mean(const std::vector<Transfer>
       works.push_back(backend_->allreduce(one, all_reduce_options_));
     }
   });
-  return means(names(group), std::move(works), std::move(sums), {}, std::move(results));
+  return means(number, names(group), std::move(works), std::move(sums), {}, std::move(results));
 }
 
-Completion ProcessGroupCommunicator::means(std::string what, Works works, std::vector<Tensor> outs,
+Completion ProcessGroupCommunicator::means(int64_t number, std::string what, Works works, std::vector<Tensor> outs,
                                            std::vector<Tensor> ins, std::vector<Tensor> results) {
-  return Completion([this, works = std::move(works), outs = std::move(outs), ins = std::move(ins),
+  return Completion([this, number, works = std::move(works), outs = std::move(outs), ins = std::move(ins),
                      results = std::move(results), what = std::move(what)]() mutable {
     explained("reduction", what, [&] {
       for (const auto& work : works) work->wait();
     });
+    history_.finish(number);
     for (size_t i = 0; i < outs.size(); ++i) {
       outs[i].div_(world_size());
       if (!outs[i].is_same(results[i])) results[i].copy_(outs[i]);

@@ -3,7 +3,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "communicators/communicator.h"
+#include "communicators/history.h"
 
 namespace ldc {
 
@@ -21,6 +21,7 @@ class ProcessGroupCommunicator final : public Communicator {
   Completion all_gather(const std::vector<Transfer>& group) override;
   Completion reduce_scatter_mean(const std::vector<Transfer>& group) override;
   Completion all_reduce_mean(const std::vector<Transfer>& group) override;
+  std::map<std::string, std::vector<Operation>> history() const override { return {{"shards", history_.operations()}}; }
 
  private:
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
@@ -28,7 +29,7 @@ class ProcessGroupCommunicator final : public Communicator {
   template <typename Together, typename Single>
   Works start(bool& coalesced, size_t count, Together together, Single single);
   /// Divides the sums in `outs` by the number of ranks, and copies those to `results` that are apart from it.
-  Completion means(std::string what, Works works, std::vector<Tensor> outs, std::vector<Tensor> ins,
+  Completion means(int64_t number, std::string what, Works works, std::vector<Tensor> outs, std::vector<Tensor> ins,
                    std::vector<Tensor> results);
   /// Adds operation, parameters and rank to a failure of the backend.
   template <typename Action>
@@ -39,6 +40,7 @@ class ProcessGroupCommunicator final : public Communicator {
   c10d::AllgatherOptions gather_options_;
   c10d::ReduceScatterOptions reduce_options_;
   c10d::AllreduceOptions all_reduce_options_;
+  History history_;
   bool coalesced_gather_ = true;
   bool coalesced_reduce_ = true;
 };

@@ -38,6 +38,7 @@ class SymmetricCommunicator final : public Communicator {
   SymmetricCommunicator(std::shared_ptr<Communicator> inner, std::shared_ptr<PeerMemory> memory,
                         std::shared_ptr<InFlight> in_flight, Device device, int64_t threshold, Stats& stats);
 
+  std::map<std::string, std::vector<Operation>> history() const override { return inner_->history(); }
   Completion all_gather(const std::vector<Transfer>& group) override;
   Completion reduce_scatter_mean(const std::vector<Transfer>& group) override;
   Completion all_reduce_mean(const std::vector<Transfer>& group) override;

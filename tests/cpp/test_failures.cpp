@@ -47,7 +47,24 @@ void test_captured_operations_are_not_watched() {
   EXPECT(in_flight.first().empty());
   captured = false;
   hand_over();
-  EXPECT(in_flight.first() == "gather" && in_flight.idle());
+  EXPECT(in_flight.first() == "gather" && in_flight.history().back().finished == 0);
+  EXPECT(in_flight.idle() && in_flight.history().size() == 1 && in_flight.history().back().finished > 0);
+}
+
+/// The oldest operations give way, and the end of one that has given way is nobody's.
+void test_a_history_keeps_the_last_operations() {
+  History history;
+  const Tensor part = ones({2}), whole = ones({4});
+  const auto kept = static_cast<int64_t>(History::kKept);
+  for (int64_t i = 1; i <= kept + 5; ++i) EXPECT(history.begin("gather", {{whole, part, "w"}, {whole, part, "b"}}) == i);
+  history.finish(5);
+  history.finish(7);
+  const std::vector<Operation> operations = history.operations();
+  EXPECT(operations.size() == History::kKept && operations[0].number == 6 && operations[0].finished == 0);
+  EXPECT(operations[1].finished >= operations[1].created && operations[1].created > 0);
+  EXPECT(operations[0].first == "w" && operations[0].others == 1);
+  EXPECT(operations[0].sent == static_cast<int64_t>(2 * part.nbytes()) &&
+         operations[0].received == static_cast<int64_t>(2 * whole.nbytes()));
 }
 
 /// Ends, as NCCL's, when the device does: it waits inside all of `asked`, until each is aborted.
@@ -82,6 +99,7 @@ void test_failures() {
   test_ranks_that_differ();
   test_watchdog();
   test_captured_operations_are_not_watched();
+  test_a_history_keeps_the_last_operations();
   test_abort_together();
 }
 
