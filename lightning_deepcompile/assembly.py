@@ -107,7 +107,7 @@ class Assembly:
             cta_cluster=PAIR if config.communication_sms else 0,
             symmetric_threshold=config.symmetric_threshold,
             pack_below=config.pack_below(device.type, ranks.shards),
-            pack_reductions=config.packs_reductions(max(ranks.shards, ranks.replicas)),
+            pack_reductions=config.packs_reductions(device.type, max(ranks.shards, ranks.replicas)),
             timeout=self._timeout.total_seconds(),
             **host_options(limit, device, ranks.group),
         )

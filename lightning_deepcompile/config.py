@@ -24,9 +24,9 @@ _NO_GRAPHS = ("symmetric_memory", "communication_sms", "offload_parameters")
 
 _OFF = (False, "none")
 
-_PACK_ON_CPU, _PACK_ON_GPU, _MANY_RANKS = 128 * 2**10, 64 * 2**10, 64
-"""Bytes of the largest shards that travel packed, and from how many GPUs on. Measured on CPU (docs/benchmarks.md); for
-GPUs a careful choice, as 64 of them were not there to measure: eight gather large layers faster unpacked."""
+_PACK_BELOW, _MANY_RANKS = 128 * 2**10, 64
+"""Bytes of the largest shards that travel packed, and from how many GPUs on. Measured on CPU (docs/benchmarks.md): the
+bound is the same for 2, 4 and 8 ranks. Eight GPUs gather large layers faster unpacked; 64 were not there to measure."""
 
 
 @checked
@@ -75,9 +75,10 @@ class CompileConfig:
             GPUs cannot reach each other, and on CPU, one warning says why and nothing changes.
         pack_shards: Gather what is small in one operation, packed: a collective costs its latency once, whatever it
             carries, and a copy on either side; with many ranks every shard is small. ``"auto"``: shards of at most 128
-            KiB on CPU, and on GPUs, from 64 ranks on that share the parameters, of at most 64 KiB. Bytes, or a text
-            like ``"1MiB"``, for another bound; False for none. Gradients travel packed, too, where that changes no bit
-            (two ranks), or ``reduce="auto"`` allows for it. Not with `symmetric_memory`.
+            KiB, on CPU, and on GPUs from 64 ranks on that share the parameters. Bytes, or a text like ``"1MiB"``, for
+            another bound; False for none. So do gradients, but on more than two CPU ranks, where plans regroup them and
+            the order in which ranks are added up would change: there with ``reduce="auto"`` alone. Not with
+            `symmetric_memory`.
         embedding: How the rows of an embedding come to a rank at stage 3. ``"gather"``: with its whole table, as other
             parameters do. ``"exchange"``: the ranks that hold the rows look them up, and get the rows of the gradient
             back, wherever nothing else reads the table; with few tokens per rank that is a small part of the bytes. A
@@ -231,16 +232,20 @@ class CompileConfig:
             return 0
         if self.pack_shards != "auto":
             return parse_budget(self.pack_shards, total=1, name="pack_shards")
-        if device_type == "cpu":
-            return _PACK_ON_CPU
-        return _PACK_ON_GPU if ranks >= _MANY_RANKS else 0
+        return _PACK_BELOW if device_type == "cpu" or ranks >= _MANY_RANKS else 0
 
-    def packs_reductions(self, ranks: int) -> bool:
-        """Whether gradients may travel packed.
+    def packs_reductions(self, device_type: str, ranks: int) -> bool:
+        """Whether gradients travel packed, too.
 
-        In which order more than two ranks are added up depends on where in a message they are.
+        In which order more than two ranks are added up depends on where in a message they are, so what is packed
+        together must stay the same when a plan takes over. On GPUs plans do not regroup gradients by themselves
+        (`plan.reductions.may_merge`).
+
+        Args:
+            device_type: ``"cuda"`` or ``"cpu"``.
+            ranks: That add up gradients.
         """
-        return ranks <= 2 or self.reduce == "auto"
+        return ranks <= 2 or device_type != "cpu" or self.reduce == "auto"
 
     @property
     def replays(self) -> Literal["auto"] | bool:

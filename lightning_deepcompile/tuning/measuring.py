@@ -116,7 +116,7 @@ class Measurement:
             hold_ratio=hold_ratio(dtypes),
             reduce_window=config.reduce_window,
             pack_below=config.pack_below(device.type, model.ranks.shards),
-            packs_reductions=config.packs_reductions(max(model.ranks.shards, model.ranks.replicas)),
+            packs_reductions=config.packs_reductions(device.type, max(model.ranks.shards, model.ranks.replicas)),
             budget=memory_limit(device, config.memory_budget),
             step_seconds=step_seconds,
             live={name: live_bytes(programs[name]) for name in names},
