@@ -96,12 +96,17 @@ void Packing::pack(std::vector<Transfer>& group, const Tensor& buffer) {
 void Packing::unpack() const {
   const PlainTensors plain;
   std::vector<Tensor> outs;
+  std::vector<int64_t> sizes;
   for (size_t i = 0; i < members_.size(); ++i) {
     outs.push_back(kind_ == Kind::gather ? whole_of(members_[i]) : part_of(members_[i]).view({1, -1}));
+    sizes.push_back(sizes_[2 * i]);
     const int64_t gap = sizes_[2 * i + 1];
+    if (gap == 0) continue;
     outs.push_back(scratch_.narrow(0, 0, gap * arrived_.size(0)).view({arrived_.size(0), gap}));
+    sizes.push_back(gap);
   }
-  at::split_with_sizes_copy_out(outs, arrived_, sizes_, 1);
+  // One kernel for all of them: the one that FSDP2 uses.
+  at::split_with_sizes_copy_out(outs, arrived_, sizes, 1);
 }
 
 }  // namespace ldc
