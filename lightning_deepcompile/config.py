@@ -75,8 +75,9 @@ class CompileConfig:
             GPUs cannot reach each other, and on CPU, one warning says why and nothing changes.
         pack_shards: Gather what is small in one operation, packed: a collective costs its latency once, whatever it
             carries, and a copy on either side; with many ranks every shard is small. ``"auto"``: shards of at most 128
-            KiB, on CPU, and on GPUs from 64 ranks on that share the parameters. Bytes, or a text like ``"1MiB"``, for
-            another bound; False for none. So do gradients, but on more than two CPU ranks, where plans regroup them and
+            KiB, on CPU, and on GPUs from 64 ranks on that share the parameters, unless there is a memory budget or
+            offloading: while it travels, what is packed takes its memory twice. Bytes, or a text like ``"1MiB"``, for
+            another bound, False for none. So do gradients, but on more than two CPU ranks, where plans regroup them and
             the order in which ranks are added up would change: there with ``reduce="auto"`` alone. Not with
             `symmetric_memory`.
         embedding: How the rows of an embedding come to a rank at stage 3. ``"gather"``: with its whole table, as other
@@ -232,6 +233,8 @@ class CompileConfig:
             return 0
         if self.pack_shards != "auto":
             return parse_budget(self.pack_shards, total=1, name="pack_shards")
+        if self.memory_budget is not None or self.offloads:
+            return 0
         return _PACK_BELOW if device_type == "cpu" or ranks >= _MANY_RANKS else 0
 
     def packs_reductions(self, device_type: str, ranks: int) -> bool:

@@ -173,6 +173,9 @@ def test_bounds() -> None:
 
     auto = CompileConfig()
     assert (auto.pack_below("cpu", 2), auto.pack_below("cuda", 8), auto.pack_below("cuda", 512)) == (2**17, 0, 2**17)
+    assert CompileConfig(memory_budget="1GiB").pack_below("cpu", 2) == 0
+    assert CompileConfig(offload="auto").pack_below("cuda", 512) == 0
+    assert CompileConfig(pack_shards="1MiB", offload="auto").pack_below("cuda", 512) == 2**20
     assert CompileConfig(pack_shards="1MiB").pack_below("cuda", 2) == 2**20
     assert CompileConfig(pack_shards=False).pack_below("cpu", 2) == 0
     assert auto.packs_reductions("cpu", 2) and not auto.packs_reductions("cpu", 3)
