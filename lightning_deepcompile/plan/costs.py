@@ -275,7 +275,12 @@ class Profile:
         return launches * self.reduce.latency + moving
 
     def packed_bytes(self, sizes: Sequence[int]) -> int:
-        """Bytes of the buffer in which a group of parameters of `sizes` bytes travels, as far as it is packed."""
+        """Bytes of the buffer in which a group of parameters of `sizes` bytes travels, as far as it is packed.
+
+        Where the host computes they are not counted, as gloo's own buffers are not.
+        """
+        if self.host_computes:
+            return 0
         parts = [-(-size // self.world_size) for size in self._packed(sizes)]
         # One part and everybody's, and what gaps are unpacked to (csrc/communicators/packing.cpp).
         return group_bytes(parts) * (self.world_size + 1) + 2048 * self.world_size if parts else 0

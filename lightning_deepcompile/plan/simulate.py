@@ -177,7 +177,7 @@ def arena_bytes(schedules: Sequence[Schedule], **fields: Any) -> list[list[int]]
 
     Args:
         schedules: The programs of a micro-batch.
-        **fields: As of a `Profile`: ``cast_ratio``; ``pack_below`` and ``world_size``.
+        **fields: As of a `Profile`: ``cast_ratio``; ``pack_below``, ``world_size`` and ``device_type``.
 
     Returns:
         Bytes of the arena's slots, less those of saved tensors that are in host memory.

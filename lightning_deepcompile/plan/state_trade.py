@@ -261,5 +261,5 @@ def _travel(profile: Profile, size: int) -> float:
 
 
 def _arena(schedules: Sequence[Schedule], profile: Profile) -> int:
-    fields = {name: getattr(profile, name) for name in ("cast_ratio", "pack_below", "world_size")}
+    fields = {name: getattr(profile, name) for name in ("cast_ratio", "pack_below", "world_size", "device_type")}
     return max((size for row in arena_bytes(schedules, **fields) for size in row), default=0)

@@ -73,7 +73,13 @@ def build_profile(
     ran = [isolated_schedules[name] for name in order]
     memory = _Memory(
         order,
-        arena_bytes(ran, cast_ratio=cast_ratio, pack_below=pack_below, world_size=world_size),
+        arena_bytes(
+            ran,
+            cast_ratio=cast_ratio,
+            pack_below=pack_below,
+            world_size=world_size,
+            device_type=isolated.device.type,
+        ),
         gradient_bytes(ran, hold_ratio, isolated.micro_batches if accumulates else 1, world_size),
         None if on_device else live,
     )
