@@ -110,7 +110,9 @@ def run_ranks(
             elif rank in alive:
                 errors.append(f"--- rank {rank} was still running and was killed:\n{alive[rank]}")
             elif process.exitcode != 0:
-                errors.append(f"--- rank {rank} died with exit code {process.exitcode}")
+                crash = Path(folder, f"crash{rank}")
+                where = crash.read_text() if crash.exists() else ""
+                errors.append(f"--- rank {rank} died with exit code {process.exitcode}\n{where}".rstrip())
         if errors:
             raise RankError("\n".join(errors))
         return [pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(world_size)]
@@ -209,7 +211,7 @@ def _rank_main(
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    faulthandler.enable()
+    faulthandler.enable(Path(folder, f"crash{rank}").open("w"))  # stays open: the handler writes to it
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # what Lightning goes back to; the default would end the process
     stack = Path(folder, f"stack{rank}").open("w")  # stays open: the handler writes to it
     threading.Thread(target=_keep_listening, args=(stack,), daemon=True).start()
