@@ -17,7 +17,7 @@ struct RuntimeOptions {
   int64_t max_ctas = 0;               // NCCL: most thread blocks per collective; 0 leaves it to NCCL
   int64_t cta_cluster = 0;            // NCCL: thread blocks per cluster, which lie side by side; 0 leaves it to NCCL
   int64_t symmetric_threshold = 0;    // bytes of a gathered group from which on it goes through symmetric memory; 0: none
-  int64_t pack_below = 0;        // bytes of a shard below which it is gathered packed with others; 0: each by itself
+  int64_t pack_below = 0;        // bytes of a shard up to which it is gathered packed with others; 0: each by itself
   bool pack_reductions = false;  // the same for gradients; the order in which they are added up may change
   double timeout = 0;  // seconds that an operation may take; 0: 30 minutes, or what the process groups say
   std::chrono::milliseconds limit() const {  // the same, for what no process group limits

@@ -81,7 +81,7 @@ std::shared_ptr<Communicator> make_gather_communicator(const std::string& kind, 
     watched(plain, options.limit(), [&] {
       require_same_on_all_ranks(*plain, device, "how gathers travel",
                                 {c10::str("through symmetric memory from ", options.symmetric_threshold, " bytes on"),
-                                 c10::str("packed below ", options.pack_below, " bytes")});
+                                 c10::str("packed up to ", options.pack_below, " bytes")});
     });
     if (options.symmetric_threshold == 0 || plain->world_size() == 1) return plain;
     auto memory = make_cuda_peer_memory(plain->rank(), plain->world_size(), device);
