@@ -13,7 +13,7 @@ int64_t now() {
 
 }  // namespace
 
-int64_t History::begin(std::string_view kind, const std::vector<Transfer>& group) {
+Operation History::begin(std::string_view kind, const std::vector<Transfer>& group) {
   Operation operation{.kind = kind, .created = now()};
   for (const Transfer& transfer : group) {
     if (operation.first.empty()) operation.first = transfer.name;
@@ -23,9 +23,9 @@ int64_t History::begin(std::string_view kind, const std::vector<Transfer>& group
   operation.others = group.size() - std::min<size_t>(group.size(), 1);
   const std::lock_guard lock(mutex_);
   operation.number = ++issued_;
-  operations_.push_back(std::move(operation));
+  operations_.push_back(operation);
   if (operations_.size() > kKept) operations_.pop_front();
-  return issued_;
+  return operation;
 }
 
 void History::finish(int64_t number) {

@@ -17,8 +17,8 @@ class History {
  public:
   static constexpr size_t kKept = 2000;  // as many as torch's flight recorder keeps
 
-  /// An operation is handed over; returns its number. `kind` is a literal.
-  int64_t begin(std::string_view kind, const std::vector<Transfer>& group);
+  /// An operation is handed over. `kind` is a literal.
+  Operation begin(std::string_view kind, const std::vector<Transfer>& group);
   /// It is seen to be done.
   void finish(int64_t number);
   /// It was not handed over after all.

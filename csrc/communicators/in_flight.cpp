@@ -1,17 +1,12 @@
 #include "communicators/in_flight.h"
 
-#include <algorithm>
-
 namespace ldc {
 
 InFlight::Watched::Watched(InFlight& owner, std::string_view operation, const std::vector<Transfer>& group)
     : owner_(owner) {
   const std::lock_guard lock(owner_.mutex_);
   Entry& entry = owner_.entries_.emplace_back();
-  entry.operation = operation;
-  entry.number = owner_.history_.begin(operation, group);
-  if (!group.empty()) entry.first = group[0].name;
-  entry.others = group.size() - std::min<size_t>(group.size(), 1);
+  entry.operation = owner_.history_.begin(operation, group);
   entry.since = std::chrono::steady_clock::now();
   if (owner_.spare_events_.empty()) return;
   entry.done = std::move(owner_.spare_events_.back());
@@ -21,7 +16,7 @@ InFlight::Watched::Watched(InFlight& owner, std::string_view operation, const st
 InFlight::Watched::~Watched() {
   const std::lock_guard lock(owner_.mutex_);
   if (queued_ || owner_.entries_.empty()) return;
-  owner_.history_.forget(owner_.entries_.back().number);
+  owner_.history_.forget(owner_.entries_.back().operation.number);
   owner_.entries_.pop_back();
 }
 
@@ -37,7 +32,7 @@ void InFlight::Watched::queued() {
 void InFlight::forget_done() {
   const auto now = std::chrono::steady_clock::now();
   while (!entries_.empty() && entries_.front().queued && entries_.front().done.reached()) {
-    history_.finish(entries_.front().number);
+    history_.finish(entries_.front().operation.number);
     spare_events_.push_back(std::move(entries_.front().done));
     entries_.pop_front();
     // The host runs ahead of the device: an operation's time starts when the one before it is done.

@@ -51,19 +51,16 @@ class InFlight {
 
  private:
   struct Entry {
-    std::string_view operation;
-    std::string first;  // parameter; its owner need not live as long as the operation
-    size_t others = 0;
-    int64_t number = 0;  // in the history
+    Operation operation;
     std::chrono::steady_clock::time_point since;
     Event done;
     bool queued = false;  // else a thread is still handing it over, perhaps waiting for a peer
 
     /// Put together only for a message: this is made for every operation of every step.
     std::string what() const {
-      if (first.empty()) return std::string(operation);
-      return c10::str(operation, " of '", first, "'", others > 0 ? c10::str(" and ", others, " more") : "",
-                      " (number ", number, ")");
+      if (operation.first.empty()) return std::string(operation.kind);
+      const std::string others = operation.others > 0 ? c10::str(" and ", operation.others, " more") : "";
+      return c10::str(operation.kind, " of '", operation.first, "'", others, " (number ", operation.number, ")");
     }
   };
 

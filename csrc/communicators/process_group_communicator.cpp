@@ -72,7 +72,7 @@ Completion ProcessGroupCommunicator::all_gather(const std::vector<Transfer>& gro
     ins.push_back(as_bytes(transfer.in));
   }
   if (ins.empty()) return {};
-  const int64_t number = history_.begin("gather", group);
+  const int64_t number = history_.begin("gather", group).number;
   Works works;
   explained("gather", names(group), [&] {
     works = start(
@@ -98,7 +98,7 @@ Completion ProcessGroupCommunicator::reduce_scatter_mean(const std::vector<Trans
     outs.push_back(widen ? at::empty_like(results.back(), c10::kFloat) : results.back());
   }
   if (ins.empty()) return {};
-  const int64_t number = history_.begin("reduction", group);
+  const int64_t number = history_.begin("reduction", group).number;
   Works works;
   explained("reduction", names(group), [&] {
     works = start(
@@ -118,7 +118,7 @@ Completion ProcessGroupCommunicator::all_reduce_mean(const std::vector<Transfer>
     sums.push_back(widen ? results.back().to(c10::kFloat) : results.back());
   }
   if (sums.empty()) return {};
-  const int64_t number = history_.begin("reduction over replicas", group);
+  const int64_t number = history_.begin("reduction over replicas", group).number;
   Works works;
   explained("reduction over replicas", names(group), [&] {
     const Unrecorded unrecorded;

@@ -56,7 +56,7 @@ void test_a_history_keeps_the_last_operations() {
   History history;
   const Tensor part = ones({2}), whole = ones({4});
   const auto kept = static_cast<int64_t>(History::kKept);
-  for (int64_t i = 1; i <= kept + 5; ++i) EXPECT(history.begin("gather", {{whole, part, "w"}, {whole, part, "b"}}) == i);
+  for (int64_t i = 1; i <= kept + 5; ++i) EXPECT(history.begin("gather", {{whole, part, "w"}, {whole, part, "b"}}).number == i);
   history.finish(5);
   history.finish(7);
   const std::vector<Operation> operations = history.operations();
