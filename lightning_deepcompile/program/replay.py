@@ -74,6 +74,7 @@ class _Graph:
         copied: Places of those that are copied in.
         given: Places of those that must be the same.
         outputs: What it writes, or hands on.
+        mark: Of a forward program: the place of the first output that is saved and lies in the graphs' memory.
         backward: Of a forward program: the graphs of its backward program that read what this one saves.
     """
 
@@ -83,6 +84,7 @@ class _Graph:
     copied: list[int]
     given: list[int]
     outputs: list[Any]
+    mark: int | None = None
     backward: dict[Any, list[_Graph]] = field(default_factory=dict)
 
     def changed(self, args: Sequence[Any]) -> list[int]:
@@ -445,9 +447,18 @@ class ProgramGraphs:
                     value.shape, value.stride(), dtype=value.dtype, device=value.device
                 ).copy_(value)
         recorded, recording, outputs = self._replays.record(run, list(inputs))
-        graph = _Graph(recorded, recording, inputs, copied, given, outputs)
+        graph = _Graph(
+            recorded, recording, inputs, copied, given, outputs, self._mark(outputs, [inputs[i] for i in given])
+        )
         self._recorded += 1
         return graph
+
+    def _mark(self, outputs: list[Any], own: list[Any]) -> int | None:
+        if self._kind == "backward":
+            return None
+        places = range(self._outputs, len(outputs))
+        mine = (i for i in places if isinstance(outputs[i], Tensor) and not any(outputs[i] is one for one in own))
+        return next(mine, None)
 
     def _is_same_every_time(self, place: int, value: Tensor) -> bool:
         if self._kind == "backward":
@@ -469,12 +480,10 @@ class ProgramGraphs:
         saved = graph.outputs[self._outputs :]
         tensors = [value for value in saved if isinstance(value, Tensor)]
         self._frame.saved, self._frame.graph, self._frame.alive = tensors, graph, None
-        own = [graph.inputs[i] for i in graph.given]
-        for place, value in enumerate(saved):
-            if isinstance(value, Tensor) and not any(value is one for one in own):
-                saved[place] = compat.alias(value)  # AOTAutograd would save another object for a view
-                self._frame.alive = weakref.ref(saved[place])
-                break
+        if graph.mark is not None:
+            place = graph.mark - self._outputs
+            saved[place] = compat.alias(saved[place])  # AOTAutograd would save another object for a view
+            self._frame.alive = weakref.ref(saved[place])
         return [*handed, *saved]
 
 

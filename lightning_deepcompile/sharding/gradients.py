@@ -135,14 +135,19 @@ class GradientSession:
         self._watched.add(parameter)
         reference = weakref.ref(self)  # autograd's hooks are out of the garbage collector's sight
 
-        @torch.compiler.disable
+        # Autograd calls it for every parameter in every pass: a wrapper that Dynamo does not enter would take longer.
+        @compat.never_a_frame
         def adopt_later(_: Tensor) -> None:
             session = reference()
             if session is not None and not session._active and not session._adopts:
-                session._adopts = True
-                compat.after_backward(session._adopt_late)
+                session._queue_adoption()
 
         parameter.leaf.register_post_accumulate_grad_hook(adopt_later)
+
+    @torch.compiler.disable
+    def _queue_adoption(self) -> None:
+        self._adopts = True
+        compat.after_backward(self._adopt_late)
 
     @torch.compiler.disable
     def _adopt_late(self) -> None:

@@ -181,11 +181,10 @@ def _auto() -> Any:
 
     config = CompileConfig(cuda_graphs="auto", schedule=None)
     strategy = DeepCompileStrategy(compile=config, timeout=timedelta(seconds=60))
-    outcomes: list[Any] = []
+    outcomes: list[str] = []
 
     def inspect(trainer: pl.Trainer) -> Any:
-        replays = trainer.strategy.engine.capture.replays
-        outcomes.extend((replays.outcome, replays.recorded))
+        outcomes.append(trainer.strategy.engine.capture.replays.outcome)
         return trainer.strategy.summary()
 
     record = train(
@@ -199,14 +198,13 @@ def _auto() -> Any:
         precision="bf16-mixed",
         callbacks=[Sleeps()],
     )
-    return record.extra.replayed, outcomes
+    return record.extra.replayed, outcomes[0]
 
 
 def test_auto_tries_graphs_where_the_host_is_late() -> None:
     """Whether they are faster beside other work is not known here: `test_replay.py` has what follows from it."""
-    ((replayed, (outcome, left)),) = run_ranks(_auto, 1)
-    assert replayed == 2 and "ms a step" in outcome
-    assert left == (2 if "are kept" in outcome else 0), outcome
+    ((replayed, outcome),) = run_ranks(_auto, 1)
+    assert replayed == 2 and "ms a step" in outcome, (replayed, outcome)
 
 
 def fifty_steps(folder: str, graphs: bool, accelerator: str, callbacks: list[pl.Callback]) -> tuple[list[float], Any]:
