@@ -192,6 +192,7 @@ class Replays:
 
     Attributes:
         reasons: Why programs are not recorded, by name.
+        recorded: How many graphs were recorded since all were dropped; those of swapped programs are gone.
         replayed: Names of the programs that were replayed.
         enabled: Whether programs are recorded and replayed in the step under way.
     """
@@ -206,20 +207,16 @@ class Replays:
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
         self._programs: weakref.WeakSet[ProgramGraphs] = weakref.WeakSet()
-        self._recorded: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self._alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self.reasons: dict[str, str] = {}
         self.replayed: set[str] = set()
+        self.recorded = 0
         self.enabled = False
 
     @property
     def outcome(self) -> str:
         """What came of a trial; empty where none is over."""
         return "" if self._trial is None else self._trial.outcome
-
-    @property
-    def recorded(self) -> int:
-        """The number of graphs that there are."""
-        return len(self._recorded)
 
     @property
     def ready(self) -> bool:
@@ -293,7 +290,7 @@ class Replays:
         Returns:
             The graph, what the runtime knew around it, and the program's outputs.
         """
-        if self._stream is None or not self._recorded:  # a pool ends with the last graph in it
+        if self._stream is None or not self._alive:  # a pool ends with the last graph in it
             self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
             torch.cuda.empty_cache()  # activations lie in the graphs' memory from now on
         if self._trial is not None:
@@ -321,7 +318,8 @@ class Replays:
             self._graphs.cancel()
             raise
         torch.cuda.current_stream().wait_stream(self._stream)
-        self._recorded.add(graph)
+        self._alive.add(graph)
+        self.recorded += 1
         return graph, recording, outputs
 
     def fits(self, recording: Any) -> bool:
@@ -344,6 +342,7 @@ class Replays:
     def _drop(self) -> None:
         for program in self._programs:
             program.forget()
+        self.recorded = 0
 
 
 class ProgramGraphs:

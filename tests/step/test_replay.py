@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,16 +22,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 MODELS = {**CASES, "dropped": Dropped, "two_passes": TwoPasses}
-
-
-@dataclass(eq=False)
-class Recorded:
-    """Takes a graph's place."""
-
-    run: Any
-    inputs: list[Any]
-    outputs: list[Any]
-    ran: bool = True  # its recording was its first run
 
 
 class Replay(pl.Callback):
@@ -59,13 +49,12 @@ class Replay(pl.Callback):
                     self._graphs.cancel()
                     raise
                 recording = self._graphs.join()
-                graph: Any = Recorded(run, inputs, outputs)
-                self._recorded.add(graph)
-                return graph, recording, outputs
+                self.recorded += 1
+                return SimpleNamespace(run=run, inputs=inputs, outputs=outputs, ran=True), recording, outputs
 
             def launch(self, graph: Any, name: str) -> None:
                 known = graph.graph
-                if not known.ran:
+                if not known.ran:  # else its recording was its first run
                     for old, new in zip(known.outputs, known.run(list(known.inputs)), strict=True):
                         if isinstance(old, Tensor) and old is not new:
                             old.copy_(new)
