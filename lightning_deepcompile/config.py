@@ -136,11 +136,13 @@ class CompileConfig:
         offload_chunk: Most bytes of states (and shards) that step together. Three such buffers are on the device while
             the optimizer steps, or more if a plan finds memory for them. A parameter whose states are larger is a chunk
             of its own, and the last to leave.
-        recompute: What the model runs under activation checkpointing is computed again in backward: ``"always"`` all of
-            it, ``"auto"`` as much as memory asks for. Then planning decides, by time and memory, how many of the last
-            of its equal blocks (see `trace_blocks_once`) keep their activations, for which the step is traced once
-            more. Other operators are fused, which may change last bits of results. At stages 1 and 2, and with a
-            ``schedule`` that plans nothing, no step is measured: then all is computed again, and a warning says so.
+        recompute: What is computed again in backward: ``"always"`` what the model runs under activation checkpointing,
+            and what is faster to compute than to read; ``"auto"`` as much as memory asks for. Then planning decides, by
+            time and memory, how many of the last of its equal blocks (see `trace_blocks_once`) keep their activations;
+            and if no plan fits into the memory budget, all is computed again that costs little: norms, activation
+            functions, casts. The step is traced once more for either. Other operators are fused, which may change last
+            bits of results. At stages 1 and 2, and with a ``schedule`` that plans nothing, no step is measured: then it
+            is as with ``"always"``, and a warning says so.
         plan: File of a plan. If it exists and fits, training starts with it, and with optimizer states where it has
             them, and does not profile; the plan of a run that did profile is written to it. ``"auto"``:
             ``deepcompile_plan.json`` in the Trainer's root directory.

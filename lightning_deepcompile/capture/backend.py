@@ -114,6 +114,7 @@ class Capture:
         chunked_losses: Losses that are computed in pieces.
         blocks: Blocks that were not traced by themselves but with their equals.
         uncheckpointed: How many of the last blocks that the model checkpoints are not computed again in backward.
+        sparing: Whether little is saved for backward: what is cheap to compute is computed again.
         several_backward_passes: Whether a step has several, with optimizers' steps in between.
         seconds: Time spent in compilation after Dynamo: tracing with AOTAutograd, partitioning, regions.
     """
@@ -139,6 +140,7 @@ class Capture:
     blocks: int = 0
     seconds: float = 0.0
     uncheckpointed: int = 0
+    sparing: bool = False
     several_backward_passes: bool = False
     _prepare: Callable[[], None] | None = None
     _frames: list[_Frame] = field(default_factory=list)
@@ -197,6 +199,7 @@ class Capture:
                     lambda id_: self.params[id_].block,
                     eager=eager,
                     uncheckpointed=self.uncheckpointed if self.config.recompute == "auto" else None,
+                    sparing=self.sparing,
                 )
                 self.blocks += len(frame.blocks)
             compile_graph = compat.held_weakly(self._compile)
@@ -207,7 +210,7 @@ class Capture:
                     forward=functools.partial(compile_graph, frame, "forward"),
                     backward=functools.partial(compile_graph, frame, "backward"),
                     inference=functools.partial(compile_graph, frame, "inference"),
-                    partitioner=functools.partial(_partition, frame),
+                    partitioner=functools.partial(_partition, frame, self.sparing),
                     eager=eager,
                 )
             return compiled if frame.ids else _unless_elsewhere(self, compiled, captured)
@@ -241,13 +244,14 @@ class Capture:
             if one.checkpointed_bytes
         ]
 
-    def trace_anew(self, uncheckpointed: int) -> None:
+    def trace_anew(self, uncheckpointed: int, sparing: bool) -> None:
         """Forgets what was captured of training steps; call between optimizer steps, on all ranks alike.
 
         Args:
             uncheckpointed: As the attribute, from now on.
+            sparing: As the attribute, from now on.
         """
-        self.uncheckpointed = uncheckpointed
+        self.uncheckpointed, self.sparing = uncheckpointed, sparing
         self._frames = [f for f in self._frames if all(e.program.kind == "inference" for e in f.executables)]
         self.executables = [executable for frame in self._frames for executable in frame.executables]
         self._first_frame, self.plan = None, {}
@@ -460,9 +464,9 @@ class Capture:
 
 
 def _partition(
-    frame: _Frame, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
+    frame: _Frame, sparing: bool, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    forward, backward = partition(gm, joint_inputs, **kwargs)
+    forward, backward = partition(gm, joint_inputs, sparing=sparing, **kwargs)
     frame.outputs = kwargs["num_fwd_outputs"]
     frame.computed = computed_with(backward, frame.blocks)
     return forward, backward

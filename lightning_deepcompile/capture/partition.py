@@ -131,7 +131,12 @@ def _must_run_once(node: fx.Node) -> bool:
 
 
 def partition(
-    gm: fx.GraphModule, joint_inputs: Sequence[Any], *, checkpointed: bool = True, **kwargs: Any
+    gm: fx.GraphModule,
+    joint_inputs: Sequence[Any],
+    *,
+    checkpointed: bool = True,
+    sparing: bool = False,
+    **kwargs: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Partitions the joint graph for AOTAutograd.
 
@@ -139,13 +144,15 @@ def partition(
         gm: The joint graph.
         joint_inputs: Its inputs.
         checkpointed: Whether what the model runs under activation checkpointing is computed again in backward.
+        sparing: Whether little is saved, and what is cheap to compute is computed again.
         **kwargs: As for `compat.partition`.
 
     Returns:
         Forward and backward graph.
     """
     hide_from_passes(gm)
-    parts = compat.partition(gm, joint_inputs, _prepare if checkpointed else _prepare_uncheckpointed, **kwargs)
+    prepare = _prepare if checkpointed else _prepare_uncheckpointed
+    parts = compat.partition(gm, joint_inputs, prepare, sparing=sparing, **kwargs)
     # PyTorch's backward graph would write its code at every change, and once more when AOTAutograd copies it.
     forward, backward = (compat.graph_module(part, part.graph) for part in parts)
     for part in (forward, backward):

@@ -117,7 +117,12 @@ class Instance:
 
 
 def call_repeats(
-    gm: fx.GraphModule, block_of: Callable[[int], str], *, eager: bool, uncheckpointed: int | None = None
+    gm: fx.GraphModule,
+    block_of: Callable[[int], str],
+    *,
+    eager: bool,
+    uncheckpointed: int | None = None,
+    sparing: bool = False,
 ) -> tuple[fx.GraphModule, list[Instance]]:
     """Traces every kind of block that `gm` repeats once.
 
@@ -127,6 +132,7 @@ def call_repeats(
         eager: As in `compat.capture`.
         uncheckpointed: How many of the last blocks that the model checkpoints run without that; None: there will never
             be any, and nothing is traced for it.
+        sparing: As in `partition`.
 
     Returns:
         A graph that calls the blocks, and what they are: `gm` itself and nothing where none is worth it.
@@ -135,9 +141,9 @@ def call_repeats(
     for equal in find_repeats(gm, block_of):
         other = None
         try:
-            template = trace_block(gm, equal[0], eager=eager)
+            template = trace_block(gm, equal[0], eager=eager, sparing=sparing)
             if uncheckpointed is not None and any(map(compat.is_checkpoint, equal[0].nodes)):
-                other = trace_block(gm, equal[0], eager=eager, checkpointed=False)
+                other = trace_block(gm, equal[0], eager=eager, checkpointed=False, sparing=sparing)
         except UnsuitableBlockError as reason:
             _log.info("%d equal blocks are traced one by one: %s.", len(equal), reason)
             continue
@@ -155,7 +161,9 @@ def call_repeats(
     return call_blocks(gm, [block for block, _ in found], run_block), instances
 
 
-def trace_block(gm: fx.GraphModule, block: Block, *, eager: bool, checkpointed: bool = True) -> Template:
+def trace_block(
+    gm: fx.GraphModule, block: Block, *, eager: bool, checkpointed: bool = True, sparing: bool = False
+) -> Template:
     """Traces and partitions a block.
 
     Args:
@@ -163,6 +171,7 @@ def trace_block(gm: fx.GraphModule, block: Block, *, eager: bool, checkpointed: 
         block: A block of it.
         eager: As in `compat.capture`.
         checkpointed: As in `partition`.
+        sparing: As in `partition`.
 
     Raises:
         UnsuitableBlockError: If it writes to its inputs, draws random numbers, returns parts of its inputs, or cannot
@@ -173,7 +182,7 @@ def trace_block(gm: fx.GraphModule, block: Block, *, eager: bool, checkpointed: 
     def cut(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         if kwargs["num_fwd_outputs"] != len(block.outputs):
             raise UnsuitableBlockError("it writes to its inputs")
-        forward, backward = partition(gm, inputs, checkpointed=checkpointed, **kwargs)
+        forward, backward = partition(gm, inputs, checkpointed=checkpointed, sparing=sparing, **kwargs)
         traced.update(forward=forward, backward=backward)
         return forward, backward
 

@@ -28,6 +28,9 @@ __all__ = [
     "real_tensors",
 ]
 
+_BANS = ("ban_recompute_used_far_apart", "ban_recompute_long_fusible_chains", "ban_recompute_materialized_backward")
+"""Of ``torch._functorch.config``: why the partitioner saves what it could compute again cheaply, as that is faster."""
+
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """A compiled function that takes its arguments as one list and empties it, so that they can be freed while it runs."""
 
@@ -99,7 +102,12 @@ def capture_apart(gm: fx.GraphModule, example_inputs: Sequence[Tensor], **compil
 
 
 def partition(
-    gm: fx.GraphModule, joint_inputs: Sequence[Any], prepare: Callable[[fx.GraphModule], None], **kwargs: Any
+    gm: fx.GraphModule,
+    joint_inputs: Sequence[Any],
+    prepare: Callable[[fx.GraphModule], None],
+    *,
+    sparing: bool = False,
+    **kwargs: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Inductor's joint-graph passes, then `prepare`, then the min-cut partitioner.
 
@@ -107,11 +115,14 @@ def partition(
         gm: The joint graph.
         joint_inputs: Its inputs.
         prepare: Marks nodes with what the partitioner must recompute or save. After the passes, which replace nodes.
+        sparing: Whether the partitioner saves as little as it can without computing products or sums again, as it does
+            for a smaller ``activation_memory_budget``; else also what backward reads sooner than it is computed.
         **kwargs: Passed on; new keywords have appeared with every PyTorch release.
 
     Returns:
         Forward and backward graph.
     """
+    import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.compile_fx import partition_fn
@@ -127,7 +138,8 @@ def partition(
         def uuid(self) -> None:
             return None  # part of cache keys, of which none is made here
 
-    with inductor_config.patch(custom_partitioner_fn=PrepareAndCut()):
+    bans = dict.fromkeys(_BANS, False) if sparing else {}
+    with inductor_config.patch(custom_partitioner_fn=PrepareAndCut()), functorch_config.patch(bans):
         return partition_fn(gm, joint_inputs, **kwargs)
 
 

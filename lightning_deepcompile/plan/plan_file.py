@@ -29,7 +29,7 @@ class Setting:
         stage: ZeRO stage.
         device_type: ``"cuda"`` or ``"cpu"``.
         memory_budget: The user's, in any of its forms.
-        recompute: Whether blocks that the model checkpoints may keep their activations.
+        recompute: Whether it was planned how much is computed again in backward.
     """
 
     world_size: int
@@ -47,15 +47,21 @@ class Plan:
         schedules: By content key of the program.
         states: Where optimizer states are; None if nothing of them may leave.
         uncheckpointed: How many blocks that the model checkpoints keep their activations.
+        sparing: Whether little is saved for backward: what is cheap to compute is computed again.
     """
 
     schedules: Mapping[str, Schedule]
     states: StatePlaces | None
     uncheckpointed: int
+    sparing: bool = False
 
 
 def write_plan(
-    schedules: Sequence[Schedule], setting: Setting, states: StatePlaces | None = None, uncheckpointed: int = 0
+    schedules: Sequence[Schedule],
+    setting: Setting,
+    states: StatePlaces | None = None,
+    uncheckpointed: int = 0,
+    sparing: bool = False,
 ) -> str:
     """A plan as text that `read_plan` reads.
 
@@ -64,12 +70,14 @@ def write_plan(
         setting: What they were made for.
         states: Where optimizer states are; None if nothing of them may leave.
         uncheckpointed: How many blocks that the model checkpoints keep their activations.
+        sparing: Whether little is saved for backward.
     """
     data = {
         "version": PLAN_VERSION,
         "setting": asdict(setting),
         "states": None if states is None else asdict(states),
         "uncheckpointed": uncheckpointed,
+        "sparing": sparing,
         "programs": {schedule.content: asdict(schedule) for schedule in schedules},
     }
     return json.dumps(data, indent=1)
@@ -101,9 +109,12 @@ def read_plan(text: str, setting: Setting) -> Plan:
         uncheckpointed = data["uncheckpointed"]
         if not _is_count(uncheckpointed, 0):
             raise PlanFileError(f"it has {uncheckpointed!r} blocks that keep their activations")
+        sparing = data["sparing"]
+        if not isinstance(sparing, bool):
+            raise PlanFileError(f"it says {sparing!r} to whether little is saved for backward")
     except (AttributeError, KeyError, TypeError, ScheduleError) as error:
         raise PlanFileError(f"it is damaged ({type(error).__name__}: {error})") from error
-    return Plan(schedules, states, uncheckpointed)
+    return Plan(schedules, states, uncheckpointed, sparing)
 
 
 def read_setting(text: str) -> Setting:

@@ -55,6 +55,8 @@ def format_plan(setting: Setting, plan: Plan, *, instructions: bool = False) -> 
         lines.append(f"  optimizer states in host memory: {format_bytes(plan.states.away)} ({plan.states.slots} slots)")
     if plan.uncheckpointed:
         lines.append(f"  checkpointed blocks that keep their activations: {plan.uncheckpointed}")
+    if plan.sparing:
+        lines.append("  little is saved for backward: what is cheap to compute is computed again")
     schedules = list(plan.schedules.values())
     rows = [("program", "regions", "gathers", "bytes", "reductions", "bytes", "kept", "to host"), *map(_row, schedules)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -61,18 +61,21 @@ class PlanStore:
         self._say(f"Training starts with the plan {str(path)!r}, which is for {count} programs.", logging.INFO)
         return plan
 
-    def save(self, schedules: Sequence[Schedule], states: StatePlaces | None, uncheckpointed: int) -> None:
+    def save(
+        self, schedules: Sequence[Schedule], states: StatePlaces | None, uncheckpointed: int, sparing: bool
+    ) -> None:
         """Writes a plan, on rank 0; a failure is a warning.
 
         Args:
             schedules: Of all programs.
             states: Where optimizer states are; None if nothing of them may leave.
             uncheckpointed: How many blocks that the model checkpoints keep their activations.
+            sparing: Whether little is saved for backward.
         """
         path = self._path
         if path is None or self._group.rank() != 0:
             return
-        text = write_plan(schedules, self._setting, states, uncheckpointed)
+        text = write_plan(schedules, self._setting, states, uncheckpointed, sparing)
         if text == self._text:
             return
         there, _ = attempt(lambda: path.read_text() if path.is_file() else None)

@@ -1,4 +1,4 @@
-"""Lets checkpointed blocks keep their activations where a measured step leaves memory for it, and takes that back."""
+"""Computes in backward again what memory asks for: less than the model checkpoints, or more than makes a step fast."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lightning_deepcompile.plan.leaner import Shortage, is_of, leaner_budget
 from lightning_deepcompile.plan.recompute import Checkpoint, choose_recompute
 from lightning_deepcompile.plan.report import PassReport, Round
 from lightning_deepcompile.plan.state_trade import Planned
+from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["Recomputation"]
@@ -44,10 +45,10 @@ class Recomputation:
             remedy = f"{settings} is for stage 3, and this is stage {stage}: use stage 3"
         return f"All that the model checkpoints is computed again. {remedy}, or checkpoint less in the model."
 
-    def adopt(self, uncheckpointed: int) -> None:
+    def adopt(self, uncheckpointed: int, sparing: bool) -> None:
         """Does as the plan that was read; call before the step is traced."""
         if not self._decided:
-            self._capture.uncheckpointed, self._decided = uncheckpointed, True
+            self._capture.uncheckpointed, self._capture.sparing, self._decided = uncheckpointed, sparing, True
 
     def seen(self, schedules: Sequence[Schedule]) -> list[list[Checkpoint]]:
         """What this rank's programs compute again and could keep, a list for each forward program.
@@ -56,6 +57,26 @@ class Recomputation:
             schedules: Those of a micro-batch.
         """
         return [self._capture.checkpoints(schedule.frame) for schedule in schedules if schedule.kind == "forward"]
+
+    def spare(self, step: int, profile: Profile, least: int) -> Round | None:
+        """Has little saved for backward if nothing else makes a step fit.
+
+        Args:
+            step: Optimizer steps done.
+            profile: As measured.
+            least: Bytes of the leanest plan.
+
+        Returns:
+            What the report says of it; None if the step stays as it is.
+        """
+        if self._decided or profile.budget is None or least <= profile.budget:
+            return None
+        self._decided = True
+        self._capture.trace_anew(0, sparing=True)
+        times = profile.step_seconds, profile.exposed_seconds
+        over = format_bytes(least - profile.budget)
+        text = f"The leanest plan needs {over} too much, so what is cheap is computed again from step {step} on."
+        return Round(step, (), profile.budget, *times, outcome="traced anew", reason=text)
 
     def choose(
         self, step: int, profile: Profile, seen: Sequence[list[list[Checkpoint]]], plan: Callable[[Profile], Planned]
@@ -87,7 +108,7 @@ class Recomputation:
         chosen = choose_recompute(profile, blocks, plan, doubles=doubles)
         if chosen is None:
             return None
-        self._capture.trace_anew(chosen.uncheckpointed)
+        self._capture.trace_anew(chosen.uncheckpointed, sparing=False)
         reports = tuple(PassReport.of(effect) for effect in chosen.effects)
         times = profile.step_seconds, profile.exposed_seconds
         return Round(step, reports, profile.budget, *times, outcome="traced anew")
@@ -111,6 +132,6 @@ class Recomputation:
         budget = None
         if planned and profile is not None and is_of(profile, planned):
             budget = leaner_budget(shortages, planned, profile)
-        self._capture.trace_anew(0)
+        self._capture.trace_anew(0, sparing=False)
         text = f"{shortages[0]} From step {step} on, all that the model checkpoints is computed again."
         return Round(step, (), budget, 0.0, 0.0, outcome="leaner", reason=text)

@@ -225,7 +225,11 @@ class Tuner:
         if seen.spread:
             self._say(seen.spread, logging.WARNING)
         smallest = profile.schedules if self._host_room is None else offload_all(profile.schedules)
-        check_budget(least_budget(smallest, self._states.least(profile)), budget, chosen)
+        least = least_budget(smallest, self._states.least(profile))
+        if (anew := self._recomputation.spare(self._step, profile, least)) is not None:
+            self._trace_anew(anew)
+            return
+        check_budget(least, budget, chosen)
         if (anew := self._recomputation.choose(self._step, profile, seen.checkpoints, self._optimized)) is not None:
             self._trace_anew(anew)
             return
@@ -239,7 +243,7 @@ class Tuner:
         reports = [PassReport.of(effect) for effect in effects]
         times = profile.step_seconds, profile.exposed_seconds
         self.rounds.append(
-            Round(self._step, tuple(reports), budget, *times, before_peak_bytes=self._memory.latest or None)
+            Round(self._step, tuple(reports), budget, *times, before_peak_bytes=self._memory.highest or None)
         )
         self._coverage.add(measurement.runs)
         self._previous = (self._capture.passes, self._planned)
@@ -383,7 +387,8 @@ class Tuner:
             _log.log(level, "%s", text)
 
     def _save(self) -> None:
-        self._store.save(self._capture_schedules(), self._states.places, self._capture.uncheckpointed)
+        capture = self._capture
+        self._store.save(self._capture_schedules(), self._states.places, capture.uncheckpointed, capture.sparing)
 
     def _load(self) -> bool:
         """Takes schedules, and where optimizer states are, from the plan file."""
@@ -391,7 +396,7 @@ class Tuner:
         if plan is None:
             return False
         self._states.expect(plan.states)
-        self._recomputation.adopt(plan.uncheckpointed)
+        self._recomputation.adopt(plan.uncheckpointed, plan.sparing)
         schedules = plan.schedules.values()
         self._run_plan(admitted(schedules, self._capture.settings, self._world, self._device.type))
         self._coverage.adopt(plan.schedules)

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.plan import recompute
+from lightning_deepcompile.plan.budget import MemoryBudgetError
 from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
 from lightning_deepcompile.plan.pass_manager import PassEffect
 from lightning_deepcompile.plan.recompute import Checkpoint, choose_recompute
@@ -85,6 +86,7 @@ def _fit(
     shortages: Shortages | None = None,
     fails: int = FAILS,
     passes: Sequence[str] | None = (),
+    checkpointing: bool = True,
     **settings: Any,
 ) -> tuple[Losses, list, pl.Trainer]:
     seen = Losses()
@@ -92,7 +94,7 @@ def _fit(
     if passes is not None:  # else as it is by default
         settings["schedule"] = [{"step": 0, "passes": start}, {"step": 3, "passes": [*start, *passes]}]
     torch.manual_seed(5)
-    module = llama(checkpointing=True, layers=LAYERS)()
+    module = llama(checkpointing=checkpointing, layers=LAYERS)()
     strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager", **settings))
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), max_steps=steps, callbacks=[seen],
@@ -211,6 +213,33 @@ def _alone(folder: Path) -> None:
     (planned,) = trainer.strategy.report()
     assert planned.passes[-1].peak_bytes <= budget, str(planned)
     assert not any("uncheckpointed" in text for text in trainer.strategy.programs().values())
+
+
+def _saves_little(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    keep_plans()
+    plain, expected, _ = _fit(16, checkpointing=False, passes=None)
+    with pytest.raises(MemoryBudgetError, match=r"recompute='auto'") as refused:
+        _fit(checkpointing=False, passes=None, memory_budget="100000B")
+    # No plan fits into less, but one that saves less does.
+    least = int(str(refused.value).partition("need ")[2].split()[0])
+    budget = 9 * least // 10
+    path = folder / "plan.json"
+    settings: dict[str, Any] = {"recompute": "auto", "memory_budget": f"{budget}B", "plan": str(path)}
+    seen, values, trainer = _fit(16, checkpointing=False, passes=None, **settings)
+    assert seen.losses == plain.losses and all(map(torch.equal, values, expected))
+    anew, done = trainer.strategy.report()
+    assert anew.outcome == "traced anew" and "what is cheap is computed again" in anew.reason, str(anew)
+    assert done.passes[-1].peak_bytes <= budget, str(done)
+    assert json.loads(path.read_text())["sparing"] is True
+    # The next run begins with it.
+    again, _, trainer = _fit(6, checkpointing=False, passes=None, **settings)
+    assert again.losses == plain.losses[:6] and trainer.strategy.report() == []
+    assert trainer.strategy.engine.capture.sparing
+
+
+def test_what_is_cheap_is_computed_again_where_nothing_else_fits(tmp_path: Path) -> None:
+    run_ranks(_saves_little, 2, tmp_path, timeout=150)
 
 
 def test_one_rank_decides_it_too(tmp_path: Path) -> None:
