@@ -184,7 +184,13 @@ class Engine:
             if self.residency is not None:
                 parts = self.residency.attach(optimizer, parts)
             self._local_shards[optimizer] = LocalShards(
-                optimizer, self.model, self.gradients, self.parameters_changed, self.uncompiled.inside, parts
+                optimizer,
+                self.model,
+                self.gradients,
+                self.parameters_changed,
+                self.uncompiled.inside,
+                parts,
+                None if self.residency is not None else self.capture.replays,
             )
 
     def offload_of(self, optimizer: Optimizer) -> StateOffload | None:

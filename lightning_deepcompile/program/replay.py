@@ -18,7 +18,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -27,7 +27,7 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.schedule import ProgramKind
 
-__all__ = ["Examined", "Frame", "ProgramGraphs", "Replays", "Trial"]
+__all__ = ["Examined", "Follower", "Frame", "ProgramGraphs", "Replays", "Trial"]
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +48,15 @@ _RECORDABLE = frozenset({
 _HOSTS_WAIT = frozenset({torch.Tag.data_dependent_output, torch.Tag.cudagraph_unsafe})
 
 Run = Callable[[list[Any]], Sequence[Any]]
+
+T = TypeVar("T")
+
+
+class Follower(Protocol):
+    """Has graphs."""
+
+    def forget(self) -> None:
+        """Drops them."""
 
 
 @dataclass(frozen=True)
@@ -191,9 +200,9 @@ class Replays:
         wanted: Whether there shall be graphs; ``"auto"``: where they pay.
 
     Attributes:
-        reasons: Why programs are not recorded, by name.
+        reasons: Why programs, and steps of optimizers, are not recorded, by name.
         recorded: How many graphs were recorded since all were dropped; those of swapped programs are gone.
-        replayed: Names of the programs that were replayed.
+        replayed: Names of the programs, and steps of optimizers, that were replayed.
         enabled: Whether programs are recorded and replayed in the step under way.
     """
 
@@ -206,7 +215,7 @@ class Replays:
         self._seen = 0
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
-        self._programs: weakref.WeakSet[ProgramGraphs] = weakref.WeakSet()
+        self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self._alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self.reasons: dict[str, str] = {}
         self.replayed: set[str] = set()
@@ -274,8 +283,12 @@ class Replays:
             examined: What is known of it.
         """
         graphs = ProgramGraphs(self, frame, program, outputs, examined)
-        self._programs.add(graphs)
+        self.follow(graphs)
         return graphs
+
+    def follow(self, follower: Follower) -> None:
+        """Tells `follower`, which is not kept alive, when all graphs are dropped."""
+        self._followers.add(follower)
 
     def may_record(self, runs: int) -> bool:
         """Whether a program is recorded that has run so often; all ranks record in the same step."""
@@ -296,6 +309,27 @@ class Replays:
         if self._trial is not None:
             self._trial.start()
         self._graphs.prepare()
+
+        def on_all_streams() -> tuple[Any, list[Any]]:
+            self._graphs.fork()
+            outputs = list(run(inputs))
+            return self._graphs.join(), outputs
+
+        try:
+            graph, (recording, outputs) = self._capture(on_all_streams)
+        except BaseException:
+            self._graphs.cancel()
+            raise
+        self.recorded += 1
+        return graph, recording, outputs
+
+    def record_alone(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Records what `run` issues on the current stream, where programs are recorded already."""
+        graph, _ = self._capture(run)
+        return graph
+
+    def _capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream())
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         random = generator.clone_state()
@@ -305,9 +339,7 @@ class Replays:
                 # Other threads may use the device meanwhile: a watchdog, a loader of data.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    self._graphs.fork()
-                    outputs = list(run(inputs))
-                    recording = self._graphs.join()
+                    result = run()
                 finally:
                     graph.capture_end()
         except BaseException:
@@ -315,12 +347,10 @@ class Replays:
             # from the copy: they go.
             generator.graphsafe_set_state(random)
             self._drop()
-            self._graphs.cancel()
             raise
         torch.cuda.current_stream().wait_stream(self._stream)
         self._alive.add(graph)
-        self.recorded += 1
-        return graph, recording, outputs
+        return graph, result
 
     def fits(self, recording: Any) -> bool:
         """Whether a replay would find the runtime as the recording did."""
@@ -332,6 +362,11 @@ class Replays:
         self.replayed.add(name)
         self._graphs.replayed(graph.recording, name)
 
+    def launch_alone(self, graph: torch.cuda.CUDAGraph, name: str) -> None:
+        """Replays what was recorded by itself, and is called `name`."""
+        graph.replay()
+        self.replayed.add(name)
+
     def forget(self) -> None:
         """Drops all graphs, and the memory that they take; what runs them goes on without."""
         self._drop()
@@ -340,8 +375,8 @@ class Replays:
         self.enabled = False
 
     def _drop(self) -> None:
-        for program in self._programs:
-            program.forget()
+        for follower in self._followers:
+            follower.forget()
         self.recorded = 0
 
 

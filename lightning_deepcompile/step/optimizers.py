@@ -20,11 +20,13 @@ from torch.optim import Optimizer
 from lightning_deepcompile import compat
 from lightning_deepcompile.offload.chunks import Parts
 from lightning_deepcompile.offload.states import StateOffload
+from lightning_deepcompile.program.replay import Replays
 from lightning_deepcompile.sharding.checks import check_no_hooks
 from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.shards import ShardedModel
 from lightning_deepcompile.sharding.successors import Successors
+from lightning_deepcompile.step.optimizer_graph import OptimizerGraph
 
 __all__ = ["LocalShards", "check_optimizer", "state_bytes", "take_over"]
 
@@ -112,6 +114,7 @@ class LocalShards:
         after_step: Called after each step, however it was started.
         around_closure: In which a user's closure runs.
         parts: Divides the optimizer's steps, if they are divided.
+        replays: Lets whole steps be replayed; None: they run.
     """
 
     def __init__(
@@ -122,8 +125,10 @@ class LocalShards:
         after_step: Callable[[], None],
         around_closure: Callable[[], AbstractContextManager[None]],
         parts: Parts | None = None,
+        replays: Replays | None = None,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)  # whose hooks keep this object alive
+        self._graph = None if replays is None else OptimizerGraph(optimizer, replays, self._local, self)
         self._model = model
         self._gradients = gradients
         self._after_step, self._around_closure = after_step, around_closure
@@ -171,6 +176,8 @@ class LocalShards:
         """Puts the parameters back; does nothing where they are in place, so it also mends what an error left."""
         if self._parts is not None:
             self._parts.restore()
+        if self._graph is not None:
+            self._graph.restore()
         if not self._swapped:
             return
         swapped, self._swapped = self._swapped, {}
@@ -184,7 +191,7 @@ class LocalShards:
             self._inner += 1
             return None
         self._inner = 0
-        if closure is None and not (self._parts is not None and self._parts.needs_closure):
+        if closure is None and self._graph is None and not (self._parts is not None and self._parts.needs_closure):
             self.__enter__()
             return None
         self._stepped = False
@@ -206,8 +213,10 @@ class LocalShards:
         self.restore()
         with self._around_closure():
             result = None if closure is None else closure()
-        self.__enter__()
         self._stepped = True
+        if self._graph is not None and not kwargs and all(a is None for a in args) and self._graph.begin():
+            return result
+        self.__enter__()
         if self._parts is not None:
             self._parts.begin(*args, **kwargs)
         return result
@@ -228,9 +237,13 @@ class LocalShards:
         if self._parts is not None:
             self._parts.finish()
         # Whoever does not call the closure has stepped on DTensors, and made its state of them.
-        self._plain_state = bool(self._swapped)
+        self._plain_state = bool(self._swapped) or (self._graph is not None and self._graph.replayed)
         self.restore()
         self._after_step()
+
+    def _local(self, parameter: Tensor) -> tuple[Tensor, Tensor | None]:
+        sharded = self._model.by_parameter.get(parameter)
+        return parameter if sharded is None else sharded.local, self._gradients.local_grad(parameter)
 
     def _held(self) -> Optimizer:
         optimizer = self._optimizer()

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lightning_deepcompile.step.optimizer_graph import OptimizerGraph
+
 MODELS = {**CASES, "dropped": Dropped, "two_passes": TwoPasses}
 
 
@@ -63,7 +65,18 @@ class Replay(pl.Callback):
                 self.replayed.add(name)
                 callback.replayed[name] += 1
 
+            def record_alone(self, run: Any) -> Any:
+                if callback.fails:
+                    raise RuntimeError("not while capturing")
+                return SimpleNamespace(replay=run)
+
+            def launch_alone(self, graph: Any, name: str) -> None:
+                super().launch_alone(graph, name)
+                callback.replayed[name] += 1
+
         engine.capture.replays = OnCpu(engine.runtime, torch.device("cpu"), True)
+        for optimizer, shards in engine._local_shards.items():
+            shards._graph = OptimizerGraph(optimizer, engine.capture.replays, shards._local, shards)
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.strategy.engine.capture.replays is None:
@@ -81,10 +94,9 @@ def _run(name: str, replays: bool, world: int, **options: Any) -> tuple[Record, 
         DeepCompileStrategy(compile=config),
         world_size=world,
         rank=int(os.environ["RANK"]),
-        steps=7,
         callbacks=[*{callback: None, **dict.fromkeys(callbacks)}] if replays else callbacks,
         inspect=lambda trainer: trainer.strategy.engine.capture.replays,
-        **options,
+        **{"steps": 7, **options},
     )
     record.extra = record.extra and (dict(callback.replayed), record.extra.reasons)
     return record, None
@@ -97,8 +109,13 @@ def _both(name: str, world: int, options: dict[str, Any]) -> list[Record]:
 @pytest.mark.parametrize(
     ("name", "world", "options", "replays"),
     [
-        ("dropped", 2, {"accumulate": 3, "gradient_clip_val": 0.5}, {"frame0.forward": 18, "frame0.backward": 18}),
-        ("gpt_tied", 2, {"optimizer": "adamw"}, {"frame0.forward": 4, "frame0.backward": 4}),
+        (
+            "dropped",
+            2,
+            {"accumulate": 3, "gradient_clip_val": 0.5},
+            {"frame0.forward": 18, "frame0.backward": 18, "SGD.step": 3},
+        ),
+        ("gpt_tied", 2, {}, {"frame0.forward": 4, "frame0.backward": 4, "SGD.step": 1}),
         ("frozen", 1, {}, {"frame0.forward": 4, "frame0.backward": 4}),
         ("graph_break", 2, {}, {f"frame{i}.{kind}": 4 for i in range(1, 4) for kind in ("forward", "backward")}),
     ],
@@ -161,6 +178,56 @@ def test_a_graph_that_is_retained_is_not_overwritten() -> None:
     _check(plain, replayed)
     ran, reasons = replayed.extra
     assert reasons == {} and 0 < sum(ran[name] for name in ran if name.endswith("forward")) <= 7, ran
+
+
+class _Fused(Dropped):
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.layers.parameters()}, {"params": [self.embed.weight], "weight_decay": 0.0}]
+        groups.append({"params": [*self.norm.parameters(), *self.head.parameters()]})
+        return torch.optim.AdamW(groups, lr=1e-2, fused=True)
+
+
+class _Interferes(pl.Callback):
+    """Changes, between two steps, what an optimizer's step reads from the host."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        (optimizer,) = trainer.optimizers
+        if batch_idx == 11:
+            optimizer.param_groups[0]["lr"] *= 0.5
+        elif batch_idx == 18:
+            module.layers[1].weight.requires_grad_(False)
+        elif batch_idx == 25:
+            state = optimizer.state_dict()["state"]
+            optimizer.load_state_dict(
+                {**optimizer.state_dict(), "state": {k: {n: v.clone() for n, v in e.items()} for k, e in state.items()}}
+            )
+        elif batch_idx == 38:
+            for entries in optimizer.state.values():
+                entries["exp_avg"] = entries["exp_avg"] * 0.5
+
+
+def _interfered() -> list[Record]:
+    MODELS["fused"] = _Fused
+    options = {"steps": 56, "callbacks": [_Interferes()], "gradient_clip_val": 0.5}
+    return [_run("fused", replays, 2, **{**options})[0] for replays in (False, True)]
+
+
+def test_an_optimizer_step_that_reads_something_else_is_not_replayed() -> None:
+    for plain, replayed in run_ranks(_interfered, 2):
+        _check(plain, replayed)
+        ran, reasons = replayed.extra
+        assert reasons == {} and 15 < ran["AdamW.step"] < 56 - 3 * 4, ran
+
+
+def _counts_on_host() -> list[Record]:
+    return [_run("gpt_tied", replays, 1, optimizer="adamw")[0] for replays in (False, True)]
+
+
+def test_an_optimizer_that_counts_on_the_host_runs() -> None:
+    ((plain, replayed),) = run_ranks(_counts_on_host, 1)
+    _check(plain, replayed)
+    ran, reasons = replayed.extra
+    assert set(ran) == {"frame0.forward", "frame0.backward"} and "fused=True" in reasons["AdamW.step"]
 
 
 class _Shorter(Dropped):

@@ -1,0 +1,190 @@
+"""An optimizer's step as a CUDA graph: one launch in place of a call for every parameter.
+
+The step of a small model's optimizer takes its host longer than its device: parameters, gradients and states are looked
+up and put into lists before a few kernels are launched. What it reads from the host, numbers and tensors, is the same
+in most steps. When it has stayed the same for a while, a step is recorded, as programs are (`Replays`), and replayed
+for as long as it stays so. That changes no bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.program.replay import Replays
+
+__all__ = ["OptimizerGraph"]
+
+_log = logging.getLogger(__name__)
+
+_STEADY = 3
+"""A step is recorded when the host has said the same so often; the second time, twice as often, and so on."""
+
+# They write to their states in place. Subclasses may do anything.
+_KNOWN = frozenset({Adam, AdamW, SGD})
+
+Local = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+
+
+@dataclass(eq=False)
+class _Read:
+    """What a step reads from the host.
+
+    Args:
+        settings: Of each group, all but its parameters.
+        parameters: Of all groups, one after the other.
+        places: Of their shards, gradients and states, where each is, and its dtype; None for what there is not. The
+            tensors are not kept: whether somebody holds a gradient is seen by its references.
+    """
+
+    settings: list[dict[str, Any]]
+    parameters: list[Tensor]
+    places: list[tuple[int, torch.dtype] | None]
+
+    def is_like(self, other: _Read) -> bool:
+        """Whether the steps that read one and the other do the same on the device."""
+        return (
+            self.places == other.places
+            and len(self.parameters) == len(other.parameters)
+            and all(map(operator.is_, self.parameters, other.parameters))
+            and len(self.settings) == len(other.settings)
+            and all(map(_are_settings, self.settings, other.settings))
+        )
+
+
+class OptimizerGraph:
+    """Records and replays steps of one optimizer.
+
+    Args:
+        optimizer: Its groups hold the module's parameters.
+        replays: Says whether programs are replayed; then gradients stay where they are.
+        local_of: This rank's shard of a parameter, and its gradient.
+        holding: In which the optimizer holds the shards.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, replays: Replays, local_of: Local, holding: AbstractContextManager[None]
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._replays, self._local_of, self._holding = replays, local_of, holding
+        self._name = f"{type(optimizer).__name__}.step"
+        self._read: _Read | None = None  # by the step before
+        self._steady = self._recorded = 0
+        self._graph: torch.cuda.CUDAGraph | None = None  # of a step like the one before
+        self._groups: list[dict[str, Any]] | None = None  # the optimizer's own, while it holds none
+        replays.follow(self)
+
+    def forget(self) -> None:
+        """Drops the graph."""
+        self._read = self._graph = None
+        self._steady = 0
+
+    def begin(self) -> bool:
+        """Replays a step, and leaves the optimizer with groups without parameters.
+
+        Returns:
+            Whether it did; else the step is to be run.
+        """
+        read = self._look() if self._replays.enabled and self._replays.recorded else None
+        if read is None or self._read is None or not read.is_like(self._read):
+            self._read, self._graph, self._steady = read, None, 0
+            return False
+        self._steady += 1
+        if self._graph is None:
+            if self._steady < _STEADY * (1 + self._recorded):
+                return False
+            try:
+                self._graph = self._replays.record_alone(self._step)
+            except Exception as error:
+                self._refuse(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+                _log.warning("%s is not replayed as a CUDA graph: %s.", self._name, self._replays.reasons[self._name])
+                return False
+            self._recorded += 1
+        self._replays.launch_alone(self._graph, self._name)
+        torch.autograd.graph.increment_version([self._local_of(p)[0] for p in read.parameters])
+        self._leave_nothing()
+        return True
+
+    @property
+    def replayed(self) -> bool:
+        """Whether the step under way was replayed."""
+        return self._groups is not None
+
+    def restore(self) -> None:
+        """Gives the optimizer its own groups back."""
+        if self._groups is not None:
+            self._held().param_groups, self._groups = self._groups, None
+
+    def _leave_nothing(self) -> None:
+        optimizer = self._held()
+        self._groups = optimizer.param_groups
+        optimizer.param_groups = [{**group, "params": []} for group in self._groups]
+
+    def _look(self) -> _Read | None:
+        """What a step would read; None if it cannot be recorded."""
+        optimizer = self._held()
+        if self._replays.reasons.get(self._name) or not self._can_be_recorded(optimizer):
+            return None
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        places: list[tuple[int, torch.dtype] | None] = []
+        for parameter in parameters:
+            for tensor in (*self._local_of(parameter), *optimizer.state.get(parameter, {}).values()):
+                if tensor is None:
+                    places.append(None)
+                elif isinstance(tensor, Tensor) and tensor.device == self._replays.device:
+                    places.append((tensor.data_ptr(), tensor.dtype))
+                else:
+                    self._refuse("it reads what is not on the device")
+                    return None
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        return _Read(settings, parameters, places)
+
+    def _can_be_recorded(self, optimizer: Optimizer) -> bool:
+        if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
+            return False  # of this step alone
+        kind = type(optimizer)
+        for group in optimizer.param_groups:
+            there = all(v.device == self._replays.device for v in group.values() if isinstance(v, Tensor))
+            if kind not in _KNOWN or group["differentiable"] or not there:
+                self._refuse("it may do on the host what a graph cannot")
+            elif kind is not SGD and not (group["fused"] or group["capturable"]):
+                self._refuse("it counts on the host: fused=True counts on the device")
+        return self._name not in self._replays.reasons
+
+    def _refuse(self, reason: str) -> None:
+        self._replays.reasons[self._name] = reason
+
+    def _step(self) -> None:
+        """The class's own step."""
+        optimizer = self._held()
+        with self._holding, compat.unhooked_step(optimizer) as step:
+            own = optimizer.param_groups
+            # Fused kernels do the same whether it is set or not, but ask that it be while a graph records them.
+            optimizer.param_groups = [{**g, "capturable": True} if g["fused"] else g for g in own]
+            try:
+                step(optimizer)
+            finally:
+                optimizer.param_groups = own
+
+    def _held(self) -> Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None  # it is stepping
+        return optimizer
+
+
+def _are_settings(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    """Whether they are equal; tensors are if they are the same, as their values are read on the device."""
+    return left.keys() == right.keys() and all(
+        v is right[k] or not (isinstance(v, Tensor) or isinstance(right[k], Tensor)) and v == right[k]
+        for k, v in left.items()
+    )
