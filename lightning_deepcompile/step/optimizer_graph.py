@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.program.replay import Replays
+from lightning_deepcompile.sharding.parameter import ShardedParameter
+from lightning_deepcompile.sharding.shards import ShardedModel
 
 __all__ = ["OptimizerGraph"]
 
@@ -33,8 +35,6 @@ _STEADY = 3
 # They write to their states in place. Subclasses may do anything.
 _KNOWN = frozenset({Adam, AdamW, SGD})
 
-Local = Callable[[Tensor], tuple[Tensor, Tensor | None]]
-
 
 @dataclass(eq=False)
 class _Read:
@@ -43,20 +43,29 @@ class _Read:
     Args:
         settings: Of each group, all but its parameters.
         parameters: Of all groups, one after the other.
-        places: Of their shards, gradients and states, where each is, and its dtype; None for what there is not. The
-            tensors are not kept: whether somebody holds a gradient is seen by its references.
+        sharded: What each of them is; None for those that are not sharded.
+        states: What the optimizer has for each, one after the other.
+        places: Where shards and gradients are; 0 where there is none. A gradient itself is not kept: whether somebody
+            holds it is seen by its references.
     """
 
     settings: list[dict[str, Any]]
     parameters: list[Tensor]
-    places: list[tuple[int, torch.dtype] | None]
+    sharded: list[ShardedParameter | None]
+    states: list[Any]
+    places: list[int]
+
+    @property
+    def shards(self) -> list[Tensor]:
+        """Of the parameters."""
+        return [p if s is None else s.local for p, s in zip(self.parameters, self.sharded, strict=True)]
 
     def is_like(self, other: _Read) -> bool:
         """Whether the steps that read one and the other do the same on the device."""
         return (
             self.places == other.places
-            and len(self.parameters) == len(other.parameters)
-            and all(map(operator.is_, self.parameters, other.parameters))
+            and _are(self.parameters, other.parameters)
+            and _are(self.states, other.states)
             and len(self.settings) == len(other.settings)
             and all(map(_are_settings, self.settings, other.settings))
         )
@@ -68,15 +77,15 @@ class OptimizerGraph:
     Args:
         optimizer: Its groups hold the module's parameters.
         replays: Says whether programs are replayed; then gradients stay where they are.
-        local_of: This rank's shard of a parameter, and its gradient.
+        model: How the parameters are sharded.
         holding: In which the optimizer holds the shards.
     """
 
     def __init__(
-        self, optimizer: Optimizer, replays: Replays, local_of: Local, holding: AbstractContextManager[None]
+        self, optimizer: Optimizer, replays: Replays, model: ShardedModel, holding: AbstractContextManager[None]
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._replays, self._local_of, self._holding = replays, local_of, holding
+        self._replays, self._model, self._holding = replays, model, holding
         self._name = f"{type(optimizer).__name__}.step"
         self._read: _Read | None = None  # by the step before
         self._steady = self._recorded = 0
@@ -97,7 +106,8 @@ class OptimizerGraph:
         """
         read = self._look() if self._replays.enabled and self._replays.recorded else None
         if read is None or self._read is None or not read.is_like(self._read):
-            self._read, self._graph, self._steady = read, None, 0
+            self._read = read if read is not None and self._can_be_recorded(read) else None
+            self._graph, self._steady = None, 0
             return False
         self._steady += 1
         if self._graph is None:
@@ -111,7 +121,7 @@ class OptimizerGraph:
                 return False
             self._recorded += 1
         self._replays.launch_alone(self._graph, self._name)
-        torch.autograd.graph.increment_version([self._local_of(p)[0] for p in read.parameters])
+        torch.autograd.graph.increment_version(read.shards)
         self._leave_nothing()
         return True
 
@@ -131,34 +141,39 @@ class OptimizerGraph:
         optimizer.param_groups = [{**group, "params": []} for group in self._groups]
 
     def _look(self) -> _Read | None:
-        """What a step would read; None if it cannot be recorded."""
-        optimizer = self._held()
-        if self._replays.reasons.get(self._name) or not self._can_be_recorded(optimizer):
-            return None
+        """What a step would read; None if it reads a gradient of somebody else's."""
+        optimizer, known = self._held(), self._read
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        places: list[tuple[int, torch.dtype] | None] = []
-        for parameter in parameters:
-            for tensor in (*self._local_of(parameter), *optimizer.state.get(parameter, {}).values()):
-                if tensor is None:
-                    places.append(None)
-                elif isinstance(tensor, Tensor) and tensor.device == self._replays.device:
-                    places.append((tensor.data_ptr(), tensor.dtype))
-                else:
-                    self._refuse("it reads what is not on the device")
+        if known is not None and _are(parameters, known.parameters):
+            sharded = known.sharded
+        else:
+            sharded = [self._model.by_parameter.get(p) for p in parameters]
+        places: list[int] = []
+        for parameter, one in zip(parameters, sharded, strict=True):
+            gradient = parameter.grad
+            if one is not None and gradient is not None:
+                if gradient is not one.grad_dtensor:
                     return None
+                gradient = one.grad_local
+            shard = parameter if one is None else one.local
+            places += shard.data_ptr(), 0 if gradient is None else gradient.data_ptr()
+        entries = optimizer.state.get  # it makes empty ones for whoever asks otherwise
+        states = [value for p in parameters for value in entries(p, {}).values()]
         settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        return _Read(settings, parameters, places)
+        return _Read(settings, parameters, sharded, states, places)
 
-    def _can_be_recorded(self, optimizer: Optimizer) -> bool:
+    def _can_be_recorded(self, read: _Read) -> bool:
+        optimizer, device = self._held(), self._replays.device
         if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
             return False  # of this step alone
         kind = type(optimizer)
-        for group in optimizer.param_groups:
-            there = all(v.device == self._replays.device for v in group.values() if isinstance(v, Tensor))
-            if kind not in _KNOWN or group["differentiable"] or not there:
-                self._refuse("it may do on the host what a graph cannot")
-            elif kind is not SGD and not (group["fused"] or group["capturable"]):
-                self._refuse("it counts on the host: fused=True counts on the device")
+        tensors = [*read.shards, *read.states, *(v for s in read.settings for v in s.values() if isinstance(v, Tensor))]
+        if kind not in _KNOWN or any(settings["differentiable"] for settings in read.settings):
+            self._refuse("it may do on the host what a graph cannot")
+        elif kind is not SGD and not all(settings["fused"] or settings["capturable"] for settings in read.settings):
+            self._refuse("it counts on the host: fused=True counts on the device")
+        elif not all(isinstance(t, Tensor) and t.device == device for t in tensors if t is not None):
+            self._refuse("it reads what is not on the device")
         return self._name not in self._replays.reasons
 
     def _refuse(self, reason: str) -> None:
@@ -180,6 +195,10 @@ class OptimizerGraph:
         optimizer = self._optimizer()
         assert optimizer is not None  # it is stepping
         return optimizer
+
+
+def _are(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
 def _are_settings(left: dict[str, Any], right: dict[str, Any]) -> bool:

@@ -128,7 +128,7 @@ class LocalShards:
         replays: Replays | None = None,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)  # whose hooks keep this object alive
-        self._graph = None if replays is None else OptimizerGraph(optimizer, replays, self._local, self)
+        self._graph = None if replays is None else OptimizerGraph(optimizer, replays, model, self)
         self._model = model
         self._gradients = gradients
         self._after_step, self._around_closure = after_step, around_closure
@@ -240,10 +240,6 @@ class LocalShards:
         self._plain_state = bool(self._swapped) or (self._graph is not None and self._graph.replayed)
         self.restore()
         self._after_step()
-
-    def _local(self, parameter: Tensor) -> tuple[Tensor, Tensor | None]:
-        sharded = self._model.by_parameter.get(parameter)
-        return parameter if sharded is None else sharded.local, self._gradients.local_grad(parameter)
 
     def _held(self) -> Optimizer:
         optimizer = self._optimizer()

@@ -76,7 +76,7 @@ class Replay(pl.Callback):
 
         engine.capture.replays = OnCpu(engine.runtime, torch.device("cpu"), True)
         for optimizer, shards in engine._local_shards.items():
-            shards._graph = OptimizerGraph(optimizer, engine.capture.replays, shards._local, shards)
+            shards._graph = OptimizerGraph(optimizer, engine.capture.replays, engine.model, shards)
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.strategy.engine.capture.replays is None:
