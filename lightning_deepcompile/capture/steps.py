@@ -16,6 +16,7 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.capture.fallback import BROKEN_TEXT, Fallbacks, why_not
 from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.sharding.access import property_codes
 from lightning_deepcompile.sharding.mentions import Mentions, mentions_of
 
 __all__ = ["CompiledSteps"]
@@ -75,7 +76,10 @@ class CompiledSteps:
         for broken in found.broken_texts:
             self._fallbacks.add(broken.co_name, _place(broken), BROKEN_TEXT)
             compat.never_code(own.__code__ if broken is code else broken)
-        return torch.compile(own, backend=self._backend)
+        # Of the attributes of a large model, guards on our own properties would take a quarter of the time.
+        return torch.compile(
+            own, backend=self._backend, options={"guard_filter_fn": compat.unguarded(property_codes())}
+        )
 
 
 def _place(code: types.CodeType | None) -> str:

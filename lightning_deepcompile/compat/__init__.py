@@ -64,6 +64,7 @@ from lightning_deepcompile.compat.dynamo import (
     never_frames,
     root_cause,
     step_settings,
+    unguarded,
     with_own_code,
 )
 from lightning_deepcompile.compat.fx import (
@@ -153,6 +154,7 @@ __all__ = [
     "stand_in",
     "start_compile_workers",
     "step_settings",
+    "unguarded",
     "storage_of",
     "storage_uses",
     "store",

@@ -11,7 +11,7 @@ import logging
 import re
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -31,6 +31,7 @@ __all__ = [
     "never_frames",
     "root_cause",
     "step_settings",
+    "unguarded",
     "with_own_code",
 ]
 
@@ -70,6 +71,26 @@ _CONVERTED_NOT = re.compile(r"WON'T CONVERT (?P<name>\S+) (?P<file>.*) line (?P<
 _HIT_LIMIT = re.compile(
     r"hit config\.\w+ \((?P<limit>\d+)\)\s+function: '(?P<name>[^']*)' \((?P<place>.*)\)\s+last reason: (?P<reason>.*)"
 )
+
+
+def unguarded(codes: frozenset[types.CodeType]) -> Callable[[Sequence[Any]], list[bool]]:
+    """For ``torch.compile(options={"guard_filter_fn": ...})``: functions that nobody changes are not guarded.
+
+    Args:
+        codes: Of the functions. What their closures hold is not guarded either.
+    """
+
+    def keep(guards: Sequence[Any]) -> list[bool]:
+        found = {g.name for g in guards if isinstance(g.value, types.FunctionType) and g.value.__code__ in codes}
+        return [_function_of(g.name) not in found for g in guards]
+
+    return keep
+
+
+def _function_of(name: str) -> str:
+    """What a guard is on; of something that a property's function holds, that function."""
+    function, found, _ = name.partition(".fget.")
+    return f"{function}.fget" if found else name
 
 
 class _Failures(logging.Filter):

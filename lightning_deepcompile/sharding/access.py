@@ -12,6 +12,7 @@ import contextlib
 import copy
 import copyreg
 import functools
+import types
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
@@ -24,7 +25,15 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.sharding.mentions import mentions
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
 
-__all__ = ["StepState", "as_built", "install_access", "sharded_class", "step_states", "uninstall_access"]
+__all__ = [
+    "StepState",
+    "as_built",
+    "install_access",
+    "property_codes",
+    "sharded_class",
+    "step_states",
+    "uninstall_access",
+]
 
 # A parameter's leaf and its number are attributes of the module, side by side: Dynamo takes up, and guards on, every
 # container on the way to a value, and every value of one. The number is a text: integers of modules are inputs of a
@@ -117,6 +126,12 @@ def _call_gathering(module: nn.Module, own: Callable[..., Any] | None, *args: An
             return path.call(module, run, args, kwargs)
     finally:
         path.clear()
+
+
+def property_codes() -> frozenset[types.CodeType]:
+    """Codes of the functions that the subclasses' properties call."""
+    properties = _parameter_property("", (), torch.float32, False), _call_property()
+    return frozenset(one.fget.__code__ for one in properties if one.fget is not None)
 
 
 def _rnn_weights(self: nn.Module) -> list[Tensor]:
