@@ -35,6 +35,7 @@ class CompiledSteps:
     def __init__(self, module: nn.Module, config: CompileConfig, capture: Capture, fallbacks: Fallbacks) -> None:
         self._module, self._config, self._fallbacks = module, config, fallbacks
         self._backend = compat.held_weakly(capture.__call__)
+        self._follows = not capture.model.replicated  # see `GradientSession.follow_requires_grad`
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._mentions: dict[str, Mentions] = {}
         self._settings: dict[str, contextlib.AbstractContextManager[None]] = {}
@@ -64,7 +65,9 @@ class CompiledSteps:
     def _compile(self, name: str) -> Callable[..., Any]:
         step = getattr(self._module, name)
         falls_back = self._config.fallback == "warn"
-        self._settings[name] = compat.step_settings(self._config.recompile_limit, falls_back=falls_back)
+        self._settings[name] = compat.step_settings(
+            self._config.recompile_limit, falls_back=falls_back, follows=self._follows
+        )
         attributes = vars(self._module).items()
         bounded = {n for n, value in attributes if isinstance(value, deque) and value.maxlen is not None}
         found = self.mentions(name)

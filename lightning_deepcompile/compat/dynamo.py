@@ -42,7 +42,7 @@ INNER_CALL = "_compiled_call_impl"
 """A module's attribute: what a call of the module runs if it is not None, and what Dynamo does not look at."""
 
 
-def step_settings(recompile_limit: int, *, falls_back: bool) -> contextlib.AbstractContextManager[None]:
+def step_settings(recompile_limit: int, *, falls_back: bool, follows: bool) -> contextlib.AbstractContextManager[None]:
     """Dynamo's settings around a compiled step; to be made once, and entered for every step.
 
     Integers on modules (``self.global_step``) become inputs instead of guards. A function that cannot be compiled, or
@@ -54,12 +54,14 @@ def step_settings(recompile_limit: int, *, falls_back: bool) -> contextlib.Abstr
     Args:
         recompile_limit: Compilations of one function before it is given up.
         falls_back: Whether functions that cannot be compiled run as they are; else that is an error.
+        follows: Whether attributes of a module are written to whenever one of its parameters is frozen, or trained
+            again. PyTorch 2.11 would not notice otherwise, and looks at every tensor in every step where it must not
+            rely on it.
     """
     return torch._dynamo.config.patch(
         recompile_limit=recompile_limit,
         allow_unspec_int_on_nn_module=True,
-        # Else a parameter that is frozen, or trained again, goes unnoticed (PyTorch 2.11, Python 3.12).
-        skip_tensor_guards_with_matching_dict_tags=False,
+        skip_tensor_guards_with_matching_dict_tags=follows,
         suppress_errors=falls_back,
         fail_on_recompile_limit_hit=not falls_back,
     )

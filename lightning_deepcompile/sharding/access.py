@@ -30,6 +30,7 @@ __all__ = [
     "as_built",
     "install_access",
     "property_codes",
+    "renew_leaf",
     "sharded_class",
     "step_states",
     "uninstall_access",
@@ -282,6 +283,17 @@ def install_access(
         module.__dict__.pop(_RNN_WEIGHTS, None)
     parameters = tuple((name, tuple(size), dtype) for name, (_, _, size, dtype) in entries.items())
     module.__class__ = sharded_class(type(module), parameters)
+
+
+def renew_leaf(module: nn.Module, name: str) -> None:
+    """Makes Dynamo look anew at what stands for the parameter `name`, of which it sees no change by itself.
+
+    Args:
+        module: One that `install_access` has seen.
+        name: Local parameter name.
+    """
+    leaf = module.__dict__.pop(_LEAF.format(name))
+    module.__dict__[_LEAF.format(name)] = leaf
 
 
 def uninstall_access(module: nn.Module) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_deepcompile import compat
+from lightning_deepcompile.sharding.access import renew_leaf
 from lightning_deepcompile.sharding.errors import UnsupportedStepError
 from lightning_deepcompile.sharding.parameter import GradBuffer, ShardedParameter
 from lightning_deepcompile.sharding.shards import ShardedModel
@@ -197,6 +198,8 @@ class GradientSession:
                 self._add_buffer(parameter)
             parameter.leaf.requires_grad_(wanted)
             parameter.local.requires_grad_(wanted)
+            for owner in parameter.owners:
+                renew_leaf(owner.module, owner.name)
             self._watch(parameter)
 
     def _add_buffer(self, parameter: ShardedParameter) -> None:
