@@ -33,7 +33,7 @@ class Counter(nn.Module):
 def test_integers_of_a_module_are_inputs() -> None:
     counter, compiles = Counter(), []
     step = torch.compile(counter, backend=lambda gm, inputs: compiles.append(gm) or gm)
-    with compat.step_settings(3, falls_back=True):
+    with compat.step_settings(3, falls_back=True, follows=True):
         for expected in range(1, 8):
             assert float(step(torch.ones(()))) == expected
     assert len(compiles) <= 2
@@ -57,7 +57,7 @@ def test_functions_that_are_left_uncompiled_are_told(caplog: pytest.LogCaptureFi
 
     step = torch.compile(outer, backend="eager")
     before = torch._dynamo.config.recompile_limit
-    with compat.step_settings(3, falls_back=True), compat.compile_failures(tell):
+    with compat.step_settings(3, falls_back=True, follows=True), compat.compile_failures(tell):
         for name in ("a", "ab", "abc", "abcd", "abcde"):
             assert float(step(torch.ones(()), name)) == 2 * (1 + len(name))
         assert [name for name, _ in told] == ["outer test_compat_dynamo.py"]
@@ -68,7 +68,7 @@ def test_functions_that_are_left_uncompiled_are_told(caplog: pytest.LogCaptureFi
     assert torch._dynamo.config.recompile_limit == before
     assert not [record for record in caplog.records if "_dynamo" in record.name]
     with (
-        compat.step_settings(3, falls_back=False),
+        compat.step_settings(3, falls_back=False, follows=True),
         compat.compile_failures(tell),
         pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no such backend"),
     ):
