@@ -43,8 +43,8 @@ class Summary:
         offload_parameters_reason: Why so many; empty where none may leave.
         peak_bytes: The most device memory in use since the module was sharded. Planning starts the allocator's peak
             anew when it measures: ``torch.cuda.max_memory_allocated()`` is of the time since then. 0 on CPUs.
-        replayed: Programs that were replayed as CUDA graphs.
-        not_replayed: Programs that were not, though they should have been, ``name: reason``.
+        replayed: Programs, and optimizers' steps, that were replayed as CUDA graphs.
+        not_replayed: Those that were not, though they should have been, ``name: reason``.
         uncompiled: Functions that run as Python, ``name (file:line): reason``.
         uncompiled_share: Part of the host's time in the last training step (forward and backward) that was not spent in
             compiled programs; 0 where all is compiled.
@@ -110,7 +110,7 @@ class Summary:
             rows.append(("uncompiled functions", f"{len(self.uncompiled)}, {share}"))
             rows += [("", function) for function in self.uncompiled]
         if self.replayed or self.not_replayed:
-            rows.append(("CUDA graphs", f"{self.replayed} of {self.replayed + len(self.not_replayed)} programs"))
+            rows.append(("CUDA graphs", f"{self.replayed} of {self.replayed + len(self.not_replayed)} programs and optimizers"))
             rows += [("", program) for program in self.not_replayed]
         if self.exchanged_lookups:
             rows.append(("embeddings exchanged", str(self.exchanged_lookups)))

@@ -16,14 +16,14 @@ import pytest
 import torch
 from cases import CASES, Record, Tokens, train
 from multiprocess import run_ranks
-from test_cuda_graphs_gpu import Dropped, TwoPasses, equal_after_fifty_steps, fifty_steps
+from test_cuda_graphs_gpu import Dropped, Fused, TwoPasses, equal_after_fifty_steps, fifty_steps
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_deepcompile.step.optimizer_graph import OptimizerGraph
 
-MODELS = {**CASES, "dropped": Dropped, "two_passes": TwoPasses}
+MODELS = {**CASES, "dropped": Dropped, "fused": Fused, "two_passes": TwoPasses}
 
 
 class Replay(pl.Callback):
@@ -180,13 +180,6 @@ def test_a_graph_that_is_retained_is_not_overwritten() -> None:
     assert reasons == {} and 0 < sum(ran[name] for name in ran if name.endswith("forward")) <= 7, ran
 
 
-class _Fused(Dropped):
-    def configure_optimizers(self) -> Any:
-        groups = [{"params": self.layers.parameters()}, {"params": [self.embed.weight], "weight_decay": 0.0}]
-        groups.append({"params": [*self.norm.parameters(), *self.head.parameters()]})
-        return torch.optim.AdamW(groups, lr=1e-2, fused=True)
-
-
 class _Interferes(pl.Callback):
     """Changes, between two steps, what an optimizer's step reads from the host."""
 
@@ -207,7 +200,6 @@ class _Interferes(pl.Callback):
 
 
 def _interfered() -> list[Record]:
-    MODELS["fused"] = _Fused
     options = {"steps": 56, "callbacks": [_Interferes()], "gradient_clip_val": 0.5}
     return [_run("fused", replays, 2, **{**options})[0] for replays in (False, True)]
 
