@@ -169,7 +169,7 @@ class Assembly:
             written=prefetch.rewritten,
             noticed=self.fallbacks.noticed,
         )
-        questions = "whether parameters were written to", "whether training is to stop", "whether programs are new"
+        questions = "whether parameters were written to", "whether training is to stop", "which programs are graphs"
         hosts = AnyRank(self.host_group, *questions)
         timeline = Timeline(
             runtime=runtime,

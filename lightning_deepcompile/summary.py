@@ -110,7 +110,9 @@ class Summary:
             rows.append(("uncompiled functions", f"{len(self.uncompiled)}, {share}"))
             rows += [("", function) for function in self.uncompiled]
         if self.replayed or self.not_replayed:
-            rows.append(("CUDA graphs", f"{self.replayed} of {self.replayed + len(self.not_replayed)} programs and optimizers"))
+            rows.append(
+                ("CUDA graphs", f"{self.replayed} of {self.replayed + len(self.not_replayed)} programs and optimizers")
+            )
             rows += [("", program) for program in self.not_replayed]
         if self.exchanged_lookups:
             rows.append(("embeddings exchanged", str(self.exchanged_lookups)))

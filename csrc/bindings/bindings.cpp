@@ -162,8 +162,10 @@ void bind_graphs(py::module_& m) {
   py::class_<ldc::Recording, std::shared_ptr<ldc::Recording>>(m, "Recording",
                                                               "What the runtime knew around a recorded program.");
   FaceClass<ldc::Graphs>(m, "Graphs", "Programs that device graphs record and replay.")
+      .def("begin", &ldc::Graphs::begin, NoGil(),
+           "From now on nothing is gathered ahead of programs, and gradients keep their memory. On all ranks alike.")
       .def("prepare", &ldc::Graphs::prepare, NoGil(),
-           "Before a recording: nothing is in flight, and gradients have their memory, which they keep.")
+           "Before a recording, behind begin(): nothing is in flight, and gradients have their memory.")
       .def("fork", &ldc::Graphs::fork, NoGil(), "The current stream records: the runtime's streams do, too.")
       .def("join", &ldc::Graphs::join, NoGil(),
            "The program was issued: everything is behind the current stream again. Returns the recording.")

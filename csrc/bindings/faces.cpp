@@ -166,6 +166,8 @@ void States::release() { runtime_.enter_ended()->states.release(); }
 
 void States::synchronize() { runtime_.enter_ended()->states.synchronize(); }
 
+void Graphs::begin() { runtime_.enter()->recorder.begin(); }
+
 void Graphs::prepare() { runtime_.enter()->recorder.prepare(); }
 
 void Graphs::fork() { runtime_.enter()->recorder.fork(); }

@@ -115,6 +115,7 @@ class States : public Face {
 class Graphs : public Face {
  public:
   using Face::Face;
+  void begin();
   void prepare();
   void fork();
   std::shared_ptr<Recording> join();

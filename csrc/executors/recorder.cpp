@@ -20,9 +20,12 @@ Stats sum(const Stats& left, const Stats& right, int64_t sign) {
 
 }  // namespace
 
-void Recorder::prepare() {
+void Recorder::begin() {
   gathers_.leave_to_graphs(true);
   registry_.keep_grads(true);
+}
+
+void Recorder::prepare() {
   reductions_.drain();
   if (!gathers_.is_recorded()) gathers_.invalidate();  // it lies where no later run would find it
   gathers_.forget_kept();

@@ -4,6 +4,7 @@
 // what the engines know must be the same before a replay as it was before the recording, and becomes what it was behind
 // it: which parameters are gathered, and where; which gradients are valid; which sums wait. A recording holds both.
 //
+//   begin()     on all ranks in the same step: nothing is gathered ahead of programs, gradients keep their memory
 //   prepare()   before the recording: nothing is in flight, no memory of before is taken up, gradients have theirs
 //   fork()      the current stream records: the engines' streams do, too
 //   (the program runs: nothing of it reaches the device)
@@ -40,6 +41,7 @@ class Recorder {
   Recorder(Registry& registry, GatherEngine& gathers, ReduceEngine& reductions, Stats& stats, const bool& boundary)
       : registry_(registry), gathers_(gathers), reductions_(reductions), stats_(stats), boundary_(boundary) {}
 
+  void begin();
   void prepare();
   void fork();
   std::shared_ptr<Recording> join();

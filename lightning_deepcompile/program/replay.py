@@ -40,6 +40,9 @@ _MOST = 8
 _WATCHED = 24
 """Steps whose times are compared to know whether graphs pay."""
 
+_ALL = 10**6
+"""More programs than there are."""
+
 _RECORDABLE = frozenset({
     "gather", "wait", "compute", "release", "release_at_boundary", "reduce", "reduce_at_boundary", "end", "gather_now",
     "reduce_now",
@@ -211,6 +214,8 @@ class Replays:
         self.device, self._wanted = device, bool(wanted)
         self._trial = Trial() if wanted == "auto" else None
         self._agreed: Callable[[], bool] = lambda: True
+        self._in_use = False
+        self._failures = 0
         self._fresh = 0  # runs of programs in the step before, each among the first ones of its program
         self._seen = 0
         self._stream: torch.cuda.Stream | None = None
@@ -250,12 +255,8 @@ class Replays:
     def _try(self, trial: Trial) -> None:
         known = bool(trial.outcome)
         trial.begin_step(torch.cuda.current_stream().query(), time.perf_counter())
-        if known or not trial.outcome:
-            return
-        _log.info("%s.", trial.outcome)
-        if trial.failed:
-            self.forget()
-            self._wanted = False
+        if trial.outcome and not known:
+            _log.info("%s.", trial.outcome)
 
     def _has_room(self) -> bool:
         """Whether a step's activations may lie on the device twice: in graphs' memory, and in what else may run."""
@@ -266,6 +267,36 @@ class Replays:
     def agree(self, agreed: Callable[[], bool]) -> None:
         """Says what tells whether all ranks are `ready`; it is asked where one would record."""
         self._agreed = agreed
+
+    @property
+    def in_use(self) -> bool:
+        """Whether ranks have begun to record; the same on all of them, whatever comes of it on each."""
+        if not self._in_use and self.enabled and self._agreed():
+            self._in_use = True
+            self._graphs.begin()
+        return self._in_use
+
+    @property
+    def failures(self) -> int:
+        """Programs of this rank that were given up; very many if graphs were no faster."""
+        return _ALL if self._trial is not None and self._trial.failed else self._failures
+
+    def give_up(self) -> None:
+        """A program is not recorded any more, for what it does or finds in a step."""
+        self._failures += 1
+
+    def failed_on_ranks(self, least: int, most: int) -> None:
+        """Drops all graphs for good if ranks differ in them: what they gather, and when, would differ, too.
+
+        Args:
+            least: The fewest `failures` of a rank.
+            most: The most.
+        """
+        if self._wanted and (least != most or most == _ALL):
+            if most != _ALL:
+                _log.warning("CUDA graphs are not used any more: not all ranks can record the same programs.")
+            self.forget()
+            self._wanted = False
 
     def examine(self, gm: fx.GraphModule) -> Examined:
         """Looks at the operators of a program, before it is lowered."""
@@ -295,7 +326,7 @@ class Replays:
         if runs < _RUNS:
             self._seen += 1
             return False
-        return self.ready and self._agreed()
+        return self.ready and self._agreed() and self.in_use
 
     def record(self, run: Run, inputs: list[Any]) -> tuple[torch.cuda.CUDAGraph, Any, list[Any]]:
         """Records what `run` issues; nothing of it reaches the device.
@@ -372,7 +403,7 @@ class Replays:
         self._drop()
         self._graphs.forget()
         self._pool = self._stream = None
-        self.enabled = False
+        self.enabled = self._in_use = False
 
     def _drop(self) -> None:
         for follower in self._followers:
@@ -459,6 +490,7 @@ class ProgramGraphs:
         return known.setdefault(key, [])
 
     def _give_up(self, reason: str) -> None:
+        self._replays.give_up()
         self._obstacle = self._replays.reasons[self._name] = reason
         self._graphs = {}
         _log.warning("The program %s is not replayed as a CUDA graph, but runs as before: %s.", self._name, reason)

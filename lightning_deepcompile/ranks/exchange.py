@@ -94,7 +94,7 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, str]:
 
 
 class AnyRank:
-    """Asks whether things are so on any rank, as often as every batch.
+    """Asks whether things are so on any rank, or how many they are at most, as often as every batch.
 
     Hosts ask each other, past the devices: a collective of devices would wait for a place among what they compute, and
     a host that waits for it is as late with the next step.
@@ -107,14 +107,14 @@ class AnyRank:
     def __init__(self, group: dist.ProcessGroup, *questions: str) -> None:
         self._group, self._questions = group, questions
 
-    def ask(self, *mine: bool) -> Callable[[], list[bool]]:
+    def ask(self, *mine: int) -> Callable[[], list[int]]:
         """Asks all questions at once. Call on all ranks.
 
         Args:
             *mine: To each question, this rank's answer.
 
         Returns:
-            A function that waits for the other ranks' hosts, and returns to each question whether it is so on any.
+            A function that waits for the other ranks' hosts, and returns to each question the greatest answer.
 
         Raises:
             RuntimeError: If another rank has failed; so does what is returned.
@@ -125,10 +125,10 @@ class AnyRank:
         with self._naming(), compat.unrecorded():
             asked = dist.all_reduce(answers, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
-        def wait() -> list[bool]:
+        def wait() -> list[int]:
             with self._naming():
                 asked.wait()
-            return [bool(answer) for answer in answers.tolist()]
+            return list(answers.tolist())
 
         return wait
 

@@ -175,8 +175,8 @@ class StepPrefetch:
 
     @property
     def _replays(self) -> bool:
-        """Whether graphs have the first gathers."""
-        return self._capture.replays is not None and self._capture.replays.recorded > 0
+        """Whether graphs have the first gathers; the same on all ranks."""
+        return self._capture.replays is not None and self._capture.replays.in_use
 
     def _writes_to_gathered(self) -> list[int]:
         names = [shard.spec.name for chunk in self._early.chunks() for shard in chunk.shards]

@@ -64,7 +64,7 @@ class Timeline:
     communicated: dict[str, int] = field(default_factory=dict)
     uncompiled_share: float = 0.0
     told_to_stop: bool = False
-    _answers: Callable[[], list[bool]] | None = None  # of the last training step
+    _answers: Callable[[], list[int]] | None = None  # of the last training step
     _stops: bool = False
     _stale_gradients: bool = False
     _began: tuple[float, float] = (0.0, 0.0)  # the last forward pass: when, and what programs had taken by then
@@ -98,8 +98,13 @@ class Timeline:
         self.stops()  # keeps the answer of the step before
         may_stay = self.prefetch.may_stay(isolated=self.tuner.isolates)
         replays = self.capture.replays
+        failures = 0 if replays is None else replays.failures
         answers = self.hosts.ask(
-            may_stay and self.prefetch.written(), self.told_to_stop, replays is not None and not replays.ready
+            may_stay and self.prefetch.written(),
+            self.told_to_stop,
+            replays is not None and not replays.ready,
+            failures,
+            -failures,
         )
         self._answers = answers
         if replays is not None:
@@ -110,7 +115,11 @@ class Timeline:
     def stops(self) -> bool:
         """Whether a rank had been told to stop when the last training step began; the same on all ranks."""
         answers, self._answers = self._answers, None
-        self._stops |= answers is not None and answers()[1]
+        if answers is not None:
+            _, told_to_stop, _, most, least = answers()
+            self._stops |= bool(told_to_stop)
+            if self.capture.replays is not None:
+                self.capture.replays.failed_on_ranks(-least, most)
         return self._stops
 
     def backward(self) -> None:

@@ -180,3 +180,34 @@ def test_dynamo_does_not_look_at_what_a_call_runs() -> None:
     assert float(layer(torch.ones(()))) == 3
     assert float(torch.compile(lambda x: layer(x), backend="eager", fullgraph=True)(torch.ones(()))) == 2
     assert looked and True not in looked
+
+
+def test_functions_that_nobody_changes_are_not_guarded() -> None:
+    scale = 2.0
+
+    class Own(torch.nn.Module):
+        @property
+        def ours(self) -> float:
+            return scale
+
+        @property
+        def theirs(self) -> float:
+            return scale + 1
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.ours * self.theirs
+
+    dropped: list[str] = []
+    kept: list[str] = []
+    keep = compat.unguarded(frozenset([Own.ours.fget.__code__]))
+
+    def spy(guards: Any) -> list[bool]:
+        answers = keep(guards)
+        for guard, answer in zip(guards, answers, strict=True):
+            (kept if answer else dropped).append(guard.name)
+        return answers
+
+    compiled = torch.compile(Own(), backend="eager", options={"guard_filter_fn": spy})
+    assert compiled(torch.ones(2)).tolist() == [6.0, 6.0]
+    assert dropped and all("ours" in name for name in dropped) and not any("ours" in name for name in kept)
+    assert any("theirs" in name for name in kept)

@@ -264,6 +264,7 @@ void test_recordings() {
   };
   streams.gathers.launch({3}, {});
   const Work before = last;
+  recorder.begin();
   recorder.prepare();
   EXPECT(streams.compute_waits_for(before) && !streams.gathers.is_gathered(3));
   const Work forked = streams.compute();

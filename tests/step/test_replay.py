@@ -44,9 +44,9 @@ class Replay(pl.Callback):
                 self._graphs.prepare()
                 self._graphs.fork()
                 try:
-                    outputs = list(run(list(inputs)))
-                    if callback.fails:
+                    if callback.fails:  # what was recorded until then has reached no device
                         raise RuntimeError("not while capturing")
+                    outputs = list(run(list(inputs)))
                 except BaseException:
                     self._graphs.cancel()
                     raise
@@ -324,6 +324,37 @@ def test_what_cannot_be_recorded_runs_as_before() -> None:
         _check(plain, replayed)
         ran, reasons = replayed.extra
         assert ran == {} and reasons == {"frame0.forward": "RuntimeError: not while capturing"}
+
+
+class _FailsOnOne(Replay):
+    """One rank cannot record, or finds that it does not pay; the other can, and does."""
+
+    def __init__(self, records: bool) -> None:
+        super().__init__()
+        self._mine = os.environ["RANK"] == "1"
+        self.fails = self._mine and not records
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, module, batch, batch_idx)
+        if batch_idx == 7 and self._mine and not self.fails:
+            trainer.strategy.engine.capture.replays.give_up()
+
+
+def _failing_on_one(records: bool) -> list[Record]:
+    plain = _run("dropped", False, 2, steps=12)[0]
+    return [plain, _run("dropped", True, 2, callbacks=[_FailsOnOne(records)], steps=12)[0]]
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_ranks_stay_together_where_one_has_no_graphs(records: bool) -> None:
+    first, second = run_ranks(_failing_on_one, 2, records)
+    for plain, replayed in (first, second):
+        _check(plain, replayed)
+    (ran, _), (other, _) = first[1].extra, second[1].extra
+    if records:  # it says so in step 8
+        assert ran["frame0.forward"] == other["frame0.forward"] == 5, (ran, other)
+    else:
+        assert ran["frame0.forward"] == 2 and other == {}, (ran, other)  # until all ranks know
 
 
 def _steps(trial: Any, seconds: list[float], idle: bool, now: float = 0.0) -> float:
