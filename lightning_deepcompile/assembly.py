@@ -21,6 +21,7 @@ from lightning_deepcompile.offload.host_memory import host_limit, host_options
 from lightning_deepcompile.offload.parameters import HostedShards, decide_hosted
 from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.offload.trade import StateTrade
+from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.replay import Replays
 from lightning_deepcompile.ranks.exchange import AnyRank
@@ -139,7 +140,10 @@ class Assembly:
         leaving = ActivationOffload(config, model, device, stage, self._host_bytes)
         retry = MemoryRetry(runtime, device, rank)
         divides = config.communication_sms and device.type == "cuda"
-        replays = Replays(runtime, device, config.replays) if config.replays and device.type == "cuda" else None
+        replays = None
+        if config.replays and device.type == "cuda":
+            limit = None if config.memory_budget is None else memory_limit(device, config.memory_budget)
+            replays = Replays(runtime, device, config.replays, limit)
         capture = Capture(
             config,
             model,

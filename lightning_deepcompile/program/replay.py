@@ -56,7 +56,15 @@ T = TypeVar("T")
 
 
 class Follower(Protocol):
-    """Has graphs."""
+    """Has graphs.
+
+    Attributes:
+        begins: Whether recording begins for its sake.
+    """
+
+    @property
+    def begins(self) -> bool:
+        """As above."""
 
     def forget(self) -> None:
         """Drops them."""
@@ -201,6 +209,7 @@ class Replays:
         runtime: ``_C.Runtime``.
         device: Where the programs run.
         wanted: Whether there shall be graphs; ``"auto"``: where they pay.
+        limit: Bytes that the device's allocator may hand out; None: what there is.
 
     Attributes:
         reasons: Why programs, and steps of optimizers, are not recorded, by name.
@@ -209,8 +218,10 @@ class Replays:
         enabled: Whether programs are recorded and replayed in the step under way.
     """
 
-    def __init__(self, runtime: Any, device: torch.device, wanted: Literal["auto"] | bool) -> None:
-        self._graphs = runtime.graphs
+    def __init__(
+        self, runtime: Any, device: torch.device, wanted: Literal["auto"] | bool, limit: int | None = None
+    ) -> None:
+        self._graphs, self._limit = runtime.graphs, limit
         self.device, self._wanted = device, bool(wanted)
         self._trial = Trial() if wanted == "auto" else None
         self._agreed: Callable[[], bool] = lambda: True
@@ -235,7 +246,7 @@ class Replays:
     @property
     def ready(self) -> bool:
         """Whether this rank's programs have run often enough to be recorded, and it would pay."""
-        if not self.enabled or self._fresh > 0:
+        if not self.enabled or self._fresh > 0 or not any(follower.begins for follower in self._followers):
             return False
         return self._trial is None or self.recorded > 0 or (self._trial.host_is_late and self._has_room())
 
@@ -259,10 +270,15 @@ class Replays:
             _log.info("%s.", trial.outcome)
 
     def _has_room(self) -> bool:
-        """Whether a step's activations may lie on the device twice: in graphs' memory, and in what else may run."""
+        """Whether a step's activations may lie on the device twice: in graphs' memory, and in what else may run.
+
+        With as much again to spare, for larger batches, and for validation.
+        """
         taken = torch.cuda.memory_allocated()
-        cached = torch.cuda.memory_reserved() - taken
-        return torch.cuda.max_memory_allocated() - taken < 0.8 * (torch.cuda.mem_get_info()[0] + cached)
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - taken
+        if self._limit is not None:
+            free = min(free, self._limit - taken)
+        return torch.cuda.max_memory_allocated() - taken < 0.4 * free
 
     def agree(self, agreed: Callable[[], bool]) -> None:
         """Says what tells whether all ranks are `ready`; it is asked where one would record."""
@@ -275,6 +291,11 @@ class Replays:
             self._in_use = True
             self._graphs.begin()
         return self._in_use
+
+    def refuse(self, name: str, reason: str) -> None:
+        """Says why `name` is not recorded, where anything is."""
+        if self._trial is None or self._in_use:
+            self.reasons[name] = reason
 
     @property
     def failures(self) -> int:
@@ -383,6 +404,14 @@ class Replays:
         self._alive.add(graph)
         return graph, result
 
+    def explain(self, error: BaseException) -> None:
+        """Adds to an out-of-memory error what graphs have to do with it."""
+        if self.recorded and isinstance(error, torch.OutOfMemoryError):
+            error.add_note(
+                "CUDA graphs keep the memory of training steps, also while others compute: "
+                "CompileConfig(cuda_graphs=False) trains without."
+            )
+
     def fits(self, recording: Any) -> bool:
         """Whether a replay would find the runtime as the recording did."""
         return bool(self._graphs.fits(recording))
@@ -439,6 +468,11 @@ class ProgramGraphs:
         unknown = {i.op for i in program.schedule.instructions} - _RECORDABLE
         self._obstacle = self._own_obstacle or (f"it does {', '.join(sorted(unknown))}" if unknown else "")
 
+    @property
+    def begins(self) -> bool:
+        """Whether nothing is known that stands in the way of a recording."""
+        return not self._obstacle and self._kind != "inference"
+
     def forget(self) -> None:
         """Drops its graphs."""
         self._graphs, self._recorded = {}, 0
@@ -450,7 +484,7 @@ class ProgramGraphs:
         if not self._replays.enabled or self._kind == "inference":
             return run(args)
         if self._obstacle:
-            self._replays.reasons[self._name] = self._obstacle
+            self._replays.refuse(self._name, self._obstacle)
             return run(args)
         key = tuple(a for a in args if not isinstance(a, Tensor))
         if self._kind == "forward":

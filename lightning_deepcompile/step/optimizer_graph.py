@@ -93,6 +93,11 @@ class OptimizerGraph:
         self._groups: list[dict[str, Any]] | None = None  # the optimizer's own, while it holds none
         replays.follow(self)
 
+    @property
+    def begins(self) -> bool:
+        """It goes along with programs."""
+        return False
+
     def forget(self) -> None:
         """Drops the graph."""
         self._read = self._graph = None

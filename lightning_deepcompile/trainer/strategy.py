@@ -437,6 +437,8 @@ class DeepCompileStrategy(ProcessStrategy):
         super().on_exception(exception)
         if self._sharded is not None:
             self.engine.tuner.explain(exception)
+            if self.engine.capture.replays is not None:
+                self.engine.capture.replays.explain(exception)
         if self._failures is not None:
             self._failures.explain(exception)
         if self._sharded is not None:
