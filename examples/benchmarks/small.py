@@ -146,6 +146,7 @@ def train(system: str, shape: str, steps: int, warmup: int, rounds: int, turns: 
     few = batches(kind, rows, tokens, 8)
     trainer = pl.Trainer(
         strategy=strategy, accelerator="gpu", devices=1, precision="bf16-mixed", max_epochs=1, callbacks=[clock],
+        use_distributed_sampler=False,  # all systems see the batches in one order
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     torch.cuda.reset_peak_memory_stats()
