@@ -256,7 +256,7 @@ class Replays:
         Args:
             settled: Whether programs stay as they are.
         """
-        if self._trial is not None and settled and self._wanted:
+        if self._trial is not None and not self._trial.outcome and settled and self._wanted:
             self._try(self._trial)
         if self.recorded > 0 and not settled:
             self.forget()  # steps are measured without the memory of graphs
@@ -264,9 +264,8 @@ class Replays:
         self._fresh, self._seen = self._seen, 0
 
     def _try(self, trial: Trial) -> None:
-        known = bool(trial.outcome)
         trial.begin_step(torch.cuda.current_stream().query(), time.perf_counter())
-        if trial.outcome and not known:
+        if trial.outcome:
             _log.info("%s.", trial.outcome)
 
     def _has_room(self) -> bool:
