@@ -75,7 +75,7 @@ class OptimizerGraph:
     """Records and replays steps of one optimizer.
 
     Args:
-        optimizer: Its groups hold the module's parameters.
+        optimizer: One that `of` takes; its groups hold the module's parameters.
         replays: Says whether programs are replayed; then gradients stay where they are.
         model: How the parameters are sharded.
         holding: In which the optimizer holds the shards.
@@ -87,11 +87,19 @@ class OptimizerGraph:
         self._optimizer = weakref.ref(optimizer)
         self._replays, self._model, self._holding = replays, model, holding
         self._name = f"{type(optimizer).__name__}.step"
+        self._refused = False
         self._read: _Read | None = None  # by the step before
         self._steady = self._recorded = 0
         self._graph: torch.cuda.CUDAGraph | None = None  # of a step like the one before
         self._groups: list[dict[str, Any]] | None = None  # the optimizer's own, while it holds none
         replays.follow(self)
+
+    @classmethod
+    def of(
+        cls, optimizer: Optimizer, replays: Replays, model: ShardedModel, holding: AbstractContextManager[None]
+    ) -> OptimizerGraph | None:
+        """What replays `optimizer`, which is given a closure for it; None for all but PyTorch's own Adam and SGD."""
+        return cls(optimizer, replays, model, holding) if type(optimizer) in _KNOWN else None
 
     @property
     def begins(self) -> bool:
@@ -109,7 +117,7 @@ class OptimizerGraph:
         Returns:
             Whether it did; else the step is to be run.
         """
-        read = self._look() if self._replays.enabled and self._replays.recorded else None
+        read = self._look() if self._replays.enabled and self._replays.recorded and not self._refused else None
         if read is None or self._read is None or not read.is_like(self._read):
             self._read = read if read is not None and self._can_be_recorded(read) else None
             self._graph, self._steady = None, 0
@@ -122,7 +130,7 @@ class OptimizerGraph:
                 self._graph = self._replays.record_alone(self._step)
             except Exception as error:
                 self._refuse(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-                _log.warning("%s is not replayed as a CUDA graph: %s.", self._name, self._replays.reasons[self._name])
+                _log.warning("%s is not replayed as a CUDA graph, but runs as before.", self._name, exc_info=error)
                 return False
             self._recorded += 1
         self._replays.launch_alone(self._graph, self._name)
@@ -173,16 +181,17 @@ class OptimizerGraph:
             return False  # of this step alone
         kind = type(optimizer)
         tensors = [*read.shards, *read.states, *(v for s in read.settings for v in s.values() if isinstance(v, Tensor))]
-        if kind not in _KNOWN or any(settings["differentiable"] for settings in read.settings):
-            self._refuse("it may do on the host what a graph cannot")
+        if any(settings["differentiable"] for settings in read.settings):
+            self._refuse("it is differentiated")
         elif kind is not SGD and not all(settings["fused"] or settings["capturable"] for settings in read.settings):
             self._refuse("it counts on the host: fused=True counts on the device")
         elif not all(isinstance(t, Tensor) and t.device == device for t in tensors if t is not None):
             self._refuse("it reads what is not on the device")
-        return self._name not in self._replays.reasons
+        return not self._refused
 
     def _refuse(self, reason: str) -> None:
-        self._replays.reasons[self._name] = reason
+        self._refused = True
+        self._replays.refuse(self._name, reason)
 
     def _step(self) -> None:
         """The class's own step."""

@@ -128,7 +128,7 @@ class LocalShards:
         replays: Replays | None = None,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)  # whose hooks keep this object alive
-        self._graph = None if replays is None else OptimizerGraph(optimizer, replays, model, self)
+        self._graph = None if replays is None else OptimizerGraph.of(optimizer, replays, model, self)
         self._model = model
         self._gradients = gradients
         self._after_step, self._around_closure = after_step, around_closure
@@ -217,7 +217,7 @@ class LocalShards:
         if self._graph is not None and not kwargs and all(a is None for a in args) and self._graph.begin():
             return result
         self.__enter__()
-        if self._parts is not None:
+        if self._parts is not None and (closure is not None or self._parts.needs_closure):
             self._parts.begin(*args, **kwargs)
         return result
 

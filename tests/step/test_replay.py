@@ -76,7 +76,7 @@ class Replay(pl.Callback):
 
         engine.capture.replays = OnCpu(engine.runtime, torch.device("cpu"), True)
         for optimizer, shards in engine._local_shards.items():
-            shards._graph = OptimizerGraph(optimizer, engine.capture.replays, engine.model, shards)
+            shards._graph = OptimizerGraph.of(optimizer, engine.capture.replays, engine.model, shards)
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.strategy.engine.capture.replays is None:
@@ -209,6 +209,32 @@ def test_an_optimizer_step_that_reads_something_else_is_not_replayed() -> None:
         _check(plain, replayed)
         ran, reasons = replayed.extra
         assert reasons == {} and 15 < ran["AdamW.step"] < 56 - 3 * 4, ran
+
+
+class _Own(torch.optim.SGD):
+    """Looks at its parameters before it calls its closure, and steps with other rates every time."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] = 0.1 if any(p.numel() for p in group["params"]) else 0.0
+        return super().step(closure)
+
+
+class _Custom(Dropped):
+    def configure_optimizers(self) -> Any:
+        return _Own(self.parameters(), lr=0.0)
+
+
+def _of_the_user() -> list[Record]:
+    MODELS["custom"] = _Custom
+    return [_run("custom", replays, 1, steps=12)[0] for replays in (False, True)]
+
+
+def test_an_optimizer_of_the_user_steps_as_it_is() -> None:
+    ((plain, replayed),) = run_ranks(_of_the_user, 1)
+    _check(plain, replayed)
+    ran, reasons = replayed.extra
+    assert set(ran) == {"frame0.forward", "frame0.backward"} and reasons == {}
 
 
 def _counts_on_host() -> list[Record]:
