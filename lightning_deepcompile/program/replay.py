@@ -258,7 +258,7 @@ class Replays:
         """
         if self._trial is not None and not self._trial.outcome and settled and self._wanted:
             self._try(self._trial)
-        if self.recorded > 0 and not settled:
+        if self._in_use and not settled:
             self.forget()  # steps are measured without the memory of graphs
         self.enabled = self._wanted and settled
         self._fresh, self._seen = self._seen, 0
