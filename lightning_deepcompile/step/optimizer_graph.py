@@ -41,7 +41,7 @@ class _Read:
     """What a step reads from the host.
 
     Args:
-        settings: Of each group, all but its parameters.
+        settings: Of each group, all but its parameters, and how many these are.
         parameters: Of all groups, one after the other.
         sharded: What each of them is; None for those that are not sharded.
         states: What the optimizer has for each, one after the other.
@@ -154,8 +154,10 @@ class OptimizerGraph:
         optimizer.param_groups = [{**group, "params": []} for group in self._groups]
 
     def _look(self) -> _Read | None:
-        """What a step would read; None if it reads a gradient of somebody else's."""
+        """What a step would read; None if it reads what is this step's alone."""
         optimizer, known = self._held(), self._read
+        if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
+            return None
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if known is not None and _are(parameters, known.parameters):
             sharded = known.sharded
@@ -166,20 +168,17 @@ class OptimizerGraph:
             gradient = parameter.grad
             if one is not None and gradient is not None:
                 if gradient is not one.grad_dtensor:
-                    return None
+                    return None  # somebody else's
                 gradient = one.grad_local
             shard = parameter if one is None else one.local
             places += shard.data_ptr(), 0 if gradient is None else gradient.data_ptr()
         entries = optimizer.state.get  # it makes empty ones for whoever asks otherwise
         states = [value for p in parameters for value in entries(p, {}).values()]
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        settings = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
         return _Read(settings, parameters, sharded, states, places)
 
     def _can_be_recorded(self, read: _Read) -> bool:
-        optimizer, device = self._held(), self._replays.device
-        if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
-            return False  # of this step alone
-        kind = type(optimizer)
+        kind, device = type(self._held()), self._replays.device
         tensors = [*read.shards, *read.states, *(v for s in read.settings for v in s.values() if isinstance(v, Tensor))]
         if any(settings["differentiable"] for settings in read.settings):
             self._refuse("it is differentiated")
