@@ -346,7 +346,7 @@ class Replays:
         if runs < _RUNS:
             self._seen += 1
             return False
-        return self.ready and self._agreed() and self.in_use
+        return self.ready and self._agreed() and self.in_use  # which begins it, before anything is recorded
 
     def record(self, run: Run, inputs: list[Any]) -> tuple[torch.cuda.CUDAGraph, Any, list[Any]]:
         """Records what `run` issues; nothing of it reaches the device.
@@ -417,8 +417,7 @@ class Replays:
 
     def launch(self, graph: _Graph, name: str) -> None:
         """Replays the program `name`."""
-        graph.graph.replay()
-        self.replayed.add(name)
+        self.launch_alone(graph.graph, name)
         self._graphs.replayed(graph.recording, name)
 
     def launch_alone(self, graph: torch.cuda.CUDAGraph, name: str) -> None:
