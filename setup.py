@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parent
 AUTOLOAD = "lightning_deepcompile_autoload.py"
 CUDA_SOURCES = (
     "csrc/base/cuda_error.cpp",
-    "csrc/communicators/cuda_peer_memory.cpp",
     "csrc/communicators/nccl_communicator.cpp",
     "csrc/executors/cuda_gradient_merge.cpp",
 )

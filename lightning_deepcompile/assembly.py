@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -24,7 +26,7 @@ from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.replay import Replays
-from lightning_deepcompile.ranks.exchange import AnyRank
+from lightning_deepcompile.ranks.exchange import AnyRank, alike, on_any
 from lightning_deepcompile.ranks.failures import Failures
 from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.ranks.ranks import Ranks
@@ -106,7 +108,7 @@ class Assembly:
             reduce_window=config.reduce_window,
             max_ctas=config.communication_sms or config.max_ctas,
             cta_cluster=PAIR if config.communication_sms else 0,
-            symmetric_threshold=config.symmetric_threshold,
+            symmetric_threshold=config.symmetric_threshold(self._on_one_host()),
             pack_below=config.pack_below(device.type, ranks.shards),
             pack_reductions=config.packs_reductions(device.type, max(ranks.shards, ranks.replicas)),
             timeout=self._timeout.total_seconds(),
@@ -114,7 +116,15 @@ class Assembly:
         )
         if self._shares:
             runtime.setup.share_shards()
+        self.memory.beside = lambda: runtime.memory.windows()[:2]
         return runtime
+
+    def _on_one_host(self) -> bool:
+        """Whether parameters are shared by several GPUs of one host, everywhere, and NCCL gathers by copy engines."""
+        if self.device.type != "cuda" or self._ranks.shards == 1 or torch.cuda.nccl.version() < (2, 28):
+            return False
+        host = os.environ.get("NCCL_HOSTID") or socket.gethostname()  # as NCCL tells hosts apart
+        return not on_any(not alike(host, self._ranks.shard_group), self._ranks.group)
 
     def model(
         self, module: nn.Module, runtime: Any, stored: Mapping[nn.Parameter, ReadRows] | None = None
@@ -174,7 +184,7 @@ class Assembly:
             noticed=self.fallbacks.noticed,
         )
         questions = "whether parameters were written to", "whether training is to stop", "which programs are graphs"
-        hosts = AnyRank(self.host_group, *questions)
+        hosts = AnyRank(self.host_group, *questions, "where parameters are gathered to")
         timeline = Timeline(
             runtime=runtime,
             hosts=hosts,

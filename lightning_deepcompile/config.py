@@ -19,7 +19,7 @@ __all__ = ["CompileConfig"]
 
 Schedule = Annotated[list[dict[str, Any]], PassSchedule()]
 
-_NO_GRAPHS = ("symmetric_memory", "communication_sms", "offload_parameters")
+_NO_GRAPHS = ("communication_sms", "offload_parameters")
 """Settings with which programs are no CUDA graphs: they count, or move, what a graph would have as it was."""
 
 _OFF = (False, "none")
@@ -67,19 +67,20 @@ class CompileConfig:
             takes what it finds, and such products take up to twice as long; with it all of them take about a sixth
             longer. So it is worth trying where most of a backward pass has communication beside it, with some thousand
             tokens per GPU or fewer; 24 is what NCCL takes of an H200. cuBLAS may add in another order. 0: not divided.
-        symmetric_memory: Gather large groups of parameters by the GPUs' copy engines, out of memory that the ranks of
-            one host read from each other, instead of by NCCL: True for groups of at least 32 MiB (gathered), bytes or a
-            text like ``"64MiB"`` for another bound, False for none. Alone, such a gather is as fast as NCCL's at some
-            hundred MiB and slower below; but it occupies no thread blocks, so compute that hides it is slowed down
-            less. Costs twice the shards of the largest group in device memory, outside of torch's allocator. Where
-            GPUs cannot reach each other, and on CPU, one warning says why and nothing changes.
+        symmetric_memory: Leave gathers of large groups of parameters to the GPUs' copy engines, which write straight to
+            where the other GPUs of the host gather to. They take about as long as NCCL's kernels, and no thread blocks
+            from compute that runs beside them. NCCL does it, from 2.28 on. What is gathered so stays allocated until
+            the next plan, outside of torch's allocator. A rank that dies or hangs in such a gather ends the other
+            ranks' processes, as no error reaches a copy engine that waits. True: groups of at least 32 MiB (gathered);
+            bytes or a text like ``"64MiB"``: another bound; False: none. ``"auto"``: as True where all GPUs that share
+            the parameters are of one host and there is neither a memory budget nor offloading. CUDA graphs gather by
+            kernels. Where ranks are on several hosts, and on CPU, one warning says why and nothing changes.
         pack_shards: Gather what is small in one operation, packed: a collective costs its latency once, whatever it
             carries, and a copy on either side; with many ranks every shard is small. ``"auto"``: shards of at most 128
             KiB, on CPU, and on GPUs from 64 ranks on that share the parameters, unless there is a memory budget or
             offloading: while it travels, what is packed takes its memory twice. Bytes, or a text like ``"1MiB"``, for
             another bound, False for none. So do gradients, but on more than two CPU ranks, where plans regroup them and
-            the order in which ranks are added up would change: there with ``reduce="auto"`` alone. Not with
-            `symmetric_memory`.
+            the order in which ranks are added up would change: there with ``reduce="auto"`` alone.
         embedding: How the rows of an embedding come to a rank at stage 3. ``"gather"``: with its whole table, as other
             parameters do. ``"exchange"``: the ranks that hold the rows look them up, and get the rows of the gradient
             back, wherever nothing else reads the table; with few tokens per rank that is a small part of the bytes. A
@@ -168,7 +169,7 @@ class CompileConfig:
     fallback: Literal["warn", "error"] = "warn"
     max_ctas: Annotated[int, AtLeast(0)] = 0
     communication_sms: Annotated[int, AtLeast(0)] = 0
-    symmetric_memory: bool | ByteCount = False
+    symmetric_memory: Literal["auto"] | bool | ByteCount = "auto"
     pack_shards: Literal["auto", False] | ByteCount = "auto"
     embedding: Literal["auto", "gather", "exchange"] = "auto"
     recognize_causal_masks: bool = True
@@ -218,12 +219,19 @@ class CompileConfig:
         """Whether anything may wait in host memory."""
         return any(mode != "none" for mode in (self.offload, self.offload_activations, self.offload_parameters))
 
-    @property
-    def symmetric_threshold(self) -> int:
-        """Bytes of a gathered group from which on it goes through symmetric memory; 0: none does."""
-        if isinstance(self.symmetric_memory, bool):
-            return SYMMETRIC_THRESHOLD if self.symmetric_memory else 0
-        return parse_budget(self.symmetric_memory, total=1, name="symmetric_memory")
+    def symmetric_threshold(self, one_host: bool) -> int:
+        """Bytes of a gathered group from which on copy engines move it; 0: none.
+
+        Args:
+            one_host: Whether the ranks that share parameters are GPUs of one host, with an NCCL that can do it.
+        """
+        if self.symmetric_memory == "auto":
+            wanted = one_host and self.memory_budget is None and not self.offloads
+        elif isinstance(self.symmetric_memory, bool):
+            wanted = self.symmetric_memory
+        else:
+            return parse_budget(self.symmetric_memory, total=1, name="symmetric_memory")
+        return SYMMETRIC_THRESHOLD if wanted else 0
 
     def pack_below(self, device_type: str, ranks: int) -> int:
         """Bytes of the largest shard that travels packed with others; 0: none does.

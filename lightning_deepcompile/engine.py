@@ -308,6 +308,7 @@ class Engine:
             gathers_per_step=last.get("gathers", 0),
             gather_groups_per_step=last.get("gather_groups", 0),
             symmetric_gathers_per_step=last.get("symmetric_gathers", 0),
+            symmetric_bytes=self.runtime.memory.windows()[0],
             reductions_per_step=last.get("reductions", 0),
             reduce_groups_per_step=last.get("reduce_groups", 0),
             sharded_bytes_per_rank=self.model.shard_bytes,

@@ -35,7 +35,8 @@ class Summary:
         offloaded_bytes: Optimizer states of this rank in host memory.
         offload_moved_bytes: What the last optimizer step copied of them, to the device and back.
         offload_reason: Why so many; empty before it is decided, and without offloading.
-        symmetric_gathers_per_step: Of the groups that were gathered, those that went through symmetric memory.
+        symmetric_gathers_per_step: Of the groups that were gathered, those that copy engines moved.
+        symmetric_bytes: Device memory that these are gathered to; PyTorch's allocator does not count it.
         offloaded_activation_bytes: Saved tensors that the last training step copied to host memory, and back.
         host_node: NUMA node of this rank's device, from which pinned memory is taken; -1 where that is not known.
         offloaded_parameter_bytes: Of the shards on this rank, those in host memory, padding included.
@@ -73,6 +74,7 @@ class Summary:
     offload_reason: str = ""
     offloaded_activation_bytes: int = 0
     symmetric_gathers_per_step: int = 0
+    symmetric_bytes: int = 0
     host_node: int = -1
     offloaded_parameter_bytes: int = 0
     fetched_parameter_bytes: int = 0
@@ -91,7 +93,7 @@ class Summary:
     def _gathers(self) -> str:
         text = f"{self.gathers_per_step} in {self.gather_groups_per_step} groups"
         symmetric = self.symmetric_gathers_per_step
-        return f"{text}, {symmetric} of them through symmetric memory" if symmetric else text
+        return f"{text}, {symmetric} of them by copy engines" if symmetric else text
 
     def __str__(self) -> str:
         rows = [

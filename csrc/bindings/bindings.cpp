@@ -188,7 +188,12 @@ void bind_memory(py::module_& m) {
            "Turn tensors of at least `free_activation_threshold` elements into empty ones.")
       .def("free_unused", &ldc::Memory::free_unused, NoGil(), "Free device and host memory that nobody uses.")
       .def("give_back", &ldc::Memory::give_back, NoGil(),
-           "The device is short of memory: give some back without a word to other ranks. Returns the bytes, or 0.");
+           "The device is short of memory: give some back without a word to other ranks. Returns the bytes, or 0.")
+      .def("free_windows", &ldc::Memory::free_windows, NoGil(),
+           "Give up what windows() counts and holds nothing. All ranks call it between the same two gathers.")
+      .def("windows", &ldc::Memory::windows, NoGil(),
+           "Bytes of memory into which other ranks gather, which torch does not count; those in use; and a digest of "
+           "all uses so far, the same on all ranks.");
 }
 
 void bind_runtime(py::class_<Runtime, std::shared_ptr<Runtime>>& runtime) {

@@ -12,8 +12,9 @@ Engines::Engines(const Group& gather_group, const Group& reduce_group, const Gro
       device(device),
       communicator_kind(resolve_kind(options.communicator, device)),
       free_threshold(options.free_activation_threshold),
-      gather_communicator(make_gather_communicator(communicator_kind, gather_group, device, options, stats)),
-      reduce_communicator(make_reduce_communicator(communicator_kind, reduce_group, replica_group, device, options)),
+      gather_communicator(make_gather_communicator(communicator_kind, gather_group, device, options)),
+      reduce_communicator(make_reduce_communicator(communicator_kind, reduce_group, replica_group, *gather_communicator,
+                                                   device, options)),
       host_memory(std::make_shared<HostMemory>(device, options.host_limit,
                                                NumaPlace{options.numa_node, options.numa_cpus})),
       shard_slabs(host_memory, "parameter shards"),
@@ -22,11 +23,6 @@ Engines::Engines(const Group& gather_group, const Group& reduce_group, const Gro
       reductions(device, reduce_communicator, registry, stats, options),
       offloads(device, registry, gathers, stats, host_memory),
       states(device, stats, host_memory) {
-  LDC_CHECK_ARG(gather_communicator->world_size() == reduce_communicator->world_size() &&
-                    gather_communicator->rank() == reduce_communicator->rank(),
-                "Runtime: `gather_group` (rank ", gather_communicator->rank(), " of ",
-                gather_communicator->world_size(), ") and `reduce_group` (rank ", reduce_communicator->rank(), " of ",
-                reduce_communicator->world_size(), ") must have the same ranks.");
   gathers.retry_with([this] { return give_back(); });
   reductions.retry_with([this] { return give_back(); });
   offloads.retry_with([this] { return give_back(); });
@@ -128,6 +124,7 @@ void Engines::clear(const std::atomic<bool>& aborted) {
   }
   reductions.clear();
   gathers.clear();
+  gathers.drop_windows();
   registry.clear();
   if (!aborted) shard_slabs.free_unused();  // what nobody holds; else it goes with the tensors
 }

@@ -197,4 +197,13 @@ void Memory::free_unused() { runtime_.enter()->free_unused(); }
 
 int64_t Memory::give_back() { return runtime_.enter()->give_back(); }
 
+void Memory::free_windows() { runtime_.enter()->gathers.free_windows(); }
+
+std::tuple<int64_t, int64_t, int32_t> Memory::windows() {
+  const Turn turn = runtime_.enter_ended();
+  const Windows* windows = turn->gathers.windows();
+  if (windows == nullptr) return {0, 0, 0};
+  return {windows->bytes(), windows->taken(), windows->digest()};
+}
+
 }  // namespace ldc

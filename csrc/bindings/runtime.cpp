@@ -4,8 +4,6 @@
 
 #include <chrono>
 
-#include "communicators/symmetric_communicator.h"
-
 namespace ldc {
 
 namespace {
@@ -84,7 +82,7 @@ bool Runtime::communicates() {
 
 std::map<std::string, int64_t> Runtime::stats() {
   const Turn turn = enter_ended();
-  const auto* symmetric = dynamic_cast<const SymmetricCommunicator*>(turn->gather_communicator.get());
+  const Windows* windows = turn->gathers.windows();
   const Stats& counts = turn->stats;
   Arena& gathered = turn->gathers.arena();
   Arena& reduced = turn->reductions.arena();
@@ -95,7 +93,7 @@ std::map<std::string, int64_t> Runtime::stats() {
       {"gather_hits", counts.gather_hits},
       {"symmetric_gathers", counts.symmetric_gathers},
       {"packed", counts.packed},
-      {"symmetric_bytes", symmetric == nullptr ? 0 : symmetric->workspace_bytes()},
+      {"symmetric_bytes", windows == nullptr ? 0 : windows->bytes()},
       {"reductions", counts.reductions},
       {"reduce_groups", counts.reduce_groups},
       {"reduced_bytes", counts.reduced_bytes},

@@ -75,6 +75,14 @@ class Communicator {
   /// Here both sides are of one size, and may be the same tensor: `out` becomes the mean of everybody's `in`.
   virtual Completion all_reduce_mean(const std::vector<Transfer>& group) = 0;
 
+  /// Whether gathers to memory of make_window() leave the device's thread blocks alone.
+  virtual bool has_windows() const { return false; }
+  /// Device memory of so many bytes on every rank, into which gathers may write. Collective, and waits for the device;
+  /// all ranks ask for the same. Undefined, on all ranks, where one of them has no memory for it. Until close().
+  virtual Tensor make_window(int64_t /*bytes*/) { return {}; }
+  /// Or until this, which all ranks call in the same order; the device is idle.
+  virtual void drop_window(const Tensor& /*window*/) {}
+
   /// Raises if the wire has failed since, for communicators that notice only in the background. Does not wait.
   virtual void check_health() {}
   /// For a watchdog, from its own thread and without waiting: why what was handed over will not finish (the wire failed,

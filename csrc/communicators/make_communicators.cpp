@@ -2,28 +2,18 @@
 
 #include "base/build_info.h"
 #include "communicators/hybrid_communicator.h"
-#include "communicators/in_flight.h"
 #include "communicators/process_group_communicator.h"
 #include "communicators/same_on_all_ranks.h"
 #include "communicators/solo_communicator.h"
-#include "communicators/symmetric_communicator.h"
 #ifdef LDC_WITH_NCCL
 #include <exception>
 
-#include "communicators/cuda_peer_memory.h"
 #include "communicators/nccl_communicator.h"
 #include "communicators/watchdog.h"
 #endif
 
 namespace ldc {
 namespace {
-
-std::shared_ptr<InFlight> make_in_flight([[maybe_unused]] const std::string& kind, Device device) {
-#ifdef LDC_WITH_NCCL
-  if (kind == "nccl") return std::make_shared<InFlight>(device, &is_captured);
-#endif
-  return std::make_shared<InFlight>(device);
-}
 
 #ifdef LDC_WITH_NCCL
 /// Calls `action`, which communicates, with a watchdog for this time; raises what that one saw.
@@ -48,9 +38,10 @@ void watched(const std::shared_ptr<Communicator>& communicator, std::chrono::mil
 
 std::shared_ptr<Communicator> make_communicator(const std::string& kind, const Group& group, Device device,
                                                 const RuntimeOptions& options,
-                                                [[maybe_unused]] std::shared_ptr<InFlight> in_flight) {
+                                                [[maybe_unused]] bool copy_engines,
+                                                [[maybe_unused]] const Communicator* like) {
 #ifdef LDC_WITH_NCCL
-  if (kind == "nccl") return make_nccl_communicator(group, device, options, std::move(in_flight));
+  if (kind == "nccl") return make_nccl_communicator(group, device, options, copy_engines, like);
 #endif
   const std::chrono::milliseconds timeout(static_cast<int64_t>(options.timeout * 1000));
   if (group->getSize() == 1) return std::make_shared<SoloCommunicator>();
@@ -73,36 +64,36 @@ std::string resolve_kind(const std::string& wanted, Device device) {
 }
 
 std::shared_ptr<Communicator> make_gather_communicator(const std::string& kind, const Group& group, Device device,
-                                                       const RuntimeOptions& options, [[maybe_unused]] Stats& stats) {
-  const auto in_flight = make_in_flight(kind, device);
-  std::shared_ptr<Communicator> plain = make_communicator(kind, group, device, options, in_flight);
+                                                       const RuntimeOptions& options) {
+  const bool copy_engines = options.symmetric_threshold > 0 && group->getSize() > 1;
+  std::shared_ptr<Communicator> wire = make_communicator(kind, group, device, options, copy_engines, nullptr);
 #ifdef LDC_WITH_NCCL
   if (kind == "nccl") {
-    watched(plain, options.limit(), [&] {
-      require_same_on_all_ranks(*plain, device, "how gathers travel",
+    watched(wire, options.limit(), [&] {
+      require_same_on_all_ranks(*wire, device, "how gathers travel",
                                 {c10::str("through symmetric memory from ", options.symmetric_threshold, " bytes on"),
                                  c10::str("packed up to ", options.pack_below, " bytes")});
     });
-    if (options.symmetric_threshold == 0 || plain->world_size() == 1) return plain;
-    auto memory = make_cuda_peer_memory(plain->rank(), plain->world_size(), device);
-    return std::make_shared<SymmetricCommunicator>(std::move(plain), std::move(memory), in_flight, device,
-                                                   options.symmetric_threshold, stats);
+    return wire;
   }
 #endif
-  if (options.symmetric_threshold > 0 && plain->rank() == 0) {
+  if (options.symmetric_threshold > 0 && wire->rank() == 0) {
     TORCH_WARN("lightning_deepcompile: gathers go through the process group instead of symmetric memory, which needs "
                "CUDA devices and NCCL (the device is ", device, ", the communicator '", kind, "').");
   }
-  return plain;
+  return wire;
 }
 
 std::shared_ptr<Communicator> make_reduce_communicator(const std::string& kind, const Group& group,
-                                                       const Group& replicas, Device device,
+                                                       const Group& replicas, const Communicator& gather, Device device,
                                                        const RuntimeOptions& options) {
-  std::shared_ptr<Communicator> shard = make_communicator(kind, group, device, options, make_in_flight(kind, device));
+  LDC_CHECK_ARG(gather.world_size() == group->getSize() && gather.rank() == group->getRank(),
+                "Runtime: `gather_group` (rank ", gather.rank(), " of ", gather.world_size(),
+                ") and `reduce_group` (rank ", group->getRank(), " of ", group->getSize(), ") must have the same ranks.");
+  std::shared_ptr<Communicator> shard = make_communicator(kind, group, device, options, false, &gather);
   if (!replicas) return shard;
-  return std::make_shared<HybridCommunicator>(
-      std::move(shard), make_communicator(kind, replicas, device, options, make_in_flight(kind, device)));
+  auto over = make_communicator(kind, replicas, device, options, false, nullptr);
+  return std::make_shared<HybridCommunicator>(std::move(shard), std::move(over));
 }
 
 }  // namespace ldc

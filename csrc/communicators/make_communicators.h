@@ -7,7 +7,6 @@
 #include <string>
 
 #include "base/options.h"
-#include "base/stats.h"
 #include "communicators/communicator.h"
 
 namespace ldc {
@@ -17,13 +16,14 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 /// "nccl" or "process_group", for what `RuntimeOptions::communicator` says.
 std::string resolve_kind(const std::string& wanted, Device device);
 
-/// Collective over `group`. `stats` outlives what is returned.
+/// Collective over `group`.
 std::shared_ptr<Communicator> make_gather_communicator(const std::string& kind, const Group& group, Device device,
-                                                       const RuntimeOptions& options, Stats& stats);
+                                                       const RuntimeOptions& options);
 
-/// Collective over `group`, and over `replicas` if there are any: gradients are averaged over both.
+/// Collective over `group`, and over `replicas` if there are any: gradients are averaged over both. `gather` is the
+/// communicator that gathers over the same ranks.
 std::shared_ptr<Communicator> make_reduce_communicator(const std::string& kind, const Group& group,
-                                                       const Group& replicas, Device device,
+                                                       const Group& replicas, const Communicator& gather, Device device,
                                                        const RuntimeOptions& options);
 
 }  // namespace ldc

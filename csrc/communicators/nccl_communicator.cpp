@@ -1,21 +1,32 @@
 #include "communicators/nccl_communicator.h"
 
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/view_as_real.h>
 #include <c10/core/DeviceGuard.h>
 #include <nccl.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <functional>
+#include <map>
 #include <mutex>
 #include <span>
 #include <thread>
 #include <utility>
 
 #include "base/cuda_driver.h"
+#include "communicators/same_on_all_ranks.h"
+
+// Gathers by copy engines, into memory that is registered in windows.
+#define LDC_WITH_WINDOWS (NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0))
 
 namespace ldc {
 namespace {
@@ -66,6 +77,17 @@ void set_name(Config& config, const char* name) {
   if constexpr (requires { config.commName; }) config.commName = name;
 }
 
+/// A number that is the same on the ranks of one host, as NCCL sees hosts, and on no others.
+int64_t host_number() {
+  std::string host(256, '\0');
+  if (const char* id = std::getenv("NCCL_HOSTID"); id != nullptr) {
+    host = id;
+  } else {
+    LDC_CHECK(gethostname(host.data(), host.size()) == 0, "gethostname: ", std::strerror(errno));
+  }
+  return digest(host.c_str());
+}
+
 /// An initialisation under way. It belongs to two threads, and whoever is the last to want it ends it.
 struct Creation {
   std::mutex mutex;
@@ -77,18 +99,18 @@ struct Creation {
   std::string failure;  // before NCCL was called
 };
 
-/// ncclCommInitRankConfig, which waits for all ranks and cannot be told to stop: by a thread of its own, that stays
-/// where it is if a rank never comes. Empty: not within `limit`.
-std::shared_ptr<Creation> create_within(std::chrono::milliseconds limit, int rank, int world_size,
-                                        ncclUniqueId id, ncclConfig_t config, Device device) {
+/// `create` waits for all ranks and cannot be told to stop: by a thread of its own, that stays where it is if a rank
+/// never comes. Empty: not within `limit`.
+std::shared_ptr<Creation> create_within(std::chrono::milliseconds limit, Device device,
+                                        std::function<ncclResult_t(ncclComm_t*)> create) {
   auto creation = std::make_shared<Creation>();
-  std::thread([creation, rank, world_size, id, config, device]() mutable {
+  std::thread([creation, device, create = std::move(create)] {
     ncclResult_t result = ncclInternalError;
     ncclComm_t comm = nullptr;
     std::string failure;
     try {
       const c10::DeviceGuard guard(device);
-      result = ncclCommInitRankConfig(&comm, world_size, id, rank, &config);
+      result = create(&comm);
     } catch (const std::exception& error) {
       failure = message_of(error);
     }
@@ -109,21 +131,35 @@ std::shared_ptr<Creation> create_within(std::chrono::milliseconds limit, int ran
 class NcclCommunicator final : public Communicator {
  public:
   NcclCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group, Device device, const RuntimeOptions& options,
-                   std::shared_ptr<InFlight> in_flight)
-      : Communicator(group->getRank(), group->getSize()), device_(device), in_flight_(std::move(in_flight)) {
-    const ncclUniqueId unique_id = share_unique_id(group);
+                   bool copy_engines, const NcclCommunicator* like)
+      : Communicator(group->getRank(), group->getSize()),
+        device_(device),
+        in_flight_(std::make_shared<InFlight>(device, &is_captured)) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 1;
     set_name(config, "deepcompile");
     if (options.max_ctas > 0) config.maxCTAs = static_cast<int>(options.max_ctas);
     if (options.cta_cluster > 0) config.cgaClusterSize = static_cast<int>(options.cta_cluster);
-    const auto created = create_within(options.limit(), static_cast<int>(rank()), static_cast<int>(world_size()),
-                                       unique_id, config, device_);
+    if (copy_engines) use_copy_engines(config);
+    const int own_rank = static_cast<int>(rank()), ranks = static_cast<int>(world_size());
+    std::function<ncclResult_t(ncclComm_t*)> create;
+    if (like != nullptr) {
+      // The ranks know each other by then: no unique id, and no rank to which all the others connect.
+      create = [parent = like->comm_.load(), own_rank, config](ncclComm_t* comm) mutable {
+        return ncclCommSplit(parent, 0, own_rank, comm, &config);
+      };
+    } else {
+      create = [id = share_unique_id(group), own_rank, ranks, config](ncclComm_t* comm) mutable {
+        return ncclCommInitRankConfig(comm, ranks, id, own_rank, &config);
+      };
+    }
+    const auto created = create_within(options.limit(), device_, std::move(create));
     LDC_CHECK_WIRE(created, "the communicators of ", world_size(), " ranks were not there within ",
                    static_cast<double>(options.limit().count()) / 1000, " s on rank ", rank(),
                    ". Another rank died, hangs, or creates no runtime; or raise `timeout`.");
-    LDC_CHECK(created->failure.empty(), "ncclCommInitRankConfig: ", created->failure);
-    check(created->result, "ncclCommInitRankConfig", {});
+    const char* call = like != nullptr ? "ncclCommSplit" : "ncclCommInitRankConfig";
+    LDC_CHECK(created->failure.empty(), call, ": ", created->failure);
+    check(created->result, call, {});
     comm_ = created->comm;
   }
 
@@ -150,6 +186,55 @@ class NcclCommunicator final : public Communicator {
       return ncclAllReduce(transfer.in.const_data_ptr(), out.mutable_data_ptr(), static_cast<size_t>(out.numel()),
                            nccl_dtype(out.scalar_type()), ncclAvg, comm_, stream);
     });
+  }
+
+  bool has_windows() const override { return copy_engines_; }
+
+  Tensor make_window([[maybe_unused]] int64_t bytes) override {
+#if LDC_WITH_WINDOWS
+    const PlainTensors plain;
+    const c10::DeviceGuard guard(device_);
+    std::shared_ptr<void> memory = allocate(bytes);
+    Tensor mine = at::empty({3}, at::TensorOptions().dtype(c10::kLong));
+    auto* said = mine.mutable_data_ptr<int64_t>();
+    said[0] = bytes, said[1] = memory != nullptr, said[2] = host_number();
+    const Tensor answers = collect(*this, device_, mine, "memory for gathers");
+    for (int64_t other = 0; other < world_size(); ++other) {
+      const auto* answer = answers.const_data_ptr<int64_t>() + 3 * other;
+      LDC_CHECK_WIRE(answer[0] == bytes, "rank ", rank(), " gathers to ", bytes, " bytes of symmetric memory, and rank ",
+                     other, " to ", answer[0], ". Ranks must gather alike; or set symmetric_memory=False.");
+      const bool here = answer[2] == said[2];
+      if (here && answer[1] != 0) continue;
+      if (rank() == 0) {
+        TORCH_WARN("lightning_deepcompile: gathers take NCCL's kernels instead of symmetric memory: rank ", other,
+                   here ? c10::str(" has no ", bytes >> 20, " MiB for it.") : " is on another host.");
+      }
+      return {};
+    }
+    const std::lock_guard lock(calls_);
+    LDC_CHECK_WIRE(!aborted_ && comm_ != nullptr, "the communicator of rank ", rank(), " was aborted.");
+    ncclWindow_t window = nullptr;
+    {
+      const InFlight::Watched watched(*in_flight_, "registration of memory", {});  // waits for all ranks
+      check(ncclCommWindowRegister(comm_, memory.get(), static_cast<size_t>(bytes), &window, NCCL_WIN_COLL_SYMMETRIC),
+            "ncclCommWindowRegister", {});
+    }
+    windows_.emplace(memory.get(), window);
+    const auto options = at::TensorOptions().dtype(c10::kByte).device(device_);
+    return at::from_blob(memory.get(), {bytes}, [memory](void*) {}, options);
+#else
+    return {};
+#endif
+  }
+
+  void drop_window([[maybe_unused]] const Tensor& window) override {
+#if LDC_WITH_WINDOWS
+    const std::lock_guard lock(calls_);
+    const auto found = windows_.find(window.const_data_ptr());
+    if (found == windows_.end() || comm_ == nullptr || aborted_) return;
+    check(ncclCommWindowDeregister(comm_, found->second), "ncclCommWindowDeregister", {});
+    windows_.erase(found);
+#endif
   }
 
   void check_health() override {
@@ -186,6 +271,7 @@ class NcclCommunicator final : public Communicator {
   void abort() noexcept override {
     using namespace std::chrono_literals;
     aborted_ = true;
+    if (copy_engines_) end_if_stuck();
     // A thread that has been inside a call for this long is stuck in NCCL, waiting for a peer (connections are made by
     // the first operations). One that is merely passing through leaves within the time.
     std::unique_lock lock(calls_, 500ms);
@@ -205,6 +291,7 @@ class NcclCommunicator final : public Communicator {
     const std::lock_guard lock(calls_);
     if (comm_ == nullptr) return;
     const c10::DeviceGuard guard(device_);
+    deregister();
     ncclResult_t finalized = ncclSuccess;
     {
       // All ranks come here, or have died. So it is an operation that a watchdog sees, and the communicator stays where
@@ -222,6 +309,7 @@ class NcclCommunicator final : public Communicator {
 
   void retire(std::vector<std::future<void>>& pending) override {
     const std::lock_guard lock(calls_);
+    deregister();
     ncclComm_t comm = comm_.exchange(nullptr);
     if (comm == nullptr) return;
     // NCCL destroys a communicator when all ranks do. Where a rank does it at a time of its own (its garbage collector
@@ -261,6 +349,66 @@ class NcclCommunicator final : public Communicator {
    private:
     bool open_;
   };
+
+  void use_copy_engines([[maybe_unused]] ncclConfig_t& config) {
+#if LDC_WITH_WINDOWS
+    int version = 0;
+    check(ncclGetVersion(&version), "ncclGetVersion", {});
+    copy_engines_ = version >= NCCL_VERSION(2, 28, 0);
+    if (copy_engines_) config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
+#endif
+    if (!copy_engines_ && rank() == 0) {
+      TORCH_WARN("lightning_deepcompile: gathers take NCCL's kernels instead of symmetric memory, which needs NCCL 2.28.");
+    }
+  }
+
+  /// Null: there is no memory. Freed by whoever holds it last.
+  static std::shared_ptr<void> allocate(int64_t bytes) {
+    void* address = nullptr;
+    if (ncclMemAlloc(&address, static_cast<size_t>(bytes)) != ncclSuccess) {
+      at::accelerator::emptyCache();  // torch keeps what it does not use
+      cudaGetLastError();
+      if (ncclMemAlloc(&address, static_cast<size_t>(bytes)) != ncclSuccess) {
+        cudaGetLastError();  // else torch would find it after its next kernel
+        return nullptr;
+      }
+    }
+    return {address, [](void* memory) { warn_of(ncclMemFree(memory), "ncclMemFree"); }};
+  }
+
+  /// With the lock; the device is idle.
+  void deregister() noexcept {
+#if LDC_WITH_WINDOWS
+    ncclComm_t comm = comm_.load();
+    if (comm == nullptr || aborted_) return;
+    for (const auto& [memory, window] : windows_) {
+      warn_of(ncclCommWindowDeregister(comm, window), "ncclCommWindowDeregister");
+    }
+    windows_.clear();
+#endif
+  }
+
+  /// An abort reaches kernels, but no copy engine that waits for a peer, nor whoever waits for the device. So the process
+  /// ends if the device does not get on, as one does that torch's process groups give up.
+  void end_if_stuck() noexcept {
+    using namespace std::chrono_literals;
+    try {
+      std::thread([in_flight = in_flight_, rank = rank()] {
+        const auto end = std::chrono::steady_clock::now() + 5s;
+        while (std::chrono::steady_clock::now() < end) {
+          if (in_flight->idle()) return;
+          std::this_thread::sleep_for(50ms);
+        }
+        std::fprintf(stderr, "lightning_deepcompile: rank %d ends: %s did not finish and cannot be aborted, as a copy "
+                     "engine waits in it for a rank that died or hangs.\n", static_cast<int>(rank),
+                     in_flight->first().c_str());
+        std::fflush(stderr);
+        std::_Exit(EXIT_FAILURE);
+      }).detach();
+    } catch (const std::exception& error) {
+      warn_of("std::thread", error.what());
+    }
+  }
 
   std::string in_flight_text() {
     const std::string first = in_flight_->first();
@@ -311,6 +459,10 @@ class NcclCommunicator final : public Communicator {
   std::atomic<ncclComm_t> comm_ = nullptr;  // abort() may take it while another thread is inside NCCL
   std::atomic<bool> aborted_ = false;
   std::shared_ptr<InFlight> in_flight_;  // emptied by diagnose()
+  bool copy_engines_ = false;
+#if LDC_WITH_WINDOWS
+  std::map<const void*, ncclWindow_t> windows_;  // by their memory
+#endif
   std::timed_mutex calls_;  // held while a thread is inside NCCL with this communicator
 };
 
@@ -324,8 +476,10 @@ bool is_captured(const Stream& stream) {
 }
 
 std::shared_ptr<Communicator> make_nccl_communicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group, Device device,
-                                                     const RuntimeOptions& options, std::shared_ptr<InFlight> in_flight) {
-  return std::make_shared<NcclCommunicator>(group, device, options, std::move(in_flight));
+                                                     const RuntimeOptions& options, bool copy_engines,
+                                                     const Communicator* like) {
+  return std::make_shared<NcclCommunicator>(group, device, options, copy_engines,
+                                            dynamic_cast<const NcclCommunicator*>(like));
 }
 
 }  // namespace ldc

@@ -15,13 +15,15 @@ namespace ldc {
 /// Whether what is queued on a CUDA stream becomes part of a graph instead of running.
 bool is_captured(const Stream& stream);
 
-/// Collective over `group`: rank 0 makes the unique id and the group broadcasts it. Of `options` it reads which thread
-/// blocks a collective takes: fewer leave more of the GPU to compute that runs beside; and how long all this may take.
+/// Collective over `group`: rank 0 makes the unique id and the group broadcasts it; or out of `like`, a communicator of
+/// the same ranks that is not in use meanwhile. Of `options` it reads which thread blocks a collective takes: fewer leave
+/// more of the GPU to compute that runs beside; and how long all this may take. `copy_engines`: gathers to windows are
+/// left to these, where ranks reach each other's memory.
 ///
 /// Operations are queued on the current stream and done in its order. Outside torch's process groups nobody watches
 /// them: diagnose() tells a watchdog which operation is stuck, and abort() frees a rank that waits for a dead peer.
-/// `in_flight` is the list of the streams that this communicator's operations are queued on.
 std::shared_ptr<Communicator> make_nccl_communicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group, Device device,
-                                                     const RuntimeOptions& options, std::shared_ptr<InFlight> in_flight);
+                                                     const RuntimeOptions& options, bool copy_engines,
+                                                     const Communicator* like);
 
 }  // namespace ldc

@@ -8,14 +8,14 @@
 #include <cstring>
 
 namespace ldc {
-namespace {
 
-/// FNV-1a. Not std::hash, which may differ between builds.
 int64_t digest(const std::string& text) {
   uint64_t hash = 14695981039346656037ULL;
   for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ULL;
   return static_cast<int64_t>(hash);
 }
+
+namespace {
 
 std::vector<std::string> split(const char* text, size_t size) {
   std::vector<std::string> lines(1);

@@ -9,6 +9,9 @@
 
 namespace ldc {
 
+/// FNV-1a. Not std::hash, which may differ between builds.
+int64_t digest(const std::string& text);
+
 /// Everybody's `mine` (on the host, equally long on all ranks), one row per rank, on the host. Waits for the device.
 Tensor collect(Communicator& wire, Device device, const Tensor& mine, std::string_view name);
 

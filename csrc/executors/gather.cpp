@@ -1,5 +1,6 @@
 #include "executors/gather.h"
 
+#include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 
@@ -22,11 +23,15 @@ GatherEngine::GatherEngine(Device device, std::shared_ptr<Communicator> communic
       stats_(stats),
       sync_before_(options.sync_before_allgather),
       sync_after_(options.sync_after_allgather),
-      // Through symmetric memory every shard is a copy by itself, which costs no latency of a collective.
-      pack_below_(options.symmetric_threshold > 0 ? 0 : options.pack_below),
+      pack_below_(options.pack_below),
       stream_(pool_stream(device, /*high_priority=*/true)),
       copies_(pool_stream(device, /*high_priority=*/true)),
-      arena_(device) {}
+      arena_(device) {
+  if (options.symmetric_threshold == 0 || !communicator_->has_windows()) return;
+  windows_ = std::make_shared<Windows>(
+      device, options.symmetric_threshold, [wire = communicator_](int64_t bytes) { return wire->make_window(bytes); },
+      [wire = communicator_](const Tensor& window) { wire->drop_window(window); });
+}
 
 void GatherEngine::select(const Ids& ids, const std::vector<Dtype>& dtypes, std::vector<Param*>& params,
                           std::vector<ScalarType>& targets) {
@@ -126,7 +131,9 @@ void GatherEngine::launch(const Ids& ids, const std::vector<Dtype>& dtypes) {
     starts.push_back(append(bytes, params[i]->shard.numel() * communicator_->world_size() * item_size(targets[i])));
   }
   auto group = std::make_shared<Group>();
-  group->slot = arena_.acquire(bytes, stream_);
+  std::unique_ptr<Windows::Use> window;
+  if (windows_ && !left_to_graphs_) window = windows_->take(bytes, stream_);
+  group->slot = window ? arena_.over(std::move(window), stream_) : arena_.acquire(bytes, stream_);
   if (refresh_) {
     order(compute_, current_stream(device_), stream_);
     order(compute_, current_stream(device_), copies_);
@@ -136,7 +143,8 @@ void GatherEngine::launch(const Ids& ids, const std::vector<Dtype>& dtypes) {
     if (param->arriving) param->arriving->block(stream_);
   }
 
-  const std::vector<Tensor> inputs = cast_shards(fetch_shards(params, group->fetched), targets, group->staging);
+  std::vector<Tensor> inputs = fetch_shards(params, group->fetched);
+  if (!group->slot->window) inputs = cast_shards(std::move(inputs), targets, group->staging);
   std::vector<Transfer> transfers;
   std::vector<Tensor> views;
   for (size_t i = 0; i < params.size(); ++i) {
@@ -148,7 +156,11 @@ void GatherEngine::launch(const Ids& ids, const std::vector<Dtype>& dtypes) {
   {
     const c10::StreamGuard guard(stream_);
     const Range range([&] { return "deepcompile: gather of " + Communicator::names(transfers); });
-    if (!dry_) group->completion = gather(std::move(transfers), group->packed);
+    if (group->slot->window && !dry_) {
+      place_shards(transfers);
+      ++stats_.symmetric_gathers;
+    }
+    if (!dry_) group->completion = gather(std::move(transfers), group->packed, group->slot->window ? 0 : pack_below_);
     if (has_streams(device_)) {
       group->completion.wait();  // in stream order: the gather stream waits, not this thread
       group->slot->ready.record(stream_);
@@ -173,9 +185,22 @@ void GatherEngine::launch(const Ids& ids, const std::vector<Dtype>& dtypes) {
   stats_.gathered_bytes += bytes;
 }
 
-Completion GatherEngine::gather(std::vector<Transfer> transfers, Arena::Lease& packed) {
+void GatherEngine::place_shards(std::vector<Transfer>& transfers) {
+  std::vector<Tensor> parts, shards;
+  for (Transfer& transfer : transfers) {
+    const int64_t size = transfer.in.numel();
+    if (size == 0) continue;
+    const int64_t begin = transfer.out.storage_offset() + communicator_->rank() * size;
+    parts.push_back(typed_view(transfer.out, begin * transfer.out.element_size(), {size}, transfer.out.scalar_type()));
+    shards.push_back(flat(transfer.in));
+    transfer.in = parts.back();
+  }
+  if (!parts.empty()) at::_foreach_copy_(parts, shards);
+}
+
+Completion GatherEngine::gather(std::vector<Transfer> transfers, Arena::Lease& packed, int64_t pack_below) {
   std::vector<Packing> packings =
-      Packing::of(Packing::Kind::gather, transfers, communicator_->world_size(), pack_below_);
+      Packing::of(Packing::Kind::gather, transfers, communicator_->world_size(), pack_below);
   if (packings.empty()) return communicator_->all_gather(transfers);
   Packing& packing = packings[0];
   packed = arena_.acquire(packing.bytes(), stream_);
@@ -369,6 +394,11 @@ Tensor GatherEngine::gather_now(const Tensor& shard, Shape size, ScalarType dtyp
   stats_.gather_groups += 1;
   stats_.gathered_bytes += static_cast<int64_t>(full.nbytes());
   return typed_view(full, 0, size, dtype);
+}
+
+void GatherEngine::leave_to_graphs(bool leave) {
+  left_to_graphs_ = leave;
+  if (leave) free_windows();
 }
 
 void GatherEngine::clear() {

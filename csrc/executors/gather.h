@@ -91,6 +91,13 @@ class GatherEngine {
   Tensor gather_now(const Tensor& shard, c10::IntArrayRef size, ScalarType dtype, std::string_view name);
 
   Arena& arena() { return arena_; }
+  /// Null where there are none.
+  const Windows* windows() const { return windows_.get(); }
+  /// All ranks give up windows that hold nothing; they call it between the same two gathers.
+  void free_windows() {
+    if (windows_) windows_->free_unused();
+  }
+  void drop_windows() { windows_.reset(); }  // before the communicator ends, which made them
   /// The device is short of memory: frees the arena's slots; if there are none, sends one group of parameters that
   /// nobody reads at the moment to host memory, until the next wait for it. Returns the bytes, 0 if nothing is left.
   int64_t give_back();
@@ -125,8 +132,9 @@ class GatherEngine {
   void restore(const Left& left);
   /// A recording has failed: nothing of what was queued will run.
   void cancel();
-  /// What stays whole is gathered by graphs, and not ahead of them.
-  void leave_to_graphs(bool leave) { left_to_graphs_ = leave; }
+  /// What stays whole is gathered by graphs, and not ahead of them; and nothing to windows, as what is taken of them must
+  /// not depend on which graphs a rank has. All ranks call it between the same two gathers.
+  void leave_to_graphs(bool leave);
 
  private:
   struct Group {
@@ -161,8 +169,11 @@ class GatherEngine {
   /// Casts shards where the target differs. Returns what goes on the wire. Runs on the gather stream.
   std::vector<Tensor> cast_shards(std::vector<Tensor> shards, const std::vector<ScalarType>& targets,
                                   Arena::Lease& staging);
+  /// Copies shards, cast where the target differs, to this rank's part of `transfers`, and makes them what goes on the
+  /// wire. Runs on the gather stream.
+  void place_shards(std::vector<Transfer>& transfers);
   /// The collectives of a group, on the gather stream. Small ones travel packed, in memory of `packed`.
-  Completion gather(std::vector<Transfer> transfers, Arena::Lease& packed);
+  Completion gather(std::vector<Transfer> transfers, Arena::Lease& packed, int64_t pack_below);
   /// Gives the slot of the last copies from host memory back to the arena.
   void release_fetched();
   void complete(Group& group);
@@ -179,6 +190,7 @@ class GatherEngine {
   Registry& registry_;
   Stats& stats_;
   bool sync_before_, sync_after_;
+  std::shared_ptr<Windows> windows_;  // of large groups; null: of none
   int64_t pack_below_;  // bytes of a shard; 0: none travels packed
   bool dry_ = false;
   bool shares_ = false;

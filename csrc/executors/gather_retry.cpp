@@ -41,7 +41,7 @@ void GatherEngine::move_views(const std::vector<Gathered*>& gathered, const Tens
 }
 
 int64_t GatherEngine::send_away(Group& group) {
-  if (!group.slot || dry_) return 0;
+  if (!group.slot || group.slot->window || dry_) return 0;
   complete(group);
   const std::vector<Gathered*> gathered = members(group);
   // Tensors that a program holds keep the storage in use. Ours may have been among them: those are replaced first.

@@ -44,8 +44,15 @@ Arena::Lease Arena::allocate(int64_t capacity, const Stream& user) {
   return slot;
 }
 
+Arena::Lease Arena::over(std::unique_ptr<Windows::Use> window, const Stream& user) {
+  auto slot = std::make_unique<Slot>(window->bytes(), user, std::make_shared<int64_t>(0));
+  slot->window = std::move(window);
+  return slot;
+}
+
 void Arena::release(Lease slot, const Stream& last_user) {
   if (slot->recorded) return;
+  if (slot->window) return slot->window->release(last_user);
   slot->released.record(last_user);
   free_.push_back(std::move(slot));
 }

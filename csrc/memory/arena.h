@@ -14,6 +14,7 @@
 
 #include "base/common.h"
 #include "memory/retry.h"
+#include "memory/windows.h"
 
 namespace ldc {
 
@@ -31,6 +32,7 @@ class Arena {
     Stream allocated_on;  // current when the memory was allocated; torch hands freed memory out again in its order
     Event released;       // the last use of the slot
     Event ready;          // free for the owner of the slot; kept here so that it is created once
+    std::unique_ptr<Windows::Use> window;  // whose memory it is, if that is not torch's
     std::shared_ptr<int64_t> total;  // bytes of all slots alive, also of those that an error made somebody drop
   };
   using Lease = std::unique_ptr<Slot>;  // a slot in use; give it back with release()
@@ -40,6 +42,8 @@ class Arena {
   /// A slot of at least `need` bytes that `user` may write at once: the smallest free one that wastes at most a
   /// quarter (and 1 MiB), else fresh memory.
   Lease acquire(int64_t need, const Stream& user);
+  /// A slot over a window's memory, whose user may write at once.
+  Lease over(std::unique_ptr<Windows::Use> window, const Stream& user);
 
   /// Takes a slot back; everything queued on `last_user` so far still sees its contents. A recorded one goes back to
   /// the graph that it belongs to.

@@ -5,7 +5,7 @@
 
 Each number is the median over the repetitions on the slowest rank. ``of flat`` compares with one collective of torch's
 process group over the same bytes in one tensor; ``of plain`` with a plain copy from and to pinned memory. On GPUs,
-tables compare gathers by NCCL and through symmetric memory, and copies to and from host memory, alone and beside
+tables compare gathers by NCCL's kernels and by copy engines, and copies to and from host memory, alone and beside
 matmuls; ways to widen gradients; and matmuls beside reductions, with multiprocessors divided and not. On several ranks
 a table compares groups whose tensors travel one by one with packed ones, for layers of several sizes. ``--only copies``
 prints one table alone.

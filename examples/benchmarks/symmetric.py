@@ -1,4 +1,4 @@
-"""Gathers by NCCL and through symmetric memory, alone and beside matmuls: a part of ``runtime.py``."""
+"""Gathers by NCCL's kernels and by copy engines, alone and beside matmuls: a part of ``runtime.py``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def table(
     sides = [Groups(groups, device, symmetric) for symmetric in (False, True)]
     lines = [
         f"{'gathers':12} {'alone, ms':>20} {f'beside {WIDTH}² matmuls':>24} {'matmuls slower by':>22}",
-        f"{'':12} {'NCCL':>10}{'symmetric':>10} {'NCCL':>14}{'symmetric':>10} {'NCCL':>12}{'symmetric':>10}",
+        f"{'':12} {'kernels':>10}{'copies':>10} {'kernels':>14}{'copies':>10} {'kernels':>12}{'copies':>10}",
     ]
     for group, name in enumerate(names):
         alone, loaded = [], []
@@ -75,8 +75,7 @@ def table(
         )
     stats = sides[1].runtime.stats()
     lines.append(
-        f"{stats['symmetric_gathers']} gathers through symmetric memory, a workspace of "
-        f"{stats['symmetric_bytes'] / MIB:.0f} MiB on each rank"
+        f"{stats['symmetric_gathers']} gathers by copy engines, to {stats['symmetric_bytes'] / MIB:.0f} MiB on each rank"
     )
     for side in sides:
         side.runtime.close()

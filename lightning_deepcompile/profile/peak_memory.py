@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 __all__ = ["PeakMemory"]
@@ -15,31 +17,36 @@ class PeakMemory:
 
     Args:
         device: Where the memory is; on CPUs nothing counts it, and all figures are 0.
+
+    Attributes:
+        beside: What PyTorch's allocator does not know: bytes that are allocated, and of these, in use.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._before = 0  # the highest peak of the intervals that are over
+        self.beside: Callable[[], tuple[int, int]] = lambda: (0, 0)
 
     @property
     def current(self) -> int:
         """Bytes in use."""
-        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+        return torch.cuda.memory_allocated(self._device) + self.beside()[1] if self._device.type == "cuda" else 0
 
     @property
     def latest(self) -> int:
-        """The most bytes in use since the last `restart`."""
-        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
+        """The most bytes allocated since the last `restart`."""
+        return torch.cuda.max_memory_allocated(self._device) + self.beside()[0] if self._device.type == "cuda" else 0
 
     @property
     def highest(self) -> int:
-        """The most bytes in use since this object was made."""
+        """The most bytes allocated since this object was made."""
         return max(self._before, self.latest)
 
     def restart(self) -> int:
-        """Begins an interval; returns what `latest` was until now."""
-        latest = self.latest
-        self._before = max(self._before, latest)
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-        return latest
+        """Begins an interval; returns the most bytes that were in use until now, if nothing was released beside."""
+        if self._device.type != "cuda":
+            return 0
+        self._before = self.highest
+        used = torch.cuda.max_memory_allocated(self._device) + self.beside()[1]
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return used

@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 SYMMETRIC_THRESHOLD = 32 * 2**20
-"""Bytes of a gathered group from which on symmetric memory is used, where it is; below, NCCL is faster."""
+"""Bytes of a gathered group from which on copy engines move it, where they do; below, little is gained."""
 
 _LARGEST_ID = 2**32 - 1
 
@@ -144,8 +144,8 @@ def init(
     Args:
         pg: The data-parallel ranks. NCCL communicators of the runtime's own are made from it; on CPU it is used itself.
         config: Mapping or object with any of the fields ``symmetric_memory`` (bool: groups of 32 MiB and more are
-            gathered by copy engines out of memory that the GPUs of one host read from each other; by NCCL, with a
-            warning that says why, where they cannot), ``double_buffer`` (bool: collect gradients while others are
+            gathered by copy engines between the GPUs of one host; by NCCL's kernels, with a warning that says why,
+            where they cannot), ``double_buffer`` (bool: collect gradients while others are
             reduced), ``free_activation_threshold`` (int: fewest elements that `free_tensors` frees), and for debugging
             ``sync_before_reduce``, ``sync_after_reduce``, ``sync_before_allgather``, ``sync_after_allgather`` (bool:
             wait for the device).

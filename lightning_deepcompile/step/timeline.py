@@ -99,12 +99,15 @@ class Timeline:
         may_stay = self.prefetch.may_stay(isolated=self.tuner.isolates)
         replays = self.capture.replays
         failures = 0 if replays is None else replays.failures
+        *_, taken = self.runtime.memory.windows()
         answers = self.hosts.ask(
             may_stay and self.prefetch.written(),
             self.told_to_stop,
             replays is not None and not replays.ready,
             failures,
             -failures,
+            taken,
+            -taken,
         )
         self._answers = answers
         if replays is not None:
@@ -116,8 +119,14 @@ class Timeline:
         """Whether a rank had been told to stop when the last training step began; the same on all ranks."""
         answers, self._answers = self._answers, None
         if answers is not None:
-            _, told_to_stop, _, most, least = answers()
+            _, told_to_stop, _, most, least, *taken = answers()
             self._stops |= bool(told_to_stop)
+            if sum(taken) != 0:
+                raise RuntimeError(
+                    "Ranks have gathered parameters to different places of their symmetric memory, so the last step "
+                    "read wrong ones. Train with CompileConfig(symmetric_memory=False), from the last checkpoint, and "
+                    "report this."
+                )
             if self.capture.replays is not None:
                 self.capture.replays.failed_on_ranks(-least, most)
         return self._stops

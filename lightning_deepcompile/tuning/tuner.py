@@ -257,6 +257,7 @@ class Tuner:
     def _run_plan(self, schedules: Iterable[Schedule], passes: Sequence[Pass] | None = None) -> None:
         self._planned, self._swapped = tuple(schedules), True
         self._capture.replan(passes=passes, plan=self._planned)
+        self._runtime.memory.free_windows()  # it may gather other groups
         self._shortages.forget()
 
     def _optimized(self, profile: Profile) -> Planned:
@@ -266,6 +267,7 @@ class Tuner:
         self.rounds.append(done)
         self._say(done.headline(), logging.INFO if not done.reason else logging.WARNING)
         self._say(str(done), logging.DEBUG)
+        self._runtime.memory.free_windows()
         self._retraces = True
         self._planned, self._swapped = (), True
         if self._passes:  # else programs are compiled with those that they have at step 0, and stay so

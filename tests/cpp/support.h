@@ -1,6 +1,7 @@
 // What the tests of the parts share: expectations, and a wire between two ranks that are one process.
 #pragma once
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
@@ -74,11 +75,21 @@ class Mirror final : public Communicator {
     return {};
   }
 
+  bool has_windows() const override { return true; }
+  Tensor make_window(int64_t bytes) override {
+    windows.push_back(bytes);
+    return no_windows ? Tensor() : at::empty({bytes}, c10::kByte);
+  }
+
+  void drop_window(const Tensor& window) override { windows.push_back(-window.numel()); }
+
   std::string diagnose(std::chrono::milliseconds limit) override {
     return stuck_for.load() > limit ? std::string("gather of 'w' is stuck") : std::string();
   }
 
-  std::vector<int64_t> groups;  // sizes, in order
+  std::vector<int64_t> groups;   // sizes, in order
+  std::vector<int64_t> windows;  // bytes that were asked for
+  bool no_windows = false;
   bool broken = false;
   std::atomic<std::chrono::milliseconds> stuck_for{};
 
@@ -89,9 +100,9 @@ class Mirror final : public Communicator {
 void test_failures();      // test_failures.cpp
 void test_state_copies();  // test_state_copies.cpp
 void test_stream_order();  // test_stream_order.cpp
-void test_symmetric();     // test_symmetric.cpp
 void test_host_memory();   // test_host_memory.cpp
 void test_shortage();      // test_shortage.cpp
+void test_windows();       // test_windows.cpp
 
 /// Everything below a runtime, for a world of two.
 struct Bench {

@@ -3,14 +3,11 @@
 
 #include <ATen/ops/empty.h>
 #include <sched.h>
-#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <csignal>
 
-#include "communicators/signal_pad.h"
 #include "executors/offload.h"
 #include "executors/state_copies.h"
 #include "fake_device.h"
@@ -175,17 +172,6 @@ void test_a_lost_device_ends_no_process() {
   EXPECT(pool->bytes() == 2 * 4096);  // nor is the buffer anybody else's
 }
 
-/// A file system that has no room for the pad (here: a process that may not write so much) is an error, no signal.
-void test_no_room_for_a_signal_pad() {
-  std::signal(SIGXFSZ, SIG_IGN);
-  rlimit before{};
-  getrlimit(RLIMIT_FSIZE, &before);
-  const rlimit small{.rlim_cur = 4096, .rlim_max = before.rlim_max};
-  setrlimit(RLIMIT_FSIZE, &small);
-  EXPECT(refuses("bytes in /dev/shm: ", [] { SignalPad(0, 2).create(); }));
-  setrlimit(RLIMIT_FSIZE, &before);
-}
-
 }  // namespace
 
 void test_host_memory() {
@@ -195,7 +181,6 @@ void test_host_memory() {
   test_one_limit_for_tensors_and_states();
   test_memory_near_a_node();
   test_a_lost_device_ends_no_process();
-  test_no_room_for_a_signal_pad();
 }
 
 }  // namespace ldc::testing

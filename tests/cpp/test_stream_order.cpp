@@ -24,6 +24,9 @@ class Wire final : public Communicator {
   Completion reduce_scatter_mean(const std::vector<Transfer>&) override { return note(); }
   Completion all_reduce_mean(const std::vector<Transfer>&) override { return note(); }
 
+  bool has_windows() const override { return true; }
+  Tensor make_window(int64_t bytes) override { return FakeDevice::instance().tensor(at::zeros({bytes}, c10::kByte)); }
+
   Work last;
 
  private:
@@ -94,6 +97,23 @@ void test_gathers() {
   EXPECT(streams.compute_waits_for(last));
   gathers.launch({0}, {});
   EXPECT(last.is_behind(written));
+}
+
+/// A window's next gather is behind the last use of what it held, and behind nothing else.
+void test_gathers_to_windows() {
+  RuntimeOptions options;
+  options.symmetric_threshold = 1;
+  Streams streams(options);
+  GatherEngine& gathers = streams.gathers;
+  Work& last = streams.wire->last;
+  gathers.launch({0}, {});
+  gathers.wait(0);
+  const Work read = streams.compute();
+  gathers.release(0);
+  const Work beside = streams.compute();
+  gathers.launch({1}, {});
+  EXPECT(last.is_behind(read) && !last.is_behind(beside));
+  EXPECT(streams.stats.symmetric_gathers == 2 && gathers.arena().bytes() == 0);
 }
 
 /// Copies of shards that live in host memory: two slots take turns.
@@ -313,6 +333,7 @@ void test_recordings() {
 void test_stream_order() {
   test_recordings();
   test_gathers();
+  test_gathers_to_windows();
   test_gathers_out_of_host_memory();
   test_reductions();
   test_groups_of_tensors_that_leave();
