@@ -96,7 +96,11 @@ class CompileConfig:
             with the loss, and added up in fp32, in another order than that of one product: last bits of losses and
             gradients may change. Each piece adds a pass over that gradient; take so many that one piece's logits, 2
             to 6 bytes an element, are small. A step that needs its logits otherwise keeps them whole, and one line says
-            why; so does one in float16. ``"auto"``: 8 pieces where there are 32 768 classes or more. False: whole.
+            why; so does one in float16. ``"auto"``: whole as long as there is memory for that. If no plan fits into the
+            memory budget, or a rank was short of memory, the step is traced once more, with 8 pieces wherever there are
+            32 768 classes or more; validation stays as it is compiled. Until then logits are whole: where that takes
+            more than the device has, give a number. At stages 1 and 2, and with a ``schedule`` that plans nothing, no
+            step is measured: then only a shortage decides, and a warning says so. False: whole.
         cuda_graphs: Record each program of a training step, with its gathers and reductions, and the step of a fused
             optimizer, as CUDA graphs, and launch each as a whole: the host of a small model is slower than its device.
             They are recorded when they have run a few times and planning is done. They keep their memory between steps:
@@ -141,10 +145,11 @@ class CompileConfig:
         recompute: What is computed again in backward: ``"always"`` what the model runs under activation checkpointing,
             and what is faster to compute than to read; ``"auto"`` as much as memory asks for. Then planning decides, by
             time and memory, how many of the last of its equal blocks (see `trace_blocks_once`) keep their activations;
-            and if no plan fits into the memory budget, all is computed again that costs little: norms, activation
-            functions, casts. The step is traced once more for either. Other operators are fused, which may change last
-            bits of results. At stages 1 and 2, and with a ``schedule`` that plans nothing, no step is measured: then it
-            is as with ``"always"``, and a warning says so.
+            and if no plan fits into the memory budget, nor one with losses in pieces where `chunk_loss` allows for
+            them, all is computed again that costs little: norms, activation functions, casts. The step is traced once
+            more for either. Other operators are fused, which may change last bits of results. At stages 1 and 2, and
+            with a ``schedule`` that plans nothing, no step is measured: then it is as with ``"always"``, and a warning
+            says so.
         plan: File of a plan. If it exists and fits, training starts with it, and with optimizer states where it has
             them, and does not profile; the plan of a run that did profile is written to it. ``"auto"``:
             ``deepcompile_plan.json`` in the Trainer's root directory.

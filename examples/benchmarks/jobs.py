@@ -19,6 +19,8 @@ SYSTEMS = {
     "fsdp2-eager": "as fsdp2, nothing compiled",
     "fsdp2-noreshard": "as fsdp2, parameters stay gathered until the step's last backward, gradients reduced once a "
     "step (FSDP2's fastest setting, at the price of memory)",
+    "fsdp2-pieces": "as fsdp2, with a loss that the model computes in 8 pieces of tokens, as its user would write it "
+    "(`LossInPieces` in models.py): each under activation checkpointing; @pieces=16 for another number",
     "deepspeed": "plain loop, deepspeed.initialize, ZeRO-3, eager: overlap_comm, buckets and prefetch of one block, "
     "norms not partitioned, no clipping, gradients of several micro-batches added up in fp32; with @compile=true "
     "blocks are leaf modules and compiled one by one, other options are DeepSpeed's own",
@@ -28,7 +30,7 @@ SYSTEMS = {
     "roofline": "no training: the bound described in roofline.py",
 }
 DEEPSPEED = ("deepspeed", "deepspeed-deepcompile")
-WITH_OPTIONS = ("deepcompile", "deepcompile-uncompiled", *DEEPSPEED)
+WITH_OPTIONS = ("deepcompile", "deepcompile-uncompiled", "fsdp2-pieces", *DEEPSPEED)
 
 
 @dataclass(frozen=True)

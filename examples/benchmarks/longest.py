@@ -3,8 +3,12 @@ r"""Finds the longest sequence that trains within a memory budget, with activati
     torchrun --nproc-per-node 2 --max-restarts 20 examples/benchmarks/longest.py --out results --memory-budget 64GiB \
         --layers 16 --first 8192 --step 2048 --minutes 9 --fixed host_memory_budget=200GiB
 
+With ``--fsdp2`` the same is done with FSDP2, blocks compiled, and a loss that the model computes in ``--pieces`` of
+tokens by its own code (as ``--fixed chunk_loss=8`` has it done), with layers as they are and under checkpointing.
+
 Each setting trains one sequence per rank: lengths are doubled from ``--first`` on until one fails, then bisected to a
-multiple of ``--step``. A length fits if its plan, and the peak that was measured under it, are within the budget; one
+multiple of ``--step``. A length fits if its plan, and the peak that was measured under it, are within the budget (of
+FSDP2 there is the peak alone; on CPUs it is that of all steps, with what the model took before it was sharded); one
 that runs out of the device's memory does not. Trials share processes, and compile anew. After a shortage of memory the
 ranks are at different places of a step: they end, and torchrun starts them again (``--max-restarts``), to go on with
 the next trial. Settings share the time (``--minutes``); no trial begins after it. The table is printed after each.
@@ -41,6 +45,8 @@ SETTINGS: dict[str, tuple[dict[str, str], bool]] = {
     "both": ({"offload_activations": "auto"}, True),
 }
 """Options of `CompileConfig` and whether layers run again."""
+FSDP2 = {"fsdp2": False, "fsdp2-checkpointing": True}
+"""Settings of FSDP2, and whether layers run again."""
 
 _SHORTAGES = ("out of memory", "no host memory", "alloc_failed")
 
@@ -120,7 +126,7 @@ def table(state: State) -> str:
     rows = [
         "setting|longest|ms|tokens/s/GPU|peak GiB|activations in host memory GiB|first step s|next longer".split("|")
     ]
-    for setting in SETTINGS:
+    for setting in (*SETTINGS, *FSDP2):
         trials = [trial for trial in state.trials if trial["setting"] == setting]
         good = max((trial for trial in trials if not trial["reason"]), key=lambda trial: trial["seq"], default=None)
         bad = [trial for trial in trials if trial["reason"] and (good is None or trial["seq"] > good["seq"])]
@@ -154,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
                 break
             state.running = setting, length
             _save(state, arguments.out, rank)
-            result = _try(_job(arguments, setting, length, world), rank)
+            result = _try(_job(arguments, setting, length, world), rank, arguments.budget)
             state.add(setting, length, result)
             _save(state, arguments.out, rank)
             if rank == 0:
@@ -164,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _try(job: Job, rank: int) -> Result:
+def _try(job: Job, rank: int, budget: int) -> Result:
     """Trains once; all ranks return the same reason, rank 0 the numbers, too."""
     began = time.time()
     if torch.cuda.is_available():
@@ -187,7 +193,7 @@ def _try(job: Job, rank: int) -> Result:
     # Of all steps, those before there was a plan included, and of trials that were refused.
     numbers |= {"reason": reason, "seconds": time.time() - began, "left_gib": left, "most_gib": most}
     highest = max((peak for _, peak, *_ in everybody if peak is not None), default=0)
-    if highest > parse_budget(job.system.options["memory_budget"], total=1) / 2**30:
+    if not reason and highest > budget / 2**30:
         numbers["reason"] = f"a peak of {highest:.2f} GiB was measured"
     return numbers
 
@@ -232,12 +238,17 @@ def _folder(out: Path, setting: str, length: int) -> Path:
 
 
 def _job(arguments: argparse.Namespace, setting: str, length: int, world: int) -> Job:
-    options, checkpointing = SETTINGS[setting]
-    fixed = System.parse("@".join(["deepcompile", *filter(None, ["+".join(arguments.fixed)])])).options
     shape = SHAPES[arguments.shape]
     cuda = torch.cuda.is_available()
+    if setting in FSDP2:
+        checkpointing = FSDP2[setting]
+        system = System(setting, "fsdp2-pieces", {"pieces": arguments.pieces})
+    else:
+        options, checkpointing = SETTINGS[setting]
+        fixed = System.parse("@".join(["deepcompile", *filter(None, ["+".join(arguments.fixed)])])).options
+        system = System(setting, "deepcompile", fixed | options | {"memory_budget": f"{arguments.budget}B"})
     return Job(
-        system=System(setting, "deepcompile", fixed | options | {"memory_budget": f"{arguments.budget}B"}),
+        system=system,
         cases=[Case(length, 1, 1)],
         shape=replace(shape, layers=arguments.layers or shape.layers, checkpointing=checkpointing),
         world=world,
@@ -249,18 +260,20 @@ def _job(arguments: argparse.Namespace, setting: str, length: int, world: int) -
         out=str(arguments.out),
         spawned=time.time(),
         deadline=time.time() + 3600,
+        memory=setting in FSDP2,
     )
 
 
 def _join(rank: int, world: int) -> None:
     """Joins the process group, by a file of each start: by torchrun's store gloo fails after the first one."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # Files stay, and one process may start ranks several times.
+    start = [str(os.getppid()), *(os.environ.get(name, "0") for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))]
     device = torch.device("cuda", rank) if torch.cuda.is_available() else None
     if device is not None:
         torch.cuda.set_device(device)
     dist.init_process_group(
         "gloo" if device is None else "nccl",
-        init_method=f"file://{tempfile.gettempdir()}/longest-{os.getppid()}-{attempt}",
+        init_method=f"file://{tempfile.gettempdir()}/longest-{'-'.join(start)}",
         rank=rank,
         world_size=world,
         timeout=TIMEOUT,
@@ -286,7 +299,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--memory-budget", required=True, help="of each device: bytes or a text like 64GiB")
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--settings", nargs="*", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--fsdp2", action="store_true", help="search with FSDP2 in the end, its loss in pieces by hand")
+    parser.add_argument("--pieces", type=int, default=8, help="pieces of FSDP2's loss")
     parser.add_argument("--first", nargs="+", type=int, default=[4096], help="first length, of all or of each setting")
     parser.add_argument("--step", type=int, default=1024, help="lengths are multiples of it")
     parser.add_argument("--most", type=int, default=1 << 20, help="longest length to try")
@@ -303,8 +318,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         arguments.budget = parse_budget(int(text) if text.isdecimal() else text, total=1)
     except ValueError as error:
         parser.error(f"--memory-budget: {error}")
-    if min(arguments.step, *arguments.first) < 1:
-        parser.error("--first and --step must be positive")
+    if min(arguments.step, arguments.pieces, *arguments.first) < 1:
+        parser.error("--first, --step and --pieces must be positive")
+    if arguments.fsdp2:
+        arguments.settings += FSDP2
+    if not arguments.settings:
+        parser.error("nothing to run: give --settings or --fsdp2")
     return arguments
 
 

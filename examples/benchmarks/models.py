@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from jobs import Case, Shape
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -58,6 +60,30 @@ def build_model(shape: Shape, device: torch.device | str) -> PreTrainedModel:
     if shape.checkpointing:
         model.gradient_checkpointing_enable()
     return model
+
+
+class LossInPieces(nn.Module):
+    """A decoder whose logits never exist whole, written by hand: those of a piece of tokens are computed once more.
+
+    Args:
+        model: With its head.
+        pieces: How many there are.
+    """
+
+    def __init__(self, model: PreTrainedModel, pieces: int) -> None:
+        super().__init__()
+        self.model, self.head, self.pieces = model.model, model.lm_head, pieces
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """The loss that the model has of the same arguments."""
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        rows, targets = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        pairs = zip(rows.chunk(self.pieces), targets.chunk(self.pieces), strict=True)
+        losses = [checkpoint(self._sum, *pair, use_reentrant=False) for pair in pairs]
+        return torch.stack(losses).sum() / len(targets)
+
+    def _sum(self, rows: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(rows, self.head.weight).float(), targets, reduction="sum")
 
 
 def block_class(shape: Shape) -> type[nn.Module]:

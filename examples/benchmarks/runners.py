@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, Strategy
 from meter import Recorder, StepMeter
-from models import COMPUTE_DTYPE, Batches, adamw, block_class, build_model
+from models import COMPUTE_DTYPE, Batches, LossInPieces, adamw, block_class, build_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
@@ -152,11 +152,15 @@ def start_process_group(job: Job, rank: int) -> torch.device:
 
 
 def run_fsdp2(job: Job, rank: int, recorder: Recorder) -> None:
-    """Trains all cases with ``fully_shard``, one model for all of them."""
+    """Trains all cases with ``fully_shard``, one model for all of them; leaves a process group that was there."""
+    joined = dist.is_initialized()
     device = start_process_group(job, rank)
     keep = job.system.kind == "fsdp2-noreshard"
     dtype = COMPUTE_DTYPE[job.precision]
-    model = build_model(job.shape, device)
+    in_pieces = job.system.kind == "fsdp2-pieces"
+    model: Any = build_model(job.shape, device)
+    if in_pieces:
+        model = LossInPieces(model, int(job.system.options.get("pieces", 8)))
     sharding = {
         "mesh": init_device_mesh(job.device, (job.world,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype),
@@ -182,7 +186,8 @@ def run_fsdp2(job: Job, rank: int, recorder: Recorder) -> None:
                     model.set_reshard_after_backward(last)
                     model.set_requires_gradient_sync(last)
                 tokens = next(batches)
-                loss = model(input_ids=tokens, labels=tokens).loss / case.accumulation
+                output = model(input_ids=tokens, labels=tokens)
+                loss = (output if in_pieces else output.loss) / case.accumulation
                 loss.backward()
                 meter.add_loss(loss)
             optimizer.step()
@@ -191,4 +196,5 @@ def run_fsdp2(job: Job, rank: int, recorder: Recorder) -> None:
         record = meter.record()
         record["dynamo_graphs"] = torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
         recorder.save(case, record)
-    dist.destroy_process_group()
+    if not joined:
+        dist.destroy_process_group()

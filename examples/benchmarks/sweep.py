@@ -60,7 +60,7 @@ def settings(arguments: argparse.Namespace) -> list[System]:
 def run(job: Job, rank: int) -> str:
     """Trains once; returns why it could not, "" if it could. Raises what not all ranks raise alike."""
     Path(job.folder).mkdir(parents=True, exist_ok=True)
-    runner = run_fsdp2 if job.system.kind == "fsdp2" else run_lightning
+    runner = run_fsdp2 if job.system.kind.startswith("fsdp2") else run_lightning
     try:
         runner(job, rank, Recorder(job, rank))
     except MemoryBudgetError as error:

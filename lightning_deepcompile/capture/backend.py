@@ -37,9 +37,10 @@ from lightning_deepcompile.plan.copy_placement import fit_copies, offload_saved
 from lightning_deepcompile.plan.pass_manager import DEFAULT_PASSES, Pass, apply_passes
 from lightning_deepcompile.plan.recompute import Checkpoint
 from lightning_deepcompile.plan.settings import PlanSettings
+from lightning_deepcompile.plan.tracing import Tracing
 from lightning_deepcompile.program import replay
 from lightning_deepcompile.program.codegen import Divider, Guard
-from lightning_deepcompile.program.executable import UNCHECKPOINTED, Executable
+from lightning_deepcompile.program.executable import UNCHECKPOINTED, WHOLE_LOSS, Executable
 from lightning_deepcompile.program.graph import is_gather, is_reduce, nbytes, output_node
 from lightning_deepcompile.program.lower import RegionCompiler, lower
 from lightning_deepcompile.program.program import Gathers, ParamInfo, Program
@@ -67,6 +68,8 @@ class _Frame:
         chosen: Those that do so where no plan says otherwise; None until its forward program is compiled.
         executables: Its programs.
         blocks: Those that its graphs call until they are compiled.
+        chunked_losses: Losses that are computed in pieces.
+        whole_losses: Losses that could be, and are not yet.
         outputs: Number of the forward graph's outputs that are not saved for backward.
         computed: Names of the saved tensors that backward only computes with.
         saved: Numbers of the saved tensors that may leave, by name.
@@ -80,6 +83,8 @@ class _Frame:
     chosen: frozenset[int] | None = None
     executables: list[Executable] = field(default_factory=list)
     blocks: list[Instance] = field(default_factory=list)
+    chunked_losses: int = 0
+    whole_losses: int = 0
     outputs: int = 0
     computed: set[str] = field(default_factory=set)
     saved: dict[str, int] = field(default_factory=dict)
@@ -111,10 +116,8 @@ class Capture:
         executables: One per program, in order of compilation.
         saved_parameters: Gathered parameters among saved activations; a full parameter there would defeat sharding.
         exchanged: Look-ups of rows that were made exchanges.
-        chunked_losses: Losses that are computed in pieces.
         blocks: Blocks that were not traced by themselves but with their equals.
-        uncheckpointed: How many of the last blocks that the model checkpoints are not computed again in backward.
-        sparing: Whether little is saved for backward: what is cheap to compute is computed again.
+        tracing: How the step is traced, from its next trace on.
         several_backward_passes: Whether a step has several, with optimizers' steps in between.
         seconds: Time spent in compilation after Dynamo: tracing with AOTAutograd, partitioning, regions.
     """
@@ -136,11 +139,9 @@ class Capture:
     saved_parameters: int = 0
     causal_masks: int = 0
     exchanged: int = 0
-    chunked_losses: int = 0
     blocks: int = 0
     seconds: float = 0.0
-    uncheckpointed: int = 0
-    sparing: bool = False
+    tracing: Tracing = field(default_factory=Tracing)
     several_backward_passes: bool = False
     _prepare: Callable[[], None] | None = None
     _frames: list[_Frame] = field(default_factory=list)
@@ -190,16 +191,18 @@ class Capture:
                 self.causal_masks += recognize_causal_masks(gm)
             if self.lookups is not None:
                 self.exchanged += self.lookups.rewrite(gm)
-            if self.config.chunk_loss:
-                self.chunked_losses += chunk_losses(gm, self.config.chunk_loss)
+            if self.config.chunk_loss == "auto" and not self.tracing.chunked:
+                frame.whole_losses = chunk_losses(gm, "auto", look=True)
+            elif self.config.chunk_loss:
+                frame.chunked_losses = chunk_losses(gm, self.config.chunk_loss)
             eager = self.config.region_backend == "eager"
             if self.config.trace_blocks_once:
                 gm, frame.blocks = call_repeats(
                     gm,
                     lambda id_: self.params[id_].block,
                     eager=eager,
-                    uncheckpointed=self.uncheckpointed if self.config.recompute == "auto" else None,
-                    sparing=self.sparing,
+                    uncheckpointed=self.tracing.uncheckpointed if self.config.recompute == "auto" else None,
+                    sparing=self.tracing.sparing,
                 )
                 self.blocks += len(frame.blocks)
             compile_graph = compat.held_weakly(self._compile)
@@ -210,7 +213,7 @@ class Capture:
                     forward=functools.partial(compile_graph, frame, "forward"),
                     backward=functools.partial(compile_graph, frame, "backward"),
                     inference=functools.partial(compile_graph, frame, "inference"),
-                    partitioner=functools.partial(_partition, frame, self.sparing),
+                    partitioner=functools.partial(_partition, frame, self.tracing.sparing),
                     eager=eager,
                 )
             return compiled if frame.ids else _unless_elsewhere(self, compiled, captured)
@@ -224,6 +227,16 @@ class Capture:
     def captured(self) -> int:
         """Graphs that Dynamo captured so far, those that were forgotten included."""
         return self._captured
+
+    @property
+    def chunked_losses(self) -> int:
+        """Losses that are computed in pieces."""
+        return sum(frame.chunked_losses for frame in self._frames)
+
+    @property
+    def whole_losses(self) -> int:
+        """Losses of training steps that are computed whole, and would be in pieces if `tracing` said so."""
+        return sum(f.whole_losses for f in self._frames if any(e.program.kind != "inference" for e in f.executables))
 
     @property
     def flops_done(self) -> int:
@@ -244,14 +257,13 @@ class Capture:
             if one.checkpointed_bytes
         ]
 
-    def trace_anew(self, uncheckpointed: int, sparing: bool) -> None:
+    def trace_anew(self, tracing: Tracing) -> None:
         """Forgets what was captured of training steps; call between optimizer steps, on all ranks alike.
 
         Args:
-            uncheckpointed: As the attribute, from now on.
-            sparing: As the attribute, from now on.
+            tracing: As the attribute, from now on.
         """
-        self.uncheckpointed, self.sparing = uncheckpointed, sparing
+        self.tracing = tracing
         self._frames = [f for f in self._frames if all(e.program.kind == "inference" for e in f.executables)]
         self.executables = [executable for frame in self._frames for executable in frame.executables]
         self._first_frame, self.plan = None, {}
@@ -364,8 +376,10 @@ class Capture:
                 cuts=self._cuts(frame),
                 frame=frame.index,
             )
-            if self.uncheckpointed:
+            if self.tracing.uncheckpointed:
                 base = replace(base, history=(*base.history, UNCHECKPOINTED))
+            if frame.whole_losses and kind != "inference":  # only training steps are traced anew
+                base = replace(base, history=(*base.history, WHOLE_LOSS))
             self.runtime.setup.register_graph(graph_id, sorted(frame.ids), stage=self.stage, reduce="every")
             if kind == "backward":
                 self.runtime.setup.register_graph(

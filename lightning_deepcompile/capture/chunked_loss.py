@@ -55,17 +55,18 @@ _SWAPS |= frozenset([("permute", 0, 2, 1), ("permute", (0, 2, 1))])
 _WRITERS = frozenset("setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor".split())
 
 
-def chunk_losses(gm: fx.GraphModule, pieces: int | str) -> int:
+def chunk_losses(gm: fx.GraphModule, pieces: int | str, *, look: bool = False) -> int:
     """Replaces linear layers and the losses behind them by losses in pieces, in place.
 
     Args:
         gm: Dynamo's graph, before AOTAutograd.
         pieces: How many; ``"auto"``: 8 where there are 32 768 classes or more.
+        look: Whether to replace nothing, and only see what could be.
 
     Returns:
-        How many losses were replaced.
+        How many losses were replaced, or could be.
     """
-    replaced = 0
+    number = 0
     for linear in [n for n in gm.graph.nodes if n.op == "call_function" and n.target is F.linear and not n.kwargs]:
         hidden, weight = (n.meta["example_value"].shape for n in args_of(linear)[:2])
         if len(hidden) < 2 or len(weight) != 2 or weight[0] <= weight[1]:
@@ -81,11 +82,12 @@ def chunk_losses(gm: fx.GraphModule, pieces: int | str) -> int:
                 _log.info("The loss of %d classes is computed whole: %s.", classes, reason)
             continue
         if found.losses and found.result is not None:
-            found.replace(gm, f"chunked_loss_{replaced}", _PIECES if pieces == "auto" else int(pieces))
-            replaced += 1
-    if replaced:
+            if not look:
+                found.replace(gm, f"chunked_loss_{number}", _PIECES if pieces == "auto" else int(pieces))
+            number += 1
+    if number and not look:
         gm.recompile()
-    return replaced
+    return number
 
 
 class _NotByRows(Exception):

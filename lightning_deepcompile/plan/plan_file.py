@@ -9,11 +9,13 @@ from typing import Any
 
 from lightning_deepcompile.plan.costs import schedule_from_dict
 from lightning_deepcompile.plan.offload import StatePlaces
+from lightning_deepcompile.plan.tracing import Tracing
 from lightning_deepcompile.program.schedule import Schedule, ScheduleError, check_schedule
 
 __all__ = ["PLAN_VERSION", "Plan", "PlanFileError", "Setting", "read_plan", "read_setting", "write_plan"]
 
 PLAN_VERSION = 3
+_AS_WRITTEN = Tracing()
 
 
 class PlanFileError(ValueError):
@@ -30,6 +32,7 @@ class Setting:
         device_type: ``"cuda"`` or ``"cpu"``.
         memory_budget: The user's, in any of its forms.
         recompute: Whether it was planned how much is computed again in backward.
+        chunk_loss: In how many pieces losses are computed, or whether planning decides it.
     """
 
     world_size: int
@@ -37,6 +40,7 @@ class Setting:
     device_type: str
     memory_budget: int | float | str | None = None
     recompute: str = "always"
+    chunk_loss: int | str = False
 
 
 @dataclass(frozen=True)
@@ -46,22 +50,19 @@ class Plan:
     Args:
         schedules: By content key of the program.
         states: Where optimizer states are; None if nothing of them may leave.
-        uncheckpointed: How many blocks that the model checkpoints keep their activations.
-        sparing: Whether little is saved for backward: what is cheap to compute is computed again.
+        tracing: How the step is traced.
     """
 
     schedules: Mapping[str, Schedule]
     states: StatePlaces | None
-    uncheckpointed: int
-    sparing: bool = False
+    tracing: Tracing
 
 
 def write_plan(
     schedules: Sequence[Schedule],
     setting: Setting,
     states: StatePlaces | None = None,
-    uncheckpointed: int = 0,
-    sparing: bool = False,
+    tracing: Tracing = _AS_WRITTEN,
 ) -> str:
     """A plan as text that `read_plan` reads.
 
@@ -69,15 +70,13 @@ def write_plan(
         schedules: The schedules, each with its content key.
         setting: What they were made for.
         states: Where optimizer states are; None if nothing of them may leave.
-        uncheckpointed: How many blocks that the model checkpoints keep their activations.
-        sparing: Whether little is saved for backward.
+        tracing: How the step is traced.
     """
     data = {
         "version": PLAN_VERSION,
         "setting": asdict(setting),
         "states": None if states is None else asdict(states),
-        "uncheckpointed": uncheckpointed,
-        "sparing": sparing,
+        "tracing": asdict(tracing),
         "programs": {schedule.content: asdict(schedule) for schedule in schedules},
     }
     return json.dumps(data, indent=1)
@@ -106,15 +105,12 @@ def read_plan(text: str, setting: Setting) -> Plan:
         states = None if data["states"] is None else StatePlaces(**data["states"])
         if states is not None and not (_is_count(states.away, 0) and _is_count(states.slots, 1)):
             raise PlanFileError(f"it has optimizer states in {states}")
-        uncheckpointed = data["uncheckpointed"]
-        if not _is_count(uncheckpointed, 0):
-            raise PlanFileError(f"it has {uncheckpointed!r} blocks that keep their activations")
-        sparing = data["sparing"]
-        if not isinstance(sparing, bool):
-            raise PlanFileError(f"it says {sparing!r} to whether little is saved for backward")
+        tracing = Tracing(**data["tracing"])
+        if not (_is_count(tracing.uncheckpointed, 0) and type(tracing.sparing) is type(tracing.chunked) is bool):
+            raise PlanFileError(f"it has a step traced by {tracing}")
     except (AttributeError, KeyError, TypeError, ScheduleError) as error:
         raise PlanFileError(f"it is damaged ({type(error).__name__}: {error})") from error
-    return Plan(schedules, states, uncheckpointed, sparing)
+    return Plan(schedules, states, tracing)
 
 
 def read_setting(text: str) -> Setting:

@@ -50,8 +50,8 @@ class Round:
         after_peak_bytes: Measured peak memory with the new programs; None where the allocator does not count.
         outcome: ``"measuring"``, ``"kept"``, ``"reverted"`` or ``"unchanged"``; ``"out of memory"`` where a rank ran
             out of it before that was known, ``"leaner"`` for what follows a shortage, and ``"traced anew"`` where
-            another part of the activations is computed again: the next round plans for that. ``"measured"`` where there
-            is nothing to plan.
+            another part of the activations is computed again, or losses are computed in pieces: the next round plans
+            for that. ``"measured"`` where there is nothing to plan.
         reason: What made a leaner plan take over, and what it does differently, or why nothing was planned; else empty.
         before_peak_bytes: Measured peak memory of this rank before; None where the allocator does not count.
     """

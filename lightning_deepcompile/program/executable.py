@@ -16,12 +16,17 @@ from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import Gathers, Program, RegionModule
 from lightning_deepcompile.program.replay import ProgramGraphs
 
-__all__ = ["UNCHECKPOINTED", "Executable"]
+__all__ = ["UNCHECKPOINTED", "WHOLE_LOSS", "Executable"]
 
 _log = logging.getLogger(__name__)
 
 UNCHECKPOINTED = "uncheckpointed"
 """In a program's history: it keeps activations that the model would compute again."""
+WHOLE_LOSS = "whole loss"
+"""In a program's history: its logits are whole, and need not be."""
+
+# Programs for which there is a leaner one, which all ranks can change to after a shortage of memory.
+_GUARDED = frozenset(["plan", UNCHECKPOINTED, WHOLE_LOSS])
 
 
 @dataclass(eq=False, repr=False)
@@ -33,8 +38,8 @@ class Executable:
         program: The current schedule.
         before: Called before every run: begins the backward pass, or does nothing.
         check: Called with the program before every run; compares it with the other ranks'.
-        guard: What programs call for a region that are planned, profiled, or computed without the checkpoints that the
-            model asks for; by default the region itself.
+        guard: What programs call for a region that are planned, profiled, computed without the checkpoints that the
+            model asks for, or with a whole loss that could be in pieces; by default the region itself.
         divider: Told where programs compute; None: nobody is.
         graphs: Replays the program as a CUDA graph; None: it always runs.
 
@@ -78,7 +83,7 @@ class Executable:
         if program.graph_id != self.base.graph_id:
             raise ValueError(f"The program {program.name!r} belongs to another graph than {self.base.name!r}.")
         self.program = self._running = program
-        self._guard = None if {"plan", UNCHECKPOINTED}.isdisjoint(program.history) else self.guard
+        self._guard = None if _GUARDED.isdisjoint(program.history) else self.guard
         self._run, self.source = generate(program, guard=self._guard, divider=self.divider)
         self._with_names = None
         self._replay = None if self.divider is not None else self.graphs

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lightning_deepcompile.plan.offload import StatePlaces
 from lightning_deepcompile.plan.plan_file import Plan, PlanFileError, Setting, read_plan, write_plan
+from lightning_deepcompile.plan.tracing import Tracing
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import attempt, from_first
 
@@ -61,21 +62,18 @@ class PlanStore:
         self._say(f"Training starts with the plan {str(path)!r}, which is for {count} programs.", logging.INFO)
         return plan
 
-    def save(
-        self, schedules: Sequence[Schedule], states: StatePlaces | None, uncheckpointed: int, sparing: bool
-    ) -> None:
+    def save(self, schedules: Sequence[Schedule], states: StatePlaces | None, tracing: Tracing) -> None:
         """Writes a plan, on rank 0; a failure is a warning.
 
         Args:
             schedules: Of all programs.
             states: Where optimizer states are; None if nothing of them may leave.
-            uncheckpointed: How many blocks that the model checkpoints keep their activations.
-            sparing: Whether little is saved for backward.
+            tracing: How the step is traced.
         """
         path = self._path
         if path is None or self._group.rank() != 0:
             return
-        text = write_plan(schedules, self._setting, states, uncheckpointed, sparing)
+        text = write_plan(schedules, self._setting, states, tracing)
         if text == self._text:
             return
         there, _ = attempt(lambda: path.read_text() if path.is_file() else None)

@@ -6,7 +6,8 @@ inputs.
 
 A region may free an input as soon as it has read it, so whoever wants to call it again must hold its inputs. This makes
 the peak higher by the inputs that the region at the peak reads last. Only planned programs pay for it: those which use
-memory that was free, and for which there is a leaner plan. Profiled programs do, too, so that plans count it.
+memory that was free, and for which there is a leaner plan. Profiled programs do, too, so that plans count it, and those
+whose loss is whole and could be computed in pieces.
 
 Every few optimizer steps of a planned program, each rank tells the rendezvous store that it has come so far, and
 whether it was short of memory since the last time. At the next such step it reads what all have said at the one before:

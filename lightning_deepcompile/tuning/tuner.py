@@ -40,7 +40,7 @@ from lightning_deepcompile.tuning.measuring import (
     agreed_profile,
 )
 from lightning_deepcompile.tuning.plan_store import PlanStore
-from lightning_deepcompile.tuning.recomputation import Recomputation
+from lightning_deepcompile.tuning.retracing import Retracing
 from lightning_deepcompile.tuning.shortages import Shortages
 from lightning_deepcompile.tuning.together import Seen, put_together
 
@@ -95,11 +95,13 @@ class Tuner:
         self._capture, self._runtime, self._group = capture, runtime, group
         self._device, self._memory = device, memory
         self._shortages, self._states = shortages, states
-        self._recomputation = Recomputation(capture, states)
+        self._retracing = Retracing(capture, states, group)
         self._config = capture.config
         ranks = capture.model.ranks
         self._world = ranks.shards
-        setting = Setting(self._world, capture.stage, device.type, self._config.memory_budget, self._config.recompute)
+        config = self._config
+        budget, recompute, chunk_loss = config.memory_budget, config.recompute, config.chunk_loss
+        setting = Setting(self._world, capture.stage, device.type, budget, recompute, chunk_loss)
         self._store = PlanStore(self._config.plan, setting, group)
         first, *self._entries = pass_schedule(self._config, capture.stage, self._world)
         capture.passes = self._start = first[1]
@@ -122,8 +124,9 @@ class Tuner:
         self._excess = 0  # bytes that steps took beyond the budget, which their plan had kept
         self._swapped = False  # whether programs were swapped right before the step under way
         self._leanest = False  # the plan in use needs the least memory of all
-        if not self._load() and not self._next_entry() and (text := self._recomputation.unplanned()):
-            self._say(text, logging.WARNING)
+        if not self._load() and not self._next_entry():
+            for text in self._retracing.unplanned():
+                self._say(text, logging.WARNING)
 
     # What the engine calls --------------------------------------------------------------------------------------------
 
@@ -161,9 +164,9 @@ class Tuner:
 
     def explain(self, error: BaseException) -> None:
         """Adds to an out-of-memory error what a plan has to do with it: it was made for the batches of a few steps."""
-        note = shortage_note(self.rounds)
-        if note and isinstance(error, torch.OutOfMemoryError):
-            error.add_note(note)
+        if isinstance(error, torch.OutOfMemoryError):
+            for note in filter(None, (shortage_note(self.rounds), self._retracing.note())):
+                error.add_note(note)
 
     @property
     def settled(self) -> bool:
@@ -179,7 +182,8 @@ class Tuner:
 
     @property
     def _watches(self) -> bool:
-        return (bool(self._planned) or self._capture.uncheckpointed > 0) and not self._leanest
+        leaner = bool(self._planned) or self._capture.tracing.uncheckpointed > 0 or self._retracing.keeps_losses_whole
+        return leaner and not self._leanest
 
     def _at_boundary(self) -> None:
         if self._watches and (shortages := self._shortages.look(self._step)):
@@ -211,7 +215,7 @@ class Tuner:
             seen = put_together(mine, error, self._group)
         except ProfileError as failure:
             self._attempts += 1
-            level = logging.WARNING if self._passes or self._recomputation.pending else logging.INFO
+            level = logging.WARNING if self._passes or self._retracing.pending else logging.INFO
             self._say(f"No plan was made at step {self._step}, and training goes on as before: {failure}", level)
             self._end_round(retry=True)
             return
@@ -226,11 +230,11 @@ class Tuner:
             self._say(seen.spread, logging.WARNING)
         smallest = profile.schedules if self._host_room is None else offload_all(profile.schedules)
         least = least_budget(smallest, self._states.least(profile))
-        if (anew := self._recomputation.spare(self._step, profile, least)) is not None:
+        if (anew := self._retracing.spare(self._step, profile, least)) is not None:
             self._trace_anew(anew)
             return
         check_budget(least, budget, chosen)
-        if (anew := self._recomputation.choose(self._step, profile, seen.checkpoints, self._optimized)) is not None:
+        if (anew := self._retracing.choose(self._step, profile, seen.checkpoints, self._optimized)) is not None:
             self._trace_anew(anew)
             return
         if not self._passes:
@@ -270,18 +274,20 @@ class Tuner:
         self._runtime.memory.free_windows()
         self._retraces = True
         self._planned, self._swapped = (), True
-        if self._passes:  # else programs are compiled with those that they have at step 0, and stay so
+        if self._passes or self._retracing.pending:  # else programs keep what they are compiled with, as at step 0
             self._entries.insert(0, (self._step + 3, self._passes))
         self._end_round()
 
     def _answer(self, shortages: list[Shortage]) -> None:
-        """Takes over a leaner plan, as a rank was short of memory under the one in use."""
+        """Takes over a leaner plan, as a rank was short of memory under the one in use, or under none."""
         if self.rounds and self.rounds[-1].outcome == "measuring":
             self.rounds[-1] = replace(self.rounds[-1], outcome="out of memory")
-        if (anew := self._recomputation.give_up(self._step, shortages, self._planned, self.profile)) is not None:
-            self._limit = anew.budget
+        if (anew := self._retracing.give_up(self._step, shortages, self._planned, self.profile)) is not None:
+            self._limit = anew.budget or self._limit
             self._trace_anew(anew)
             return
+        if not self._planned:
+            return  # as it runs is the leanest that there is
         if self._round is not None:
             self._end_round(retry=True)
         settings, states, again = self._capture.settings, self._states, self._limit is not None
@@ -313,7 +319,7 @@ class Tuner:
             states_travel=self._states.travel,
         )
         new = self._coverage.adds(measurement.runs)
-        return Seen(profile, start, new, [self._recomputation.seen(start)])
+        return Seen(profile, start, new, [self._retracing.seen(start)])
 
     def _fastest(self, first: int, last: int) -> float:
         return 0.0 if self._round is None else self._round.fastest(first, last)
@@ -371,7 +377,7 @@ class Tuner:
 
     def _look_for_new_programs(self) -> None:
         self._recheck = None
-        if not self._passes and not self._recomputation.pending:
+        if not self._passes and not self._retracing.pending:
             if any(done.outcome != "measured" for done in self.rounds):
                 self._save()  # nothing is planned for what was traced anew
             return
@@ -389,8 +395,7 @@ class Tuner:
             _log.log(level, "%s", text)
 
     def _save(self) -> None:
-        capture = self._capture
-        self._store.save(self._capture_schedules(), self._states.places, capture.uncheckpointed, capture.sparing)
+        self._store.save(self._capture_schedules(), self._states.places, self._capture.tracing)
 
     def _load(self) -> bool:
         """Takes schedules, and where optimizer states are, from the plan file."""
@@ -398,7 +403,7 @@ class Tuner:
         if plan is None:
             return False
         self._states.expect(plan.states)
-        self._recomputation.adopt(plan.uncheckpointed, plan.sparing)
+        self._retracing.adopt(plan.tracing)
         schedules = plan.schedules.values()
         self._run_plan(admitted(schedules, self._capture.settings, self._world, self._device.type))
         self._coverage.adopt(plan.schedules)
@@ -409,7 +414,7 @@ class Tuner:
 
 PassEntry = tuple[int, tuple[Pass, ...]]
 """Optimizer steps since the start or the resuming, and the passes from then on; none where a step is measured then and
-nothing is planned, but it may be decided how much is computed again."""
+nothing is planned, but it may be decided how the step is traced."""
 
 
 def pass_schedule(config: CompileConfig, stage: int, shards: int) -> list[PassEntry]:

@@ -252,13 +252,21 @@ def test_budgets_are_drawn_as_a_curve(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_compare_measures_every_system_that_runs_without_gpus(tmp_path: Path) -> None:
-    options = ("--systems", "ddp,fsdp,fsdp2,roofline", "--cases", "16x1x1,16x1x2", "--profile", "fsdp2:16x1x2")
+    options = (
+        "--systems",
+        "ddp,fsdp,fsdp2,fsdp2-pieces@pieces=3,roofline",
+        "--cases",
+        "16x1x1,16x1x2",
+        "--profile",
+        "fsdp2:16x1x2",
+    )
     code, results, printed = run_compare(tmp_path, *options, TORCH_COMPILE_DISABLE="1")
     assert code == 0, printed
     for case in ("16x1x1", "16x1x2"):
         found = by_system(results, case)
         assert found["fsdp"]["status"] == "skipped"
-        assert found["fsdp2"]["losses"] == pytest.approx(found["ddp"]["losses"], rel=1e-5)
+        for name in ("fsdp2", "fsdp2-pieces@pieces=3"):
+            assert found[name]["losses"] == pytest.approx(found["ddp"]["losses"], rel=1e-5)
         assert len(found["fsdp2"]["losses"]) == 3
         assert all(len(rank["ms"]) == 2 for name in ("ddp", "fsdp2") for rank in found[name]["ranks"])
         assert found["roofline"]["ms"] > found["roofline"]["optimizer_ms"] > 0

@@ -73,7 +73,12 @@ def test_a_command_line_says_what_it_misses(capsys: pytest.CaptureFixture[str]) 
     arguments = longest.parse_arguments(["--out", "unused", "--memory-budget", "1GiB", "--first", "8", "16"])
     assert arguments.budget == 2**30
     assert longest._job(arguments, "both", 16, 2).system.options["offload_activations"] == "auto"
-    assert longest._job(arguments, "both", 16, 2).shape.checkpointing
+    assert longest._job(arguments, "both", 16, 2).shape.checkpointing and arguments.settings == list(longest.SETTINGS)
+    peers = longest.parse_arguments(["--out", "unused", "--memory-budget", "1GiB", "--settings", "--fsdp2"])
+    assert peers.settings == ["fsdp2", "fsdp2-checkpointing"]
+    jobs = [longest._job(peers, setting, 16, 2) for setting in peers.settings]
+    assert [job.shape.checkpointing for job in jobs] == [False, True]
+    assert all(job.system.kind == "fsdp2-pieces" and job.system.options == {"pieces": 8} for job in jobs)
 
 
 @pytest.mark.slow
@@ -116,6 +121,21 @@ def test_a_budget_decides_what_fits(tmp_path: Path) -> None:
     reasons = {trial["seq"]: trial["reason"] for trial in kept["trials"]}
     assert codes == [0, 0]
     assert reasons[32] == "" and "need" in reasons[64], reasons
+
+
+@pytest.mark.slow
+def test_so_it_does_of_fsdp2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    options = ["--out", str(tmp_path), "--memory-budget", "2MiB", "--first", "64", "--step", "64", "--warmup", "1"]
+    options += ["--shape", "tiny", "--layers", "1", "--steps", "1", "--settings", "--fsdp2", "--pieces", "4"]
+    assert run_ranks(_search, 2, options) == [0, 0]
+    kept = json.loads((tmp_path / "longest.json").read_text())
+    found = {(trial["setting"], trial["seq"]): trial["reason"] for trial in kept["trials"]}
+    for setting in ("fsdp2", "fsdp2-checkpointing"):
+        assert found[setting, 64] == "", found
+        assert any("GiB was measured" in reason for (name, _), reason in found.items() if name == setting), found
+    rows = (tmp_path / "longest.md").read_text().splitlines()
+    assert [row.split(" | ")[0] for row in rows[2:]] == ["| fsdp2", "| fsdp2-checkpointing"]
 
 
 def _search(options: list[str]) -> int:

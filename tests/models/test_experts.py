@@ -225,7 +225,7 @@ def _data(routing: str) -> Any:
 
 
 def _inspect(trainer: Any) -> Any:
-    return trainer.strategy.summary(), trainer.strategy.engine.capture.uncheckpointed
+    return trainer.strategy.summary(), trainer.strategy.engine.capture.tracing.uncheckpointed
 
 
 def _train_all(runs: list[Run]) -> dict[str, Record | str]:

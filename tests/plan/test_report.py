@@ -14,6 +14,7 @@ from lightning_deepcompile import __main__ as report
 from lightning_deepcompile.plan.costs import Resident
 from lightning_deepcompile.plan.offload import StatePlaces
 from lightning_deepcompile.plan.plan_file import Setting, write_plan
+from lightning_deepcompile.plan.tracing import Tracing
 
 COMMANDS_ON_LINKS = ("simulate", "report")
 
@@ -231,11 +232,12 @@ def test_a_plan_file_is_shown(
 ) -> None:
     forward = schedule("forward", gather(0, 1), wait(0, 1), compute(0, 0, 1), release(0), kept=(1,))
     path = tmp_path / "plan.json"
-    path.write_text(
-        write_plan([replace(forward, content="a")], Setting(8, 3, "cuda", "24GiB"), StatePlaces(1 << 30, 3))
-    )
+    tracing = Tracing(uncheckpointed=2, sparing=True, chunked=True)
+    setting, states = Setting(8, 3, "cuda", "24GiB", chunk_loss="auto"), StatePlaces(1 << 30, 3)
+    path.write_text(write_plan([replace(forward, content="a")], setting, states, tracing))
     printed = _printed(monkeypatch, capsys, "plan", str(path), "--instructions")
-    assert "a plan for 8 ranks (cuda), stage 3, memory_budget: '24GiB'" in printed
+    assert "a plan for 8 ranks (cuda), stage 3, memory_budget: '24GiB', recompute: always, chunk_loss: auto" in printed
+    assert "keep their activations: 2" in printed and "little is saved" in printed and "losses over many" in printed
     assert "optimizer states in host memory: 1.0 GiB (3 slots)" in printed
     row = next(line for line in printed.splitlines() if line.startswith("  forward")).split()
     assert row == ["forward", "1", "1", "2.0", "KiB", "0", "0", "B", "1", "0", "B"]

@@ -78,7 +78,7 @@ class Losses(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *args: Any) -> None:
         self.losses.append(float(outputs["loss"]))
-        self.kept.append(trainer.strategy.engine.capture.uncheckpointed)
+        self.kept.append(trainer.strategy.engine.capture.tracing.uncheckpointed)
 
 
 def _fit(
@@ -148,7 +148,7 @@ def _train(folder: Path) -> None:
     (forward,) = (text for name, text in trainer.strategy.programs().items() if name.endswith("forward"))
     before, after = anew.passes
     block = (after.peak_bytes - before.peak_bytes) // LAYERS
-    assert json.loads(path.read_text())["uncheckpointed"] == LAYERS
+    assert json.loads(path.read_text())["tracing"]["uncheckpointed"] == LAYERS
     # The next run begins with them, and is traced once.
     again, values, trainer = _fit(6, recompute="auto", plan=str(path))
     assert again.losses == plain.losses[:6] and again.kept == [LAYERS] * 6 and trainer.strategy.report() == []
@@ -200,12 +200,12 @@ def _alone(folder: Path) -> None:
     assert anew.outcome == "traced anew" and anew.passes[0].name == "zero3 -> prefetch", str(anew)
     programs = list(trainer.strategy.programs().values())
     assert len(programs) == 2 and all("[lower -> uncheckpointed -> zero3 -> prefetch]" in text for text in programs)
-    assert json.loads(path.read_text())["uncheckpointed"] == LAYERS
+    assert json.loads(path.read_text())["tracing"]["uncheckpointed"] == LAYERS
     # The next run begins with them; when it is short of memory, the one after it does not.
     again, _, trainer = _fit(36, Shortages("forward", {2}), passes=None, recompute="auto", plan=str(path))
     assert again.losses == plain.losses and again.kept == [LAYERS] * 16 + [0] * 20
     assert [done.outcome for done in trainer.strategy.report()] == ["leaner"]
-    assert json.loads(path.read_text())["uncheckpointed"] == 0
+    assert json.loads(path.read_text())["tracing"]["uncheckpointed"] == 0
     # There is no memory for any: they stay, and what is planned is within the budget.
     budget = anew.passes[0].peak_bytes + 1
     tight, _, trainer = _fit(8, passes=None, recompute="auto", memory_budget=f"{budget}B")
@@ -231,11 +231,11 @@ def _saves_little(folder: Path) -> None:
     anew, done = trainer.strategy.report()
     assert anew.outcome == "traced anew" and "what is cheap is computed again" in anew.reason, str(anew)
     assert done.passes[-1].peak_bytes <= budget, str(done)
-    assert json.loads(path.read_text())["sparing"] is True
+    assert json.loads(path.read_text())["tracing"]["sparing"] is True
     # The next run begins with it.
     again, _, trainer = _fit(6, checkpointing=False, passes=None, **settings)
     assert again.losses == plain.losses[:6] and trainer.strategy.report() == []
-    assert trainer.strategy.engine.capture.sparing
+    assert trainer.strategy.engine.capture.tracing.sparing
 
 
 def test_what_is_cheap_is_computed_again_where_nothing_else_fits(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def _train(modes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         results[mode] = {
             "losses": torch.stack(module.losses).tolist(),
             "peaks": peaks.bytes,
-            "kept": strategy.engine.capture.uncheckpointed,
+            "kept": strategy.engine.capture.tracing.uncheckpointed,
             "rounds": strategy.report(),
         }
     return results

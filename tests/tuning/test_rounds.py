@@ -53,7 +53,8 @@ def test_what_is_traced_anew_where_nothing_is_planned_is_scheduled_as_ever(mesh:
         one_step(engine, TOKENS, optimizer)
     engine.close()
     plan = json.loads(path.read_text())
-    path.write_text(json.dumps({**plan, "setting": {**plan["setting"], "recompute": "auto"}, "uncheckpointed": 1}))
+    tracing = {**plan["tracing"], "uncheckpointed": 1}
+    path.write_text(json.dumps({**plan, "setting": {**plan["setting"], "recompute": "auto"}, "tracing": tracing}))
     texts = []
     for settings in ({}, {"plan": str(path), "recompute": "auto"}):
         torch._dynamo.reset()

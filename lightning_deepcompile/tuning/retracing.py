@@ -1,0 +1,186 @@
+"""Has the step traced anew as memory asks for it: with more or less computed again in backward, or losses in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from lightning_deepcompile.capture.backend import Capture
+from lightning_deepcompile.offload.trade import StateTrade
+from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.leaner import Shortage, is_of, leaner_budget
+from lightning_deepcompile.plan.recompute import Checkpoint, choose_recompute
+from lightning_deepcompile.plan.report import PassReport, Round
+from lightning_deepcompile.plan.state_trade import Planned
+from lightning_deepcompile.plan.tracing import Tracing
+from lightning_deepcompile.program.printer import format_bytes
+from lightning_deepcompile.program.schedule import Schedule
+from lightning_deepcompile.ranks.exchange import on_any
+
+__all__ = ["Retracing"]
+
+_IN_PIECES = "losses are computed in pieces"
+
+
+class Retracing:
+    """Decides how the step is traced. Every call is the same on all ranks, as what it depends on is.
+
+    What is computed again is decided once, in the first round of planning. Losses are whole until they cannot be.
+
+    Args:
+        capture: Traces the step.
+        states: Knows what waits in host memory: where that is short of memory already, nothing is kept.
+        group: The ranks.
+    """
+
+    def __init__(self, capture: Capture, states: StateTrade, group: dist.ProcessGroup) -> None:
+        self._capture, self._states, self._group = capture, states, group
+        self._decided = capture.config.recompute != "auto"
+
+    @property
+    def pending(self) -> bool:
+        """Whether the next round of planning decides what is computed again."""
+        return not self._decided
+
+    @property
+    def keeps_losses_whole(self) -> bool:
+        """Whether losses, if there are any, are computed whole as long as there is memory for them."""
+        return self._capture.config.chunk_loss == "auto" and not self._capture.tracing.chunked
+
+    def _has_whole_losses(self) -> bool:
+        """Whether a rank has a loss that could be computed in pieces, and is not yet; a collective while some may."""
+        return self.keeps_losses_whole and on_any(self._capture.whole_losses > 0, self._group)
+
+    def unplanned(self) -> list[str]:
+        """What to know where no round of planning comes, for each setting that waits for one; it waits no more."""
+        said, waiting = [], []
+        if not self._decided:
+            state = "All that the model checkpoints is computed again."
+            waiting.append((state, "recompute", "checkpoint less in the model"))
+        if self.keeps_losses_whole:
+            state = "Losses are computed whole until a rank is short of memory."
+            waiting.append((state, "chunk_loss", "say in how many pieces (chunk_loss=8)"))
+        self._decided = True
+        stage = self._capture.stage
+        for state, name, other in waiting:
+            setting = f"CompileConfig({name}='auto')"
+            if stage == 3:
+                why = f"{setting} needs a measured step, and CompileConfig(schedule=...) plans nothing: leave it 'auto'"
+            else:
+                why = f"{setting} is decided at stage 3, and this is stage {stage}: use stage 3"
+            said.append(f"{state} {why}, or {other}.")
+        return said
+
+    def note(self) -> str:
+        """What to know of the step when its memory does not do; "" if nothing."""
+        if not self.keeps_losses_whole or not self._capture.whole_losses:
+            return ""
+        return (
+            "CompileConfig(chunk_loss='auto') computes losses whole until a measured step shows that memory is short, "
+            "or a rank was short of it and could go on. With chunk_loss=8, or another number, they are computed in "
+            "pieces from the first step on."
+        )
+
+    def adopt(self, tracing: Tracing) -> None:
+        """Does as the plan that was read, which was made with the same settings; call before the step is traced."""
+        self._capture.tracing, self._decided = tracing, True
+
+    def seen(self, schedules: Sequence[Schedule]) -> list[list[Checkpoint]]:
+        """What this rank's programs compute again and could keep, a list for each forward program.
+
+        Args:
+            schedules: Those of a micro-batch.
+        """
+        return [self._capture.checkpoints(schedule.frame) for schedule in schedules if schedule.kind == "forward"]
+
+    def spare(self, step: int, profile: Profile, least: int) -> Round | None:
+        """Has losses computed in pieces if no plan fits, and little saved for backward if then none does either.
+
+        Args:
+            step: Optimizer steps done.
+            profile: As measured.
+            least: Bytes of the leanest plan.
+
+        Returns:
+            What the report says of it; None if the step stays as it is.
+        """
+        if profile.budget is None or least <= profile.budget:
+            return None
+        tracing = self._capture.tracing
+        if self._has_whole_losses():  # first, as it takes less time
+            tracing, done = replace(tracing, chunked=True), _IN_PIECES
+        elif not self._decided:
+            self._decided = True
+            tracing, done = replace(tracing, sparing=True), "what is cheap is computed again"
+        else:
+            return None
+        self._capture.trace_anew(tracing)
+        times = profile.step_seconds, profile.exposed_seconds
+        over = format_bytes(least - profile.budget)
+        text = f"The leanest plan needs {over} too much, so {done} from step {step} on."
+        return Round(step, (), profile.budget, *times, outcome="traced anew", reason=text)
+
+    def choose(
+        self, step: int, profile: Profile, seen: Sequence[list[list[Checkpoint]]], plan: Callable[[Profile], Planned]
+    ) -> Round | None:
+        """Decides, and has the capture forget the step if it is to be traced anew.
+
+        Args:
+            step: Optimizer steps done.
+            profile: As measured.
+            seen: What every rank has `seen`.
+            plan: Makes a plan with a profile.
+
+        Returns:
+            What the report says of it; None if the step stays as it is.
+        """
+        decided, self._decided = self._decided, True
+        places = self._states.places
+        short = (places is not None and places.away > 0) or any(s.offloaded for s in profile.schedules)
+        if decided or short or any([*map(len, one)] != [*map(len, seen[0])] for one in seen):
+            return None
+        frames = [schedule.frame for schedule in profile.schedules if schedule.kind == "forward"]
+        # Ranks may meet batches of different lengths.
+        largest = [
+            [max(same, key=lambda one: one.bytes) for same in zip(*blocks, strict=True)]
+            for blocks in zip(*seen, strict=True)
+        ]
+        blocks = dict(zip(frames, largest, strict=True))
+        doubles = self._capture.config.memory_budget is None
+        chosen = choose_recompute(profile, blocks, plan, doubles=doubles)
+        if chosen is None:
+            return None
+        self._capture.trace_anew(replace(self._capture.tracing, uncheckpointed=chosen.uncheckpointed))
+        reports = tuple(PassReport.of(effect) for effect in chosen.effects)
+        times = profile.step_seconds, profile.exposed_seconds
+        return Round(step, reports, profile.budget, *times, outcome="traced anew")
+
+    def give_up(
+        self, step: int, shortages: Sequence[Shortage], planned: Sequence[Schedule], profile: Profile | None
+    ) -> Round | None:
+        """When a rank was short of memory: losses in pieces; at the next time, all again that the model checkpoints.
+
+        Args:
+            step: Optimizer steps done.
+            shortages: Of all ranks; at least one.
+            planned: The schedules that failed; none if nothing was planned.
+            profile: What they were made with; None for a plan out of a file.
+
+        Returns:
+            What the report says of it; None if all of it is so already.
+        """
+        tracing = self._capture.tracing
+        if self._has_whole_losses():
+            tracing, done = replace(tracing, chunked=True), _IN_PIECES
+        elif tracing.uncheckpointed:
+            tracing, done = replace(tracing, uncheckpointed=0), "all that the model checkpoints is computed again"
+        else:
+            return None
+        budget = None
+        if planned and profile is not None and is_of(profile, planned):
+            budget = leaner_budget(shortages, planned, profile)
+        self._capture.trace_anew(tracing)
+        text = f"{shortages[0]} From step {step} on, {done}."
+        return Round(step, (), budget, 0.0, 0.0, outcome="leaner", reason=text)

@@ -1,0 +1,264 @@
+"""`chunk_loss="auto"`: losses are whole as long as there is memory for that, then in pieces, on all ranks alike."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from cases import full
+from multiprocess import run_ranks
+from test_engine import one_step, sgd
+from test_oom import Regions, Shortages
+from test_recompute import Losses, keep_plans
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.plan.budget import MemoryBudgetError
+from lightning_deepcompile.plan.leaner import Shortage
+from lightning_deepcompile.tuning.tuner import Tuner
+
+CLASSES, WIDTH, LENGTH = 32_768, 8, 64  # the fewest that count as many
+STEPS, ROWS = 16, 2
+START = [{"step": 0, "passes": ["zero3", "prefetch"]}]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16 * WIDTH), nn.Linear(16 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(pl.LightningModule):
+    """Blocks, and a head of so many classes that most of the memory is logits."""
+
+    def __init__(self, whole: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(64, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.whole = whole
+
+    def training_step(self, tokens: Tensor, batch_idx: int = 0) -> Tensor:
+        x = self.embed(tokens % 64)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x).flatten(0, 1)
+        loss = F.cross_entropy(logits, tokens.flatten())
+        return loss * (1 + (logits.argmax(-1) == 0).float().mean()) if self.whole else loss
+
+    def validation_step(self, tokens: Tensor, batch_idx: int = 0) -> Tensor:
+        return self.training_step(tokens)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def tokens(number: int) -> Tensor:
+    """Batches of one rank."""
+    return torch.randint(0, CLASSES, (number, LENGTH), generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def _fit(steps: int = STEPS, module: Net | None = None, **settings: Any) -> tuple[list[float], list[Tensor], Any]:
+    seen, module = Losses(), module or Net()
+    strategy = DeepCompileStrategy(compile=CompileConfig(**{"region_backend": "eager", **settings}))
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), max_steps=steps, callbacks=[seen],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(tokens(ROWS * steps), batch_size=ROWS))
+    return seen.losses, [full(p) for p in module.parameters()], trainer.strategy
+
+
+def _least(**settings: Any) -> int:
+    """What the leanest plan needs."""
+    with pytest.raises(MemoryBudgetError, match=r"chunk_loss='auto'") as refused:
+        _fit(memory_budget="100000B", **settings)
+    return int(str(refused.value).partition("need ")[2].split()[0])
+
+
+def _trains(folder: Path, backend: str) -> None:
+    dist.init_process_group("gloo")
+    keep_plans()
+    plain, expected, _ = _fit(region_backend=backend)
+    pieces, _, _ = _fit(6, region_backend=backend, chunk_loss=8)
+    # There is memory for whole logits.
+    losses, values, strategy = _fit(region_backend=backend, chunk_loss="auto")
+    assert losses == plain and all(map(torch.equal, values, expected))
+    assert strategy.summary().chunked_losses == 0 and strategy.engine.capture.whole_losses == 1
+    assert [done.outcome for done in strategy.report()] in (["kept"], ["unchanged"], ["measured"])
+    # No plan fits into less, but one with the loss in pieces does.
+    least, logits = _least(region_backend=backend), 4 * ROWS * LENGTH * CLASSES
+    budget, path = least - logits // 2, folder / "plan.json"
+    settings: dict[str, Any] = {"region_backend": backend, "chunk_loss": "auto", "plan": str(path)}
+    settings["memory_budget"] = f"{budget}B"
+    losses, values, strategy = _fit(**settings)
+    assert losses[:5] == plain[:5] and losses == pytest.approx(plain, rel=1e-6)
+    assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(values, expected, strict=True))
+    anew, done = strategy.report()
+    assert anew.outcome == "traced anew" and anew.step == 5 and anew.reason.startswith("The leanest plan needs ")
+    assert anew.reason.endswith(" too much, so losses are computed in pieces from step 5 on."), anew.reason
+    assert done.outcome in ("kept", "unchanged") and done.passes[-1].peak_bytes <= budget, str(done)
+    summary = strategy.summary()
+    assert (summary.chunked_losses, summary.graphs, strategy.engine.capture.whole_losses) == (1, 1, 0)
+    tracing = json.loads(path.read_text())["tracing"]
+    assert tracing == {"uncheckpointed": 0, "sparing": False, "chunked": True}
+    # The next run begins with it, and is traced once.
+    again, _, strategy = _fit(6, **settings)
+    assert again == pieces and strategy.report() == [] and strategy.summary().chunked_losses == 1
+    # A run that is to compute losses whole does, whatever the plan says.
+    assert _fit(2, region_backend=backend, plan=str(path))[0] == plain[:2]
+
+
+def test_losses_are_whole_until_no_plan_fits(tmp_path: Path) -> None:
+    run_ranks(_trains, 2, tmp_path, "eager", timeout=150)
+
+
+def test_one_rank_decides_it_too(tmp_path: Path) -> None:
+    run_ranks(_trains, 1, tmp_path, "inductor", timeout=170)
+
+
+def _saves_more() -> None:
+    dist.init_process_group("gloo")
+    keep_plans()
+    plain, _, _ = _fit(20)
+    least = _least(chunk_loss=8)
+    budget = least - (least >> 6)
+    losses, _, strategy = _fit(20, chunk_loss="auto", recompute="auto", memory_budget=f"{budget}B")
+    first, second, done = strategy.report()
+    assert "losses are computed in pieces from step 5 on" in first.reason, first
+    assert "what is cheap is computed again from step 10 on" in second.reason, second
+    assert done.passes[-1].peak_bytes <= budget, str(done)
+    assert strategy.engine.capture.tracing.chunked and strategy.engine.capture.tracing.sparing
+    assert losses == pytest.approx(plain, rel=1e-6) and strategy.summary().chunked_losses == 1
+    # What needs its logits whole is left so, and what is cheap is computed again at once.
+    settings = {"chunk_loss": "auto", "recompute": "auto"}
+    least = _least(module=Net(whole=True), chunk_loss="auto")
+    _, _, strategy = _fit(module=Net(whole=True), memory_budget=f"{least - 10_000}B", **settings)
+    assert [done.outcome for done in strategy.report()][0] == "traced anew", strategy.report()
+    assert "what is cheap is computed again from step 5 on" in strategy.report()[0].reason
+    assert strategy.summary().chunked_losses == 0 and not strategy.engine.capture.tracing.chunked
+
+
+def test_what_is_cheap_is_computed_again_only_if_that_is_not_enough() -> None:
+    run_ranks(_saves_more, 2, timeout=150)
+
+
+# Shortages ------------------------------------------------------------------------------------------------------------
+
+
+def _engine(mesh: DeviceMesh, module: nn.Module | None = None, stage: int = 3, **settings: Any) -> Engine:
+    config = CompileConfig(**{"region_backend": "eager", "chunk_loss": "auto", **settings})
+    engine = Engine(module or Net(), mesh, config, stage=stage)
+    engine.capture.regions = Regions("eager")
+    engine.tuner._fastest = lambda *_: 0.001  # type: ignore[method-assign]
+    return engine
+
+
+def _losses(engine: Engine, steps: int, fails: int) -> list[float]:
+    """Losses of all steps; in one of them, the last rank's second region is short of memory."""
+    batch, optimizer = tokens(ROWS), torch.optim.SGD(engine.module.parameters(), lr=0.1)
+    engine.attach_optimizer(optimizer)
+    shortages = Shortages("forward", {2} if dist.get_rank() == dist.get_world_size() - 1 else set())
+    engine.capture.regions.before = shortages
+    losses = []
+    for step in range(steps):
+        shortages.armed = step == fails
+        losses.append(one_step(engine, batch, optimizer))
+    return losses
+
+
+def _runs_short() -> None:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    planned = [*START, {"step": 3, "passes": ["zero3", "prefetch", "unshard"]}]
+    plain = _losses(_engine(mesh, chunk_loss=False, schedule=START), 30, -1)
+    for stage, schedule, fails in ((3, planned, 12), (3, None, 2), (2, "auto", 2), (1, None, 0)):
+        engine = _engine(mesh, stage=stage, schedule=schedule)
+        losses = _losses(engine, 30, fails)
+        rounds, step = engine.report(), fails // 8 * 8 + 16  # told at a step that 8 divides, read at the next
+        (leaner,) = (done for done in rounds if done.outcome == "leaner")
+        assert leaner.step == step and leaner.reason.startswith("Rank 1 ran out of memory in region_"), leaner
+        assert leaner.reason.endswith(f" From step {step} on, losses are computed in pieces."), leaner
+        assert losses[:step] == plain[:step], (stage, step)
+        assert losses == pytest.approx(plain, rel=1e-6), (stage, step)
+        assert engine.summary().chunked_losses == 1
+        assert len(rounds) == (3 if fails == 12 else 1), "what was planned is planned anew"
+        engine.close()
+
+
+def test_a_shortage_has_losses_taken_apart() -> None:
+    run_ranks(_runs_short, 2, timeout=150)
+
+
+def test_a_shortage_finds_no_loss(mesh: DeviceMesh) -> None:
+    engine = _engine(mesh, Net(whole=True), schedule=None)
+    optimizer, batch = sgd(engine), tokens(ROWS)
+    for step in range(12):
+        if step == 2:
+            engine.tuner._shortages.retry._shortages.append(Shortage(0, "frame0.forward", "region_1", "1 GiB"))
+        one_step(engine, batch, optimizer)
+    programs = engine.programs()
+    assert len(programs) == 2 and not any("whole loss" in text for text in programs.values())
+    assert engine.report() == [] and not engine.capture.tracing.chunked
+    engine.close()
+
+
+# One process ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings", "warning"),
+    [
+        (1, {}, "this is stage 1: use stage 3"),
+        (2, {}, "this is stage 2: use stage 3"),
+        (3, {"schedule": None}, "plans nothing: leave it 'auto'"),
+        (3, {}, ""),
+        (1, {"chunk_loss": 4}, ""),
+        (1, {"chunk_loss": False}, ""),
+    ],
+)
+def test_it_is_said_where_no_step_is_measured(
+    mesh: DeviceMesh, stage: int, settings: dict[str, Any], warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _engine(mesh, stage=stage, **settings).close()
+    said = [text for text in caplog.messages if "Losses are computed whole until a rank is short of memory" in text]
+    assert len(said) == bool(warning) and warning in "".join(said)
+
+
+def test_without_a_budget_both_are_decided_on_one_rank(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fresh_dynamo: None
+) -> None:
+    """Nothing is planned there, but a step is measured, and again when it was traced anew."""
+    monkeypatch.setattr(Tuner, "_fastest", lambda *_: 0.001)
+    engine = _engine(mesh, recompute="auto")
+    engine.tuner._limit = 1000
+    optimizer, batch, error = sgd(engine), tokens(ROWS), torch.OutOfMemoryError("no memory")
+    with caplog.at_level(logging.INFO, "lightning_deepcompile"):
+        for step in range(14):
+            one_step(engine, batch, optimizer)
+            engine.run_step("validation_step", batch)
+            if step == 0:
+                engine.tuner.explain(error)
+                assert "With chunk_loss=8, or another number" in error.__notes__[0]
+    first, second = engine.report()
+    assert "in pieces from step 5 on" in first.reason and "what is cheap" in second.reason
+    assert [text for text in caplog.messages if "in pieces" in text] == [first.reason], "once"
+    error = torch.OutOfMemoryError("no memory")
+    engine.tuner.explain(error)
+    assert not hasattr(error, "__notes__"), "losses are in pieces now"
+    engine.close()
