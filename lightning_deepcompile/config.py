@@ -96,13 +96,13 @@ class CompileConfig:
             gradients may change. Each piece adds a pass over that gradient; take so many that one piece's logits, 2
             to 6 bytes an element, are small. A step that needs its logits otherwise keeps them whole, and one line says
             why; so does one in float16. ``"auto"``: 8 pieces where there are 32 768 classes or more. False: whole.
-        cuda_graphs: Record each program of a training step, with its gathers and reductions, and the step of a fused
-            optimizer, as CUDA graphs, and launch each as a whole: the host of a small model is slower than its device.
-            They are recorded when they have run a few times and planning is done. They keep their memory between steps:
-            gradients, activations, and what is computed in between. What reads values on the host, copies activations
-            to it, or takes part in other ranks' batch statistics runs as before; the summary says why. ``"auto"``:
-            where devices wait for their hosts, there is memory for it, and it turns out to be faster. CPUs have no
-            graphs.
+        cuda_graphs: Record each program of a training step, with its gathers and reductions, clipping by norm and the
+            step of a fused optimizer as CUDA graphs, and launch each as a whole: the host of a small model is slower
+            than its device. They are recorded when they have run a few times and planning is done. They keep their
+            memory between steps: gradients, activations, and what is computed in between. What reads values on the
+            host, copies activations to it, or takes part in other ranks' batch statistics runs as before; the summary
+            says why. ``"auto"``: where devices wait for their hosts, there is memory for it, and it turns out to be
+            faster. CPUs have no graphs.
         trace_blocks_once: Trace blocks that are equal (the layers of a transformer) once, and write them out again:
             the first step begins in a fraction of the time. Blocks that draw random numbers, write to buffers or meet
             symbolic sizes are traced one by one all the same.

@@ -103,7 +103,7 @@ class Engine:
         self.timeline, self.failures = parts.timeline(self.runtime, self.model, self.gradients)
         self.capture, self.tuner = self.timeline.capture, self.timeline.tuner
         self.residency, self.uncompiled = self.timeline.residency, self.timeline.uncompiled
-        self.clipping = Clipping(self.model, self.gradients, self.device)
+        self.clipping = Clipping(self.model, self.device, self.capture.replays)
         self._steps = CompiledSteps(module, config, self.capture, self.fallbacks)
         self._local_shards: weakref.WeakKeyDictionary[Optimizer, LocalShards] = weakref.WeakKeyDictionary()
         self.ended = False
