@@ -101,13 +101,13 @@ class CompileConfig:
             32 768 classes or more; validation stays as it is compiled. Until then logits are whole: where that takes
             more than the device has, give a number. At stages 1 and 2, and with a ``schedule`` that plans nothing, no
             step is measured: then only a shortage decides, and a warning says so. False: whole.
-        cuda_graphs: Record each program of a training step, with its gathers and reductions, and the step of a fused
-            optimizer, as CUDA graphs, and launch each as a whole: the host of a small model is slower than its device.
-            They are recorded when they have run a few times and planning is done. They keep their memory between steps:
-            gradients, activations, and what is computed in between. What reads values on the host, copies activations
-            to it, or takes part in other ranks' batch statistics runs as before; the summary says why. ``"auto"``:
-            where devices wait for their hosts, there is memory for it, and it turns out to be faster. CPUs have no
-            graphs.
+        cuda_graphs: Record each program of a training step, with its gathers and reductions, clipping by norm and the
+            step of a fused optimizer as CUDA graphs, and launch each as a whole: the host of a small model is slower
+            than its device. They are recorded when they have run a few times and planning is done. They keep their
+            memory between steps: gradients, activations, and what is computed in between. What reads values on the
+            host, copies activations to it, or takes part in other ranks' batch statistics runs as before; the summary
+            says why. ``"auto"``: where devices wait for their hosts, there is memory for it, and it turns out to be
+            faster. CPUs have no graphs.
         trace_blocks_once: Trace blocks that are equal (the layers of a transformer) once, and write them out again:
             the first step begins in a fraction of the time. Blocks that draw random numbers, write to buffers or meet
             symbolic sizes are traced one by one all the same.

@@ -38,6 +38,7 @@ from lightning_deepcompile.sharding.mentions import Mentions
 from lightning_deepcompile.sharding.shards import ReadRows, ShardedModel
 from lightning_deepcompile.sharding.successors import Successors
 from lightning_deepcompile.step.clipping import Clipping
+from lightning_deepcompile.step.direct import DirectStep
 from lightning_deepcompile.step.head_start import HeadStart
 from lightning_deepcompile.step.optimizers import LocalShards, check_optimizer, state_bytes, take_over
 from lightning_deepcompile.summary import Summary
@@ -102,7 +103,7 @@ class Engine:
         self.timeline, self.failures = parts.timeline(self.runtime, self.model, self.gradients)
         self.capture, self.tuner = self.timeline.capture, self.timeline.tuner
         self.residency, self.uncompiled = self.timeline.residency, self.timeline.uncompiled
-        self.clipping = Clipping(self.model, self.gradients, self.device)
+        self.clipping = Clipping(self.model, self.device, self.capture.replays)
         self._steps = CompiledSteps(module, config, self.capture, self.fallbacks)
         self._local_shards: weakref.WeakKeyDictionary[Optimizer, LocalShards] = weakref.WeakKeyDictionary()
         self.ended = False
@@ -183,6 +184,9 @@ class Engine:
             parts: Any = HeadStart.of(optimizer, self.timeline.prefetch)
             if self.residency is not None:
                 parts = self.residency.attach(optimizer, parts)
+            direct = None
+            if self.residency is None:
+                direct = DirectStep.of(optimizer, self.model, self.timeline.prefetch, self.capture.replays)
             self._local_shards[optimizer] = LocalShards(
                 optimizer,
                 self.model,
@@ -190,7 +194,7 @@ class Engine:
                 self.parameters_changed,
                 self.uncompiled.inside,
                 parts,
-                None if self.residency is not None else self.capture.replays,
+                direct,
             )
 
     def offload_of(self, optimizer: Optimizer) -> StateOffload | None:

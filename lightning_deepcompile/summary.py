@@ -44,7 +44,7 @@ class Summary:
         offload_parameters_reason: Why so many; empty where none may leave.
         peak_bytes: The most device memory in use since the module was sharded. Planning starts the allocator's peak
             anew when it measures: ``torch.cuda.max_memory_allocated()`` is of the time since then. 0 on CPUs.
-        replayed: Programs, and optimizers' steps, that were replayed as CUDA graphs.
+        replayed: Programs, optimizers' steps and pieces of clipping that were replayed as CUDA graphs.
         not_replayed: Those that were not, though they should have been, ``name: reason``.
         uncompiled: Functions that run as Python, ``name (file:line): reason``.
         uncompiled_share: Part of the host's time in the last training step (forward and backward) that was not spent in
@@ -113,7 +113,10 @@ class Summary:
             rows += [("", function) for function in self.uncompiled]
         if self.replayed or self.not_replayed:
             rows.append(
-                ("CUDA graphs", f"{self.replayed} of {self.replayed + len(self.not_replayed)} programs and optimizers")
+                (
+                    "CUDA graphs",
+                    f"{self.replayed} of {self.replayed + len(self.not_replayed)} programs, optimizers and clipping",
+                )
             )
             rows += [("", program) for program in self.not_replayed]
         if self.exchanged_lookups:

@@ -74,9 +74,8 @@ def table(
             f"{loaded[0].slower:12.1%}{loaded[1].slower:10.1%}"
         )
     stats = sides[1].runtime.stats()
-    lines.append(
-        f"{stats['symmetric_gathers']} gathers by copy engines, to {stats['symmetric_bytes'] / MIB:.0f} MiB on each rank"
-    )
+    mib = stats["symmetric_bytes"] / MIB
+    lines.append(f"{stats['symmetric_gathers']} gathers by copy engines, to {mib:.0f} MiB on each rank")
     for side in sides:
         side.runtime.close()
     return lines

@@ -86,6 +86,9 @@ from lightning_deepcompile.compat.modules import (
 )
 from lightning_deepcompile.compat.optim import (
     clamp,
+    functional_step,
+    has_functional_step,
+    names_of_states,
     norms,
     run_first_after_step,
     scale,
@@ -121,6 +124,8 @@ __all__ = [
     "device_of_objects",
     "fake_tensor",
     "graph_module",
+    "functional_step",
+    "has_functional_step",
     "has_hooks",
     "held_weakly",
     "hooked_forward",
@@ -137,6 +142,7 @@ __all__ = [
     "keeping_graphs",
     "local_of",
     "mark_effectful",
+    "names_of_states",
     "never_a_frame",
     "never_code",
     "never_frames",

@@ -6,17 +6,33 @@ Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["clamp", "norms", "run_first_after_step", "scale", "unhooked_step", "unscale"]
+__all__ = [
+    "clamp",
+    "functional_step",
+    "has_functional_step",
+    "names_of_states",
+    "norms",
+    "run_first_after_step",
+    "scale",
+    "unhooked_step",
+    "unscale",
+]
+
+# Whose steps are known, and where they are written.
+_KNOWN: dict[type[Optimizer], str] = {Adam: "torch.optim.adam", AdamW: "torch.optim.adam", SGD: "torch.optim.sgd"}
 
 
 def unscale(scaler: ShardedGradScaler, optimizer: Optimizer) -> None:
@@ -50,6 +66,73 @@ def unhooked_step(optimizer: Optimizer) -> Iterator[Callable[..., Any]]:
         yield type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
     finally:
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
+
+
+def has_functional_step(optimizer: Optimizer) -> bool:
+    """Whether `functional_step` does what a step of the optimizer does: not for subclasses, which may do anything."""
+    kind = type(optimizer)
+    return kind in _KNOWN and inspect.unwrap(kind.step).__module__ == _KNOWN[kind]
+
+
+def names_of_states(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Names of the states, one of each parameter, that a step on a group works with.
+
+    Args:
+        optimizer: One that `has_functional_step`.
+        group: Of its groups.
+
+    Returns:
+        They are all to be there. None if the class's own step is needed, which may refuse the group.
+    """
+    if group["differentiable"] or optimizer.defaults["differentiable"]:
+        return None
+    if type(optimizer) is SGD:
+        if group["fused"] and getattr(optimizer, "_need_device_dtype_check_for_fused", True):
+            return None
+        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+    if group["foreach"] and isinstance(group["lr"], Tensor) and not group["capturable"]:
+        return None
+    most = ("max_exp_avg_sq",) if group["amsgrad"] else ()
+    return ("exp_avg", "exp_avg_sq", "step", *most)
+
+
+@torch.no_grad()
+def functional_step(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    states: Mapping[str, list[Tensor]],
+) -> None:
+    """Does what the optimizer's own step does for a group.
+
+    Args:
+        optimizer: One that `has_functional_step`, without a gradient scaler's attributes.
+        group: Settings.
+        parameters: That have gradients.
+        gradients: One for each, none of them sparse.
+        states: One for each, by the `names_of_states`.
+    """
+    same = {name: group[name] for name in ("lr", "weight_decay", "maximize", "foreach", "fused")}
+    if type(optimizer) is SGD:
+        own = {name: group[name] for name in ("momentum", "dampening", "nesterov")}
+        sgd(parameters, gradients, [*states.get("momentum_buffer", ())], **same, **own)
+        return
+    own = {name: group[name] for name in ("amsgrad", "eps", "capturable", "differentiable", "decoupled_weight_decay")}
+    beta1, beta2 = group["betas"]
+    adam(
+        parameters,
+        gradients,
+        states["exp_avg"],
+        states["exp_avg_sq"],
+        states.get("max_exp_avg_sq", []),
+        states["step"],
+        has_complex=any(map(torch.is_complex, parameters)),
+        beta1=beta1,
+        beta2=beta2,
+        **same,
+        **own,
+    )
 
 
 def scale(tensors: list[Tensor], factor: Tensor) -> None:

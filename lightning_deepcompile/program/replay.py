@@ -212,9 +212,9 @@ class Replays:
         limit: Bytes that the device's allocator may hand out; None: what there is.
 
     Attributes:
-        reasons: Why programs, and steps of optimizers, are not recorded, by name.
+        reasons: Why programs, and what comes between them, are not recorded, by name.
         recorded: How many graphs were recorded since all were dropped; those of swapped programs are gone.
-        replayed: Names of the programs, and steps of optimizers, that were replayed.
+        replayed: Names of the programs, and of what comes between them, that were replayed.
         enabled: Whether programs are recorded and replayed in the step under way.
     """
 
@@ -374,10 +374,13 @@ class Replays:
         self.recorded += 1
         return graph, recording, outputs
 
-    def record_alone(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Records what `run` issues on the current stream, where programs are recorded already."""
-        graph, _ = self._capture(run)
-        return graph
+    def record_alone(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """Records what `run` issues on the current stream, where programs are recorded already.
+
+        Returns:
+            The graph, and what `run` returned.
+        """
+        return self._capture(run)
 
     def _capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         assert self._stream is not None

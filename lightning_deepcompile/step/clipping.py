@@ -10,26 +10,53 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.sharding.gradients import GradientSession
+from lightning_deepcompile.program.replay import Replays
 from lightning_deepcompile.sharding.shards import ShardedModel
+from lightning_deepcompile.step.local_gradients import Found, LocalGradients
+from lightning_deepcompile.step.steady import Reads, Steady
 
 __all__ = ["Clipping"]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
+class _Work:
+    """What is clipped on this rank.
+
+    Args:
+        sharded: Gradients of which every rank has a part.
+        replicated: Gradients that are equal on all ranks.
+        dtype: What norms are computed in.
+        limit: Largest allowed norm.
+        total: The sum of squares of the first over all ranks, when it is known.
+    """
+
+    sharded: list[Tensor]
+    replicated: list[Tensor]
+    dtype: torch.dtype
+    limit: float = 0.0
+    total: Tensor | None = None
+
+
 class Clipping:
     """Clips gradients in place.
 
+    Where programs are replayed as CUDA graphs, so is clipping by norm. Its collective is not part of a graph: on
+    several ranks there are two, before it and behind it.
+
     Args:
         model: The sharded model.
-        gradients: Knows this rank's part of each gradient.
-        device: Where they are.
+        device: Where the gradients are.
+        replays: Lets it be replayed; None: it is not.
     """
 
-    model: ShardedModel
-    gradients: GradientSession
-    device: torch.device
+    def __init__(self, model: ShardedModel, device: torch.device, replays: Replays | None = None) -> None:
+        self._ranks, self._device = model.ranks, device
+        self._model, self._gradients = model, LocalGradients(model)
+        self._alone = Steady("clipping", replays, self._clip_alone)
+        self._before = Steady("clipping.norm", replays, self._sharded_sum)
+        self._behind = Steady("clipping.scale", replays, self._scale)
 
+    @torch.no_grad()
     def norm(self, parameters: Iterable[Tensor], limit: float) -> Tensor:
         """Scales gradients so that their 2-norm over all ranks is at most `limit`; one collective, no host wait.
 
@@ -40,45 +67,67 @@ class Clipping:
         Returns:
             The norm before; a 0-dim tensor, equal on all ranks.
         """
-        parameters = list(parameters)
-        sharded, replicated = self._local_grads(parameters)
-        norm = self._total(sharded, replicated, _norm_dtype(parameters))
-        if sharded or replicated:
-            # As torch.nn.utils.clip_grad_norm_: no branch on the norm, for which the host would have to wait.
-            compat.scale(sharded + replicated, torch.clamp(limit / (norm + 1e-6), max=1.0))
-        return norm
+        found = self._gradients.of(parameters)
+        work = _work(found, limit)
+        numbers = [limit, work.dtype] if found.are_own else None
+        if self._ranks.shards == 1:
+            last = self._alone
+        else:
+            last = self._behind
+            work.total = self._reduced(self._before.run(work, numbers, lambda: _reads(found, work)))
+        norm = last.run(work, numbers, lambda: _reads(found, work))
+        return norm.clone() if last.replayed else norm
 
     def total_norm(self, parameters: Iterable[Tensor]) -> Tensor:
         """The 2-norm of gradients over all ranks, which are left as they are; arguments as of `norm`."""
-        parameters = list(parameters)
-        return self._total(*self._local_grads(parameters), _norm_dtype(parameters))
+        work = _work(LocalGradients(self._model).of(parameters))
+        work.total = self._reduced(self._sharded_sum(work))
+        return self._norm(work)
 
     def value(self, parameters: Iterable[Tensor], limit: float) -> None:
         """Clamps every element of the gradients to ``[-limit, limit]``; arguments as of `norm`."""
-        sharded, replicated = self._local_grads(parameters)
-        if sharded or replicated:
-            compat.clamp(sharded + replicated, limit)
+        work = _work(self._gradients.of(parameters))
+        if work.sharded or work.replicated:
+            compat.clamp(work.sharded + work.replicated, limit)
 
-    def _total(self, sharded: list[Tensor], replicated: list[Tensor], dtype: torch.dtype) -> Tensor:
-        total = _square_sum(sharded, self.device, dtype)
-        if self.model.ranks.shards > 1:
-            dist.all_reduce(total, group=self.model.ranks.shard_group)
-        return (total + _square_sum(replicated, self.device, dtype)).sqrt()
+    def _reduced(self, total: Tensor) -> Tensor:
+        if self._ranks.shards > 1:
+            dist.all_reduce(total, group=self._ranks.shard_group)
+        return total
 
-    @torch.no_grad()
-    def _local_grads(self, parameters: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        sharded: list[Tensor] = []
-        replicated: list[Tensor] = []
-        for parameter in parameters:
-            grad = self.gradients.local_grad(parameter)
-            if grad is not None and grad.numel():
-                (sharded if parameter in self.model.by_parameter else replicated).append(grad)
-        return sharded, replicated
+    def _clip_alone(self, work: _Work) -> Tensor:
+        work.total = self._sharded_sum(work)
+        return self._scale(work)
+
+    def _sharded_sum(self, work: _Work) -> Tensor:
+        return _square_sum(work.sharded, self._device, work.dtype)
+
+    def _norm(self, work: _Work) -> Tensor:
+        assert work.total is not None
+        return (work.total + _square_sum(work.replicated, self._device, work.dtype)).sqrt()
+
+    def _scale(self, work: _Work) -> Tensor:
+        norm = self._norm(work)
+        if work.sharded or work.replicated:
+            # As torch.nn.utils.clip_grad_norm_: no branch on the norm, for which the host would have to wait.
+            compat.scale(work.sharded + work.replicated, torch.clamp(work.limit / (norm + 1e-6), max=1.0))
+        return norm
 
 
-def _norm_dtype(parameters: Iterable[Tensor]) -> torch.dtype:
-    """What norms are computed in; of parameters, as a rank may lack gradients, and ranks must agree."""
-    return torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
+def _work(found: Found, limit: float = 0.0) -> _Work:
+    sharded: list[Tensor] = []
+    replicated: list[Tensor] = []
+    for gradient, one in zip(found.gradients, found.sharded, strict=True):
+        if gradient is not None and gradient.numel():
+            (replicated if one is None else sharded).append(gradient)
+    # Of parameters, as a rank may lack gradients, and ranks must agree.
+    wide = any(parameter.dtype is torch.float64 for parameter in found.parameters)
+    return _Work(sharded, replicated, torch.float64 if wide else torch.float32, limit)
+
+
+def _reads(found: Found, work: _Work) -> Reads:
+    # A sum that is not replayed is another tensor in every step.
+    return Reads(found.parameters if work.total is None else [*found.parameters, work.total], found.places)
 
 
 def _square_sum(tensors: list[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:

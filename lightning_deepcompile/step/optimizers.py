@@ -20,13 +20,12 @@ from torch.optim import Optimizer
 from lightning_deepcompile import compat
 from lightning_deepcompile.offload.chunks import Parts
 from lightning_deepcompile.offload.states import StateOffload
-from lightning_deepcompile.program.replay import Replays
 from lightning_deepcompile.sharding.checks import check_no_hooks
 from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.shards import ShardedModel
 from lightning_deepcompile.sharding.successors import Successors
-from lightning_deepcompile.step.optimizer_graph import OptimizerGraph
+from lightning_deepcompile.step.direct import DirectStep
 
 __all__ = ["LocalShards", "check_optimizer", "state_bytes", "take_over"]
 
@@ -114,7 +113,7 @@ class LocalShards:
         after_step: Called after each step, however it was started.
         around_closure: In which a user's closure runs.
         parts: Divides the optimizer's steps, if they are divided.
-        replays: Lets whole steps be replayed; None: they run.
+        direct: Steps in place of the optimizer where it can; None: the optimizer steps.
     """
 
     def __init__(
@@ -125,10 +124,10 @@ class LocalShards:
         after_step: Callable[[], None],
         around_closure: Callable[[], AbstractContextManager[None]],
         parts: Parts | None = None,
-        replays: Replays | None = None,
+        direct: DirectStep | None = None,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)  # whose hooks keep this object alive
-        self._graph = None if replays is None else OptimizerGraph.of(optimizer, replays, model, self)
+        self._direct = direct
         self._model = model
         self._gradients = gradients
         self._after_step, self._around_closure = after_step, around_closure
@@ -176,8 +175,8 @@ class LocalShards:
         """Puts the parameters back; does nothing where they are in place, so it also mends what an error left."""
         if self._parts is not None:
             self._parts.restore()
-        if self._graph is not None:
-            self._graph.restore()
+        if self._direct is not None:
+            self._direct.restore()
         if not self._swapped:
             return
         swapped, self._swapped = self._swapped, {}
@@ -191,7 +190,8 @@ class LocalShards:
             self._inner += 1
             return None
         self._inner = 0
-        if closure is None and self._graph is None and not (self._parts is not None and self._parts.needs_closure):
+        needs_closure = self._usable is not None or (self._parts is not None and self._parts.needs_closure)
+        if closure is None and not needs_closure:
             self.__enter__()
             return None
         self._stepped = False
@@ -211,15 +211,23 @@ class LocalShards:
             )
         # It runs the forward and the backward pass and users' hooks, which shall see the parameters.
         self.restore()
-        with self._around_closure():
-            result = None if closure is None else closure()
+        result = None
+        if closure is not None:
+            with self._around_closure():
+                result = closure()
         self._stepped = True
-        if self._graph is not None and not kwargs and all(a is None for a in args) and self._graph.begin():
+        direct = self._usable if not kwargs and all(a is None for a in args) else None
+        if direct is not None and direct.begin(divided=closure is not None):
             return result
         self.__enter__()
         if self._parts is not None and (closure is not None or self._parts.needs_closure):
             self._parts.begin(*args, **kwargs)
         return result
+
+    @property
+    def _usable(self) -> DirectStep | None:
+        # A user's `torch.compile(optimizer.step)` shall hold the class's step.
+        return None if torch.compiler.is_compiling() else self._direct
 
     def _is_part(self, closure: Any) -> bool:
         """Whether a call of `step` is made by one that is under way, as in ``super().step(closure)``."""
@@ -237,7 +245,7 @@ class LocalShards:
         if self._parts is not None:
             self._parts.finish()
         # Whoever does not call the closure has stepped on DTensors, and made its state of them.
-        self._plain_state = bool(self._swapped) or (self._graph is not None and self._graph.replayed)
+        self._plain_state = bool(self._swapped) or (self._direct is not None and self._direct.stepped)
         self.restore()
         self._after_step()
 

@@ -349,6 +349,67 @@ def test_a_step_without_hooks_steps_and_calls_none(kind: type[torch.optim.Optimi
     assert calls[-2:] == ["first", "second"] and "before" in calls
 
 
+FUNCTIONAL: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.AdamW, {"fused": True, "amsgrad": True, "maximize": True}),
+    (torch.optim.AdamW, {}),
+    (torch.optim.Adam, {"foreach": True, "weight_decay": 0.1, "betas": (0.5, 0.6)}),
+    (torch.optim.Adam, {"foreach": False, "amsgrad": True, "maximize": True, "eps": 1e-3}),
+    (torch.optim.Adam, {"fused": True, "decoupled_weight_decay": True}),
+    (torch.optim.SGD, {}),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1, "foreach": True}),
+    (torch.optim.SGD, {"momentum": 0.9, "maximize": True, "fused": True, "weight_decay": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), FUNCTIONAL)
+def test_a_functional_step_is_that_of_the_class(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:
+    def build() -> tuple[list[Tensor], torch.optim.Optimizer]:
+        generator = torch.Generator().manual_seed(1)
+        shapes = [(3, 5), (), (7,), (0, 2)]
+        parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+        if not settings.get("fused"):
+            parameters.append(nn.Parameter(torch.randn(3, generator=generator, dtype=torch.complex64)))
+        return parameters, kind(parameters, lr=0.1, **settings)
+
+    (ours, optimizer), (theirs, reference) = build(), build()
+    assert compat.has_functional_step(optimizer)
+    generator = torch.Generator().manual_seed(2)
+    for step in range(6):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = torch.randn(mine.shape, generator=generator, dtype=mine.dtype)
+            other.grad = mine.grad.clone()
+        optimizer.param_groups[0]["lr"] = reference.param_groups[0]["lr"] = 0.1 / (1 + step)
+        reference.step()
+        (group,) = optimizer.param_groups
+        if step == 0:
+            optimizer.step()
+            continue
+        names = compat.names_of_states(optimizer, group)
+        assert names is not None
+        states = {name: [optimizer.state[p][name] for p in ours] for name in names}
+        compat.functional_step(optimizer, group, list(ours), [p.grad for p in ours], states)
+        for mine, other in zip(ours, theirs, strict=True):
+            assert torch.equal(mine, other) and torch.equal(mine.grad, other.grad), step
+            assert set(names) == {name for name, value in reference.state[other].items() if value is not None}
+            assert all(torch.equal(optimizer.state[mine][name], reference.state[other][name]) for name in names)
+
+
+def test_steps_that_only_the_class_knows() -> None:
+    parameters = [nn.Parameter(torch.ones(2))]
+    assert not compat.has_functional_step(Sub(parameters))
+    assert not compat.has_functional_step(torch.optim.RMSprop(parameters))
+    for optimizer in (
+        torch.optim.Adam(parameters, differentiable=True),
+        torch.optim.SGD(parameters, fused=True),  # it looks at dtypes first
+    ):
+        assert compat.names_of_states(optimizer, optimizer.param_groups[0]) is None
+    optimizer = torch.optim.Adam(parameters, foreach=True)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    assert compat.names_of_states(optimizer, optimizer.param_groups[0]) is None
+
+
 def test_a_dtensor_of_memory_elsewhere(mesh: Any) -> None:
     like = DTensor.from_local(torch.empty(3, 2, device="meta"), mesh, [Shard(0)])
     local = torch.ones(3, 2)

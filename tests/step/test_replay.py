@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_deepcompile.step.optimizer_graph import OptimizerGraph
+from lightning_deepcompile.step.clipping import Clipping
+from lightning_deepcompile.step.direct import DirectStep
 
 MODELS = {**CASES, "dropped": Dropped, "fused": Fused, "two_passes": TwoPasses}
 
@@ -68,15 +69,25 @@ class Replay(pl.Callback):
             def record_alone(self, run: Any) -> Any:
                 if callback.fails:
                     raise RuntimeError("not while capturing")
-                return SimpleNamespace(replay=run)
+                result, ran = run(), [True]
+
+                def replay() -> None:
+                    if not ran:
+                        new = run()
+                        if isinstance(result, Tensor):
+                            result.copy_(new)
+                    ran.clear()
+
+                return SimpleNamespace(replay=replay), result
 
             def launch_alone(self, graph: Any, name: str) -> None:
                 super().launch_alone(graph, name)
                 callback.replayed[name] += 1
 
-        engine.capture.replays = OnCpu(engine.runtime, torch.device("cpu"), True)
+        engine.capture.replays = replays = OnCpu(engine.runtime, torch.device("cpu"), True)
+        engine.clipping = Clipping(engine.model, engine.device, replays)
         for optimizer, shards in engine._local_shards.items():
-            shards._graph = OptimizerGraph.of(optimizer, engine.capture.replays, engine.model, shards)
+            shards._direct = DirectStep.of(optimizer, engine.model, engine.timeline.prefetch, replays)
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.strategy.engine.capture.replays is None:
@@ -113,9 +124,9 @@ def _both(name: str, world: int, options: dict[str, Any]) -> list[Record]:
             "dropped",
             2,
             {"accumulate": 3, "gradient_clip_val": 0.5},
-            {"frame0.forward": 18, "frame0.backward": 18, "SGD.step": 3},
+            {"frame0.forward": 18, "frame0.backward": 18, "clipping.norm": 4, "clipping.scale": 1, "SGD.step": 4},
         ),
-        ("gpt_tied", 2, {}, {"frame0.forward": 4, "frame0.backward": 4, "SGD.step": 1}),
+        ("gpt_tied", 2, {}, {"frame0.forward": 4, "frame0.backward": 4, "SGD.step": 2}),
         ("frozen", 1, {}, {"frame0.forward": 4, "frame0.backward": 4}),
         ("graph_break", 2, {}, {f"frame{i}.{kind}": 4 for i in range(1, 4) for kind in ("forward", "backward")}),
     ],
@@ -209,6 +220,45 @@ def test_an_optimizer_step_that_reads_something_else_is_not_replayed() -> None:
         _check(plain, replayed)
         ran, reasons = replayed.extra
         assert reasons == {} and 15 < ran["AdamW.step"] < 56 - 3 * 4, ran
+
+
+class _Annealed(Fused):
+    """Another learning rate in every step."""
+
+    kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.kind(super().configure_optimizers().param_groups, lr=1e-2, fused=True)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class _ByItself(torch.optim.AdamW):
+    """A subclass steps by itself."""
+
+
+class _Itself(_Annealed):
+    kind = _ByItself
+
+
+def _annealing(world: int, accumulate: int) -> list[Record]:
+    MODELS.update(annealed=_Annealed, itself=_Itself)
+    options = {"steps": 60 // accumulate, "gradient_clip_val": 0.5, "accumulate": accumulate}
+    return [
+        _run(name, replays, world, callbacks=[_Interferes()], **options)[0]
+        for name, replays in (("itself", False), ("annealed", False), ("annealed", True))
+    ]
+
+
+@pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (2, 3)])
+def test_clipping_is_replayed_where_the_learning_rate_always_changes(world: int, accumulate: int) -> None:
+    for itself, plain, replayed in run_ranks(_annealing, world, world, accumulate):
+        _check(itself, plain)
+        _check(itself, replayed)
+        ran, reasons = replayed.extra
+        names = {"clipping"} if world == 1 else {"clipping.norm", "clipping.scale"}
+        assert {name for name in ran if not name.startswith("frame")} == names and reasons == {}
+        assert all(ran[name] for name in names), ran
 
 
 class _Own(torch.optim.SGD):

@@ -1,0 +1,196 @@
+"""An optimizer's step by PyTorch's function for it, on this rank's shards, without the optimizer's class.
+
+The class looks up parameters, gradients and states one by one and puts them into lists, and for that it must hold plain
+shards (`LocalShards`): for a small model that takes the host longer than the step takes the device. Here the lists are
+made of what is known of the parameters, and handed to the function that the class would call with the same: no bit
+changes, whatever the numbers (a learning rate that changes in every step, say). The class's own step goes on with
+groups that are empty, so that hooks run as ever.
+
+Where programs are replayed as CUDA graphs, so is a step that reads what the steps before read (`Steady`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.program.replay import Replays
+from lightning_deepcompile.sharding.shards import ShardedModel
+from lightning_deepcompile.step.local_gradients import Found, LocalGradients
+from lightning_deepcompile.step.prefetch import StepPrefetch
+from lightning_deepcompile.step.steady import Reads, Steady
+
+__all__ = ["DirectStep"]
+
+
+@dataclass(eq=False)
+class _Group:
+    """What a step on one group works on.
+
+    Args:
+        settings: The optimizer's group.
+        shards: Of its parameters that have gradients.
+        gradients: Their gradients.
+        states: By name, one for each of `shards`.
+    """
+
+    settings: dict[str, Any]
+    shards: list[Tensor]
+    gradients: list[Tensor]
+    states: dict[str, list[Tensor]]
+
+    def part(self, chosen: list[bool]) -> _Group:
+        """The group with some of its shards."""
+        shards, gradients = list(compress(self.shards, chosen)), list(compress(self.gradients, chosen))
+        states = {name: list(compress(column, chosen)) for name, column in self.states.items()}
+        return _Group(self.settings, shards, gradients, states)
+
+
+class DirectStep:
+    """Steps in place of one optimizer.
+
+    Args:
+        optimizer: One that `of` takes; its groups hold the module's parameters.
+        model: How they are sharded.
+        prefetch: Knows what the next step gathers first.
+        replays: Lets steps be replayed; None: they are not.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, model: ShardedModel, prefetch: StepPrefetch, replays: Replays | None
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._prefetch = prefetch
+        self._gradients = LocalGradients(model)
+        self._steady = Steady(f"{type(optimizer).__name__}.step", replays, self._step)
+        self._groups: list[dict[str, Any]] | None = None  # the optimizer's own, while it holds none
+
+    @classmethod
+    def of(
+        cls, optimizer: Optimizer, model: ShardedModel, prefetch: StepPrefetch, replays: Replays | None
+    ) -> DirectStep | None:
+        """What steps for `optimizer`, which is given a closure for it; None for all but PyTorch's own Adam and SGD."""
+        return cls(optimizer, model, prefetch, replays) if compat.has_functional_step(optimizer) else None
+
+    def begin(self, *, divided: bool) -> bool:
+        """Steps, and leaves the optimizer with groups without parameters.
+
+        Args:
+            divided: Whether what the next step gathers first may be stepped first (`HeadStart`).
+
+        Returns:
+            Whether it did; else the class's own step is to be run, which makes states and knows every case.
+        """
+        optimizer, steady = self._held(), self._steady
+        found = self._gradients.of(p for group in optimizer.param_groups for p in group["params"])
+        groups = self._look(found)
+        if groups is None:
+            steady.forget()
+            return False
+        head = self._prefetch.stepped_first() if divided else frozenset()  # empty where programs are replayed
+        if head:
+            # As many gathers on every rank, whatever gradients it has.
+            ahead = {one is not None and one.local in head for one in found.sharded}
+            if len(ahead) == 2:
+                groups = self._step_on(head, groups)
+        if steady.may_record and not self._counts_on_device():
+            steady.refuse("it counts on the host: fused=True counts on the device")
+        numbers, tensors = self._settings()
+        steady.run(groups, numbers if found.are_own else None, lambda: _reads(groups, found, tensors))
+        if steady.replayed:
+            torch.autograd.graph.increment_version([shard for group in groups for shard in group.shards])
+        self._groups = optimizer.param_groups
+        optimizer.param_groups = [{**group, "params": []} for group in self._groups]
+        return True
+
+    @property
+    def stepped(self) -> bool:
+        """Whether it has done the step under way."""
+        return self._groups is not None
+
+    def restore(self) -> None:
+        """Gives the optimizer its own groups back."""
+        if self._groups is not None:
+            self._held().param_groups, self._groups = self._groups, None
+
+    def _look(self, found: Found) -> list[_Group] | None:
+        """What a step works on; None if that is for the class to say."""
+        optimizer = self._held()
+        if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
+            return None
+        each = zip(found.parameters, found.sharded, found.gradients, strict=True)
+        groups: list[_Group] = []
+        for settings in optimizer.param_groups:
+            names = compat.names_of_states(optimizer, settings)
+            if names is None:
+                return None
+            shards: list[Tensor] = []
+            gradients: list[Tensor] = []
+            entries: list[dict[str, Any]] = []
+            for _ in settings["params"]:
+                parameter, one, gradient = next(each)
+                if gradient is None:
+                    continue
+                if gradient.is_sparse:
+                    return None
+                shards.append(parameter if one is None else one.local)
+                gradients.append(gradient)
+                if names:
+                    entries.append(optimizer.state.get(parameter, {}))  # which makes one for whoever asks otherwise
+            states: dict[str, list[Any]] = {name: [entry.get(name) for entry in entries] for name in names}
+            # Others are made by the class, or are what only it knows to handle.
+            if any(set(map(type, column)) - {Tensor} for column in states.values()):
+                return None
+            groups.append(_Group(settings, shards, gradients, states))
+        return groups
+
+    def _settings(self) -> tuple[list[Any], list[Tensor]]:
+        """What groups say of how to step: numbers, and tensors, whose values are read on the device."""
+        optimizer = self._held()
+        numbers: list[Any] = []
+        tensors: list[Tensor] = []
+        for group in optimizer.param_groups:
+            for name in optimizer.defaults:
+                value = group[name]
+                for one in value if isinstance(value, tuple | list) else (value,):
+                    (tensors if isinstance(one, Tensor) else numbers).append(one)
+        return numbers, tensors
+
+    def _counts_on_device(self) -> bool:
+        optimizer = self._held()
+        return type(optimizer) is SGD or all(g["fused"] or g["capturable"] for g in optimizer.param_groups)
+
+    def _step(self, groups: list[_Group]) -> None:
+        for group in groups:
+            if group.shards:
+                compat.functional_step(self._held(), group.settings, group.shards, group.gradients, group.states)
+
+    def _step_on(self, head: frozenset[Tensor], groups: list[_Group]) -> list[_Group]:
+        """Steps on `head` alone, whose gathers are launched then; returns what is left to step on."""
+        inside = [[shard in head for shard in group.shards] for group in groups]
+        self._step([group.part(chosen) for group, chosen in zip(groups, inside, strict=True)])
+        self._prefetch.launch_in_optimizer()
+        return [group.part([not i for i in chosen]) for group, chosen in zip(groups, inside, strict=True)]
+
+    def _held(self) -> Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None  # it is stepping
+        return optimizer
+
+
+def _reads(groups: list[_Group], found: Found, tensors: list[Tensor]) -> Reads:
+    tensors = list(tensors)
+    for group in groups:
+        tensors += group.shards
+        for column in group.states.values():
+            tensors += column
+    # Where gradients are, and whose there are none; where tensors are, which `.data = ...` changes.
+    places = [*found.places, *(tensor.data_ptr() for tensor in tensors), *(len(group.shards) for group in groups)]
+    return Reads(tensors, places)
