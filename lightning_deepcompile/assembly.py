@@ -43,6 +43,11 @@ from lightning_deepcompile.tuning.tuner import Tuner
 __all__ = ["Assembly"]
 
 
+_LARGE = 10**9
+"""Parameters of a module from which on copy engines gather, and programs are no CUDA graphs: these gather by kernels,
+begin at a place of a step that differs between ranks, and gain nothing where the device is late anyway."""
+
+
 class Assembly:
     """What the parts of one engine are built from. Its methods are called once, in the order in which they stand.
 
@@ -84,6 +89,7 @@ class Assembly:
         self._shares = config.memory_budget is None and not config.offloads
         self.hosted: HostedShards
         self._host_bytes = 0
+        self._graphs = False
 
     def runtime(self, module: nn.Module) -> Any:
         """The ``_C.Runtime``; decides which shards of `module` live in host memory."""
@@ -100,6 +106,9 @@ class Assembly:
             config, module, ranks, device, stage=self._stage, gather_dtype=self._gather_dtype, host_bytes=limit
         )
         self._host_bytes = max(limit - self.hosted.bytes, 1) if config.offloads else 0
+        large = sum(parameter.numel() for parameter in module.parameters()) >= _LARGE
+        threshold = config.symmetric_threshold(large and self._on_one_host())
+        self._graphs = device.type == "cuda" and threshold == 0  # ranks record at different times: see `_LARGE`
         runtime = extension.Runtime(
             gather_group,
             reduce_group,
@@ -108,7 +117,7 @@ class Assembly:
             reduce_window=config.reduce_window,
             max_ctas=config.communication_sms or config.max_ctas,
             cta_cluster=PAIR if config.communication_sms else 0,
-            symmetric_threshold=config.symmetric_threshold(self._on_one_host()),
+            symmetric_threshold=threshold,
             pack_below=config.pack_below(device.type, ranks.shards),
             pack_reductions=config.packs_reductions(device.type, max(ranks.shards, ranks.replicas)),
             timeout=self._timeout.total_seconds(),
@@ -151,7 +160,7 @@ class Assembly:
         retry = MemoryRetry(runtime, device, rank)
         divides = config.communication_sms and device.type == "cuda"
         replays = None
-        if config.replays and device.type == "cuda":
+        if config.replays and self._graphs:
             limit = None if config.memory_budget is None else memory_limit(device, config.memory_budget)
             replays = Replays(runtime, device, config.replays, limit)
         capture = Capture(

@@ -19,10 +19,12 @@ __all__ = ["CompileConfig"]
 
 Schedule = Annotated[list[dict[str, Any]], PassSchedule()]
 
-_NO_GRAPHS = ("communication_sms", "offload_parameters")
+_NO_GRAPHS = ("symmetric_memory", "communication_sms", "offload_parameters")
 """Settings with which programs are no CUDA graphs: they count, or move, what a graph would have as it was."""
 
 _OFF = (False, "none")
+
+_GIVES_WAY = ("symmetric_memory", "auto")
 
 _PACK_BELOW, _MANY_RANKS = 128 * 2**10, 64
 """Bytes of the largest shards that travel packed, and from how many GPUs on. Measured on CPU (docs/benchmarks.md): the
@@ -73,8 +75,9 @@ class CompileConfig:
             the next plan, outside of torch's allocator. A rank that dies or hangs in such a gather ends the other
             ranks' processes, as no error reaches a copy engine that waits. True: groups of at least 32 MiB (gathered);
             bytes or a text like ``"64MiB"``: another bound; False: none. ``"auto"``: as True where all GPUs that share
-            the parameters are of one host and there is neither a memory budget nor offloading. CUDA graphs gather by
-            kernels. Where ranks are on several hosts, and on CPU, one warning says why and nothing changes.
+            the parameters are of one host, the module has a billion parameters or more, and there is neither a memory
+            budget nor offloading nor ``cuda_graphs=True``; then there are no CUDA graphs. Where ranks are on several
+            hosts, and on CPU, one warning says why and nothing changes.
         pack_shards: Gather what is small in one operation, packed: a collective costs its latency once, whatever it
             carries, and a copy on either side; with many ranks every shard is small. ``"auto"``: shards of at most 128
             KiB, on CPU, and on GPUs from 64 ranks on that share the parameters, unless there is a memory budget or
@@ -198,7 +201,7 @@ class CompileConfig:
                 f"CompileConfig(max_ctas={self.max_ctas}, communication_sms={self.communication_sms}): both limit the "
                 "thread blocks of collectives; give one of them."
             )
-        if self.cuda_graphs is True and (others := [name for name in _NO_GRAPHS if getattr(self, name) not in _OFF]):
+        if self.cuda_graphs is True and (others := self._without_graphs):
             raise ValueError(
                 f"CompileConfig(cuda_graphs=True, {others[0]}={getattr(self, others[0])!r}): what runs at such a "
                 "setting cannot be recorded. Leave one of them out, or use cuda_graphs='auto'."
@@ -224,14 +227,15 @@ class CompileConfig:
         """Whether anything may wait in host memory."""
         return any(mode != "none" for mode in (self.offload, self.offload_activations, self.offload_parameters))
 
-    def symmetric_threshold(self, one_host: bool) -> int:
+    def symmetric_threshold(self, pays: bool) -> int:
         """Bytes of a gathered group from which on copy engines move it; 0: none.
 
         Args:
-            one_host: Whether the ranks that share parameters are GPUs of one host, with an NCCL that can do it.
+            pays: Whether the ranks that share parameters are GPUs of one host, with an NCCL that can do it, and the
+                module is large.
         """
         if self.symmetric_memory == "auto":
-            wanted = one_host and self.memory_budget is None and not self.offloads
+            wanted = pays and self.memory_budget is None and not self.offloads and self.cuda_graphs is not True
         elif isinstance(self.symmetric_memory, bool):
             wanted = self.symmetric_memory
         else:
@@ -269,7 +273,13 @@ class CompileConfig:
     @property
     def replays(self) -> Literal["auto"] | bool:
         """As `cuda_graphs`, where the other settings allow for it."""
-        return self.cuda_graphs if all(getattr(self, name) in _OFF for name in _NO_GRAPHS) else False
+        return False if self._without_graphs else self.cuda_graphs
+
+    @property
+    def _without_graphs(self) -> list[str]:
+        # By itself, `symmetric_memory` gives way to graphs that are asked for.
+        chosen = {name: getattr(self, name) for name in _NO_GRAPHS if (name, getattr(self, name)) != _GIVES_WAY}
+        return [name for name, value in chosen.items() if value not in _OFF]
 
     def in_folder(self, root: str) -> CompileConfig:
         """The settings of a run whose root directory is `root`, in which what is ``"auto"`` has its place."""

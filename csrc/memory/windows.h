@@ -40,7 +40,8 @@ class Windows : public std::enable_shared_from_this<Windows> {
   };
 
   /// A window of at least `need` bytes, into which `user` may write at once; empty below the threshold, and where no
-  /// windows can be made. The smallest that is free and wastes at most a quarter (and 1 MiB), the first made of these; else a new one.
+  /// windows can be made. The smallest that is free and wastes at most a quarter (and 1 MiB), the first made of these;
+  /// else a new one.
   std::unique_ptr<Use> take(int64_t need, const Stream& user);
 
   /// Gives up the windows that are not in use; waits for the device. All ranks call it between the same two gathers.

@@ -81,6 +81,7 @@ def test_by_default_on_one_host_that_has_memory() -> None:
     assert CompileConfig().symmetric_threshold(False) == 0
     assert CompileConfig(memory_budget="8GiB").symmetric_threshold(True) == 0
     assert CompileConfig(offload="auto").symmetric_threshold(True) == 0
+    assert CompileConfig(cuda_graphs=True).symmetric_threshold(True) == 0
 
 
 def test_a_bound_below_zero_is_refused() -> None:
