@@ -187,7 +187,8 @@ def _moves(folder: Path) -> None:
         file["setting"]["memory_budget"] = f"{int(3.6 * shards)}B"  # as of a run that had needed less
         (folder / "plan").write_text(json.dumps({**file, "states": {"away": 0, "slots": 3}}))
     tight, _, trainer = _fit(gives_up=False, **{**settings, "memory_budget": f"{int(3.6 * shards)}B"})
-    assert tight.losses == plain.losses and 0 < tight.away[0] < again.away[0], (tight.away, again.away)
+    # The plan may have sent away no more than had to leave, by the times that were measured.
+    assert tight.losses == plain.losses and 0 < tight.away[0] <= again.away[0], (tight.away, again.away)
     assert " exceed " in trainer.strategy.summary().offload_reason
 
 
