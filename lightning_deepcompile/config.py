@@ -13,6 +13,7 @@ from lightning_deepcompile.plan.budget import Budget, ByteCount, as_fraction, pa
 from lightning_deepcompile.plan.offload import OffloadMode
 from lightning_deepcompile.plan.pass_schedule import PassSchedule
 from lightning_deepcompile.plan.settings import Reduction
+from lightning_deepcompile.plan.tracing import Chunkable
 from lightning_deepcompile.runtime.dc import SYMMETRIC_THRESHOLD
 
 __all__ = ["CompileConfig"]
@@ -104,6 +105,14 @@ class CompileConfig:
             32 768 classes or more; validation stays as it is compiled. Until then logits are whole: where that takes
             more than the device has, give a number. At stages 1 and 2, and with a ``schedule`` that plans nothing, no
             step is measured: then only a shortage decides, and a warning says so. False: whole.
+        chunk_mlp: Compute feed-forward layers in so many pieces of tokens, so that what is wide in them (a linear layer
+            with more outputs than inputs, and what follows row by row until rows are narrow again) never exists whole.
+            Backward computes each piece again: 1/3 more time in these layers, none where the model runs them under
+            activation checkpointing. Gradients of their weights are added up in fp32, in another order than that of one
+            product: last bits may change. Layers that draw random numbers while they are wide, and mixtures of experts,
+            stay whole. ``"auto"``: whole until no plan fits otherwise, also not with what ``chunk_loss`` and
+            ``recompute`` allow for, or a rank was short of memory again; then in 8 pieces. What is said of
+            ``chunk_loss="auto"`` holds here, too. False: whole.
         cuda_graphs: Record each program of a training step, with its gathers and reductions, clipping by norm and the
             step of a fused optimizer as CUDA graphs, and launch each as a whole: the host of a small model is slower
             than its device. They are recorded when they have run a few times and planning is done. They keep their
@@ -182,6 +191,7 @@ class CompileConfig:
     embedding: Literal["auto", "gather", "exchange"] = "auto"
     recognize_causal_masks: bool = True
     chunk_loss: Literal["auto", False] | Annotated[int, AtLeast(2)] = False
+    chunk_mlp: Literal["auto", False] | Annotated[int, AtLeast(2)] = False
     cuda_graphs: Literal["auto"] | bool = "auto"
     trace_blocks_once: bool = True
     schedule: Schedule | Literal["auto"] | None = "auto"
@@ -210,6 +220,10 @@ class CompileConfig:
         self.memory_budget = as_fraction(self.memory_budget)
         self.host_memory_budget = as_fraction(self.host_memory_budget)
         self.plan = None if self.plan is None else str(self.plan)
+
+    def pieces(self, what: Chunkable) -> int | str:
+        """In how many pieces losses, or feed-forward layers, are computed; ``"auto"`` where planning decides."""
+        return self.chunk_loss if what == "losses" else self.chunk_mlp
 
     def reduction(self, stage: int) -> Reduction:
         """When gradients are reduced under a ZeRO stage; ``"auto"`` only where plans are made."""

@@ -32,6 +32,7 @@ class Summary:
         region_compile_seconds: Part of it that Inductor took for regions.
         exchanged_lookups: Embeddings whose rows are looked up on the ranks that hold them.
         chunked_losses: Losses that are computed in pieces, each without whole logits.
+        chunked_mlps: Feed-forward layers that are computed in pieces.
         offloaded_bytes: Optimizer states of this rank in host memory.
         offload_moved_bytes: What the last optimizer step copied of them, to the device and back.
         offload_reason: Why so many; empty before it is decided, and without offloading.
@@ -69,6 +70,7 @@ class Summary:
     region_compile_seconds: float
     exchanged_lookups: int = 0
     chunked_losses: int = 0
+    chunked_mlps: int = 0
     offloaded_bytes: int = 0
     offload_moved_bytes: int = 0
     offload_reason: str = ""
@@ -123,6 +125,8 @@ class Summary:
             rows.append(("embeddings exchanged", str(self.exchanged_lookups)))
         if self.chunked_losses:
             rows.append(("losses in pieces", str(self.chunked_losses)))
+        if self.chunked_mlps:
+            rows.append(("MLPs in pieces", str(self.chunked_mlps)))
         if self.offload_reason:
             moved = f"{format_bytes(self.offload_moved_bytes)} moved a step"
             rows.append(("offloaded states", f"{format_bytes(self.offloaded_bytes)}, {moved} ({self.offload_reason})"))

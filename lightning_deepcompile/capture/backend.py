@@ -12,6 +12,7 @@ import gc
 import logging
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,7 @@ from torch import fx
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.causal_mask import recognize_causal_masks
 from lightning_deepcompile.capture.chunked_loss import chunk_losses
+from lightning_deepcompile.capture.chunked_mlp import chunk_mlps
 from lightning_deepcompile.capture.flops import count_flops
 from lightning_deepcompile.capture.graph_checks import check_graph, check_losses_are_apart
 from lightning_deepcompile.capture.inlining import computed_with, inline_blocks
@@ -37,10 +39,10 @@ from lightning_deepcompile.plan.copy_placement import fit_copies, offload_saved
 from lightning_deepcompile.plan.pass_manager import DEFAULT_PASSES, Pass, apply_passes
 from lightning_deepcompile.plan.recompute import Checkpoint
 from lightning_deepcompile.plan.settings import PlanSettings
-from lightning_deepcompile.plan.tracing import Tracing
+from lightning_deepcompile.plan.tracing import Chunkable, Tracing
 from lightning_deepcompile.program import replay
 from lightning_deepcompile.program.codegen import Divider, Guard
-from lightning_deepcompile.program.executable import UNCHECKPOINTED, WHOLE_LOSS, Executable
+from lightning_deepcompile.program.executable import UNCHECKPOINTED, WHOLE, Executable
 from lightning_deepcompile.program.graph import is_gather, is_reduce, nbytes, output_node
 from lightning_deepcompile.program.lower import RegionCompiler, lower
 from lightning_deepcompile.program.program import Gathers, ParamInfo, Program
@@ -55,6 +57,8 @@ __all__ = ["Capture"]
 
 _log = logging.getLogger(__name__)
 
+_CHUNK: dict[Chunkable, Callable[..., int]] = {"losses": chunk_losses, "mlps": chunk_mlps}
+
 
 @dataclass
 class _Frame:
@@ -68,8 +72,8 @@ class _Frame:
         chosen: Those that do so where no plan says otherwise; None until its forward program is compiled.
         executables: Its programs.
         blocks: Those that its graphs call until they are compiled.
-        chunked_losses: Losses that are computed in pieces.
-        whole_losses: Losses that could be, and are not yet.
+        chunked: How much is computed in pieces, by kind.
+        whole: How much could be, and is not yet.
         outputs: Number of the forward graph's outputs that are not saved for backward.
         computed: Names of the saved tensors that backward only computes with.
         saved: Numbers of the saved tensors that may leave, by name.
@@ -83,8 +87,8 @@ class _Frame:
     chosen: frozenset[int] | None = None
     executables: list[Executable] = field(default_factory=list)
     blocks: list[Instance] = field(default_factory=list)
-    chunked_losses: int = 0
-    whole_losses: int = 0
+    chunked: Counter[Chunkable] = field(default_factory=Counter)
+    whole: Counter[Chunkable] = field(default_factory=Counter)
     outputs: int = 0
     computed: set[str] = field(default_factory=set)
     saved: dict[str, int] = field(default_factory=dict)
@@ -191,10 +195,12 @@ class Capture:
                 self.causal_masks += recognize_causal_masks(gm)
             if self.lookups is not None:
                 self.exchanged += self.lookups.rewrite(gm)
-            if self.config.chunk_loss == "auto" and not self.tracing.chunked:
-                frame.whole_losses = chunk_losses(gm, "auto", look=True)
-            elif self.config.chunk_loss:
-                frame.chunked_losses = chunk_losses(gm, self.config.chunk_loss)
+            for what, chunk in _CHUNK.items():
+                pieces = self.config.pieces(what)
+                if pieces == "auto" and not self.tracing.chunks(what):
+                    frame.whole[what] = chunk(gm, pieces, look=True)
+                elif pieces:
+                    frame.chunked[what] = chunk(gm, pieces)
             eager = self.config.region_backend == "eager"
             if self.config.trace_blocks_once:
                 gm, frame.blocks = call_repeats(
@@ -228,15 +234,13 @@ class Capture:
         """Graphs that Dynamo captured so far, those that were forgotten included."""
         return self._captured
 
-    @property
-    def chunked_losses(self) -> int:
-        """Losses that are computed in pieces."""
-        return sum(frame.chunked_losses for frame in self._frames)
+    def chunked(self, what: Chunkable) -> int:
+        """How many losses, or feed-forward layers, are computed in pieces."""
+        return sum(frame.chunked[what] for frame in self._frames)
 
-    @property
-    def whole_losses(self) -> int:
-        """Losses of training steps that are computed whole, and would be in pieces if `tracing` said so."""
-        return sum(f.whole_losses for f in self._frames if any(e.program.kind != "inference" for e in f.executables))
+    def whole(self, what: Chunkable) -> int:
+        """How many of training steps are computed whole, and would be in pieces if `tracing` said so."""
+        return sum(f.whole[what] for f in self._frames if any(e.program.kind != "inference" for e in f.executables))
 
     @property
     def flops_done(self) -> int:
@@ -378,8 +382,8 @@ class Capture:
             )
             if self.tracing.uncheckpointed:
                 base = replace(base, history=(*base.history, UNCHECKPOINTED))
-            if frame.whole_losses and kind != "inference":  # only training steps are traced anew
-                base = replace(base, history=(*base.history, WHOLE_LOSS))
+            if frame.whole.total() and kind != "inference":  # only training steps are traced anew
+                base = replace(base, history=(*base.history, WHOLE))
             self.runtime.setup.register_graph(graph_id, sorted(frame.ids), stage=self.stage, reduce="every")
             if kind == "backward":
                 self.runtime.setup.register_graph(

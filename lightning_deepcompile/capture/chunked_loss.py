@@ -22,11 +22,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.nn import functional as F
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.dynamo_graph import erase_unused, name_of
+from lightning_deepcompile.capture.rows import ELEMENTWISE, change_between, same_shape, spans
 from lightning_deepcompile.program.graph import args_of
 from lightning_deepcompile.runtime.pieces import complete_loss, take_piece
 
@@ -40,11 +40,6 @@ _MANY_CLASSES = 32_768
 _PIECES = 8
 """What ``"auto"`` means: an eighth of the logits is little, and weights' gradients are added up eight times."""
 
-# Of every element alone, if the other operands are numbers.
-_ELEMENTWISE = frozenset(
-    "add sub mul truediv div neg pos pow square sqrt rsqrt exp log log1p abs tanh sigmoid clamp "
-    "float double half bfloat16 to type".split()
-)
 _CLASSWISE = frozenset(["softmax", "log_softmax"])
 _LOSSES = {"cross_entropy": inspect.signature(F.cross_entropy), "nll_loss": inspect.signature(F.nll_loss)}
 _SHAPES = frozenset(["view", "reshape", "flatten", "contiguous", "clone"])
@@ -52,7 +47,6 @@ _SWAPS: frozenset[tuple[Any, ...]] = frozenset(
     [("transpose", 1, 2), ("transpose", 2, 1), ("transpose", -1, -2), ("transpose", -2, -1)]
 )
 _SWAPS |= frozenset([("permute", 0, 2, 1), ("permute", (0, 2, 1))])
-_WRITERS = frozenset("setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor".split())
 
 
 def chunk_losses(gm: fx.GraphModule, pieces: int | str, *, look: bool = False) -> int:
@@ -213,9 +207,9 @@ class _Rows:
             self._take_reduction(node, name, value)
         elif name == "logsumexp" or name in _CLASSWISE:
             self._take_classwise(node, name, value)
-        elif name in _ELEMENTWISE:
+        elif name in ELEMENTWISE:
             shape = node.meta["example_value"].shape
-            alike = all(self._values[s] == value and _same(s.meta["example_value"].shape, shape) for s in sources)
+            alike = all(self._values[s] == value and same_shape(s.meta["example_value"].shape, shape) for s in sources)
             if not alike or value.swapped:  # an outer product of rows, for one, is nothing of every row alone
                 self._refuse(node)
             self._add(node, value, self._graph.node_copy(node, lambda n: self._operand(n, node, value)))
@@ -235,11 +229,11 @@ class _Rows:
         example = operand.meta.get("example_value")
         if operand in self._sums or not isinstance(example, Tensor):
             self._refuse(node)
-        of_classes = any(_same(example.shape, shape) for shape in ((self._classes,), (1, self._classes)))
+        of_classes = any(same_shape(example.shape, shape) for shape in ((self._classes,), (1, self._classes)))
         if example.dim() == 0 or (value.classes and of_classes):
             return self._shared_operand(operand)
         rows = next(s for s in node.all_input_nodes if s in self._values).meta["example_value"].shape
-        if not value.classes and _same(example.shape, rows):
+        if not value.classes and same_shape(example.shape, rows):
             return self._row_operand(operand, node)
         self._refuse(node)
 
@@ -365,18 +359,10 @@ class _Rows:
 
     def _check_between(self) -> None:
         """The call computes at the end what was computed in between: nothing may have changed by then."""
-        node = self.linear.next
-        while node is not self.result:
-            name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-            writes = (name.endswith("_") and not name.endswith("__")) or name in _WRITERS or "out" in node.kwargs
-            if writes or name.startswith(("_enter", "_exit", "_set_grad", "set_grad")):
-                raise _NotByRows(f"`{name}` stands between its logits and it")
-            node = node.next
-
-
-def _same(shape: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether two shapes are the same, also where sizes are symbols; asking must not make numbers of them."""
-    return len(shape) == len(other) and statically_known_true(sym_eq(tuple(shape), tuple(other)))
+        assert self.result is not None
+        change = change_between(self.linear, self.result)
+        if change is not None:
+            raise _NotByRows(f"`{change}` stands between its logits and it")
 
 
 def _is_number(node: fx.Node) -> bool:
@@ -401,7 +387,7 @@ def _index(index: Any, rank: int) -> tuple[Any, ...] | None:
 def _lead(shape: Sequence[Any], classes: int) -> tuple[Any, ...] | None:
     """A shape of logits as a shape of rows; None if it is none, or has two sizes that change."""
     sizes = [size if isinstance(size, int) else -1 for size in shape[:-1]]
-    if len(shape) < 2 or not _same(shape[-1:], [classes]) or sizes.count(-1) > 1:
+    if len(shape) < 2 or not same_shape(shape[-1:], [classes]) or sizes.count(-1) > 1:
         return None
     return ("shape", tuple(sizes))
 
@@ -502,9 +488,8 @@ class _ChunkedLoss(nn.Module):
         """
         number = rows.shape[0]
         counts = [count.of(by_row, shared) for count in self._counts]
-        bounds = [index * number // self._pieces for index in range(self._pieces + 1)]
-        spans = list(zip(bounds, bounds[1:], strict=False))
-        taken = [[take_piece(t.detach(), low, high) for t in (rows, *by_row)] for low, high in spans]
+        bounds = spans(number, self._pieces)
+        taken = [[take_piece(t.detach(), low, high) for t in (rows, *by_row)] for low, high in bounds]
         total: Tensor | None = None
         by_piece: list[Tensor] = []
         sums: list[Tensor | None] = [None] * len(shared)

@@ -14,7 +14,7 @@ from lightning_deepcompile.program.schedule import Schedule, ScheduleError, chec
 
 __all__ = ["PLAN_VERSION", "Plan", "PlanFileError", "Setting", "read_plan", "read_setting", "write_plan"]
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 _AS_WRITTEN = Tracing()
 
 
@@ -33,6 +33,7 @@ class Setting:
         memory_budget: The user's, in any of its forms.
         recompute: Whether it was planned how much is computed again in backward.
         chunk_loss: In how many pieces losses are computed, or whether planning decides it.
+        chunk_mlp: In how many pieces feed-forward layers are, likewise.
     """
 
     world_size: int
@@ -41,6 +42,7 @@ class Setting:
     memory_budget: int | float | str | None = None
     recompute: str = "always"
     chunk_loss: int | str = False
+    chunk_mlp: int | str = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ def read_plan(text: str, setting: Setting) -> Plan:
         if states is not None and not (_is_count(states.away, 0) and _is_count(states.slots, 1)):
             raise PlanFileError(f"it has optimizer states in {states}")
         tracing = Tracing(**data["tracing"])
-        if not (_is_count(tracing.uncheckpointed, 0) and type(tracing.sparing) is type(tracing.chunked) is bool):
+        flags = tracing.sparing, tracing.chunked_losses, tracing.chunked_mlps
+        if not (_is_count(tracing.uncheckpointed, 0) and all(type(flag) is bool for flag in flags)):
             raise PlanFileError(f"it has a step traced by {tracing}")
     except (AttributeError, KeyError, TypeError, ScheduleError) as error:
         raise PlanFileError(f"it is damaged ({type(error).__name__}: {error})") from error

@@ -16,17 +16,17 @@ from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import Gathers, Program, RegionModule
 from lightning_deepcompile.program.replay import ProgramGraphs
 
-__all__ = ["UNCHECKPOINTED", "WHOLE_LOSS", "Executable"]
+__all__ = ["UNCHECKPOINTED", "WHOLE", "Executable"]
 
 _log = logging.getLogger(__name__)
 
 UNCHECKPOINTED = "uncheckpointed"
 """In a program's history: it keeps activations that the model would compute again."""
-WHOLE_LOSS = "whole loss"
-"""In a program's history: its logits are whole, and need not be."""
+WHOLE = "whole"
+"""In a program's history: it computes whole what it could compute in pieces."""
 
 # Programs for which there is a leaner one, which all ranks can change to after a shortage of memory.
-_GUARDED = frozenset(["plan", UNCHECKPOINTED, WHOLE_LOSS])
+_GUARDED = frozenset(["plan", UNCHECKPOINTED, WHOLE])
 
 
 @dataclass(eq=False, repr=False)

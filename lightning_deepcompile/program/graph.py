@@ -64,7 +64,7 @@ def is_lookup(node: fx.Node) -> bool:
 
 
 def is_piece(node: fx.Node) -> bool:
-    """Whether `node` takes a piece of what a loss is computed of."""
+    """Whether `node` takes a piece of rows."""
     return node.op == "call_function" and node.target is take_piece_op()
 
 

@@ -1,7 +1,7 @@
 """Cuts a normalized graph into regions: the pieces of compute between which parameters are gathered and released.
 
 A region belongs to one block of parameters (a transformer layer). A new one starts where the graph turns to the gathers
-or the gradients of another block, or to the next piece of a loss; of all positions between the two uses the cut takes
+or the gradients of another block, or to the next piece of rows; of all positions between the two uses the cut takes
 the one across which the fewest bytes are alive, so that regions exchange little (usually the hidden states alone).
 """
 
@@ -99,14 +99,14 @@ def _labels(order: list[fx.Node], block_of: Callable[[int | str], str]) -> list[
 
 
 def _cuts(order: list[fx.Node], labels: list[str | None]) -> list[int]:
-    """Positions of the cuts: between two labels, or two pieces of a loss, where the fewest bytes are alive."""
+    """Positions of the cuts: between two labels, or two pieces of rows, where the fewest bytes are alive."""
     alive = _live_bytes(order)
     cuts: list[int] = []
     previous: dict[str, object] = {}
     at = 0
     for position, (node, label) in enumerate(zip(order, labels, strict=True)):
         # Rows of a layer's input and of targets are one piece if their bounds are the same.
-        taken = [] if is_piece(node) else [args_of(n)[1:] for n in node.all_input_nodes if is_piece(n)]
+        taken = [] if is_piece(node) else [args_of(n)[1:3] for n in node.all_input_nodes if is_piece(n)]
         piece = taken[0] if taken else None
         uses = {key: value for key, value in (("block", label), ("piece", piece)) if value is not None}
         if not uses:

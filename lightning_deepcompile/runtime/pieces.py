@@ -1,7 +1,7 @@
-"""Operators that take a loss's rows apart and put it together: what a graph shows of a loss in pieces.
+"""Operators that take rows apart and put a loss together: what a graph shows of what is computed in pieces.
 
-Regions are cut between pieces. A partitioner sees that the gradients belong to forward; it would move as much of them
-into backward as saves bytes, and that is not the same for every number of rows.
+Regions are cut between pieces. A partitioner sees that a loss's gradients belong to forward; it would move as much of
+them into backward as saves bytes, and that is not the same for every number of rows.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ __all__ = ["complete_loss", "piece_ops", "take_piece", "take_piece_op"]
 
 
 @torch.library.custom_op("lightning_deepcompile::take_piece", mutates_args=())
-def take_piece(rows: Tensor, start: int, stop: int) -> Tensor:
-    """Copies a piece of what a loss is computed of.
+def take_piece(rows: Tensor, start: int, stop: int, after: Tensor | None = None) -> Tensor:
+    """Copies a piece of what is computed of rows.
 
     A copy, and no view: pieces of equal sizes are then equal to a compiler, which compiles what reads them once.
 
@@ -26,6 +26,8 @@ def take_piece(rows: Tensor, start: int, stop: int) -> Tensor:
         rows: Shape ``(n, ...)``.
         start: First row.
         stop: Behind the last row.
+        after: What must be there first. What backward computes again depends on its gradient so: otherwise a compiler
+            would take it for what forward has computed, and save that.
 
     Returns:
         Shape ``(stop - start, ...)``, dense.
@@ -34,7 +36,7 @@ def take_piece(rows: Tensor, start: int, stop: int) -> Tensor:
 
 
 @take_piece.register_fake
-def _(rows: Tensor, start: int, stop: int) -> Tensor:
+def _(rows: Tensor, start: int, stop: int, after: Tensor | None = None) -> Tensor:
     return rows.new_empty((stop - start, *rows.shape[1:]))
 
 

@@ -1,4 +1,4 @@
-"""Has the step traced anew as memory asks for it: with more or less computed again in backward, or losses in pieces."""
+"""Has the step traced anew as memory asks for it: with more or less computed again in backward, or more in pieces."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from lightning_deepcompile.plan.leaner import Shortage, is_of, leaner_budget
 from lightning_deepcompile.plan.recompute import Checkpoint, choose_recompute
 from lightning_deepcompile.plan.report import PassReport, Round
 from lightning_deepcompile.plan.state_trade import Planned
-from lightning_deepcompile.plan.tracing import Tracing
+from lightning_deepcompile.plan.tracing import Chunkable, Tracing
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import on_any
 
 __all__ = ["Retracing"]
 
-_IN_PIECES = "losses are computed in pieces"
+_NAMES: dict[Chunkable, tuple[str, str]] = {"losses": ("losses", "chunk_loss"), "mlps": ("MLPs", "chunk_mlp")}
+"""What may be computed in pieces, in words, and its setting."""
 
 
 class Retracing:
     """Decides how the step is traced. Every call is the same on all ranks, as what it depends on is.
 
-    What is computed again is decided once, in the first round of planning. Losses are whole until they cannot be.
+    What is computed again is decided once, in the first round of planning. Losses and feed-forward layers (MLPs) are
+    whole until they cannot be.
 
     Args:
         capture: Traces the step.
@@ -45,13 +47,20 @@ class Retracing:
         return not self._decided
 
     @property
-    def keeps_losses_whole(self) -> bool:
-        """Whether losses, if there are any, are computed whole as long as there is memory for them."""
-        return self._capture.config.chunk_loss == "auto" and not self._capture.tracing.chunked
+    def may_chunk(self) -> bool:
+        """Whether anything is computed whole for as long as there is memory for that."""
+        return any(map(self._may_chunk, _NAMES))
 
-    def _has_whole_losses(self) -> bool:
-        """Whether a rank has a loss that could be computed in pieces, and is not yet; a collective while some may."""
-        return self.keeps_losses_whole and on_any(self._capture.whole_losses > 0, self._group)
+    def _may_chunk(self, what: Chunkable) -> bool:
+        return self._capture.config.pieces(what) == "auto" and not self._capture.tracing.chunks(what)
+
+    def _is_whole(self, what: Chunkable) -> bool:
+        """Whether a rank has what could be computed in pieces, and is not yet; a collective while some may."""
+        return self._may_chunk(what) and on_any(self._capture.whole(what) > 0, self._group)
+
+    def _chunk(self, what: Chunkable) -> tuple[Tracing, str]:
+        """How the step is traced with `what` in pieces, and a clause that says so."""
+        return self._capture.tracing.chunking(what), f"{_NAMES[what][0]} are computed in pieces"
 
     def unplanned(self) -> list[str]:
         """What to know where no round of planning comes, for each setting that waits for one; it waits no more."""
@@ -59,9 +68,10 @@ class Retracing:
         if not self._decided:
             state = "All that the model checkpoints is computed again."
             waiting.append((state, "recompute", "checkpoint less in the model"))
-        if self.keeps_losses_whole:
-            state = "Losses are computed whole until a rank is short of memory."
-            waiting.append((state, "chunk_loss", "say in how many pieces (chunk_loss=8)"))
+        for what, (name, setting) in _NAMES.items():
+            if self._may_chunk(what):
+                state = f"{name[0].upper()}{name[1:]} are computed whole until a rank is short of memory."
+                waiting.append((state, setting, f"say in how many pieces ({setting}=8)"))
         self._decided = True
         stage = self._capture.stage
         for state, name, other in waiting:
@@ -75,13 +85,14 @@ class Retracing:
 
     def note(self) -> str:
         """What to know of the step when its memory does not do; "" if nothing."""
-        if not self.keeps_losses_whole or not self._capture.whole_losses:
-            return ""
-        return (
-            "CompileConfig(chunk_loss='auto') computes losses whole until a measured step shows that memory is short, "
-            "or a rank was short of it and could go on. With chunk_loss=8, or another number, they are computed in "
+        notes = [
+            f"CompileConfig({setting}='auto') computes {name} whole until a measured step shows that memory is short, "
+            f"or a rank was short of it and could go on. With {setting}=8, or another number, they are computed in "
             "pieces from the first step on."
-        )
+            for what, (name, setting) in _NAMES.items()
+            if self._may_chunk(what) and self._capture.whole(what)
+        ]
+        return " ".join(notes)
 
     def adopt(self, tracing: Tracing) -> None:
         """Does as the plan that was read, which was made with the same settings; call before the step is traced."""
@@ -96,7 +107,7 @@ class Retracing:
         return [self._capture.checkpoints(schedule.frame) for schedule in schedules if schedule.kind == "forward"]
 
     def spare(self, step: int, profile: Profile, least: int) -> Round | None:
-        """Has losses computed in pieces if no plan fits, and little saved for backward if then none does either.
+        """Where no plan fits, has losses computed in pieces, then little saved for backward, then MLPs in pieces.
 
         Args:
             step: Optimizer steps done.
@@ -109,11 +120,13 @@ class Retracing:
         if profile.budget is None or least <= profile.budget:
             return None
         tracing = self._capture.tracing
-        if self._has_whole_losses():  # first, as it takes less time
-            tracing, done = replace(tracing, chunked=True), _IN_PIECES
+        if self._is_whole("losses"):  # in the order of the time that it takes
+            tracing, done = self._chunk("losses")
         elif not self._decided:
             self._decided = True
             tracing, done = replace(tracing, sparing=True), "what is cheap is computed again"
+        elif self._is_whole("mlps"):
+            tracing, done = self._chunk("mlps")
         else:
             return None
         self._capture.trace_anew(tracing)
@@ -160,7 +173,7 @@ class Retracing:
     def give_up(
         self, step: int, shortages: Sequence[Shortage], planned: Sequence[Schedule], profile: Profile | None
     ) -> Round | None:
-        """When a rank was short of memory: losses in pieces; at the next time, all again that the model checkpoints.
+        """When a rank was short of memory: losses in pieces, then all again that the model checkpoints, then MLPs.
 
         Args:
             step: Optimizer steps done.
@@ -172,10 +185,12 @@ class Retracing:
             What the report says of it; None if all of it is so already.
         """
         tracing = self._capture.tracing
-        if self._has_whole_losses():
-            tracing, done = replace(tracing, chunked=True), _IN_PIECES
+        if self._is_whole("losses"):
+            tracing, done = self._chunk("losses")
         elif tracing.uncheckpointed:
             tracing, done = replace(tracing, uncheckpointed=0), "all that the model checkpoints is computed again"
+        elif self._is_whole("mlps"):
+            tracing, done = self._chunk("mlps")
         else:
             return None
         budget = None

@@ -100,8 +100,15 @@ class Tuner:
         ranks = capture.model.ranks
         self._world = ranks.shards
         config = self._config
-        budget, recompute, chunk_loss = config.memory_budget, config.recompute, config.chunk_loss
-        setting = Setting(self._world, capture.stage, device.type, budget, recompute, chunk_loss)
+        setting = Setting(
+            self._world,
+            capture.stage,
+            device.type,
+            config.memory_budget,
+            config.recompute,
+            config.chunk_loss,
+            config.chunk_mlp,
+        )
         self._store = PlanStore(self._config.plan, setting, group)
         first, *self._entries = pass_schedule(self._config, capture.stage, self._world)
         capture.passes = self._start = first[1]
@@ -182,7 +189,7 @@ class Tuner:
 
     @property
     def _watches(self) -> bool:
-        leaner = bool(self._planned) or self._capture.tracing.uncheckpointed > 0 or self._retracing.keeps_losses_whole
+        leaner = bool(self._planned) or self._capture.tracing.uncheckpointed > 0 or self._retracing.may_chunk
         return leaner and not self._leanest
 
     def _at_boundary(self) -> None:

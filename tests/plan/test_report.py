@@ -232,7 +232,7 @@ def test_a_plan_file_is_shown(
 ) -> None:
     forward = schedule("forward", gather(0, 1), wait(0, 1), compute(0, 0, 1), release(0), kept=(1,))
     path = tmp_path / "plan.json"
-    tracing = Tracing(uncheckpointed=2, sparing=True, chunked=True)
+    tracing = Tracing(uncheckpointed=2, sparing=True, chunked_losses=True, chunked_mlps=True)
     setting, states = Setting(8, 3, "cuda", "24GiB", chunk_loss="auto"), StatePlaces(1 << 30, 3)
     path.write_text(write_plan([replace(forward, content="a")], setting, states, tracing))
     printed = _printed(monkeypatch, capsys, "plan", str(path), "--instructions")

@@ -256,7 +256,7 @@ def test_plan_files(  # noqa: F811
         (text.replace('"memory_budget": null', '"memory_budget": 64'), "'memory_budget': 64"),
         (text.replace('"recompute": "always"', '"recompute": "auto"'), "'recompute': 'auto'"),
         (text.replace('"chunk_loss": false', '"chunk_loss": "auto"'), "'chunk_loss': 'auto'"),
-        (text.replace('"chunked": false', '"chunked": 1'), "chunked=1"),
+        (text.replace('"chunked_mlps": false', '"chunked_mlps": 1'), "chunked_mlps=1"),
         (text.replace('"tracing"', '"traced"'), "it is damaged"),
         (text.replace('"instructions"', '"instruction"'), "it is damaged"),
         (text.replace('"op": "gather"', '"op": "wait"'), "it is damaged"),

@@ -99,7 +99,7 @@ def _trains(folder: Path, backend: str) -> None:
     # There is memory for whole logits.
     losses, values, strategy = _fit(region_backend=backend, chunk_loss="auto")
     assert losses == plain and all(map(torch.equal, values, expected))
-    assert strategy.summary().chunked_losses == 0 and strategy.engine.capture.whole_losses == 1
+    assert strategy.summary().chunked_losses == 0 and strategy.engine.capture.whole("losses") == 1
     assert [done.outcome for done in strategy.report()] in (["kept"], ["unchanged"], ["measured"])
     # No plan fits into less, but one with the loss in pieces does.
     least, logits = _least(region_backend=backend), 4 * ROWS * LENGTH * CLASSES
@@ -114,9 +114,9 @@ def _trains(folder: Path, backend: str) -> None:
     assert anew.reason.endswith(" too much, so losses are computed in pieces from step 5 on."), anew.reason
     assert done.outcome in ("kept", "unchanged") and done.passes[-1].peak_bytes <= budget, str(done)
     summary = strategy.summary()
-    assert (summary.chunked_losses, summary.graphs, strategy.engine.capture.whole_losses) == (1, 1, 0)
+    assert (summary.chunked_losses, summary.graphs, strategy.engine.capture.whole("losses")) == (1, 1, 0)
     tracing = json.loads(path.read_text())["tracing"]
-    assert tracing == {"uncheckpointed": 0, "sparing": False, "chunked": True}
+    assert tracing == {"uncheckpointed": 0, "sparing": False, "chunked_losses": True, "chunked_mlps": False}
     # The next run begins with it, and is traced once.
     again, _, strategy = _fit(6, **settings)
     assert again == pieces and strategy.report() == [] and strategy.summary().chunked_losses == 1
@@ -143,7 +143,7 @@ def _saves_more() -> None:
     assert "losses are computed in pieces from step 5 on" in first.reason, first
     assert "what is cheap is computed again from step 10 on" in second.reason, second
     assert done.passes[-1].peak_bytes <= budget, str(done)
-    assert strategy.engine.capture.tracing.chunked and strategy.engine.capture.tracing.sparing
+    assert strategy.engine.capture.tracing.chunked_losses and strategy.engine.capture.tracing.sparing
     assert losses == pytest.approx(plain, rel=1e-6) and strategy.summary().chunked_losses == 1
     # What needs its logits whole is left so, and what is cheap is computed again at once.
     settings = {"chunk_loss": "auto", "recompute": "auto"}
@@ -151,7 +151,7 @@ def _saves_more() -> None:
     _, _, strategy = _fit(module=Net(whole=True), memory_budget=f"{least - 10_000}B", **settings)
     assert [done.outcome for done in strategy.report()][0] == "traced anew", strategy.report()
     assert "what is cheap is computed again from step 5 on" in strategy.report()[0].reason
-    assert strategy.summary().chunked_losses == 0 and not strategy.engine.capture.tracing.chunked
+    assert strategy.summary().chunked_losses == 0 and not strategy.engine.capture.tracing.chunked_losses
 
 
 def test_what_is_cheap_is_computed_again_only_if_that_is_not_enough() -> None:
@@ -213,8 +213,8 @@ def test_a_shortage_finds_no_loss(mesh: DeviceMesh) -> None:
             engine.tuner._shortages.retry._shortages.append(Shortage(0, "frame0.forward", "region_1", "1 GiB"))
         one_step(engine, batch, optimizer)
     programs = engine.programs()
-    assert len(programs) == 2 and not any("whole loss" in text for text in programs.values())
-    assert engine.report() == [] and not engine.capture.tracing.chunked
+    assert len(programs) == 2 and not any("whole" in text for text in programs.values())
+    assert engine.report() == [] and not engine.capture.tracing.chunked_losses
     engine.close()
 
 

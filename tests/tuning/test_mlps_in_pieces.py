@@ -1,0 +1,121 @@
+"""`chunk_mlp="auto"`: feed-forward layers are whole as long as there is memory for that, then in pieces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from multiprocess import run_ranks
+from test_losses_in_pieces import CLASSES, LENGTH, ROWS, Net, _engine, _fit, _least, _losses
+from test_recompute import keep_plans
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+WIDTH, WIDE = 8, 2048
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Wide(Net):
+    """Blocks so wide that most of the memory is theirs."""
+
+    def __init__(self, head: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        if not head:
+            self.head = nn.Linear(WIDTH, 64, bias=False)
+        self.classes = CLASSES if head else 64
+
+    def training_step(self, tokens: Tensor, batch_idx: int = 0) -> Tensor:
+        return super().training_step(tokens % self.classes, batch_idx)
+
+
+def _trains(folder: Path, backend: str) -> None:
+    dist.init_process_group("gloo")
+    keep_plans()
+    plain, expected, _ = _fit(module=Wide(), region_backend=backend)
+    pieces, _, strategy = _fit(6, Wide(), region_backend=backend, chunk_mlp=8)
+    assert strategy.summary().chunked_mlps == 3 and pieces == pytest.approx(plain[:6], rel=1e-6)
+    # There is memory for whole layers.
+    losses, values, strategy = _fit(module=Wide(), region_backend=backend, chunk_mlp="auto")
+    assert losses == plain and all(map(torch.equal, values, expected))
+    assert strategy.summary().chunked_mlps == 0 and strategy.engine.capture.whole("mlps") == 3
+    # No plan fits into less, but one with layers in pieces does.
+    whole, least = (_least(module=Wide(), region_backend=backend, chunk_mlp=one) for one in (False, 8))
+    assert whole - least > 2 * 4 * ROWS * LENGTH * WIDE, "saved activations of two layers at least"
+    budget, path = (whole + least) // 2, folder / "plan.json"
+    settings: dict[str, Any] = {"region_backend": backend, "chunk_mlp": "auto", "plan": str(path)}
+    settings["memory_budget"] = f"{budget}B"
+    losses, values, strategy = _fit(module=Wide(), **settings)
+    assert losses[:5] == plain[:5] and losses == pytest.approx(plain, rel=1e-6)
+    assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(values, expected, strict=True))
+    anew, done = strategy.report()
+    assert anew.outcome == "traced anew" and anew.reason.endswith("so MLPs are computed in pieces from step 5 on.")
+    assert done.outcome in ("kept", "unchanged") and done.passes[-1].peak_bytes <= budget, str(done)
+    assert (strategy.summary().chunked_mlps, strategy.engine.capture.whole("mlps")) == (3, 0)
+    assert json.loads(path.read_text())["tracing"]["chunked_mlps"] is True
+    # The next run begins with it, and is traced once.
+    again, _, strategy = _fit(6, Wide(), **settings)
+    assert again == pieces and strategy.report() == [] and strategy.summary().chunked_mlps == 3
+
+
+def test_layers_are_whole_until_no_plan_fits(tmp_path: Path) -> None:
+    run_ranks(_trains, 2, tmp_path, "eager", timeout=150)
+
+
+def test_one_rank_decides_it_too(tmp_path: Path) -> None:
+    run_ranks(_trains, 1, tmp_path, "inductor", timeout=170)
+
+
+def _in_order() -> None:
+    dist.init_process_group("gloo")
+    keep_plans()
+    plain, _, _ = _fit(24, Wide(head=True))
+    budget = _least(module=Wide(head=True), chunk_loss=8, chunk_mlp=8)
+    settings: dict[str, Any] = {"chunk_loss": "auto", "recompute": "auto", "chunk_mlp": "auto"}
+    losses, _, strategy = _fit(24, Wide(head=True), memory_budget=f"{budget}B", **settings)
+    *anew, done = strategy.report()
+    done_so = [one.reason.partition(" so ")[2] for one in anew]
+    assert done_so == [
+        "losses are computed in pieces from step 5 on.",
+        "what is cheap is computed again from step 10 on.",
+        "MLPs are computed in pieces from step 15 on.",
+    ]
+    assert done.passes[-1].peak_bytes <= budget, str(done)
+    assert losses == pytest.approx(plain, rel=1e-6)
+    assert (strategy.summary().chunked_losses, strategy.summary().chunked_mlps) == (1, 3)
+
+
+def test_what_takes_the_least_time_comes_first() -> None:
+    run_ranks(_in_order, 2, timeout=150)
+
+
+def _runs_short() -> None:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    settings: dict[str, Any] = {"chunk_loss": False, "schedule": None}
+    plain = _losses(_engine(mesh, Wide(), **settings), 24, -1)
+    engine = _engine(mesh, Wide(), **{**settings, "chunk_mlp": "auto"})
+    losses = _losses(engine, 24, 2)
+    (leaner,) = engine.report()
+    assert leaner.outcome == "leaner" and leaner.reason.endswith(" From step 16 on, MLPs are computed in pieces.")
+    assert losses[:16] == plain[:16] and losses == pytest.approx(plain, rel=1e-6)
+    assert engine.summary().chunked_mlps == 3
+    engine.close()
+
+
+def test_a_shortage_has_layers_taken_apart() -> None:
+    run_ranks(_runs_short, 2, timeout=150)
