@@ -27,6 +27,8 @@
 
 // Gathers by copy engines, into memory that is registered in windows.
 #define LDC_WITH_WINDOWS (NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0))
+// Ranks that meet at several of them, and not all at the first one.
+#define LDC_WITH_SEVERAL_IDS (NCCL_VERSION_CODE >= NCCL_VERSION(2, 23, 0))
 
 namespace ldc {
 namespace {
@@ -86,6 +88,17 @@ int64_t host_number() {
     LDC_CHECK(gethostname(host.data(), host.size()) == 0, "gethostname: ", std::strerror(errno));
   }
   return digest(host.c_str());
+}
+
+/// How many ranks meet at one id, as for torch's own groups.
+int64_t ranks_per_id() {
+  constexpr const char* kName = "TORCH_NCCL_RANKS_PER_ROOT";
+  const char* text = std::getenv(kName);
+  if (text == nullptr) return 128;
+  char* end = nullptr;
+  const int64_t number = std::strtoll(text, &end, 10);
+  LDC_CHECK_ARG(number > 0 && *end == '\0', kName, "=", text, " is no number of ranks: give 1 or more, or unset it.");
+  return number;
 }
 
 /// An initialisation under way. It belongs to two threads, and whoever is the last to want it ends it.
@@ -149,15 +162,19 @@ class NcclCommunicator final : public Communicator {
         return ncclCommSplit(parent, 0, own_rank, comm, &config);
       };
     } else {
-      create = [id = share_unique_id(group), own_rank, ranks, config](ncclComm_t* comm) mutable {
-        return ncclCommInitRankConfig(comm, ranks, id, own_rank, &config);
+      create = [ids = share_unique_ids(group), own_rank, ranks, config](ncclComm_t* comm) mutable {
+#if LDC_WITH_SEVERAL_IDS
+        return ncclCommInitRankScalable(comm, ranks, own_rank, static_cast<int>(ids.size()), ids.data(), &config);
+#else
+        return ncclCommInitRankConfig(comm, ranks, ids[0], own_rank, &config);
+#endif
       };
     }
     const auto created = create_within(options.limit(), device_, std::move(create));
     LDC_CHECK_WIRE(created, "the communicators of ", world_size(), " ranks were not there within ",
                    static_cast<double>(options.limit().count()) / 1000, " s on rank ", rank(),
                    ". Another rank died, hangs, or creates no runtime; or raise `timeout`.");
-    const char* call = like != nullptr ? "ncclCommSplit" : "ncclCommInitRankConfig";
+    const char* call = like != nullptr ? "ncclCommSplit" : "ncclCommInitRank";
     LDC_CHECK(created->failure.empty(), call, ": ", created->failure);
     check(created->result, call, {});
     comm_ = created->comm;
@@ -440,16 +457,29 @@ class NcclCommunicator final : public Communicator {
                    detail != nullptr && *detail != '\0' ? detail : "no detail; set NCCL_DEBUG=WARN", ").");
   }
 
-  ncclUniqueId share_unique_id(const c10::intrusive_ptr<c10d::ProcessGroup>& group) const {
+  /// Ids at which the ranks meet: each is made by the first of the ranks that NCCL sends there.
+  std::vector<ncclUniqueId> share_unique_ids(const c10::intrusive_ptr<c10d::ProcessGroup>& group) const {
+    const int64_t number = LDC_WITH_SEVERAL_IDS ? (world_size() + ranks_per_id() - 1) / ranks_per_id() : 1;
+    std::vector<ncclUniqueId> ids;
+    for (int64_t index = 0; index < number; ++index) {
+      const int64_t root = index * (world_size() / number) + std::min(index, world_size() % number);
+      ids.push_back(share_unique_id(group, root));
+    }
+    return ids;
+  }
+
+  ncclUniqueId share_unique_id(const c10::intrusive_ptr<c10d::ProcessGroup>& group, int64_t root) const {
     ncclUniqueId id{};
-    if (rank() == 0) check(ncclGetUniqueId(&id), "ncclGetUniqueId", {});
+    if (rank() == root) check(ncclGetUniqueId(&id), "ncclGetUniqueId", {});
     // Through host memory where the group can do that (gloo), else through the device.
     const auto devices = group->getDeviceTypes();
     const bool host = std::any_of(devices.begin(), devices.end(), [](Device d) { return d.is_cpu(); });
     Tensor message = at::empty({static_cast<int64_t>(sizeof(id))}, at::TensorOptions().dtype(c10::kByte));
     std::memcpy(message.mutable_data_ptr(), &id, sizeof(id));
     std::vector<Tensor> messages = {host ? message : message.to(device_)};
-    group->getBackend(host ? c10::DeviceType::CPU : device_.type())->broadcast(messages)->wait();
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    group->getBackend(host ? c10::DeviceType::CPU : device_.type())->broadcast(messages, options)->wait();
     message = messages[0].cpu();
     std::memcpy(&id, message.const_data_ptr(), sizeof(id));
     return id;

@@ -15,10 +15,11 @@ namespace ldc {
 /// Whether what is queued on a CUDA stream becomes part of a graph instead of running.
 bool is_captured(const Stream& stream);
 
-/// Collective over `group`: rank 0 makes the unique id and the group broadcasts it; or out of `like`, a communicator of
-/// the same ranks that is not in use meanwhile. Of `options` it reads which thread blocks a collective takes: fewer leave
-/// more of the GPU to compute that runs beside; and how long all this may take. `copy_engines`: gathers to windows are
-/// left to these, where ranks reach each other's memory.
+/// Collective over `group`: unique ids are broadcast, each by the first of the ranks that meet at it (128 of them, or
+/// TORCH_NCCL_RANKS_PER_ROOT); or out of `like`, a communicator of the same ranks that is not in use meanwhile. Of
+/// `options` it reads which thread blocks a collective takes: fewer leave more of the GPU to compute that runs beside;
+/// and how long all this may take. `copy_engines`: gathers to windows are left to these, where ranks reach each other's
+/// memory.
 ///
 /// Operations are queued on the current stream and done in its order. Outside torch's process groups nobody watches
 /// them: diagnose() tells a watchdog which operation is stuck, and abort() frees a rank that waits for a dead peer.
