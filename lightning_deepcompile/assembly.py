@@ -125,7 +125,7 @@ class Assembly:
         )
         if self._shares:
             runtime.setup.share_shards()
-        self.memory.beside = lambda: runtime.memory.windows()[:2]
+        self.memory.beside = lambda: runtime.memory.windows()[0]
         return runtime
 
     def _on_one_host(self) -> bool:

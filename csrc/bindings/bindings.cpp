@@ -192,8 +192,8 @@ void bind_memory(py::module_& m) {
       .def("free_windows", &ldc::Memory::free_windows, NoGil(),
            "Give up what windows() counts and holds nothing. All ranks call it between the same two gathers.")
       .def("windows", &ldc::Memory::windows, NoGil(),
-           "Bytes of memory into which other ranks gather, which torch does not count; those in use; and a digest of "
-           "all uses so far, the same on all ranks.");
+           "Bytes of memory into which other ranks gather, which torch does not count; of the smallest group that is "
+           "gathered so, or 0; and a digest of all uses so far, the same on all ranks.");
 }
 
 void bind_runtime(py::class_<Runtime, std::shared_ptr<Runtime>>& runtime) {

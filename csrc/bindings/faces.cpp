@@ -203,7 +203,7 @@ std::tuple<int64_t, int64_t, int32_t> Memory::windows() {
   const Turn turn = runtime_.enter_ended();
   const Windows* windows = turn->gathers.windows();
   if (windows == nullptr) return {0, 0, 0};
-  return {windows->bytes(), windows->taken(), windows->digest()};
+  return {windows->bytes(), windows->threshold(), windows->digest()};
 }
 
 }  // namespace ldc

@@ -141,7 +141,8 @@ class Memory : public Face {
   /// The device is short of memory: gives some back, at no other rank's cost (memory/retry.h). Returns the bytes; 0:
   /// nothing is left to give.
   int64_t give_back();
-  /// Bytes of windows (memory/windows.h), which torch does not count, those in use, and the digest of all that were taken.
+  /// Bytes of windows (memory/windows.h), which torch does not count, of the smallest group that gets one (0: none does),
+  /// and the digest of all that were taken.
   std::tuple<int64_t, int64_t, int32_t> windows();
   /// Gives up windows that hold nothing; all ranks call it between the same two gathers. Waits for the device.
   void free_windows();

@@ -92,6 +92,7 @@ std::shared_ptr<Communicator> make_reduce_communicator(const std::string& kind, 
                 ") and `reduce_group` (rank ", group->getRank(), " of ", group->getSize(), ") must have the same ranks.");
   std::shared_ptr<Communicator> shard = make_communicator(kind, group, device, options, false, &gather);
   if (!replicas) return shard;
+  // They meet by themselves: to be split off, they and the shards would first need a communicator of all ranks.
   auto over = make_communicator(kind, replicas, device, options, false, nullptr);
   return std::make_shared<HybridCommunicator>(std::move(shard), std::move(over));
 }

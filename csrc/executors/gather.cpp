@@ -132,7 +132,7 @@ void GatherEngine::launch(const Ids& ids, const std::vector<Dtype>& dtypes) {
   }
   auto group = std::make_shared<Group>();
   std::unique_ptr<Windows::Use> window;
-  if (windows_ && !left_to_graphs_) window = windows_->take(bytes, stream_);
+  if (windows_) window = windows_->take(bytes, stream_);
   group->slot = window ? arena_.over(std::move(window), stream_) : arena_.acquire(bytes, stream_);
   if (refresh_) {
     order(compute_, current_stream(device_), stream_);
@@ -394,11 +394,6 @@ Tensor GatherEngine::gather_now(const Tensor& shard, Shape size, ScalarType dtyp
   stats_.gather_groups += 1;
   stats_.gathered_bytes += static_cast<int64_t>(full.nbytes());
   return typed_view(full, 0, size, dtype);
-}
-
-void GatherEngine::leave_to_graphs(bool leave) {
-  left_to_graphs_ = leave;
-  if (leave) free_windows();
 }
 
 void GatherEngine::clear() {

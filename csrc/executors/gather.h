@@ -132,9 +132,8 @@ class GatherEngine {
   void restore(const Left& left);
   /// A recording has failed: nothing of what was queued will run.
   void cancel();
-  /// What stays whole is gathered by graphs, and not ahead of them; and nothing to windows, as what is taken of them must
-  /// not depend on which graphs a rank has. All ranks call it between the same two gathers.
-  void leave_to_graphs(bool leave);
+  /// What stays whole is gathered by graphs, and not ahead of them. All ranks call it between the same two gathers.
+  void leave_to_graphs(bool leave) { left_to_graphs_ = leave; }
 
  private:
   struct Group {

@@ -43,12 +43,6 @@ std::unique_ptr<Windows::Use> Windows::take(int64_t need, const Stream& user) {
   return std::make_unique<Use>(shared_from_this(), best);
 }
 
-int64_t Windows::taken() const {
-  int64_t bytes = 0;
-  for (const Window& window : all_) bytes += window.taken ? window.bytes.numel() : 0;
-  return bytes;
-}
-
 void Windows::free_unused() {
   bool idle = false;
   for (Window& window : all_) {

@@ -48,8 +48,7 @@ class Windows : public std::enable_shared_from_this<Windows> {
   void free_unused();
 
   int64_t bytes() const { return bytes_; }
-  /// Of these, in use.
-  int64_t taken() const;
+  int64_t threshold() const { return threshold_; }
   /// Of all that was taken so far, in order: the same on all ranks if they took the same windows.
   int32_t digest() const { return static_cast<int32_t>(digest_ & 0x7fffffff); }
 

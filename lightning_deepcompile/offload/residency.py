@@ -280,7 +280,7 @@ class Residency:
         buffers = min(LEAST_SLOTS * max(self._chunk_bytes, largest), states + sum(hosted))
         if any(hosted):  # which need the buffers in any case
             stepping, buffers = stepping + buffers, 0
-        budget = memory_limit(self._device, self._config.memory_budget)
+        budget = memory_limit(self._device, self._config.memory_budget, self._memory.beside())
         return OffloadNeed(peak, stepping, states, buffers, budget, self._limit)
 
     def _sizes(self) -> Iterator[tuple[int, Tensor, int]]:

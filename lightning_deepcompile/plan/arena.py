@@ -1,18 +1,19 @@
-"""A model of the runtime's arena: slots for groups of gathered parameters, kept and reused."""
+"""A model of the memory that groups of parameters are gathered to: slots of the arena, and windows, kept and reused."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["ArenaModel", "Slot", "group_bytes"]
+__all__ = ["ArenaModel", "Slot", "WindowModel", "group_bytes"]
 
 _ALIGNMENT = 512
 _SLACK = 1 << 20
+_PAGE = 2 << 20
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _aligned(size: int, alignment: int = _ALIGNMENT) -> int:
+    return -(-size // alignment) * alignment
 
 
 def group_bytes(sizes: Iterable[int]) -> int:
@@ -44,9 +45,8 @@ class ArenaModel:
         """A slot of at least `size` bytes."""
         need = _aligned(max(size, 1))
         limit = need + need // 4 + _SLACK
-        fitting = [slot for slot in self._free if need <= slot.capacity <= limit]
-        if fitting:
-            slot = min(fitting, key=lambda s: s.capacity)
+        slot = _best(self._free, need, limit)
+        if slot is not None:
             self._free.remove(slot)
             return slot
         slot = Slot(_aligned(need + need // 64))
@@ -62,3 +62,47 @@ class ArenaModel:
         """Frees the memory of free slots."""
         self.bytes -= sum(slot.capacity for slot in self._free)
         self._free.clear()
+
+
+class WindowModel:
+    """Follows the rules of ``csrc/memory/windows.cpp``: large groups are gathered to memory that stays between steps.
+
+    Args:
+        least: Bytes of the smallest group that is; 0: none.
+    """
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._all: list[Slot] = []  # in the order in which they were made
+        self._taken: set[Slot] = set()
+
+    @property
+    def bytes(self) -> int:
+        """Of all windows that were made."""
+        return sum(window.capacity for window in self._all)
+
+    def take(self, size: int) -> Slot | None:
+        """A window of at least `size` bytes; None for a group that is smaller than those that get one."""
+        if not self._least or size < self._least:
+            return None
+        need = _aligned(size, _PAGE)
+        window = _best([w for w in self._all if w not in self._taken], need, need + need // 4 + _SLACK)
+        if window is None:
+            window = Slot(need)
+            self._all.append(window)
+        self._taken.add(window)
+        return window
+
+    def release(self, window: Slot, last_user: int | None = None) -> bool:
+        """Gives `window` back, as `ArenaModel.release` a slot; returns whether it is one."""
+        if window not in self._taken:
+            return False
+        window.last_user = last_user
+        self._taken.remove(window)
+        return True
+
+
+def _best(free: Iterable[Slot], need: int, limit: int) -> Slot | None:
+    """The smallest that fits; the first of these."""
+    fitting = [slot for slot in free if need <= slot.capacity <= limit]
+    return min(fitting, key=lambda s: s.capacity, default=None)

@@ -179,6 +179,7 @@ class Profile:
         labels: Names for reports; planning does not look at them.
         resident: What memory holds besides programs, for reports, too.
         rows: The rows of each parameter, by its id as text: on other numbers of ranks they are padded to another one.
+        window_from: Bytes of the smallest group that is gathered to memory which stays from step to step; 0: none is.
         pack_below: Bytes of the largest shard that travels packed with others of its group; 0: none does.
         packs_reductions: Whether gradients do, too.
         topology: Nodes that ranks are in; None if all of them are connected as those that were measured.
@@ -217,6 +218,7 @@ class Profile:
     labels: Labels = field(default_factory=Labels)
     resident: Resident = field(default_factory=Resident)
     rows: dict[str, int] = field(default_factory=dict)
+    window_from: int = 0
     pack_below: int = 0
     packs_reductions: bool = False
     topology: Topology | None = None

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from lightning_deepcompile.plan.arena import ArenaModel, Slot, group_bytes
+from lightning_deepcompile.plan.arena import ArenaModel, Slot, WindowModel, group_bytes
 from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
 from lightning_deepcompile.plan.events import StreamName, Task, Timing, run_tasks
 from lightning_deepcompile.plan.gradients import GradientModel
@@ -35,6 +35,7 @@ __all__ = [
     "memory_bytes",
     "first_gather_bytes",
     "simulate",
+    "window_bytes",
 ]
 
 
@@ -55,7 +56,7 @@ class MemoryPoint(NamedTuple):
         schedule: Index of the schedule within it.
         instruction: Position of the instruction.
         seconds: When the device gets there.
-        arena: Bytes of slots for gathered parameters.
+        arena: Bytes of slots for gathered parameters, and of windows that they are gathered to.
         bytes: All allocated bytes.
         away: Bytes of saved tensors in host memory.
         gradients: Bytes of whole gradients that the runtime holds, or has on their way; less those of shards that
@@ -94,6 +95,7 @@ class Prediction:
         peak_bytes: The most memory.
         memory: Memory, in the host's order.
         spans: What ran when.
+        window_bytes: Of the peak, windows that parameters are gathered to, which stay from step to step.
     """
 
     seconds: float
@@ -104,6 +106,7 @@ class Prediction:
     peak_bytes: int
     memory: tuple[MemoryPoint, ...]
     spans: tuple[Span, ...]
+    window_bytes: int = 0
 
     @property
     def estimate(self) -> Estimate:
@@ -177,17 +180,25 @@ def arena_bytes(schedules: Sequence[Schedule], **fields: Any) -> list[list[int]]
 
     Args:
         schedules: The programs of a micro-batch.
-        **fields: As of a `Profile`: ``cast_ratio``; ``pack_below``, ``world_size`` and ``device_type``.
+        **fields: As of a `Profile`: ``cast_ratio``, ``window_from``, ``pack_below``, ``world_size``, ``device_type``.
 
     Returns:
-        Bytes of the arena's slots, less those of saved tensors that are in host memory.
+        Bytes of the arena's slots, without windows, less those of saved tensors that are in host memory.
     """
-    memory = simulate(schedules, replace(_without_costs(schedules), **fields)).memory
-    return [[m.arena - m.away for m in memory if m.schedule == index] for index in range(len(schedules))]
+    found = simulate(schedules, replace(_without_costs(schedules), **fields))
+    rows: list[list[int]] = [[] for _ in schedules]
+    for point in found.memory:
+        rows[point.schedule].append(point.arena - found.window_bytes - point.away)
+    return rows
+
+
+def window_bytes(schedules: Sequence[Schedule], profile: Profile) -> int:
+    """Bytes of the windows that parameters are gathered to; they are there all the time."""
+    return _WindowsOnly(profile).bytes(schedules) if profile.window_from else 0
 
 
 def first_gather_bytes(schedules: Sequence[Schedule], profile: Profile) -> int:
-    """Bytes of the arena's slots for the gathers that a step begins with."""
+    """Bytes of the arena's slots for the gathers that a step begins with; windows are counted elsewhere."""
     opens = schedules and schedules[0].kind == "forward"
     return _MemoryOnly(profile).launch_first_gathers(schedules[0]) if opens else 0
 
@@ -235,6 +246,8 @@ class _Simulation:
         self._profile = profile
         self._tasks: list[Task] = []
         self._arena = ArenaModel()
+        self._windows = WindowModel(profile.window_from)
+        self._window_bytes = 0  # of all that the step will take: they stay from the step before
         self._gathered: dict[int, _Group] = {}
         self._barrier: list[int] = []  # what the next task on the compute stream has to wait for
         self._computed: int | None = None  # the last task on the compute stream
@@ -269,6 +282,7 @@ class _Simulation:
             gather_seconds=timing.busy["gather"],
             reduce_seconds=timing.busy["reduce"],
             peak_bytes=max((point.bytes for point in memory), default=0),
+            window_bytes=self._window_bytes,
             memory=tuple(memory),
             spans=tuple(spans),
         )
@@ -281,6 +295,7 @@ class _Simulation:
         return max(end + self._profile.unexplained_seconds, 0.0)
 
     def _issue_step(self, schedules: Sequence[Schedule]) -> None:
+        self._window_bytes = self._count_windows(schedules)
         last_backward = max((k for k, s in enumerate(schedules) if s.kind == "backward"), default=len(schedules) - 1)
         if self._accumulates:
             for schedule in schedules:
@@ -304,6 +319,9 @@ class _Simulation:
             self._compute(seconds, 0.0, "optimizer")
             self._states.stepped(self._computed)
 
+    def _count_windows(self, schedules: Sequence[Schedule]) -> int:
+        return window_bytes(schedules, self._profile)
+
     def _begin_step(self, schedules: Sequence[Schedule]) -> None:
         """What the end of the step before launched, and the time until this one begins."""
         self.launch_first_gathers(schedules[0], _left(schedules[-1], self._profile))
@@ -323,12 +341,12 @@ class _Simulation:
 
     def _remember(self, task: int, micro_batch: int, index: int, position: int, other: int, gradients: int) -> None:
         """Notes the memory of an instruction: `other` is what neither the arena nor gradients explain."""
-        arena, away, states = self._arena.bytes, self._away, self._states.bytes
+        arena, away, states = self._arena.bytes + self._window_bytes, self._away, self._states.bytes
         size = self._size(other, gradients)
         self._memory.append((task, micro_batch, index, position, arena, size, away, gradients, states))
 
     def _size(self, other: int, gradients: int) -> int:
-        return self._arena.bytes + other + gradients - self._away + self._states.bytes
+        return self._arena.bytes + self._window_bytes + other + gradients - self._away + self._states.bytes
 
     def _run_schedule(
         self, micro_batch: int, index: int, schedule: Schedule, costs: Sequence[RegionCost | None]
@@ -425,19 +443,24 @@ class _Simulation:
             return
         sizes = [size for _, size in absent]
         after = [*host, *(self._compute_point() if now else [])]
-        slot = None
+        slot = window = None
         if not now:  # else the memory belongs to the caller
-            slot = self._arena.acquire(group_bytes(sizes))
-            # Kernels launched before may still use new memory; of a slot that is reused, the last reader is known.
-            after += self._compute_point() if slot.last_user is None else [slot.last_user]
+            window = self._windows.take(group_bytes(sizes))
+            slot = window or self._arena.acquire(group_bytes(sizes))
+            # Kernels launched before may still use new memory; of a slot that is reused, the last reader is known. The
+            # last reader of a window that is not reused in this step was in the one before.
+            if slot.last_user is not None:
+                after.append(slot.last_user)
+            elif window is None:
+                after += self._compute_point()
         seconds = self._profile.gather_seconds(sizes)
         done = self._add(instruction.traits.stream, seconds, after, label)
         if slot is None:
             self._barrier.append(done)
             return
-        if self._profile.cast_ratio:  # the next gather may overwrite them
+        if self._profile.cast_ratio and window is None:  # the next gather may overwrite them; windows are cast to
             self._arena.release(self._arena.acquire(int(sum(sizes) * self._profile.cast_ratio)), done)
-        if packed := self._profile.packed_bytes(sizes):
+        if (packed := self._profile.packed_bytes(sizes)) and window is None:
             self._arena.release(self._arena.acquire(packed), done)
         group = _Group(slot, done, len(absent))
         for i, _ in absent:
@@ -456,7 +479,9 @@ class _Simulation:
         if group.resident == 0:
             if not group.waited:  # the runtime waits for a gather that nobody waited for
                 self._barrier.append(group.done)
-            self._arena.release(group.slot, group.done if self._computed is None else self._computed)
+            last = group.done if self._computed is None else self._computed
+            if not self._windows.release(group.slot, last):
+                self._arena.release(group.slot, last)
 
     def _reduce(self, instruction: Instruction, host: list[int], label: str) -> int | None:
         if instruction.traits.at_boundary and self._accumulates:
@@ -493,6 +518,20 @@ class _MemoryOnly(_Simulation):
 
     def _compute_point(self) -> list[int]:
         return []
+
+
+class _WindowsOnly(_MemoryOnly):
+    """Of memory, windows alone."""
+
+    def bytes(self, schedules: Sequence[Schedule]) -> int:
+        self._issue_step(schedules)
+        return self._windows.bytes
+
+    def _count_windows(self, schedules: Sequence[Schedule]) -> int:
+        return 0
+
+    def _remember(self, task: int, micro_batch: int, index: int, position: int, other: int, gradients: int) -> None:
+        """Nobody reads it."""
 
 
 class _Found(Exception):

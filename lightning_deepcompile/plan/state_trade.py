@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from lightning_deepcompile.plan.context import NO_LIMIT
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.pass_manager import PassEffect
-from lightning_deepcompile.plan.simulate import arena_bytes, first_gather_bytes
+from lightning_deepcompile.plan.simulate import arena_bytes, first_gather_bytes, window_bytes
 from lightning_deepcompile.plan.state_copies import LEAST_SLOTS
 from lightning_deepcompile.program.schedule import Schedule
 
@@ -185,7 +185,8 @@ def trade_states(profile: Profile, states: StateMemory, plan: Callable[[Profile]
         # While states leave, the gathers that open the next step are launched.
         beside = _arena(schedules, profile) - _arena(profile.schedules, profile)
         if not profile.host_computes:
-            beside = max(beside, first_gather_bytes(schedules, profile))
+            there = window_bytes(schedules, profile) - window_bytes(profile.schedules, profile)
+            beside = max(beside, first_gather_bytes(schedules, profile) + there)
         most = max(effects[-1].prediction.peak_bytes, states.while_stepping(away, slots) + beside)
         return Trade(away, adapted, (schedules, effects), slots, most - limit)
 
@@ -261,5 +262,6 @@ def _travel(profile: Profile, size: int) -> float:
 
 
 def _arena(schedules: Sequence[Schedule], profile: Profile) -> int:
-    fields = {name: getattr(profile, name) for name in ("cast_ratio", "pack_below", "world_size", "device_type")}
-    return max((size for row in arena_bytes(schedules, **fields) for size in row), default=0)
+    names = ("cast_ratio", "window_from", "pack_below", "world_size", "device_type")
+    rows = arena_bytes(schedules, **{name: getattr(profile, name) for name in names})
+    return max((size for row in rows for size in row), default=0) + window_bytes(schedules, profile)

@@ -28,6 +28,7 @@ def build_profile(
     world_size: int,
     hold_ratio: float,
     reduce_window: int,
+    window_from: int,
     pack_below: int,
     packs_reductions: bool,
     budget: int | None,
@@ -44,7 +45,8 @@ def build_profile(
         world_size: Number of ranks.
         hold_ratio: Bytes of a sum of whole gradients per byte of a gradient.
         reduce_window: As configured.
-        pack_below: As of a `Profile`.
+        window_from: As of a `Profile`.
+        pack_below: Likewise.
         packs_reductions: Likewise.
         budget: Bytes that may be allocated.
         step_seconds: Duration of ordinary steps.
@@ -76,6 +78,7 @@ def build_profile(
         arena_bytes(
             ran,
             cast_ratio=cast_ratio,
+            window_from=window_from,
             pack_below=pack_below,
             world_size=world_size,
             device_type=isolated.device.type,
@@ -101,6 +104,7 @@ def build_profile(
         hold_ratio=hold_ratio,
         cast_ratio=cast_ratio,
         reduce_window=reduce_window,
+        window_from=window_from,
         pack_below=pack_below,
         packs_reductions=packs_reductions,
         budget=budget,

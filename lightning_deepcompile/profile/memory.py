@@ -11,13 +11,14 @@ from lightning_deepcompile.plan.budget import parse_budget
 __all__ = ["memory_limit"]
 
 
-def memory_limit(device: torch.device, budget: int | float | str | None) -> int:
-    """Bytes that torch's allocator may hand out on `device`.
+def memory_limit(device: torch.device, budget: int | float | str | None, beside: int = 0) -> int:
+    """Bytes that torch's allocator may hand out on `device`, and what is `beside`.
 
     Args:
         device: The device.
         budget: `CompileConfig.memory_budget`. Of a fraction, what others than the allocator use (communicators, other
             processes) is taken off.
+        beside: Bytes that this process has besides the allocator's, and which are not taken off.
     """
     if device.type != "cuda":
         return parse_budget(budget, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -26,5 +27,5 @@ def memory_limit(device: torch.device, budget: int | float | str | None) -> int:
     if budget is not None and not isinstance(budget, float):
         return limit
     free, _ = torch.cuda.mem_get_info(device)
-    others = max(total - free - torch.cuda.memory_reserved(device), 0)
+    others = max(total - free - torch.cuda.memory_reserved(device) - beside, 0)
     return max(limit - others, 1)

@@ -19,23 +19,23 @@ class PeakMemory:
         device: Where the memory is; on CPUs nothing counts it, and all figures are 0.
 
     Attributes:
-        beside: What PyTorch's allocator does not know: bytes that are allocated, and of these, in use.
+        beside: Bytes that PyTorch's allocator does not know: windows that parameters are gathered to.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._before = 0  # the highest peak of the intervals that are over
-        self.beside: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self.beside: Callable[[], int] = lambda: 0
 
     @property
     def current(self) -> int:
-        """Bytes in use."""
-        return torch.cuda.memory_allocated(self._device) + self.beside()[1] if self._device.type == "cuda" else 0
+        """Bytes allocated."""
+        return torch.cuda.memory_allocated(self._device) + self.beside() if self._device.type == "cuda" else 0
 
     @property
     def latest(self) -> int:
         """The most bytes allocated since the last `restart`."""
-        return torch.cuda.max_memory_allocated(self._device) + self.beside()[0] if self._device.type == "cuda" else 0
+        return torch.cuda.max_memory_allocated(self._device) + self.beside() if self._device.type == "cuda" else 0
 
     @property
     def highest(self) -> int:
@@ -43,10 +43,10 @@ class PeakMemory:
         return max(self._before, self.latest)
 
     def restart(self) -> int:
-        """Begins an interval; returns the most bytes that were in use until now, if nothing was released beside."""
+        """Begins an interval; returns the most bytes that PyTorch's allocator had handed out until now."""
         if self._device.type != "cuda":
             return 0
         self._before = self.highest
-        used = torch.cuda.max_memory_allocated(self._device) + self.beside()[1]
+        most = torch.cuda.max_memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
-        return used
+        return most

@@ -134,7 +134,8 @@ class StepProbe:
         event.record()
         allocated = peak = 0
         if memory:
-            allocated, peak = self.memory.current, self.memory.restart()
+            beside = self.memory.beside()  # plans say what there will be of it
+            allocated, peak = self.memory.current - beside, self.memory.restart()
         return Mark(now, time.perf_counter(), event, allocated, peak)
 
     def marks_of(self, program: str) -> ProgramMarks:

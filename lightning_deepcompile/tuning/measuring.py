@@ -86,6 +86,7 @@ class Measurement:
         *,
         step_seconds: float,
         launched: Mapping[str, bool],
+        windows: tuple[int, int],
         host_room: Callable[[], int] | None,
         states_travel: bool,
     ) -> tuple[Profile, tuple[Schedule, ...]]:
@@ -97,10 +98,12 @@ class Measurement:
             passes: What planning uses.
             step_seconds: Duration of an ordinary step.
             launched: When a step's first gathers are launched, as fields of a `Profile`.
+            windows: Bytes of the windows that parameters are gathered to, and of the smallest group that gets one.
             host_room: Bytes of host memory that saved tensors may take; None where none may leave.
             states_travel: Whether optimizer states come and go.
         """
         observed, isolated = self._probes[OBSERVED], self._probes[ISOLATED]
+        window_size, window_from = windows
         between = [self._probes[m + 1].seconds_since(self._probes[m]) for m in range(-2, 0) if m in self._probes]
         config, model = capture.config, capture.model
         names = list(dict.fromkeys(run.program for run in isolated.runs))
@@ -115,9 +118,10 @@ class Measurement:
             world_size=model.ranks.shards,
             hold_ratio=hold_ratio(dtypes),
             reduce_window=config.reduce_window,
+            window_from=window_from,
             pack_below=config.pack_below(device.type, model.ranks.shards),
             packs_reductions=config.packs_reductions(device.type, max(model.ranks.shards, model.ranks.replicas)),
-            budget=memory_limit(device, config.memory_budget),
+            budget=memory_limit(device, config.memory_budget, window_size),
             step_seconds=step_seconds,
             live={name: live_bytes(programs[name]) for name in names},
         )

@@ -322,6 +322,7 @@ class Tuner:
             # The steps before may still have grown memory or tuned kernels; marks, too, only make a step longer.
             step_seconds=self._fastest(-2, OBSERVED + 1),
             launched=self._launched,
+            windows=self._runtime.memory.windows()[:2],
             host_room=self._host_room,
             states_travel=self._states.travel,
         )

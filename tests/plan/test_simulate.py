@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_deepcompile.plan.arena import ArenaModel
+from lightning_deepcompile.plan.arena import ArenaModel, WindowModel
 from lightning_deepcompile.plan.costs import Contention, Link, Profile, ProfileError, RegionCost
 from lightning_deepcompile.plan.events import Task, run_tasks
 from lightning_deepcompile.plan.least import just_in_time, least_budget
 from lightning_deepcompile.plan.reductions import merge_reductions
-from lightning_deepcompile.plan.simulate import gradient_bytes, simulate
+from lightning_deepcompile.plan.simulate import arena_bytes, estimate, gradient_bytes, memory_bytes, simulate
 from lightning_deepcompile.program.schedule import Instruction, Schedule, check_schedule
 
 SIZE = 1024  # a multiple of the arena's alignment; a slot adds 1/64th, rounded up to 512 bytes
@@ -254,6 +254,44 @@ def test_a_slot_is_reused_behind_its_last_reader() -> None:
     assert max(point.arena for point in result.memory) == 2 * SLOT
 
 
+def test_windows_are_taken_as_the_runtime_takes_them() -> None:
+    """As `tests/cpp/test_windows.cpp` has it."""
+    mib = 1 << 20
+    model = WindowModel(mib)
+    assert model.take(mib - 1) is None and WindowModel(0).take(9 * mib) is None
+    taken = [model.take(size * mib) for size in (5, 9, 5)]
+    assert [w.capacity // mib for w in taken if w] == [6, 10, 6] and model.bytes == 22 * mib
+    assert all(w and model.release(w) for w in taken) and not model.release(ArenaModel().acquire(1))
+    again = [model.take(size * mib) for size in (5, 9, 5, 2)]
+    assert again[:3] == taken and again[3] not in taken and model.bytes == 24 * mib
+
+
+def test_windows_are_there_from_one_step_to_the_next() -> None:
+    page = 2 << 20
+    forward = schedule(
+        "forward",
+        *(gather(0), gather(1, 2), wait(0), compute(0, 0), release(0)),
+        *(wait(1, 2), compute(1, 1, 2), release(1, 2)),
+        *(gather(3), wait(3), compute(2, 3), release(3)),
+    )
+    base = profile([forward], seconds=3.0, cast_ratio=0.5)
+    both = simulate([forward], replace(base, window_from=2 * SIZE))
+    slots = simulate([forward], base)
+    staged = ArenaModel().acquire(SIZE // 2).capacity
+    assert both.window_bytes == page and {point.arena - page for point in both.memory} == {0, SLOT + staged}
+    assert both.peak_bytes == page + SLOT + staged + 30 < page + slots.peak_bytes
+    # All of them: two are in use at a time, and the third gather takes the first one's, behind its reader.
+    every = replace(base, window_from=1)
+    result = simulate([forward], every)
+    assert {point.arena for point in result.memory} == {result.window_bytes} == {2 * page}
+    assert result.peak_bytes == 2 * page + 30 == max(map(max, memory_bytes([forward], every)))
+    assert estimate([forward], every, 2 * page + 29) is None and estimate([forward], every, 2 * page + 30)
+    assert arena_bytes([forward], window_from=1) == [[0] * len(forward.instructions)]
+    starts = {span.label: span.start for span in result.spans if span.stream == "gather"}
+    assert starts["forward/gather (1, 2)"] == pytest.approx(1.0), "what another step read is not waited for"
+    assert starts["forward/gather (3,)"] == pytest.approx(4.0)
+
+
 def test_tasks_on_one_link_share_it() -> None:
     tasks = [Task("gather", 1.0), Task("reduce", 2.0)]
     timing = run_tasks(tasks, Contention(shared_link=2.0))
@@ -340,6 +378,7 @@ def steps(draw: Any) -> list[Schedule]:
     host=st.floats(0, 2),
     device_type=st.sampled_from(["cpu", "cuda"]),
     contention=st.builds(Contention, *[st.floats(1, 3)] * 3),
+    windows=st.sampled_from([0, 0, SIZE, 2 * SIZE]),
 )
 def test_bounds(
     step: list[Schedule],
@@ -349,11 +388,13 @@ def test_bounds(
     host: float,
     device_type: str,
     contention: Contention,
+    windows: int,
 ) -> None:
     for one in step:
         check_schedule(one)
     base = profile(step, seconds, gathers, reduce_window=window, contention=contention, launch_seconds=host)
     base = replace(base, device_type=device_type, optimizer_seconds=0.5, micro_batches=2)
+    base = replace(base, window_from=windows)
     result = simulate(step, base)
     regions = 2 * sum(len(s.at("compute")) for s in step)
     assert result.compute_seconds >= regions * seconds + 0.5 - 1e-6
@@ -365,7 +406,9 @@ def test_bounds(
     )
     assert 0 <= result.exposed_seconds <= result.seconds
     assert all(point.arena >= 0 and point.bytes >= point.arena for point in result.memory)
-    assert result.memory[-1].arena == 0, "at the end of backward nothing is gathered"
+    there = result.window_bytes
+    assert result.memory[-1].arena == there, "at the end of backward nothing is gathered"
+    assert min(point.arena for point in result.memory) >= there and bool(there) <= bool(windows)
     ends = [p.arena for p, q in zip(result.memory, result.memory[1:], strict=False) if p.schedule != q.schedule]
     assert ends[0] >= SIZE * len(step[0].kept)
     assert result.peak_bytes >= least_budget(step, base)
