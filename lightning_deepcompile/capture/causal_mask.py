@@ -2,8 +2,9 @@
 
 Transformers builds its mask with ordinary operators when it is traced; a mask given as a tensor rules out the flash
 attention kernels. Where the mask depends on nothing but constants it is computed during compilation and compared with
-the causal mask element by element: that is a proof for the graph's static shapes. With symbolic shapes, with operators
-that are not known to be pure, and where anything may write to the mask in place, it is left alone.
+the causal mask element by element: that is a proof for the graph's static shapes. Of a long sequence's mask, which
+would fill a device, some rows are computed at a time. With symbolic shapes, with operators that are not known to be
+pure, and where anything may write to the mask in place, it is left alone.
 """
 
 from __future__ import annotations
@@ -40,6 +41,16 @@ _FRESH = frozenset(
     "logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not "
     "where masked_fill cat concat stack repeat repeat_interleave tile roll flip outer any all".split()
 )
+# Of these, what computes an element from the elements that broadcasting puts beside it.
+_ELEMENTWISE = frozenset(
+    "clone add sub mul neg abs floordiv floor_divide mod remainder minimum maximum clamp "
+    "lt le gt ge eq ne less less_equal greater greater_equal not_equal and_ or_ xor inv invert "
+    "logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not "
+    "where masked_fill bool int long float type contiguous".split()
+)
+# Elements of a mask: of what is computed whole, of rows that are computed at a time, and of what may be computed whole
+# where that cannot be done in rows.
+_SMALL, _ROWS, _LARGEST = 1 << 24, 1 << 26, 1 << 28
 # What else reads positions or masks without writing to them or returning their memory.
 _READERS = frozenset("embedding linear matmul bmm pow exp sin cos softmax scaled_dot_product_attention".split())
 
@@ -130,9 +141,7 @@ def _is_causal(mask: fx.Node) -> bool:
     assert gm is not None
     if _may_be_written(gm, ancestors):
         return False
-    value = _evaluate(mask, ancestors)
-    causal = torch.ones(value.shape[-2:], dtype=torch.bool, device=value.device).tril()
-    return bool((value == causal).all())
+    return _equals_causal(mask, example.shape[-1])
 
 
 def _constant_ancestors(mask: fx.Node) -> set[fx.Node] | None:
@@ -180,16 +189,88 @@ def _may_be_written(gm: fx.GraphModule, nodes: Iterable[fx.Node], *, operands: b
 
 
 @torch.no_grad()
-def _evaluate(mask: fx.Node, ancestors: set[fx.Node]) -> torch.Tensor:
-    values: dict[fx.Node, Any] = {}
+def _equals_causal(mask: fx.Node, length: int) -> bool:
+    rows = _Rows(length)
+    step = max(_ROWS // length, 1)
     with compat.real_tensors():
-        for node in mask.graph.nodes:
-            if node in ancestors:
-                args = fx.map_arg(node.args, lambda n: values[n])
-                kwargs = fx.map_arg(node.kwargs, lambda n: values[n])
-                values[node] = (
-                    getattr(args[0], node.target)(*args[1:], **kwargs)
-                    if node.op == "call_method"
-                    else node.target(*args, **kwargs)
+        for low in range(0, length, step):
+            high = min(low + step, length)
+            try:
+                value = rows.of(mask, low, high)
+            except _TooLargeError as reason:
+                _log.info(
+                    "An attention mask of %d positions is left as it is: %s is not computed in rows.", length, reason
                 )
-    return values[mask]
+                return False
+            columns = torch.arange(length, device=value.device)
+            if not bool((value == (columns <= columns[low:high, None])).all()):
+                return False
+    return True
+
+
+class _TooLargeError(Exception):
+    """What would be computed at once takes too much memory."""
+
+
+class _Rows:
+    """Computes rows of masks from constants.
+
+    A value may be smaller than what stands in the graph where broadcasting makes up for it.
+
+    Args:
+        length: The number of all rows.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._whole: dict[fx.Node, Any] = {}
+
+    def of(self, node: fx.Node, low: int, high: int) -> Any:
+        """Rows from `low` up to `high` of what `node` returns; all of it where it has one row for all, or none.
+
+        Raises:
+            _TooLargeError: If it has to be computed whole, and is large.
+        """
+        example = node.meta.get("example_value")
+        if not isinstance(example, torch.Tensor) or example.numel() <= max(_SMALL, self._length):
+            return self._rows_of_whole(node, low, high)
+        name, source = name_of(node), node.args[0]
+        if name in _ELEMENTWISE or (name == "to" and all(not isinstance(a, fx.Node) for a in node.args[1:])):
+            return _call(node, lambda n: self.of(n, low, high))
+        if name in ("expand", "expand_as", "broadcast_to", "unsqueeze", "getitem") and isinstance(source, fx.Node):
+            before = source.meta["example_value"]
+            ends_alike = before.dim() > 1 and all(
+                one in (1, other) for one, other in zip(before.shape[-2:], example.shape[-2:], strict=True)
+            )
+            first = ends_alike and all(size == 1 for size in before.shape[:-2])
+            if name != "getitem" and ends_alike and (first or "unsqueeze" != name):
+                return self.of(source, low, high)  # broadcasting will do as much
+            if name == "getitem" and first and _adds_dimensions(node.args[1]):
+                return self.of(source, low, high)
+        if example.numel() > _LARGEST:
+            raise _TooLargeError(f"`{name}`")
+        return self._rows_of_whole(node, low, high)
+
+    def _rows_of_whole(self, node: fx.Node, low: int, high: int) -> Any:
+        value = self._compute_whole(node)
+        has_rows = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[-2] == self._length
+        return value[..., low:high, :] if has_rows else value
+
+    def _compute_whole(self, node: fx.Node) -> Any:
+        if node not in self._whole:
+            self._whole[node] = _call(node, self._compute_whole)
+        return self._whole[node]
+
+
+def _adds_dimensions(index: Any) -> bool:
+    """Whether ``x[index]`` is `x` with dimensions of size 1 before its own."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    while parts and parts[0] is None:
+        parts.pop(0)
+    return all(part is ... or part == slice(None) for part in parts)
+
+
+def _call(node: fx.Node, value_of: Any) -> Any:
+    args, kwargs = fx.map_arg(node.args, value_of), fx.map_arg(node.kwargs, value_of)
+    target: Any = node.target
+    return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightning_deepcompile.capture import causal_mask
 from lightning_deepcompile.capture.causal_mask import recognize_causal_masks
 
 LENGTH = 8
@@ -106,6 +108,61 @@ def test_with_symbolic_lengths_nothing_is_proved() -> None:
     changed, result, _ = rewrite(lambda t: model(input_ids=t).logits, TOKENS, dynamic=True)
     assert changed == 0
     torch.testing.assert_close(result, model(input_ids=TOKENS).logits)
+
+
+# Of long sequences ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a mask of a few positions filled a device: three rows of it are computed at a time."""
+    for name, elements in (("_SMALL", 2 * LENGTH), ("_ROWS", 3 * LENGTH), ("_LARGEST", 1)):
+        monkeypatch.setattr(causal_mask, name, elements)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("window", "expected"), [(3, 0), (LENGTH - 1, 0), (LENGTH, 2)])
+def test_masks_of_transformers_are_computed_in_rows(
+    by_rows: None, window: int, expected: int, checkpointing: bool
+) -> None:
+    for name, options in (("Llama", {}), ("Mistral", {"sliding_window": window})):
+        model = hugging_face(name, use_cache=False, **options).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        changed, result, _ = rewrite(lambda t, m=model: m(input_ids=t).logits, TOKENS)
+        assert changed == (expected if options else 2), name
+        torch.testing.assert_close(result, model(input_ids=TOKENS).logits)
+
+
+def all_but_one() -> Tensor:
+    rows = torch.arange(LENGTH)
+    wrong = (rows[:, None] == LENGTH - 1) & (rows[None, :] == 2)
+    return (rows[None, :] <= rows[:, None]) & ~wrong
+
+
+def turned() -> Tensor:
+    rows = torch.arange(LENGTH)
+    return (rows[:, None] <= rows[None, :])[:, None].expand(-1, 3, -1)[:, 0]
+
+
+@pytest.mark.parametrize(("mask", "expected"), [("comparison", 1), ("all_but_one", 0), ("turned", 0)])
+def test_masks_by_hand_are_computed_in_rows(by_rows: None, mask: str, expected: int) -> None:
+    made = globals()[mask]
+    changed, result, _ = rewrite(lambda q, k, v: _attention(q, k, v, attn_mask=made()), *qkv())
+    assert changed == expected
+    torch.testing.assert_close(result, _attention(*qkv(), attn_mask=made()))
+
+
+def test_what_cannot_be_computed_in_rows_is_computed_whole_if_it_is_not_too_large(
+    by_rows: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for largest, expected in ((LENGTH * LENGTH - 1, 0), (LENGTH * LENGTH, 1)):
+        monkeypatch.setattr(causal_mask, "_LARGEST", largest)
+        with caplog.at_level(logging.INFO, "lightning_deepcompile"):
+            changed, _, _ = rewrite(lambda q, k, v: _attention(q, k, v, attn_mask=inverted()), *qkv())
+        assert changed == expected
+    (said,) = [text for text in caplog.messages if "left as it is" in text]
+    assert "of 8 positions" in said and "`triu`" in said
 
 
 # Masks made by hand ---------------------------------------------------------------------------------------------------
