@@ -3,13 +3,15 @@
 A region belongs to one block of parameters (a transformer layer). A new one starts where the graph turns to the gathers
 or the gradients of another block, or to the next piece of rows; of all positions between the two uses the cut takes
 the one across which the fewest bytes are alive, so that regions exchange little (usually the hidden states alone).
+What is cheap to compute is computed in every region that reads it, if less must be kept for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from lightning_deepcompile.program.graph import (
@@ -29,10 +31,18 @@ from lightning_deepcompile.program.graph import (
 
 __all__ = ["Region", "cut_regions"]
 
-# A value that two regions share may be one layer's own: hoisted, all layers' would be alive at once.
+# A value that two regions, or two layers, share may be one layer's own: hoisted, all layers' would be alive at once.
 _MAX_SHARED_BY_TWO = 1 << 20
 _MAX_SHARED_BY_MANY = 128 << 20
 _LOOKUP_SEED = "inductor_lookup_seed"
+_CAST = torch.ops.prims.convert_element_type.default
+_ATEN = torch.ops.aten
+# Of every element alone, and fused with whatever reads it.
+_CHEAP = frozenset(
+    [_CAST, _ATEN.mul.Tensor, _ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.neg.default]
+    + [_ATEN.view.default, _ATEN.unsqueeze.default, _ATEN.squeeze.dim, _ATEN.expand.default]
+)
+_MOST_STEPS = 6
 
 
 @dataclass
@@ -56,7 +66,7 @@ def cut_regions(graph: fx.Graph, block_of: Callable[[int | str], str]) -> list[R
     """Cuts `graph` into regions.
 
     Args:
-        graph: Normalized graph.
+        graph: Normalized graph. Some of its nodes are moved, or copied, to where they are read.
         block_of: Parameter id, or name, to block name.
 
     Returns:
@@ -68,11 +78,12 @@ def cut_regions(graph: fx.Graph, block_of: Callable[[int | str], str]) -> list[R
     labels = _labels(order, block_of)
     bounds = [0, *_cuts(order, labels), len(order)]
     pieces = [order[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
-    shared = _shared_by_regions(pieces)
+    label_of = dict(zip(order, labels, strict=True))
+    _compute_where_read(pieces, label_of)
+    shared = _shared_by_regions(pieces, label_of)
     if shared:
         moved = set(shared)
         pieces = [shared, *([n for n in piece if n not in moved] for piece in pieces)]
-    label_of = dict(zip(order, labels, strict=True))
     return [_describe(piece, label_of) for piece in pieces if piece]
 
 
@@ -136,32 +147,117 @@ def _live_bytes(order: list[fx.Node]) -> list[int]:
     return live
 
 
-def _shared_by_regions(pieces: list[list[fx.Node]]) -> list[fx.Node]:
+def _compute_where_read(pieces: list[list[fx.Node]], label_of: dict[fx.Node, str | None]) -> None:
+    """Has a piece compute what earlier ones did, in place, where that is cheap and less must be kept for it.
+
+    Such is a cast to a wider dtype; and what is computed, element by element, of values that the piece reads anyway, as
+    the hidden states over their norm.
+    """
+    number_of = {node: number for number, piece in enumerate(pieces) for node in piece}
+    changed: list[fx.Node] = []
+    for number, piece in enumerate(pieces):
+        read = dict.fromkeys(s for n in piece for s in n.all_input_nodes if number_of.get(s) != number)
+        needed: set[fx.Node] = set()  # for what is computed here
+        copies: dict[fx.Node, fx.Node] = {}
+        for value in [n for n in read if n in number_of]:
+            steps = _cheap_steps(value, read.keys() - {value} - copies.keys())
+            sources = {s for step in steps for s in step.all_input_nodes} - set(steps)
+            added = sum(nbytes(s) for s in sources if s not in read)
+            if not steps or value in needed or added >= nbytes(value):
+                continue
+            for step in steps:
+                if step not in copies:
+                    with step.graph.inserting_before(piece[0]):
+                        copy = step.graph.node_copy(step)
+                    for source in step.all_input_nodes:
+                        copy.replace_input_with(source, copies.get(source, source))
+                    copies[step] = copy
+                    copy.meta["val"] = torch.empty_like(step.meta["val"])
+                    label_of[copy] = label_of[step]
+            for user in [u for u in value.users if number_of.get(u) == number]:
+                user.replace_input_with(value, copies[value])
+            needed |= sources
+            read.update(dict.fromkeys(sources))
+            changed.append(value)
+        number_of.update(dict.fromkeys(copies.values(), number))
+        piece[:0] = copies.values()
+    while changed:
+        node = changed.pop()
+        if not node.users and node in number_of:
+            changed += node.all_input_nodes
+            pieces[number_of.pop(node)].remove(node)
+            node.graph.erase_node(node)
+
+
+def _cheap_steps(value: fx.Node, there: Set[fx.Node]) -> list[fx.Node]:
+    """The cheap nodes that compute `value` of what is `there`, or of something narrower; empty if there are none."""
+    steps: dict[fx.Node, None] = {}
+    pending = [value]
+    while pending:
+        node = pending.pop()
+        if node in steps:
+            continue
+        sources = node.all_input_nodes
+        if node.target not in _CHEAP or len(steps) == _MOST_STEPS or not all(map(_is_tensor, sources)):
+            narrow = _widens(value) and all(map(_is_tensor, value.all_input_nodes))
+            return [value] if narrow else []
+        steps[node] = None
+        pending += [n for n in sources if n not in there]
+    return sorted(steps)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    """Whether it is a tensor that stands in the graph, and no parameter, which is there at times only."""
+    return isinstance(node.meta.get("val"), torch.Tensor) and node.op != "get_attr" and source_gather(node) is None
+
+
+def _widens(node: fx.Node) -> bool:
+    """Whether `node` casts to a wider dtype."""
+    if node.target is not _CAST:
+        return False
+    before, after = args_of(node)[0].meta["val"].dtype, node.meta["val"].dtype
+    return bool(before.is_floating_point and after.is_floating_point and after.itemsize > before.itemsize)
+
+
+def _shared_by_regions(pieces: list[list[fx.Node]], label_of: Mapping[fx.Node, str | None]) -> list[fx.Node]:
     """Nodes to compute once, before all regions: independent of parameters, small, and read by several regions.
+
+    Small is what is kept of them, and of what they are computed of: a factor for each row may need whole rows.
 
     Rotary tables and masks are built in the region of the first layer; moved out, the first layer is like all others
     and is compiled once with them. Seed look-ups carry the layer's number as a constant and are moved, too.
     """
     region_of = {node: k for k, piece in enumerate(pieces) for node in piece}
+    blocks_of = [{label_of[node] for node in piece} - {None} for piece in pieces]
     independent: set[fx.Node] = set()
     for node in region_of:
         if not is_lookup(node) and all(_is_free(source, independent) for source in node.all_input_nodes):
             independent.add(node)
     wanted: set[fx.Node] = set()
-    for node in independent:
+    for node in filter(independent.__contains__, region_of):
+        if node in wanted:
+            continue
         readers = {region_of[user] for user in node.users if user in region_of} - {region_of[node]}
-        limit = _MAX_SHARED_BY_TWO if len(readers) == 1 else _MAX_SHARED_BY_MANY
-        if (readers and nbytes(node) <= limit) or _LOOKUP_SEED in str(node.target):
-            wanted.add(node)
-    pending = list(wanted)
-    while pending:
-        node = pending.pop()
-        elements = [user for user in node.users if is_element(user)]  # a tuple and its elements stay together
-        for other in (*node.all_input_nodes, *elements):
-            if other in independent and other not in wanted:
-                wanted.add(other)
-                pending.append(other)
+        others = set().union(*(blocks_of[k] for k in readers)) - blocks_of[region_of[node]]
+        limit = _MAX_SHARED_BY_TWO if len(readers) == 1 or len(others) < 2 else _MAX_SHARED_BY_MANY
+        moved = _with_sources(node, independent) - wanted
+        kept = [one for one in moved if any(user not in moved | wanted for user in one.users)]
+        if (readers and sum(map(nbytes, kept)) <= limit) or _LOOKUP_SEED in str(node.target):
+            wanted |= moved
     return [node for piece in pieces for node in piece if node in wanted]
+
+
+def _with_sources(node: fx.Node, among: set[fx.Node]) -> set[fx.Node]:
+    """`node`, and those of `among` that it is computed of; a tuple and its elements stay together."""
+    found, pending = {node}, [node]
+    while pending:
+        current = pending.pop()
+        elements = [user for user in current.users if is_element(user)]
+        for other in (*current.all_input_nodes, *elements):
+            if other in among and other not in found:
+                found.add(other)
+                pending.append(other)
+    return found
 
 
 def _is_free(source: fx.Node, independent: set[fx.Node]) -> bool:

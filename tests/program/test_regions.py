@@ -317,6 +317,92 @@ def test_a_large_value_of_two_regions_is_not_computed_ahead() -> None:
         assert (value in regions[0].nodes and not regions[0].blocks) == hoisted, (size, readers)
 
 
+def test_many_readers_within_one_layer_share_nothing_with_others() -> None:
+    """A layer that is cut into pieces reads its own values in many regions."""
+    g = Graph()
+    size = 1 << 22
+    x, saved = g.input("x", size), g.input("saved", size)
+    x = g.call(aten.mul.Tensor, x, g.gather(10, size))
+    value = g.call(aten.exp.default, saved)
+    piece = torch.ops.lightning_deepcompile.take_piece.default
+    rows = [g.call(piece, x, start, start + size // 4) for start in range(0, size, size // 4)]
+    part = g.call(aten.slice.Tensor, value, 0, 0, size // 4)
+    made = [g.call(aten.mul.Tensor, g.call(aten.mul.Tensor, row, part), g.gather(11, 1)) for row in rows]
+    regions = g.regions(*made)
+    assert len(regions) > 3 and all(region.blocks for region in regions), "nothing is computed ahead of all"
+
+
+def test_a_factor_for_each_row_is_not_computed_ahead_with_the_rows() -> None:
+    """It is small, but the rows that it is computed of would be kept until all layers have read them."""
+    g = Graph()
+    x, saved = g.input("x", 64, 1 << 16), g.input("saved", 64, 1 << 16)
+    wide = g.call(aten.exp.default, saved)
+    factor = g.call(aten.mean.dim, wide, [1], True)
+    alone = g.call(aten.mean.dim, g.call(aten.exp.default, g.input("other", 64, 8)), [1], True)
+    for k in range(4):
+        x = g.call(aten.mul.Tensor, g.call(aten.mul.Tensor, x, g.gather(10 * k, 1)), alone)
+        if k < 2:
+            x = g.call(aten.add.Tensor, g.call(aten.mul.Tensor, x, factor), wide)
+    shared, first, *_ = g.regions(x)
+    assert alone in shared.nodes and not shared.blocks
+    assert wide in first.nodes and factor in first.nodes and first.blocks == ["block0"]
+
+
+def test_what_is_cast_to_a_wider_dtype_is_cast_where_it_is_read() -> None:
+    """As norms in fp32 of hidden states in bf16, of which backward reads the wide form again."""
+    cast = torch.ops.prims.convert_element_type.default
+    g = Graph()
+    x = g.input("x", 4, 256, dtype=torch.bfloat16)
+    halves, wides = [], []
+    for k in range(3):
+        narrow = g.call(aten.mul.Tensor, x, g.call(cast, g.gather(10 * k, 1), torch.bfloat16))
+        wide = g.call(cast, narrow, torch.float32)
+        x = g.call(cast, g.call(aten.exp.default, wide), torch.bfloat16)
+        halves.append(narrow)
+        wides.append(wide)
+    x = g.call(aten.mul.Tensor, g.call(cast, x, torch.float32), g.gather(40, 1))
+    for wide in wides[1:]:
+        x = g.call(aten.add.Tensor, x, g.call(aten.sin.default, wide))
+    regions = g.regions(x, wides[0])
+    last = regions[-1]
+    assert last.blocks == ["block4"] and {n for n in last.inputs if n in halves} == set(halves[1:])
+    dtypes = [[n.meta["val"].dtype for n in region.outputs if n is not wides[0]] for region in regions[:-1]]
+    assert {dtype for region in dtypes for dtype in region} == {torch.bfloat16}
+    assert sum(wides[0] in region.outputs for region in regions) == 1, "what is returned is computed once"
+    for region in regions:  # each node before what reads it
+        order = {node: position for position, node in enumerate(g.graph.nodes)}
+        assert [order[n] for n in region.nodes] == sorted(order[n] for n in region.nodes)
+        assert all(order[s] < order[n] for n in region.nodes for s in n.all_input_nodes)
+    g.graph.lint()
+
+
+def test_what_is_computed_of_values_that_are_read_anyway_is_not_kept() -> None:
+    """As hidden states over their norm, which backward of a norm reads with the hidden states and the norm."""
+    g = Graph()
+    h = g.call(aten.exp.default, g.call(aten.mul.Tensor, g.input("x", 8, 64), g.gather(10, 1)))
+    factor = g.call(aten.rsqrt.default, g.call(aten.mean.dim, g.call(aten.mul.Tensor, h, h), [1], True))
+    over = g.call(aten.mul.Tensor, h, factor)
+    deep = over
+    for _ in range(8):  # too long a way to go twice
+        deep = g.call(aten.add.Tensor, deep, 1.0)
+    y = g.call(aten.mul.Tensor, g.call(aten.exp.default, over), g.gather(10, 1))
+    z = g.call(aten.mul.Tensor, g.call(aten.sin.default, y), g.gather(20, 1))
+    for read in (h, factor, over, deep):
+        z = g.call(aten.mul.Tensor, z, read)
+    first, second = g.regions(z)
+    assert set(second.inputs) >= {h, factor, deep} and over not in second.inputs
+    assert over in first.nodes and first.outputs.count(factor) == 1 and over not in first.outputs
+    # Where the norm is not read, to keep what was computed with it costs no more.
+    g = Graph()
+    h, rows = (g.call(aten.mul.Tensor, g.input(name, 8, 64), g.gather(11, 1)) for name in ("h", "rows"))
+    factor = g.call(aten.exp.default, rows)
+    over = g.call(aten.mul.Tensor, h, factor)
+    y = g.call(aten.mul.Tensor, g.call(aten.exp.default, over), g.gather(10, 1))
+    z = g.call(aten.mul.Tensor, g.call(aten.mul.Tensor, y, g.gather(20, 1)), g.call(aten.mul.Tensor, over, h))
+    _, second = g.regions(z)
+    assert over in second.inputs and factor not in second.inputs
+
+
 def test_a_value_that_needs_a_size_of_a_computed_tensor_stays_behind_it() -> None:
     """Sizes may be unknown until a region has run: what reads them cannot move before it."""
     captured = capture(
