@@ -159,7 +159,8 @@ def _compute_where_read(pieces: list[list[fx.Node]], label_of: dict[fx.Node, str
         read = dict.fromkeys(s for n in piece for s in n.all_input_nodes if number_of.get(s) != number)
         needed: set[fx.Node] = set()  # for what is computed here
         copies: dict[fx.Node, fx.Node] = {}
-        for value in [n for n in read if n in number_of]:
+        # Casts first: what is computed of them is computed of their narrow sources then.
+        for value in sorted((n for n in read if n in number_of), key=lambda n: not _widens(n)):
             steps = _cheap_steps(value, read.keys() - {value} - copies.keys())
             sources = {s for step in steps for s in step.all_input_nodes} - set(steps)
             added = sum(nbytes(s) for s in sources if s not in read)

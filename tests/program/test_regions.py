@@ -392,6 +392,20 @@ def test_what_is_computed_of_values_that_are_read_anyway_is_not_kept() -> None:
     first, second = g.regions(z)
     assert set(second.inputs) >= {h, factor, deep} and over not in second.inputs
     assert over in first.nodes and first.outputs.count(factor) == 1 and over not in first.outputs
+    # A norm in fp32 of hidden states in bf16: these and the factor are kept, not their wide form, nor what is over it.
+    cast = torch.ops.prims.convert_element_type.default
+    g = Graph()
+    x = g.call(cast, g.call(aten.mul.Tensor, g.input("x", 8, 64), g.gather(10, 1)), torch.bfloat16)
+    h = g.call(aten.exp.default, x)
+    wide = g.call(cast, h, torch.float32)
+    factor = g.call(aten.rsqrt.default, g.call(aten.mean.dim, g.call(aten.mul.Tensor, wide, wide), [1], True))
+    over = g.call(cast, g.call(aten.mul.Tensor, wide, factor), torch.bfloat16)
+    y = g.call(aten.mul.Tensor, g.call(aten.exp.default, over), g.gather(11, 1))
+    z = g.call(aten.mul.Tensor, g.call(aten.sin.default, y), g.gather(20, 1))
+    for read in (over, wide, factor):
+        z = g.call(aten.mul.Tensor, z, read)
+    *_, first, second = g.regions(z)
+    assert {h, factor} <= set(second.inputs) and not {wide, over} & set(second.inputs)
     # Where the norm is not read, to keep what was computed with it costs no more.
     g = Graph()
     h, rows = (g.call(aten.mul.Tensor, g.input(name, 8, 64), g.gather(11, 1)) for name in ("h", "rows"))
