@@ -242,11 +242,10 @@ class _Rows:
             ends_alike = before.dim() > 1 and all(
                 one in (1, other) for one, other in zip(before.shape[-2:], example.shape[-2:], strict=True)
             )
-            first = ends_alike and all(size == 1 for size in before.shape[:-2])
-            if name != "getitem" and ends_alike and (first or "unsqueeze" != name):
+            adds = name == "unsqueeze" or (name == "getitem" and _adds_dimensions(node.args[1]))
+            expands = name not in ("unsqueeze", "getitem")
+            if ends_alike and (expands or (adds and all(size == 1 for size in before.shape[:-2]))):
                 return self.of(source, low, high)  # broadcasting will do as much
-            if name == "getitem" and first and _adds_dimensions(node.args[1]):
-                return self.of(source, low, high)
         if example.numel() > _LARGEST:
             raise _TooLargeError(f"`{name}`")
         return self._rows_of_whole(node, low, high)

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.dynamo_graph import erase_unused, name_of
-from lightning_deepcompile.capture.rows import ELEMENTWISE, change_between, same_shape, spans
+from lightning_deepcompile.capture.rows import ELEMENTWISE, PieceGradients, change_between, same_shape, spans
 from lightning_deepcompile.program.graph import args_of
 from lightning_deepcompile.runtime.pieces import complete_loss, take_piece
 
@@ -491,29 +491,17 @@ class _ChunkedLoss(nn.Module):
         bounds = spans(number, self._pieces)
         taken = [[take_piece(t.detach(), low, high) for t in (rows, *by_row)] for low, high in bounds]
         total: Tensor | None = None
-        by_piece: list[Tensor] = []
-        sums: list[Tensor | None] = [None] * len(shared)
+        gradients = PieceGradients(shared, wanted)
         with torch.set_grad_enabled(any(wanted)):
-            leaves = [t.detach().requires_grad_(want) for t, want in zip(shared, wanted[1:], strict=True)]
             for piece, *targets in taken:
-                piece = piece.requires_grad_(wanted[0])
-                given = (piece, number, *leaves, *targets, *counts)
+                piece = gradients.leaf(piece)
+                given = (piece, number, *gradients.leaves, *targets, *counts)
                 loss = self.body(**dict(zip(self._names, given, strict=True)))
                 total = loss.detach() if total is None else total + loss.detach()
-                if not any(wanted):
-                    continue
-                asked = [t for t in (piece, *leaves) if t.requires_grad]
-                found = iter(torch.autograd.grad(loss, asked, allow_unused=True, materialize_grads=True))
-                if wanted[0]:
-                    by_piece.append(next(found))
-                for index, leaf in enumerate(leaves):
-                    if leaf.requires_grad:
-                        part = next(found).to(torch.promote_types(leaf.dtype, torch.float32))
-                        before = sums[index]
-                        sums[index] = part if before is None else before + part
+                if any(wanted):
+                    gradients.add(loss, piece)
         assert total is not None
-        of_rows = torch.cat(by_piece) if wanted[0] else None
-        return total, [of_rows, *(s if s is None else s.to(t.dtype) for s, t in zip(sums, shared, strict=True))]
+        return total, gradients.finish()
 
 
 class _Differentiated(torch.autograd.Function):

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.dynamo_graph import checkpoint_body, erase_unused, name_of
-from lightning_deepcompile.capture.rows import ELEMENTWISE, change_between, same_shape, spans
+from lightning_deepcompile.capture.rows import ELEMENTWISE, PieceGradients, change_between, same_shape, spans
 from lightning_deepcompile.program.graph import args_of
 from lightning_deepcompile.runtime.pieces import take_piece
 
@@ -231,26 +231,14 @@ class _InPieces(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
         rows, *shared = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[2:]
-        leaves = [t.detach().requires_grad_(want) for t, want in zip(shared, wanted[1:], strict=True)]
-        by_piece: list[Tensor] = []
-        sums: dict[int, Tensor] = {}
+        gradients = PieceGradients(shared, ctx.needs_input_grad[2:])
         bounds = spans(rows.shape[0], ctx.pieces)
-        taken = [(take_piece(rows, *span, upstream), take_piece(upstream, *span)) for span in bounds]
-        for piece, gradient in taken:
-            piece = piece.detach().requires_grad_(wanted[0])
+        for piece, gradient in [(take_piece(rows, *span, upstream), take_piece(upstream, *span)) for span in bounds]:
+            piece = gradients.leaf(piece)
             with torch.enable_grad(), torch.autocast(**ctx.cast):
-                result = ctx.layer(piece, *leaves)
-            asked = [t for t in (piece, *leaves) if t.requires_grad]
-            found = iter(torch.autograd.grad(result, asked, gradient, allow_unused=True, materialize_grads=True))
-            if wanted[0]:
-                by_piece.append(next(found))
-            for index, leaf in enumerate(leaves):
-                if leaf.requires_grad:
-                    part = next(found).to(torch.promote_types(leaf.dtype, torch.float32))
-                    sums[index] = sums[index] + part if index in sums else part
-        of_shared = [sums[i].to(t.dtype) if i in sums else None for i, t in enumerate(shared)]
-        return None, None, torch.cat(by_piece) if wanted[0] else None, *of_shared
+                result = ctx.layer(piece, *gradients.leaves)
+            gradients.add(result, piece, gradient)
+        return None, None, *gradients.finish()
 
 
 def _autocast(device_type: str) -> dict[str, Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-__all__ = ["ELEMENTWISE", "change_between", "same_shape", "spans"]
+__all__ = ["ELEMENTWISE", "PieceGradients", "change_between", "same_shape", "spans"]
 
 ELEMENTWISE = frozenset(
     "add sub mul truediv div neg pos pow square sqrt rsqrt exp log log1p abs tanh sigmoid clamp "
@@ -49,3 +50,49 @@ def spans(number: Any, pieces: int) -> list[tuple[Any, Any]]:
     """
     bounds = [index * number // pieces for index in range(pieces + 1)]
     return list(zip(bounds, bounds[1:], strict=False))
+
+
+class PieceGradients:
+    """Gradients of what is computed piece by piece: those of rows side by side, those of what pieces share added up.
+
+    Sums are in fp32, or in a wider dtype of the operand's.
+
+    Args:
+        shared: What all pieces read.
+        wanted: Of the rows, and of `shared`, whether their gradient is.
+
+    Attributes:
+        leaves: What pieces are to be computed with in place of `shared`.
+    """
+
+    def __init__(self, shared: Sequence[Tensor], wanted: Sequence[bool]) -> None:
+        self._of_rows, *of_shared = wanted
+        self.leaves = [t.detach().requires_grad_(want) for t, want in zip(shared, of_shared, strict=True)]
+        self._by_piece: list[Tensor] = []
+        self._sums: dict[int, Tensor] = {}
+
+    def leaf(self, piece: Tensor) -> Tensor:
+        """`piece`, as it is to be computed with."""
+        return piece.detach().requires_grad_(self._of_rows)
+
+    def add(self, result: Tensor, piece: Tensor, upstream: Tensor | None = None) -> None:
+        """Differentiates what was computed of a piece.
+
+        Args:
+            result: What was computed.
+            piece: What `leaf` returned.
+            upstream: The gradient of `result`; None for a number's, 1.
+        """
+        asked = [t for t in (piece, *self.leaves) if t.requires_grad]
+        found = iter(torch.autograd.grad(result, asked, upstream, allow_unused=True, materialize_grads=True))
+        if self._of_rows:
+            self._by_piece.append(next(found))
+        for index, leaf in enumerate(self.leaves):
+            if leaf.requires_grad:
+                part = next(found).to(torch.promote_types(leaf.dtype, torch.float32))
+                self._sums[index] = self._sums[index] + part if index in self._sums else part
+
+    def finish(self) -> list[Tensor | None]:
+        """The gradients of the rows and of what is shared, each in its operand's dtype; None where none is wanted."""
+        sums = [self._sums[i].to(t.dtype) if i in self._sums else None for i, t in enumerate(self.leaves)]
+        return [torch.cat(self._by_piece) if self._of_rows else None, *sums]

@@ -239,11 +239,14 @@ def _shared_by_regions(pieces: list[list[fx.Node]], label_of: Mapping[fx.Node, s
         if node in wanted:
             continue
         readers = {region_of[user] for user in node.users if user in region_of} - {region_of[node]}
+        is_seed = _LOOKUP_SEED in str(node.target)
+        if not readers and not is_seed:
+            continue
         others = set().union(*(blocks_of[k] for k in readers)) - blocks_of[region_of[node]]
         limit = _MAX_SHARED_BY_TWO if len(readers) == 1 or len(others) < 2 else _MAX_SHARED_BY_MANY
         moved = _with_sources(node, independent) - wanted
         kept = [one for one in moved if any(user not in moved | wanted for user in one.users)]
-        if (readers and sum(map(nbytes, kept)) <= limit) or _LOOKUP_SEED in str(node.target):
+        if is_seed or sum(map(nbytes, kept)) <= limit:
             wanted |= moved
     return [node for piece in pieces for node in piece if node in wanted]
 

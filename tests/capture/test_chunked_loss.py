@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from cases import CASES, Record, assert_close, assert_same_training, train
-from multiprocess import run_ranks
-from test_lookups import Ragged
+from cases import assert_close, assert_same_training
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
+from training_in_pieces import equal_runs, ragged_runs
 
-from lightning_deepcompile import CompileConfig
 from lightning_deepcompile.capture.chunked_loss import chunk_losses
 
 CLASSES, WIDTH = 64, 8
@@ -203,44 +200,18 @@ PIECES = 5
 RUNS = [("llama", "inductor", 1, 3), ("gpt_tied", "eager", 3, 3), ("mlp", "eager", 2, 1), ("frozen", "eager", 1, 3)]
 
 
-def _train(run: tuple[str, str, int, int], pieces: int, accelerator: str) -> Record:
-    from lightning_deepcompile import DeepCompileStrategy
-
-    case, backend, accumulate, stage = run
-    config = CompileConfig(region_backend=backend, chunk_loss=pieces or False)
-    return train(
-        {**CASES, "ragged": Ragged}[case],
-        DeepCompileStrategy(stage=stage, compile=config),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        rank=int(os.environ["RANK"]),
-        accumulate=accumulate,
-        inspect=lambda trainer: (trainer.strategy.summary(), trainer.strategy.programs()),
-        accelerator=accelerator,
-    )
-
-
-def _train_all(accelerator: str) -> dict[Any, Record]:
-    return {run: _train(run, PIECES, accelerator) for run in RUNS}
-
-
 def _check(accelerator: str) -> None:
-    for results in run_ranks(_train_all, 2, accelerator, timeout=380):
-        for run, record in results.items():
-            expected = train(
-                CASES[run[0]], "auto", world_size=1, rank=0, data_world=2, accumulate=run[2], accelerator=accelerator
-            )
-            assert_same_training(record, expected, params=True)
-            summary, programs = record.extra
-            assert summary.chunked_losses >= 1, run
-            if run[0] == "llama":
-                forward, backward = programs["frame0.forward"], programs["frame0.backward"]
-                gathers = [line for line in forward.splitlines() if line.startswith("  gather ") and "lm_head" in line]
-                regions = re.findall(r"compute  region_\d+ = (r\d+) \([^;]*lm_head;", forward)
-                assert len(gathers) == 1 and len(regions) == PIECES and len(set(regions)) < PIECES, forward
-                # The weight's gradient is there when forward ends: backward lets go of it, and reads the norm alone.
-                release, gather = backward.splitlines()[1:3]
-                assert release.startswith("  release  net.model.norm+net.lm_head (1 param, 3.9 KiB"), backward
-                assert gather.startswith("  gather   net.model.norm+net.lm_head (1 param, 64 B"), backward
+    for run, summary, programs in equal_runs(RUNS, accelerator, chunk_loss=PIECES):
+        assert summary.chunked_losses >= 1, run
+        if run[0] == "llama":
+            forward, backward = programs["frame0.forward"], programs["frame0.backward"]
+            gathers = [line for line in forward.splitlines() if line.startswith("  gather ") and "lm_head" in line]
+            regions = re.findall(r"compute  region_\d+ = (r\d+) \([^;]*lm_head;", forward)
+            assert len(gathers) == 1 and len(regions) == PIECES and len(set(regions)) < PIECES, forward
+            # The weight's gradient is there when forward ends: backward lets go of it, and reads the norm alone.
+            release, gather = backward.splitlines()[1:3]
+            assert release.startswith("  release  net.model.norm+net.lm_head (1 param, 3.9 KiB"), backward
+            assert gather.startswith("  gather   net.model.norm+net.lm_head (1 param, 64 B"), backward
 
 
 @pytest.mark.timeout(400)
@@ -254,11 +225,7 @@ def test_training_is_that_of_one_gpu() -> None:
     _check("gpu")
 
 
-def _train_ragged() -> list[Record]:
-    return [_train(("ragged", "eager", 2, 3), pieces, "cpu") for pieces in (0, 3)]
-
-
 def test_every_rank_may_have_its_own_number_of_tokens() -> None:
-    for whole, pieces in run_ranks(_train_ragged, 2):
+    for whole, pieces in ragged_runs({}, {"chunk_loss": 3}):
         assert_same_training(pieces, whole, params=True)
         assert [record.extra[0].chunked_losses > 0 for record in (whole, pieces)] == [False, True]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -12,16 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, Record, assert_close, assert_same_training, train
-from multiprocess import run_ranks
-from test_lookups import Ragged
+from cases import assert_close, assert_same_training
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from training_in_pieces import equal_runs, ragged_runs
 
-from lightning_deepcompile import CompileConfig
 from lightning_deepcompile.capture.chunked_mlp import chunk_mlps
 
 WIDTH, WIDE, ROWS = 8, 40, 7 * 11
@@ -227,37 +224,11 @@ RUNS = [
 ]
 
 
-def _train(run: tuple[str, str, int, int], pieces: int, accelerator: str) -> Record:
-    from lightning_deepcompile import DeepCompileStrategy
-
-    case, backend, accumulate, stage = run
-    config = CompileConfig(region_backend=backend, chunk_mlp=pieces or False)
-    return train(
-        {**CASES, "ragged": Ragged}[case],
-        DeepCompileStrategy(stage=stage, compile=config),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        rank=int(os.environ["RANK"]),
-        accumulate=accumulate,
-        inspect=lambda trainer: (trainer.strategy.summary(), trainer.strategy.programs()),
-        accelerator=accelerator,
-    )
-
-
-def _train_all(accelerator: str) -> dict[Any, Record]:
-    return {run: _train(run, PIECES, accelerator) for run in RUNS}
-
-
 def _check(accelerator: str) -> None:
-    for results in run_ranks(_train_all, 2, accelerator, timeout=380):
-        for run, record in results.items():
-            expected = train(
-                CASES[run[0]], "auto", world_size=1, rank=0, data_world=2, accumulate=run[2], accelerator=accelerator
-            )
-            assert_same_training(record, expected, params=True)
-            summary, programs = record.extra
-            assert summary.chunked_mlps >= 1, run
-            if run[0].startswith("llama"):
-                _check_llama(summary.chunked_mlps, programs["frame0.forward"], programs["frame0.backward"])
+    for run, summary, programs in equal_runs(RUNS, accelerator, chunk_mlp=PIECES):
+        assert summary.chunked_mlps >= 1, run
+        if run[0].startswith("llama"):
+            _check_llama(summary.chunked_mlps, programs["frame0.forward"], programs["frame0.backward"])
 
 
 def _check_llama(layers: int, forward: str, backward: str) -> None:
@@ -279,11 +250,7 @@ def test_training_is_that_of_one_gpu() -> None:
     _check("gpu")
 
 
-def _train_ragged() -> list[Record]:
-    return [_train(("ragged", "eager", 2, 3), pieces, "cpu") for pieces in (0, 3)]
-
-
 def test_every_rank_may_have_its_own_number_of_tokens() -> None:
-    for whole, pieces in run_ranks(_train_ragged, 2):
+    for whole, pieces in ragged_runs({}, {"chunk_mlp": 3}):
         assert_same_training(pieces, whole, params=True)
         assert [record.extra[0].chunked_mlps > 0 for record in (whole, pieces)] == [False, True]
