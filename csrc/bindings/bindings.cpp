@@ -270,8 +270,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<ldc::GradientMerge>(m, "GradientMerge",
                                  "How reduced gradients go into gradient shards; runtimes have their own.")
       .def(py::init(&ldc::make_gradient_merge), "device"_a, "blocks"_a = 0)
-      .def("merge", &ldc::GradientMerge::merge, "grad"_a, "sum"_a, "add"_a, NoGil(),
-           "Queue grad = sum, or grad += sum. Both are contiguous and have as many elements.");
+      .def(
+          "merge",
+          [](ldc::GradientMerge& self, const ldc::Tensor& grad, const ldc::Tensor& sum, bool add) {
+            self.merge({{grad, sum, add}});
+          },
+          "grad"_a, "sum"_a, "add"_a, NoGil(), "Queue grad = sum, or grad += sum. Both are contiguous and have as many elements.");
 
   m.def(
       "numa_refusal",

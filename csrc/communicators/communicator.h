@@ -1,6 +1,6 @@
 // The wire: how a group of tensors is gathered or reduced over the ranks. Two implementations: NCCL with communicators
-// of our own, and any torch ProcessGroup (gloo on CPU). The engines above use the same calls for both, and for a pair of
-// them where ranks share parameters in groups (hybrid_communicator.h).
+// of our own, and any torch ProcessGroup (gloo on CPU). The engines above use the same calls for both, for a pair of
+// them where ranks share parameters in groups (hybrid_communicator.h), and for one rank alone (solo_communicator.h).
 #pragma once
 
 #include <chrono>
@@ -18,7 +18,7 @@ namespace ldc {
 
 /// One tensor of a group. Both sides are contiguous and of one dtype, and they differ `world_size` times in size (but see
 /// `all_reduce_mean`): a gather writes rank r's `in` to the r-th part of `out`; a reduction writes the mean of this rank's
-/// part of everybody's `in` to `out`.
+/// part of everybody's `in` to `out`. Of a gather, `in` may be this rank's part of `out`.
 struct Transfer {
   Tensor out;
   Tensor in;
@@ -74,6 +74,9 @@ class Communicator {
   virtual Completion reduce_scatter_mean(const std::vector<Transfer>& group) = 0;
   /// Here both sides are of one size, and may be the same tensor: `out` becomes the mean of everybody's `in`.
   virtual Completion all_reduce_mean(const std::vector<Transfer>& group) = 0;
+
+  /// Whether this is the only rank: what a collective leaves in `out` is `in`, which the caller may as well take.
+  virtual bool is_alone() const { return false; }
 
   /// Whether gathers to memory of make_window() leave the device's thread blocks alone.
   virtual bool has_windows() const { return false; }

@@ -8,10 +8,12 @@ HybridCommunicator::HybridCommunicator(std::shared_ptr<Communicator> shard, std:
 Completion HybridCommunicator::all_gather(const std::vector<Transfer>& group) { return shard_->all_gather(group); }
 
 Completion HybridCommunicator::reduce_scatter_mean(const std::vector<Transfer>& group) {
+  if (shard_->is_alone()) return replicas_->all_reduce_mean(group);
   return and_over_replicas(shard_->reduce_scatter_mean(group), group);
 }
 
 Completion HybridCommunicator::all_reduce_mean(const std::vector<Transfer>& group) {
+  if (shard_->is_alone()) return replicas_->all_reduce_mean(group);
   return and_over_replicas(shard_->all_reduce_mean(group), group);
 }
 

@@ -40,11 +40,11 @@ std::shared_ptr<Communicator> make_communicator(const std::string& kind, const G
                                                 const RuntimeOptions& options,
                                                 [[maybe_unused]] bool copy_engines,
                                                 [[maybe_unused]] const Communicator* like) {
+  if (group->getSize() == 1) return std::make_shared<SoloCommunicator>();
 #ifdef LDC_WITH_NCCL
   if (kind == "nccl") return make_nccl_communicator(group, device, options, copy_engines, like);
 #endif
   const std::chrono::milliseconds timeout(static_cast<int64_t>(options.timeout * 1000));
-  if (group->getSize() == 1) return std::make_shared<SoloCommunicator>();
   return std::make_shared<ProcessGroupCommunicator>(group, device, timeout);
 }
 

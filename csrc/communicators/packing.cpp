@@ -78,14 +78,16 @@ void Packing::pack(std::vector<Transfer>& group, const Tensor& buffer) {
   const bool gathers = kind_ == Kind::gather;
   const Tensor there = gathers ? in_place() : Tensor();
   if (there.defined()) part = there;
+  std::vector<Copy> copies;
   for (size_t i = 0; i < members_.size() && !there.defined(); ++i) {
     const int64_t start = std::accumulate(sizes_.begin(), sizes_.begin() + 2 * i, int64_t{0});
     if (gathers) {
-      part.narrow(0, start, sizes_[2 * i]).copy_(part_of(members_[i]));
+      copies.push_back({part.narrow(0, start, sizes_[2 * i]), part_of(members_[i])});
     } else {
       whole.narrow(1, start, sizes_[2 * i]).copy_(whole_of(members_[i]));
     }
   }
+  copy_all(copies);
   arrived_ = gathers ? whole : part.view({1, part_});
   // What is empty travels nowhere, and still has its name in messages.
   const Tensor none = part.narrow(0, 0, 0);

@@ -25,13 +25,16 @@ class CudaGradientMerge final : public GradientMerge {
     if (module_ != nullptr) unload_(module_);
   }
 
-  void merge(const Tensor& grad, const Tensor& sum, bool add) override {
-    const int64_t packets = fits(grad, sum) && load() ? grad.numel() / kPacket : 0;
-    if (packets == 0) return GradientMerge::merge(grad, sum, add);
-    launch(kernels_[add ? 1 : 0], grad, sum, packets);
-    const int64_t done = packets * kPacket;
-    const int64_t rest = grad.numel() - done;
-    if (rest > 0) GradientMerge::merge(flat(grad).narrow(0, done, rest), flat(sum).narrow(0, done, rest), add);
+  void merge(const std::vector<Merge>& merges) override {
+    std::vector<Merge> others;
+    for (const auto& [grad, sum, add] : merges) {
+      const int64_t packets = fits(grad, sum) && load() ? grad.numel() / kPacket : 0;
+      if (packets > 0) launch(kernels_[add ? 1 : 0], grad, sum, packets);
+      const int64_t done = packets * kPacket;
+      const int64_t rest = grad.numel() - done;
+      if (rest > 0) others.push_back({flat(grad).narrow(0, done, rest), flat(sum).narrow(0, done, rest), add});
+    }
+    GradientMerge::merge(others);
   }
 
  private:

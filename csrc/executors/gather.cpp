@@ -1,12 +1,12 @@
 #include "executors/gather.h"
 
-#include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <utility>
 
 #include "base/range.h"
 #include "communicators/packing.h"
@@ -55,30 +55,6 @@ void GatherEngine::select(const Ids& ids, const std::vector<Dtype>& dtypes, std:
               *present, ". Release it first, or gather it with one dtype throughout.");
     ++stats_.gather_hits;
   }
-}
-
-std::vector<Tensor> GatherEngine::cast_shards(std::vector<Tensor> inputs, const std::vector<ScalarType>& targets,
-                                              Arena::Lease& staging) {
-  std::vector<Tensor> sources;
-  std::vector<size_t> cast;  // those whose dtype changes
-  std::vector<CopyKind> kinds;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    if (inputs[i].scalar_type() == targets[i] || inputs[i].numel() == 0) continue;
-    cast.push_back(i);
-    sources.push_back(inputs[i]);
-    kinds.push_back({targets[i]});
-  }
-  if (cast.empty()) return inputs;
-
-  int64_t bytes = 0;
-  const std::vector<Run> runs = neighbour_runs(sources, kinds, bytes);
-  staging = arena_.acquire(bytes, stream_);
-  const c10::StreamGuard guard(stream_);
-  for (const Run& run : runs) {
-    run.in(staging->bytes).copy_(run.over(sources[run.members[0]]));
-    for (const size_t member : run.members) inputs[cast[member]] = run.in(staging->bytes, sources[member]);
-  }
-  return inputs;
 }
 
 std::vector<Tensor> GatherEngine::fetch_shards(const std::vector<Param*>& params, Arena::Lease& fetched) {
@@ -143,8 +119,7 @@ void GatherEngine::launch(const Ids& ids, const std::vector<Dtype>& dtypes) {
     if (param->arriving) param->arriving->block(stream_);
   }
 
-  std::vector<Tensor> inputs = fetch_shards(params, group->fetched);
-  if (!group->slot->window) inputs = cast_shards(std::move(inputs), targets, group->staging);
+  const std::vector<Tensor> inputs = fetch_shards(params, group->fetched);
   std::vector<Transfer> transfers;
   std::vector<Tensor> views;
   for (size_t i = 0; i < params.size(); ++i) {
@@ -156,19 +131,19 @@ void GatherEngine::launch(const Ids& ids, const std::vector<Dtype>& dtypes) {
   {
     const c10::StreamGuard guard(stream_);
     const Range range([&] { return "deepcompile: gather of " + Communicator::names(transfers); });
-    if (group->slot->window && !dry_) {
-      place_shards(transfers);
-      ++stats_.symmetric_gathers;
+    if (!dry_) {
+      const bool symmetric = group->slot->window != nullptr;  // copy engines of other ranks read from there
+      place_shards(transfers, symmetric);
+      stats_.symmetric_gathers += symmetric ? 1 : 0;
+      group->completion = gather(std::move(transfers), group->packed, symmetric ? 0 : pack_below_);
     }
-    if (!dry_) group->completion = gather(std::move(transfers), group->packed, group->slot->window ? 0 : pack_below_);
     if (has_streams(device_)) {
       group->completion.wait();  // in stream order: the gather stream waits, not this thread
       group->slot->ready.record(stream_);
     }
   }
-  // Staging is written and read on the gather stream alone, as is what is packed, so its next user is behind this one by
+  // What is packed is written and read on the gather stream alone, so the next user of its memory is behind this one by
   // itself. A CPU backend reads it from its own threads until complete().
-  if (group->staging && has_streams(device_)) arena_.release(std::move(group->staging), stream_);
   if (group->packed && has_streams(device_)) arena_.release(std::move(group->packed), stream_);
   if (group->fetched && has_streams(device_)) fetched_ = std::move(group->fetched);
 
@@ -185,17 +160,17 @@ void GatherEngine::launch(const Ids& ids, const std::vector<Dtype>& dtypes) {
   stats_.gathered_bytes += bytes;
 }
 
-void GatherEngine::place_shards(std::vector<Transfer>& transfers) {
-  std::vector<Tensor> parts, shards;
+void GatherEngine::place_shards(std::vector<Transfer>& transfers, bool all) {
+  std::vector<Copy> copies;
   for (Transfer& transfer : transfers) {
     const int64_t size = transfer.in.numel();
-    if (size == 0) continue;
+    const ScalarType dtype = transfer.out.scalar_type();
+    if (size == 0 || (!all && transfer.in.scalar_type() == dtype)) continue;
     const int64_t begin = transfer.out.storage_offset() + communicator_->rank() * size;
-    parts.push_back(typed_view(transfer.out, begin * transfer.out.element_size(), {size}, transfer.out.scalar_type()));
-    shards.push_back(flat(transfer.in));
-    transfer.in = parts.back();
+    Tensor part = typed_view(transfer.out, begin * item_size(dtype), {size}, dtype);
+    copies.push_back({part, std::exchange(transfer.in, part)});
   }
-  if (!parts.empty()) at::_foreach_copy_(parts, shards);
+  copy_all(copies);
 }
 
 Completion GatherEngine::gather(std::vector<Transfer> transfers, Arena::Lease& packed, int64_t pack_below) {
@@ -261,7 +236,6 @@ void GatherEngine::complete(Group& group) {
   if (group.waited) return;
   group.completion.wait();
   group.slot->ready.block(current_stream(device_));
-  if (group.staging) arena_.release(std::move(group.staging), stream_);
   if (group.packed) arena_.release(std::move(group.packed), stream_);
   if (group.fetched) arena_.release(std::move(group.fetched), stream_);
   group.waited = true;

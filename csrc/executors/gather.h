@@ -1,8 +1,9 @@
 // The gather engine: whole parameters out of shards, on a stream of its own.
 //
 // A parameter is absent, in flight, or ready (waited for). `launch` takes the absent ones of a list as one group: one
-// arena slot, at most one cast kernel per run of neighbouring shards, one group of collectives that write every
-// parameter to its final place, one event.
+// arena slot, few cast kernels, one group of collectives that write every parameter to its final place, one event. A
+// shard that is cast goes straight to its place in the gathered parameter, from where it travels: no other memory is
+// needed, and on a rank that is alone nothing is left to do.
 //
 // Order on the device, and what would break without it:
 //   slot free → gather stream     the arena; else weights that are still being read get overwritten
@@ -139,8 +140,8 @@ class GatherEngine {
   struct Group {
     Arena::Lease slot;     // the gathered parameters; empty while they are `away`, and where they are shards
     Tensor away;           // the same in host memory, where give_back() sent them
-    Arena::Lease staging;  // cast shards; on devices with streams it is back in the arena once the group is launched
-    Arena::Lease packed;   // what carries small parameters; likewise
+    Arena::Lease packed;   // what carries small parameters; on devices with streams it is back in the arena once the
+                           // group is launched
     Arena::Lease fetched;  // shards that came from host memory; on devices with streams the engine keeps it
     Completion completion;
     bool waited = false;
@@ -165,12 +166,9 @@ class GatherEngine {
   void share(std::vector<Param*>& params, std::vector<ScalarType>& targets);
   /// The shards, on the device: copies of those that live in host memory, valid on the gather stream.
   std::vector<Tensor> fetch_shards(const std::vector<Param*>& params, Arena::Lease& fetched);
-  /// Casts shards where the target differs. Returns what goes on the wire. Runs on the gather stream.
-  std::vector<Tensor> cast_shards(std::vector<Tensor> shards, const std::vector<ScalarType>& targets,
-                                  Arena::Lease& staging);
-  /// Copies shards, cast where the target differs, to this rank's part of `transfers`, and makes them what goes on the
-  /// wire. Runs on the gather stream.
-  void place_shards(std::vector<Transfer>& transfers);
+  /// Puts shards that are to be cast, or all, into this rank's part of what is gathered, and makes that part what goes on
+  /// the wire. Runs on the gather stream.
+  void place_shards(std::vector<Transfer>& transfers, bool all);
   /// The collectives of a group, on the gather stream. Small ones travel packed, in memory of `packed`.
   Completion gather(std::vector<Transfer> transfers, Arena::Lease& packed, int64_t pack_below);
   /// Gives the slot of the last copies from host memory back to the arena.

@@ -1,12 +1,24 @@
 #include "executors/gradient_merge.h"
 
+#include "memory/views.h"
+
 #ifdef LDC_WITH_NCCL
 #include "executors/cuda_gradient_merge.h"
 #endif
 
 namespace ldc {
 
-void GradientMerge::merge(const Tensor& grad, const Tensor& sum, bool add) { add ? grad.add_(sum) : grad.copy_(sum); }
+void GradientMerge::merge(const std::vector<Merge>& merges) {
+  std::vector<Copy> copies;
+  for (const auto& [grad, sum, add] : merges) {
+    if (add) {
+      grad.add_(sum);
+    } else {
+      copies.push_back({grad, sum});
+    }
+  }
+  copy_all(copies);
+}
 
 std::unique_ptr<GradientMerge> make_gradient_merge(Device device, [[maybe_unused]] int64_t blocks) {
   LDC_CHECK_ARG(blocks >= 0 && blocks <= 65'535, "`blocks` must be between 0 and 65535, got ", blocks, ".");

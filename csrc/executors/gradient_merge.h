@@ -2,10 +2,18 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "base/common.h"
 
 namespace ldc {
+
+/// What was reduced, and the gradient that it goes to. Both are contiguous and have as many elements.
+struct Merge {
+  Tensor grad;
+  Tensor sum;
+  bool add;  // to the gradient, which is set to it otherwise
+};
 
 class GradientMerge {
  public:
@@ -14,8 +22,8 @@ class GradientMerge {
   GradientMerge(const GradientMerge&) = delete;
   GradientMerge& operator=(const GradientMerge&) = delete;
 
-  /// Queues grad = sum, or grad += sum, on the current stream. Both are contiguous and have as many elements.
-  virtual void merge(const Tensor& grad, const Tensor& sum, bool add);
+  /// Queues grad = sum, or grad += sum, for each, on the current stream.
+  virtual void merge(const std::vector<Merge>& merges);
 };
 
 /// What suits the device. `blocks`: thread blocks of a kernel that leaves the rest of the device to compute; 0: as many

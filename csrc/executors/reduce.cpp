@@ -147,7 +147,7 @@ ReduceEngine::Plan ReduceEngine::make_plan(const std::vector<Gradient>& group) c
                              ? -1
                              : append(plan.bytes,
                                       param.grad.numel() * communicator_->world_size() * item_size(wire)));
-    if (empty || (param.grad.scalar_type() == wire && !param.has_grad)) continue;
+    if (empty || communicator_->is_alone() || (param.grad.scalar_type() == wire && !param.has_grad)) continue;
     plan.staged.push_back(i);
     targets.push_back(param.grad);
     kinds.push_back({wire, param.has_grad});
@@ -206,7 +206,14 @@ void ReduceEngine::reduce_group(const std::vector<Gradient>& group) {
       transfers.push_back({results[i], send, param.name});
     }
     const Range range([&] { return "deepcompile: reduction of " + Communicator::names(transfers); });
-    pending.completion = scatter(std::move(transfers), pending.packed);
+    if (communicator_->is_alone()) {
+      for (size_t i = 0; i < group.size(); ++i) {
+        if (transfers[i].in.numel() == 0) continue;
+        pending.merges.push_back({flat(transfers[i].out), flat(transfers[i].in), group[i].param->has_grad});
+      }
+    } else {
+      pending.completion = scatter(std::move(transfers), pending.packed);
+    }
     for (const Gradient& gradient : group) {
       pending.kept.push_back(gradient.value);
       gradient.param->has_grad = true;
@@ -249,7 +256,7 @@ void ReduceEngine::release_buffers(Pending& pending) {
 
 void ReduceEngine::finish(Pending& pending) {
   pending.completion.wait();
-  for (const Merge& merge : pending.merges) merge_->merge(merge.grad, merge.result, merge.add);
+  merge_->merge(pending.merges);
   pending.merges.clear();
 }
 

@@ -3,7 +3,7 @@
 // reduce() takes a group of gradients: send buffers where needed (rows that do not divide by the ranks are padded with
 // zeros; another dtype than the wire's; strides) → one group of reduce-scatters → into the parameters' `grad`, directly
 // where a gradient of the same dtype starts its accumulation, else through staging and then one copy or add per run of
-// neighbouring gradient shards.
+// neighbouring gradient shards. A rank that is alone merges what it would send.
 //
 // Order on the device, and what would break without it:
 //   gradients written → reduce stream   an event of the compute stream, after new gradient memory was allocated from
@@ -103,17 +103,12 @@ class ReduceEngine {
   void cancel();
 
  private:
-  struct Merge {  // result → gradient, for a run of parameters
-    Tensor grad;
-    Tensor result;
-    bool add;
-  };
   struct Pending {
     std::vector<Tensor> kept;  // incoming gradients
     std::vector<Arena::Lease> packed;  // what carries small gradients; on devices with streams already back, too
     Arena::Lease buffers;      // on devices with streams already back in the arena
     Completion completion;
-    std::vector<Merge> merges;
+    std::vector<Merge> merges;  // results → gradients
     Event done;
   };
   struct Plan;  // layout of one group's buffers

@@ -1,4 +1,4 @@
-// The arena: device memory for gathered parameters and staging buffers, at stable addresses.
+// The arena: device memory for gathered parameters and for buffers that communication needs, at stable addresses.
 //
 // Slots go round: acquire → used on a communication stream, then on the compute stream → release → acquire …
 // Within a pass addresses repeat; when nothing is gathered any more the slots go back to torch's caching allocator, which

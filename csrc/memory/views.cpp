@@ -1,5 +1,6 @@
 #include "memory/views.h"
 
+#include <ATen/ops/_foreach_copy.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/TensorImpl.h>
 
@@ -44,6 +45,37 @@ Tensor with_own_storage(const Tensor& tensor) {
   apart.unsafeGetTensorImpl()->set_storage_offset(tensor.storage_offset());
   apart.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());
   return apart;
+}
+
+void copy_all(const std::vector<Copy>& copies) {
+  constexpr int64_t kLarge = 1 << 20;  // elements from which on a kernel of its own is faster (examples/benchmarks/runtime.py)
+  std::vector<Copy> joined;
+  const auto follows = [](const Tensor& first, const Tensor& second) {
+    return first.storage().is_alias_of(second.storage()) && first.scalar_type() == second.scalar_type() &&
+           first.storage_offset() + first.numel() == second.storage_offset();
+  };
+  const auto with = [](const Tensor& first, const Tensor& second) {
+    return typed_view(first, first.storage_offset() * first.element_size(), {first.numel() + second.numel()},
+                      first.scalar_type());
+  };
+  for (const Copy& copy : copies) {
+    if (copy.from.numel() == 0) continue;
+    if (!joined.empty() && follows(joined.back().to, copy.to) && follows(joined.back().from, copy.from)) {
+      joined.back() = {with(joined.back().to, copy.to), with(joined.back().from, copy.from)};
+    } else {
+      joined.push_back({flat(copy.to), flat(copy.from)});
+    }
+  }
+  std::vector<Tensor> to, from;
+  for (const Copy& copy : joined) {
+    if (copy.from.numel() >= kLarge) {
+      copy.to.copy_(copy.from);
+    } else {
+      to.push_back(copy.to);
+      from.push_back(copy.from);
+    }
+  }
+  if (!to.empty()) at::_foreach_copy_(to, from);
 }
 
 Tensor Run::over(const Tensor& member) const {

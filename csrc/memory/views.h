@@ -32,6 +32,16 @@ Tensor as_bytes(const Tensor& tensor);
 /// out memory which its arguments lie in returns this: to the compiler, results never alias arguments.
 Tensor with_own_storage(const Tensor& tensor);
 
+/// A copy to be made, between contiguous tensors of as many elements; `to` may have another dtype.
+struct Copy {
+  Tensor to;
+  Tensor from;
+};
+
+/// Queues copies on the current stream, in few kernels: tensors that follow one another without a gap on both sides are
+/// one, and small ones share a kernel.
+void copy_all(const std::vector<Copy>& copies);
+
 /// The copy of a tensor in a buffer.
 struct CopyKind {
   ScalarType dtype;

@@ -25,7 +25,7 @@ __all__ = [
     "schedule_from_dict",
 ]
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 
 
 class ProfileError(ValueError):
@@ -156,7 +156,6 @@ class Profile:
         hold_seconds: What it takes compute to add a byte of a whole gradient to a sum that is reduced with the last
             micro-batch; None if that is not known.
         hold_ratio: Bytes of such a sum per byte of the gradient: a sum has the parameter's dtype.
-        cast_ratio: Bytes of shards in the dtype in which they travel, per byte gathered; 0 where they are stored in it.
         early_gathers: Whether the gathers that open a step are launched when the optimizer has stepped.
         head_start: Whether that is done while the optimizer steps, when it has stepped on what they read.
         between_seconds: From the end of the optimizer's step to the next step, while the trainer is busy.
@@ -198,7 +197,6 @@ class Profile:
     launch_seconds: float = 0.0
     hold_seconds: float | None = None
     hold_ratio: float = 1.0
-    cast_ratio: float = 0.0
     early_gathers: bool = False
     head_start: bool = False
     between_seconds: float = 0.0
@@ -309,7 +307,6 @@ class Profile:
         if topology is not None:
             topology.check(world_size)
         optimizer = self.optimizer_seconds * self.world_size / world_size
-        cast_ratio = self.cast_ratio * self.world_size / world_size
 
         def shrunk(size: int) -> int:
             return size * self.world_size // world_size
@@ -319,7 +316,6 @@ class Profile:
         less = 0 if self.host_computes else self.resident.total - resident.total
         changes: dict[str, Any] = {
             "optimizer_seconds": optimizer,
-            "cast_ratio": cast_ratio,
             "state_chunks": tuple(map(shrunk, self.state_chunks)),
             "resident": resident,
             "regions": {key: cost.with_less(less) for key, cost in self.regions.items()},

@@ -71,13 +71,11 @@ def build_profile(
         )
     on_device = isolated.device.type == "cuda"
     accumulates = len(isolated.accumulating) > 0
-    cast_ratio = 1 / world_size if hold_ratio != 1 else 0.0
     ran = [isolated_schedules[name] for name in order]
     memory = _Memory(
         order,
         arena_bytes(
             ran,
-            cast_ratio=cast_ratio,
             window_from=window_from,
             pack_below=pack_below,
             world_size=world_size,
@@ -102,7 +100,6 @@ def build_profile(
         launch_seconds=statistics.median(samples.launches) if on_device and samples.launches else 0.0,
         hold_seconds=_rate(samples.holds) if samples.holds else None,
         hold_ratio=hold_ratio,
-        cast_ratio=cast_ratio,
         reduce_window=reduce_window,
         window_from=window_from,
         pack_below=pack_below,
