@@ -47,7 +47,8 @@ def step_settings(recompile_limit: int, *, falls_back: bool, follows: bool) -> c
 
     Integers on modules (``self.global_step``) become inputs instead of guards. A function that cannot be compiled, or
     that was compiled too often, runs as it is: see `compile_failures`. Backward graphs are compiled with their forward
-    graphs, so that a failure comes before anything has run.
+    graphs, so that a failure comes before anything has run. What loggers say once (Transformers' ``warning_once``) does
+    not break graphs: it is not said.
 
     Each one made costs time, and memory that PyTorch 2.13 never frees.
 
@@ -64,7 +65,13 @@ def step_settings(recompile_limit: int, *, falls_back: bool, follows: bool) -> c
         skip_tensor_guards_with_matching_dict_tags=follows,
         suppress_errors=falls_back,
         fail_on_recompile_limit_hit=not falls_back,
+        ignore_logging_functions={*torch._dynamo.config.ignore_logging_functions, *_said_once()},
     )
+
+
+def _said_once() -> list[Callable[..., Any]]:
+    """Methods of loggers that do nothing in later calls with the same arguments, as their results are cached."""
+    return [method for method in vars(logging.Logger).values() if hasattr(method, "cache_info")]
 
 
 _CONVERTED_NOT = re.compile(r"WON'T CONVERT (?P<name>\S+) (?P<file>.*) line (?P<line>\d+)")

@@ -39,6 +39,25 @@ def test_integers_of_a_module_are_inputs() -> None:
     assert len(compiles) <= 2
 
 
+@pytest.mark.parametrize(("method", "graphs", "said"), [("warning_once", 1, 0), ("warning", 2, 3)])
+def test_what_is_said_once_breaks_no_graph(method: str, graphs: int, said: int) -> None:
+    from transformers.utils import logging as logging_of_transformers
+
+    logger, records, counter = logging_of_transformers.get_logger(f"transformers.tests.{method}"), [], CompileCounter()
+    logger.setLevel("WARNING")
+    logger.addFilter(lambda record: records.append(record) or False)
+
+    def inner(x: Tensor) -> Tensor:
+        y = x + 1
+        getattr(logger, method)("The default is used.")
+        return y * 2
+
+    step = torch.compile(inner, backend=counter)
+    with compat.step_settings(3, falls_back=True, follows=True):
+        assert [float(step(torch.ones(()))) for _ in range(3)] == [4.0] * 3
+    assert counter.frame_count == graphs and len(records) == said
+
+
 def test_functions_that_are_left_uncompiled_are_told(caplog: pytest.LogCaptureFixture) -> None:
     told: list[tuple[str, str]] = []
 
