@@ -163,6 +163,7 @@ class Assembly:
         if config.replays and self._graphs:
             limit = None if config.memory_budget is None else memory_limit(device, config.memory_budget)
             replays = Replays(runtime, device, config.replays, limit)
+            retry.more = replays.give_back
         capture = Capture(
             config,
             model,

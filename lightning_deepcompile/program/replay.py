@@ -227,6 +227,7 @@ class Replays:
         self._agreed: Callable[[], bool] = lambda: True
         self._in_use = False
         self._failures = 0
+        self._short = False
         self._fresh = 0  # runs of programs in the step before, each among the first ones of its program
         self._seen = 0
         self._stream: torch.cuda.Stream | None = None
@@ -298,8 +299,8 @@ class Replays:
 
     @property
     def failures(self) -> int:
-        """Programs of this rank that were given up; very many if graphs were no faster."""
-        return _ALL if self._trial is not None and self._trial.failed else self._failures
+        """Programs of this rank that were given up; very many if graphs were no faster, or left too little memory."""
+        return _ALL if self._short or (self._trial is not None and self._trial.failed) else self._failures
 
     def give_up(self) -> None:
         """A program is not recorded any more, for what it does or finds in a step."""
@@ -427,6 +428,25 @@ class Replays:
         """Replays what was recorded by itself, and is called `name`."""
         graph.replay()
         self.replayed.add(name)
+
+    def give_back(self) -> int:
+        """Drops this rank's graphs, as the device is short of memory; no rank has graphs soon (`failed_on_ranks`).
+
+        Returns:
+            Bytes that they had.
+        """
+        before = torch.cuda.memory_reserved() if self._alive else 0
+        if not before:
+            return 0
+        self._drop()
+        torch.cuda.empty_cache()
+        self._short = True
+        given = max(before - torch.cuda.memory_reserved(), 0)
+        _log.warning(
+            "CUDA graphs are not used any more: the device ran out of memory beside what they keep, %.2f GiB.",
+            given / 2**30,
+        )
+        return given
 
     def forget(self) -> None:
         """Drops all graphs, and the memory that they take; what runs them goes on without."""

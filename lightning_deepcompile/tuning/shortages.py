@@ -44,11 +44,13 @@ class MemoryRetry:
         runtime: ``_C.Runtime``; its ``memory.give_back`` gives memory back and says how much.
         device: Where regions run.
         rank: This rank, for the report.
+        more: Gives back what else this rank can do without, when the runtime has nothing left; returns its bytes.
     """
 
     runtime: Any
     device: torch.device
     rank: int
+    more: Callable[[], int] = lambda: 0
     _shortages: list[Shortage] = field(default_factory=list)
     _sent_away: int = 0
 
@@ -90,7 +92,7 @@ class MemoryRetry:
         return shortages
 
     def _call_again(self, run: Run, held: list[Any], shortage: Shortage) -> Sequence[Any]:
-        while given := self.runtime.memory.give_back():
+        while given := self.runtime.memory.give_back() or self.more():
             shortage.relieved += given
             try:
                 result = run(held.copy())

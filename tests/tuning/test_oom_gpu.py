@@ -62,3 +62,44 @@ def test_a_gpu_that_is_short_goes_on_and_a_leaner_plan_follows() -> None:
         # Parameters went to host memory in the steps before the change, and in the end no more.
         away = limited["away"]
         assert (away[23] > away[LIMITED - 1]) == (rank == 1) and away[-6] == away[-1], away
+
+
+def _twice(graphs: bool, short: bool) -> dict[str, Any]:
+    """Steps of two forward passes before one backward pass, of which graphs can replay the first alone."""
+    engine = planned_engine(init_device_mesh("cuda", (2,)), "kept", Deep(64, 6), cuda_graphs=graphs)
+    optimizer, rows = sgd(engine), batch(dist.get_rank(), 64).cuda()
+    replays = engine.capture.replays
+    losses: list[Tensor] = []
+    recorded: list[int] = []
+
+    def before(kind: str) -> None:
+        if short and len(losses) >= LIMITED * 2 and replays.recorded:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has none.")
+
+    for step in range(STEPS):
+        engine.capture.regions.before = before if step == LIMITED * 2 else lambda kind: None
+        optimizer.zero_grad()
+        engine.drop_stale_gradients()
+        passes = 2 if step == LIMITED * 2 else 1
+        loss = sum(engine.run_step("training_step", rows.roll(index, 1)) for index in range(passes))
+        engine.backward(loss.backward)
+        optimizer.step()
+        engine.parameters_changed()
+        losses.append(loss.detach())
+        recorded.append(0 if replays is None else replays.recorded)
+    result = {"losses": torch.stack(losses).tolist(), "recorded": recorded}
+    engine.close()
+    return result
+
+
+def _short_beside_graphs() -> tuple[dict[str, Any], dict[str, Any]]:
+    join("cuda")
+    return _twice(graphs=False, short=False), _twice(graphs=True, short=dist.get_rank() == 1)
+
+
+def test_graphs_go_where_memory_is_short_beside_them() -> None:
+    for rank, (plain, replayed) in enumerate(run_ranks(_short_beside_graphs, 2, timeout=280)):
+        assert replayed["losses"] == plain["losses"]
+        recorded = replayed["recorded"]
+        assert recorded[LIMITED * 2 - 1] > 0
+        assert (recorded[LIMITED * 2] == 0) == (rank == 1) and not any(recorded[LIMITED * 2 + 3 :]), recorded
