@@ -48,7 +48,7 @@ Tensor with_own_storage(const Tensor& tensor) {
 }
 
 void copy_all(const std::vector<Copy>& copies) {
-  constexpr int64_t kLarge = 1 << 20;  // elements from which on a kernel of its own is faster (examples/benchmarks/runtime.py)
+  constexpr int64_t kLarge = 1 << 23;  // elements from which on a kernel of its own is faster than a shared one (H100)
   std::vector<Copy> joined;
   const auto follows = [](const Tensor& first, const Tensor& second) {
     return first.storage().is_alias_of(second.storage()) && first.scalar_type() == second.scalar_type() &&
