@@ -65,13 +65,18 @@ def step_settings(recompile_limit: int, *, falls_back: bool, follows: bool) -> c
         skip_tensor_guards_with_matching_dict_tags=follows,
         suppress_errors=falls_back,
         fail_on_recompile_limit_hit=not falls_back,
-        ignore_logging_functions={*torch._dynamo.config.ignore_logging_functions, *_said_once()},
+        ignore_logging_functions=_Ignored(torch._dynamo.config.ignore_logging_functions),
     )
 
 
-def _said_once() -> list[Callable[..., Any]]:
-    """Methods of loggers that do nothing in later calls with the same arguments, as their results are cached."""
-    return [method for method in vars(logging.Logger).values() if hasattr(method, "cache_info")]
+class _Ignored(list[Callable[..., Any]]):
+    """What the user has Dynamo ignore, and whatever says something once: functions whose results are cached.
+
+    No set: PyTorch 2.11 writes its settings as JSON, and fails at sets of functions.
+    """
+
+    def __contains__(self, function: object) -> bool:
+        return hasattr(function, "cache_info") or super().__contains__(function)
 
 
 _CONVERTED_NOT = re.compile(r"WON'T CONVERT (?P<name>\S+) (?P<file>.*) line (?P<line>\d+)")
