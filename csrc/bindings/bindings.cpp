@@ -189,8 +189,9 @@ void bind_memory(py::module_& m) {
       .def("free_unused", &ldc::Memory::free_unused, NoGil(), "Free device and host memory that nobody uses.")
       .def("give_back", &ldc::Memory::give_back, NoGil(),
            "The device is short of memory: give some back without a word to other ranks. Returns the bytes, or 0.")
-      .def("free_windows", &ldc::Memory::free_windows, NoGil(),
-           "Give up what windows() counts and holds nothing. All ranks call it between the same two gathers.")
+      .def("free_buffers", &ldc::Memory::free_buffers, NoGil(),
+           "Give up what windows() counts, and buffers of reductions, where they hold nothing. All ranks call it between "
+           "the same two gathers.")
       .def("windows", &ldc::Memory::windows, NoGil(),
            "Bytes of memory into which other ranks gather, which torch does not count; of the smallest group that is "
            "gathered so, or 0; and a digest of all uses so far, the same on all ranks.");

@@ -197,7 +197,11 @@ void Memory::free_unused() { runtime_.enter()->free_unused(); }
 
 int64_t Memory::give_back() { return runtime_.enter()->give_back(); }
 
-void Memory::free_windows() { runtime_.enter()->gathers.free_windows(); }
+void Memory::free_buffers() {
+  const Turn turn = runtime_.enter();
+  turn->gathers.free_windows();
+  turn->reductions.arena().free_unused();
+}
 
 std::tuple<int64_t, int64_t, int32_t> Memory::windows() {
   const Turn turn = runtime_.enter_ended();

@@ -144,8 +144,9 @@ class Memory : public Face {
   /// Bytes of windows (memory/windows.h), which torch does not count, of the smallest group that gets one (0: none does),
   /// and the digest of all that were taken.
   std::tuple<int64_t, int64_t, int32_t> windows();
-  /// Gives up windows that hold nothing; all ranks call it between the same two gathers. Waits for the device.
-  void free_windows();
+  /// Gives up windows, and buffers of reductions, that hold nothing: what runs next needs others. All ranks call it
+  /// between the same two gathers. Waits for the device.
+  void free_buffers();
 };
 
 }  // namespace ldc

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from lightning_deepcompile.plan.arena import ArenaModel
+from lightning_deepcompile.plan.arena import ArenaModel, group_bytes
 from lightning_deepcompile.program.schedule import Instruction
 
 __all__ = ["GradientModel"]
@@ -14,7 +14,9 @@ class GradientModel:
     """Follows the rules of ``csrc/executors/reduce.cpp`` and ``csrc/executors/whole_gradients.cpp``.
 
     A gradient that travels stays until the compute stream has waited for it. Sums have the dtype of the parameter;
-    where that is not the gradient's, they are cast into a send buffer, whose memory stays with the runtime.
+    where that is not the gradient's, they are cast into a buffer. What arrives is put into a buffer, too, where it has
+    another dtype than the shard that it goes to, or is added to it. The memory of buffers stays with the runtime, which
+    uses it again in stream order.
 
     Args:
         ratio: Bytes of a sum per byte of a gradient.
@@ -26,17 +28,17 @@ class GradientModel:
         self._ratio, self._window, self._world_size = ratio, window, world_size
         self._sums: dict[int, int] = {}
         self._pending: deque[tuple[int, int]] = deque()  # task and bytes of a group
-        self._sends = ArenaModel()
+        self._buffers = ArenaModel()
         self._there = 0
         self._missing: dict[int, int] = {}  # shards that the first reduction of a step brings
 
     @property
     def bytes(self) -> int:
-        """Bytes of sums, of gradients on their way, and of send buffers; less the shards that are not there yet.
+        """Bytes of sums, of gradients on their way, and of buffers; less the shards that are not there yet.
 
         Where every micro-batch reduces, they are there from the first one on, and so in what regions were seen to take.
         """
-        return self._there + self._sends.bytes
+        return self._there + self._buffers.bytes
 
     def hold(self, group: Instruction) -> None:
         """Adds gradients to sums."""
@@ -46,10 +48,10 @@ class GradientModel:
                 self._there += self._sums[i]
 
     def expect(self, group: Instruction, counted: bool) -> None:
-        """A step begins whose last micro-batch alone reduces these.
+        """A step begins whose last micro-batch alone reduces these; see `reserve`.
 
         Args:
-            group: The gradients. After the first such step, the buffers for their casts are there.
+            group: The gradients.
             counted: Whether an allocator has counted the shards in what regions take.
         """
         for i, size in zip(group.ids, group.sizes, strict=True):
@@ -57,8 +59,26 @@ class GradientModel:
                 self._missing[i] = int(size * self._ratio) // self._world_size
                 self._there -= self._missing[i]
         if self._ratio != 1:
-            part = group.bytes // self._world_size  # a result is cast, too
-            self._sends.release(self._sends.acquire(group.bytes + part))  # reused in stream order
+            self._reserve(group.bytes + self._arriving(group))
+
+    def reserve(self, group: Instruction, *, adds: bool) -> None:
+        """A step begins that reduces these; after the first such step, the buffers for it are there.
+
+        Args:
+            group: The gradients.
+            adds: Whether they are added to those of micro-batches before.
+        """
+        if self._ratio != 1 or adds:
+            self._reserve(self._arriving(group))
+
+    def _reserve(self, size: int) -> None:
+        if size:
+            self._buffers.release(self._buffers.acquire(size))
+
+    def _arriving(self, group: Instruction) -> int:
+        """Bytes of what a reduction brings to this rank; one that is alone has it."""
+        parts = (-(-size // self._world_size) for size in group.sizes)
+        return group_bytes(parts) if self._world_size > 1 else 0
 
     def send(self, group: Instruction, task: int, *, wait: bool = False) -> tuple[list[int], int]:
         """Launches the reduction of gradients, with the sums of those that have one.

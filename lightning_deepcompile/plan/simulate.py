@@ -297,10 +297,7 @@ class _Simulation:
     def _issue_step(self, schedules: Sequence[Schedule]) -> None:
         self._window_bytes = self._count_windows(schedules)
         last_backward = max((k for k, s in enumerate(schedules) if s.kind == "backward"), default=len(schedules) - 1)
-        if self._accumulates:
-            for schedule in schedules:
-                for position in schedule.at("reduce_at_boundary"):
-                    self._gradients.expect(schedule.instructions[position], counted=not self._profile.host_computes)
+        self._expect_gradients(schedules)
         self._states.begin(schedules, self._add)
         if self._profile.early_gathers and schedules and schedules[0].kind == "forward":
             self._begin_step(schedules)
@@ -321,6 +318,17 @@ class _Simulation:
 
     def _count_windows(self, schedules: Sequence[Schedule]) -> int:
         return window_bytes(schedules, self._profile)
+
+    def _expect_gradients(self, schedules: Sequence[Schedule]) -> None:
+        counted = not self._profile.host_computes
+        last = []  # reduced by the last micro-batch, and so behind those that every one reduces
+        for group in (one for schedule in schedules for one in schedule.instructions if one.op in REDUCTIONS):
+            if self._accumulates and group.traits.at_boundary:
+                last.append(group)
+            elif counted:
+                self._gradients.reserve(group, adds=self._profile.micro_batches > 1)
+        for group in last:
+            self._gradients.expect(group, counted=counted)
 
     def _begin_step(self, schedules: Sequence[Schedule]) -> None:
         """What the end of the step before launched, and the time until this one begins."""

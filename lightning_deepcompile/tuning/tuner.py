@@ -268,7 +268,7 @@ class Tuner:
     def _run_plan(self, schedules: Iterable[Schedule], passes: Sequence[Pass] | None = None) -> None:
         self._planned, self._swapped = tuple(schedules), True
         self._capture.replan(passes=passes, plan=self._planned)
-        self._runtime.memory.free_windows()  # it may gather other groups
+        self._runtime.memory.free_buffers()  # other groups may travel
         self._shortages.forget()
 
     def _optimized(self, profile: Profile) -> Planned:
@@ -278,7 +278,7 @@ class Tuner:
         self.rounds.append(done)
         self._say(done.headline(), logging.INFO if not done.reason else logging.WARNING)
         self._say(str(done), logging.DEBUG)
-        self._runtime.memory.free_windows()
+        self._runtime.memory.free_buffers()
         self._retraces = True
         self._planned, self._swapped = (), True
         if self._passes or self._retracing.pending:  # else programs keep what they are compiled with, as at step 0

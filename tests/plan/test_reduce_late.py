@@ -25,6 +25,7 @@ from tracing import Simulator
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.offload.trade import StateTrade
+from lightning_deepcompile.plan.arena import ArenaModel
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Contention, Link, Profile
 from lightning_deepcompile.plan.leaner import Shortage, fall_back
@@ -87,15 +88,17 @@ def test_reduce_late_holds_as_many_gradients_as_there_is_memory_for() -> None:
     auto = PlanSettings(reduce="auto")
     # Sums are a kilobyte each. What a region takes includes the shards of gradients, half as much each, which are not
     # there before reductions: with the first of these all sums are there, and one shard. A region's peak is 10 higher.
-    held = [0, *(count * SIZE - (count - 1) * SIZE // 2 - 10 for count in range(1, 4))]
-    for count in range(4):
-        result = reduce_late(step, PlanContext(auto, replace(base, budget=least + held[count])))
+    # The buffer from which gradients are added to those of other micro-batches is there until no micro-batch but the
+    # last reduces: the third sum takes less than it.
+    arriving = ArenaModel().acquire(SIZE // 2).capacity
+    for count, held, third in ((0, 0, 0), (1, SIZE - 10, 0), (3, 2 * SIZE - SIZE // 2 - 10, SIZE // 2 - arriving)):
+        result = reduce_late(step, PlanContext(auto, replace(base, budget=least + held)))
         late = [result[1].instructions[position].ids for position in result[1].at("reduce_at_boundary")]
         assert late == [(2,), (1,), (0,)][:count][::-1], "of equally good ones those that are reduced last"
         prediction = simulate(result, base)
         # Three of four reductions go, and four additions come.
         assert prediction.seconds == pytest.approx(4 * (1 + 3 * (1 + 2)) - count * (3 * 2 - 4 * 0.25))
-        assert prediction.peak_bytes == least + held[count]
+        assert prediction.peak_bytes == least + held + third
     # Sums in another dtype take twice the memory, and a buffer to cast them and their results.
     double, needed = replace(base, hold_ratio=2.0), least + 2 * SIZE + 2 * SIZE - 10
     assert reduce_late(step, PlanContext(auto, replace(double, budget=needed - 1))) == step
@@ -117,24 +120,30 @@ def test_reduce_late_holds_as_many_gradients_as_there_is_memory_for() -> None:
     assert backward.at("reduce") == []
 
 
+def _large(*ids: int) -> Instruction:
+    """A mebibyte each: of less, the alignment of buffers is a large part."""
+    return replace(reduce(*ids), sizes=(1 << 20,) * len(ids))
+
+
 def test_gradients_of_one_parameter_wait_together_or_not_at_all() -> None:
-    parts = [compute(0), reduce(0, 1), compute(1), reduce(2), compute(2), reduce(1), Instruction("end")]
+    parts = [compute(0), _large(0, 1), compute(1), _large(2), compute(2), _large(1), Instruction("end")]
     step = [schedule("forward", compute(9)), schedule("backward", *parts)]
-    base = profile(step, micro_batches=2, hold_seconds=0.0, reduce_window=0)
-    budget = simulate(step, base).peak_bytes + 2 * SIZE
-    (_, backward) = reduce_late(step, PlanContext(PlanSettings(reduce="auto"), replace(base, budget=budget)))
-    late = [backward.instructions[p].ids for p in backward.at("reduce_at_boundary")]
-    assert late == [(0, 1), (1,)]
+    base = replace(profile(step, micro_batches=2, hold_seconds=0.0, reduce_window=0), world_size=4)
+    least = simulate(step, base).peak_bytes
+    for room, expected in ((1.6, [(2,)]), (3.0, [(0, 1), (2,), (1,)])):
+        budget = least + int(room * (1 << 20))
+        (_, backward) = reduce_late(step, PlanContext(PlanSettings(reduce="auto"), replace(base, budget=budget)))
+        assert [backward.instructions[p].ids for p in backward.at("reduce_at_boundary")] == expected
 
 
 def test_a_plan_that_runs_out_of_memory_is_followed_by_one_that_holds_less() -> None:
-    parts = [part for k in range(3) for part in (compute(k), reduce(k))]
+    parts = [part for k in range(3) for part in (compute(k), _large(k))]
     step = [schedule("forward", compute(9)), schedule("backward", *parts, Instruction("end"))]
-    base = profile(step, micro_batches=4, hold_seconds=0.0, reduce_window=0, budget=1 << 20)
+    base = replace(profile(step, micro_batches=4, hold_seconds=0.0, reduce_window=0, budget=1 << 30), world_size=4)
     auto, passes = PlanSettings(reduce="auto"), resolve_passes(["zero3", "reduce_late"], profiled=True)
     planned = reduce_late(step, PlanContext(auto, base))
     assert planned[1].at("reduce") == []
-    shortage = Shortage(0, "backward", "region_0", "", relieved=SIZE // 4)
+    shortage = Shortage(0, "backward", "region_0", "", relieved=1 << 18)
     leaner = fall_back(20, [shortage], planned, (), passes, auto, base, StateTrade(), last=False)
     assert not leaner.last and 0 < len(leaner.schedules[1].at("reduce")) < 3
     assert "gradients reduced at the boundary: 3 become " in leaner.round.reason

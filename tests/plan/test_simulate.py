@@ -157,9 +157,10 @@ def test_whole_gradients_take_memory_until_compute_has_waited_for_them(ratio: fl
         memory = simulate(both, replace(base, regions=sizes)).memory
         rows.append([point.gradients for point in memory])
     # One gradient is on its way while the next one is made, and gone before that is sent; nothing is left for the next
-    # micro-batch.
+    # micro-batch, but the buffer that this rank's half arrives in, as it is added to the one before.
+    arriving = ArenaModel().acquire(SIZE // 2).capacity
     every = [0, 0, 0, SIZE, 0, SIZE, SIZE]
-    assert rows[0] == every * 2
+    assert rows[0] == [arriving + size for size in every * 2]
     # A sum stays until the last micro-batch, and until its reduction is over; what regions take includes both shards,
     # which come with that. Sums that travel in another dtype are cast into a buffer, and so are results: half as much.
     one, buffer = int(SIZE * ratio), 0 if ratio == 1 else 2 * SIZE
@@ -167,6 +168,21 @@ def test_whole_gradients_take_memory_until_compute_has_waited_for_them(ratio: fl
     last = [one, one, one + one // 2, one + one // 2, one, one, one]
     assert rows[1] == [buffer + size for size in [*first, *last]]
     assert gradient_bytes([forward, backwards[1]], ratio, 2, 2)[1][1][2] == buffer + one // 2, "compute waits at once"
+
+
+def test_gradients_of_another_dtype_arrive_in_buffers_that_stay() -> None:
+    """A buffer for a group is used again for one that is not much smaller, and another where it is."""
+    forward = schedule("forward", compute(0))
+    parts = (compute(0), reduce(0, 1, 2), compute(1), reduce(3, 4, 5), compute(2), reduce(6), Instruction("end"))
+    size = 4 << 20  # waste of less than a megabyte is allowed
+    large = [replace(part, sizes=(size,) * len(part.ids)) if part.op == "reduce" else part for part in parts]
+    both = [forward, schedule("backward", *large)]
+    base = profile(both, hold_ratio=2.0, reduce_window=0)
+    expected = ArenaModel().acquire(3 * size // 2).capacity + ArenaModel().acquire(size // 2).capacity
+    assert {point.gradients for point in simulate(both, base).memory} == {expected}
+    assert gradient_bytes(both, 2.0, 1, 2) == [[[expected] * len(s.instructions) for s in both]]
+    for other in ({"hold_ratio": 1.0}, {"world_size": 1}):  # they go where they belong at once
+        assert {point.gradients for point in simulate(both, replace(base, **other)).memory} == {0}
 
 
 @pytest.mark.parametrize("part", [reduce, reduce_late])
