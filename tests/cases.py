@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_deepcompile import compat
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 VOCAB, LENGTH, ROWS = 61, 12, 2  # ROWS per rank and micro-batch
@@ -241,7 +243,7 @@ def full(tensor: Tensor | None) -> Tensor | None:
     if tensor is None:
         return None
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
+    return (compat.full_tensor(tensor) if isinstance(tensor, DTensor) else tensor).cpu().clone()
 
 
 class Recorder(pl.Callback):

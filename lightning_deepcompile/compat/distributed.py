@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 __all__ = [
     "all_gather_into",
     "all_to_all_into",
     "device_of_objects",
+    "full_tensor",
     "process_group",
     "reduce_scatter_mean_into",
     "local_of",
@@ -33,6 +34,27 @@ def local_of(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor itself, of which ``to_local`` makes another one."""
     assert isinstance(tensor, DTensor)
     return tensor._local_tensor
+
+
+def full_tensor(tensor: DTensor) -> Tensor:
+    """As ``tensor.full_tensor()``, which now and then crashes on CPUs when it is called many times in a row.
+
+    Each of gloo's worker threads writes the name of what it has finished into one string, without a lock. Two that do
+    it together free a name that is too long to lie within the string, as that of ``full_tensor``'s collective is.
+
+    Args:
+        tensor: Unless it is on CPUs, and sharded on dim 0 over one dimension of its mesh, it is left to PyTorch.
+    """
+    sharded = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if tensor.device_mesh.device_type != "cpu" or len(sharded) != 1 or tensor.placements[sharded[0]] != Shard(0):
+        return tensor.full_tensor()
+    mesh, local = tensor.device_mesh, tensor.to_local().detach()
+    ranks, rows = mesh.size(sharded[0]), tensor.shape[0]
+    part = local.new_zeros((-(-rows // ranks), *tensor.shape[1:]))
+    part[: local.shape[0]] = local
+    whole = part.new_empty((ranks * part.shape[0], *tensor.shape[1:]))
+    all_gather_into(whole, part, mesh.get_group(sharded[0]))
+    return whole[:rows]
 
 
 def device_of_objects(group: dist.ProcessGroup | None) -> str:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_deepcompile import compat
 from lightning_deepcompile.program.program import LOCAL_ID
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.sharding.access import StepState, install_access
@@ -96,7 +97,8 @@ class ShardedModel:
         wanted = {p for m in module.modules() for p in m._parameters.values() if p is not None}
         chosen = [p for p in self.parameters if p.dtensor in wanted]
         wholes = {
-            p: nn.Parameter(cast(DTensor, p.dtensor.detach()).full_tensor(), p.dtensor.requires_grad) for p in chosen
+            p: nn.Parameter(compat.full_tensor(cast(DTensor, p.dtensor.detach())), p.dtensor.requires_grad)
+            for p in chosen
         }
         for parameter, whole in wholes.items():
             parameter.install(whole)
@@ -301,7 +303,7 @@ def _shard_parameter(
     if read is not None:
         mine = read(low, high)
     elif isinstance(original, DTensor):  # of an earlier sharding: all ranks get the same
-        mine = cast(DTensor, original.detach().to(values.device)).full_tensor()[low:high]
+        mine = compat.full_tensor(cast(DTensor, original.detach().to(values.device)))[low:high]
     else:
         full = original.detach().to(values.device, copy=not in_place).contiguous()
         mine = _broadcast(full, ranks)[low:high]

@@ -17,8 +17,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.profilers import PyTorchProfiler
 from multiprocess import join, run_ranks
 from torch import Tensor, fx, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.compat import checkpoint, fsdp
@@ -333,6 +333,22 @@ def _collectives() -> tuple[list[float], list[float], bool]:
 
 def test_collectives_and_the_store() -> None:
     assert run_ranks(_collectives, 2) == [([0, 10], [1.5], True), ([1, 11], [4.5], True)]
+
+
+def _wholes() -> bool:
+    join("cpu")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    wholes = [torch.arange(2.0 * rows).view(rows, 2) for rows in (1, 4, 5, 7)]
+    tensors = [distribute_tensor(whole, mesh, [placement]) for whole in wholes for placement in (Shard(0), Replicate())]
+    tensors.append(distribute_tensor(torch.ones(3, 5), mesh, [Shard(1)]))
+    results = [torch.equal(compat.full_tensor(one), one.full_tensor()) for one in tensors]
+    dist.barrier()
+    return all(results)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_whole_tensors_are_those_of_pytorch(ranks: int) -> None:
+    assert run_ranks(_wholes, ranks) == [True] * ranks
 
 
 def test_local_tensors_are_the_ones_inside(mesh: DeviceMesh) -> None:
