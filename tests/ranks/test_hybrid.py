@@ -32,7 +32,7 @@ def _inspect(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _train_all(accelerator: str = "cpu") -> list[Record]:
+def _train_all(accelerator: str = "cpu", mesh: tuple[int, int] = (2, 2)) -> list[Record]:
     rank = int(os.environ["RANK"])
 
     def different(case: str) -> Base:
@@ -42,8 +42,8 @@ def _train_all(accelerator: str = "cpu") -> list[Record]:
     return [
         train(
             lambda case=case: different(case),
-            DeepCompileStrategy(stage=stage, device_mesh=(2, 2), compile=CompileConfig(region_backend="eager")),
-            world_size=4,
+            DeepCompileStrategy(stage=stage, device_mesh=mesh, compile=CompileConfig(region_backend="eager")),
+            world_size=mesh[0] * mesh[1],
             rank=rank,
             steps=3,
             accumulate=accumulate,
@@ -107,25 +107,27 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("hybrid")]
 
 
 def test_equals_unsharded(four: list[tuple[list[Record], Record]]) -> None:
-    _check([records for records, _ in four], "cpu")
+    _check([records for records, _ in four], "cpu", (2, 2))
 
 
 @pytest.mark.gpu
-def test_equals_unsharded_on_gpus() -> None:
-    _check(run_ranks(_train_all, 4, "gpu", timeout=350), "gpu")
+@pytest.mark.parametrize("mesh", [(2, 2), (2, 4), (4, 2)])
+def test_equals_unsharded_on_gpus(mesh: tuple[int, int]) -> None:
+    _check(run_ranks(_train_all, mesh[0] * mesh[1], "gpu", mesh, timeout=350), "gpu", mesh)
 
 
-def _check(ranks: list[list[Record]], accelerator: str) -> None:
-    summary = f"2 times 2 ({'process_group' if accelerator == 'cpu' else 'nccl'})"
+def _check(ranks: list[list[Record]], accelerator: str, mesh: tuple[int, int]) -> None:
+    replicas, shards = mesh
+    summary = f"{replicas} times {shards} ({'process_group' if accelerator == 'cpu' else 'nccl'})"
     for number, (case, _, accumulate, clip) in enumerate(RUNS):
         expected = train(
-            CASES[case], "auto", world_size=1, rank=0, data_world=4, steps=3, accumulate=accumulate,
+            CASES[case], "auto", world_size=1, rank=0, data_world=replicas * shards, steps=3, accumulate=accumulate,
             gradient_clip_val=clip, accelerator=accelerator,
         )  # fmt: skip
         for rank, records in enumerate(ranks):
             assert_same_training(records[number], expected, params=True)
             rows, placements = records[number].extra["shard"]
-            assert (rows[0] == 0) == (rank % 2 == 0)  # neighbours share
+            assert (rows[0] == 0) == (rank % shards == 0)  # neighbours share
             assert placements == (Replicate(), Shard(0))
             assert records[number].extra["summary"] == summary
 
