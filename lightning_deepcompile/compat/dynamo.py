@@ -70,13 +70,14 @@ def step_settings(recompile_limit: int, *, falls_back: bool, follows: bool) -> c
 
 
 class _Ignored(list[Callable[..., Any]]):
-    """What the user has Dynamo ignore, and whatever says something once: functions whose results are cached.
+    """What the user has Dynamo ignore, and what loggers say once: ``..._once``, of which results are cached.
 
     No set: PyTorch 2.11 writes its settings as JSON, and fails at sets of functions.
     """
 
     def __contains__(self, function: object) -> bool:
-        return hasattr(function, "cache_info") or super().__contains__(function)
+        said_once = hasattr(function, "cache_info") and getattr(function, "__name__", "").endswith("_once")
+        return said_once or super().__contains__(function)
 
 
 _CONVERTED_NOT = re.compile(r"WON'T CONVERT (?P<name>\S+) (?P<file>.*) line (?P<line>\d+)")
