@@ -15,6 +15,8 @@ from multiprocess import join, run_ranks
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
+CAST = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float64}
+"""Dtypes in which parameters are gathered, too; the others are not cast."""
 
 Spec = tuple[tuple[int, ...], torch.dtype, bool]
 """Shape, dtype, and whether the shard lies behind the one before."""
@@ -52,11 +54,18 @@ class _Side:
             tensors.append(shard.copy_(torch.randn(rows, generator=generator, dtype=torch.float64)))
         return tensors
 
-    def step(self, specs: list[Spec]) -> tuple[list[Tensor], list[Tensor]]:
-        """Whole parameters, and this rank's means of gradients that two passes add up."""
-        torch.ops.dc.prefetch_params_fused(self.graph, [], self.ids, None)
+    def _gather(self, dtypes: list[torch.dtype] | None) -> list[Tensor]:
+        torch.ops.dc.prefetch_params_fused(self.graph, [], self.ids, dtypes)
         whole = [tensor.clone() for tensor in torch.ops.dc.wait_allgather_fused(self.graph, self.ids)]
         torch.ops.dc.release_params_fused(self.graph, self.ids)
+        return whole
+
+    def step(self, specs: list[Spec]) -> tuple[list[Tensor], list[Tensor]]:
+        """Whole parameters, and this rank's means of gradients that two passes add up."""
+        whole = self._gather(None)
+        targets = [CAST.get(dtype, dtype) for _, dtype, _ in specs]
+        for one, cast, target in zip(whole, self._gather(targets), targets, strict=True):
+            assert cast.dtype == target and torch.equal(cast, one.to(target))
         for count in range(2):
             generator = torch.Generator().manual_seed(10 * count + self.rank)
             made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape, *_ in specs]
@@ -124,8 +133,8 @@ def _counts() -> list[int]:
 
 
 def test_what_is_larger_than_the_bound_travels_by_itself() -> None:
-    """Once gathered and twice reduced; one small tensor alone has nothing to be packed with."""
-    assert run_ranks(_counts, 2) == [[0, 0, 3 * 2, 3 * 3]] * 2
+    """Twice gathered and twice reduced; one small tensor alone has nothing to be packed with."""
+    assert run_ranks(_counts, 2) == [[0, 0, 4 * 2, 4 * 3]] * 2
 
 
 def _trained(case: str, stage: int, settings: list[dict[str, Any]]) -> list[Record]:
