@@ -72,13 +72,15 @@ class ProcessStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._outside_inference = contextlib.ExitStack()
+        self._started: list[subprocess.Popen[bytes]] = []  # processes that Lightning's observer looks after no more
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled or copied of it: not the processes that it started."""
         launcher = copy.copy(self._launcher)
         if isinstance(launcher, SubprocessLauncher):
             launcher.procs = []
-        return super().__getstate__() | {"_launcher": launcher, "_outside_inference": contextlib.ExitStack()}
+        own = {"_launcher": launcher, "_outside_inference": contextlib.ExitStack(), "_started": []}
+        return super().__getstate__() | own
 
     @property
     def root_device(self) -> torch.device:
@@ -159,11 +161,20 @@ class ProcessStrategy(ParallelStrategy):
         """Reduces a tensor over the ranks; anything else is returned as it is."""
         return reduce_over_ranks(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
 
-    def end_started_processes(self) -> None:
-        """Ends the processes that this one started; they get a moment to report an error themselves."""
+    def take_over_started_processes(self) -> None:
+        """Takes the processes that this one started from Lightning's observer; call as soon as this one fails.
+
+        When one of them has ended with an error, the observer kills this one, which may not have printed its own yet.
+        """
         if isinstance(self._launcher, SubprocessLauncher):
-            for process in self._launcher.procs:
-                try:
-                    process.wait(timeout=5)
-                except subprocess.TimeoutExpired:
-                    process.terminate()
+            self._started += self._launcher.procs
+            self._launcher.procs.clear()  # the observer's own list
+
+    def end_started_processes(self) -> None:
+        """Ends the processes that were taken over; they get a moment to report an error themselves."""
+        for process in self._started:
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                process.terminate()
+        self._started.clear()

@@ -435,6 +435,7 @@ class DeepCompileStrategy(ProcessStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Ends this rank's communication, and the ranks that it started, so that none waits for it."""
         super().on_exception(exception)
+        self.take_over_started_processes()  # before other ranks learn of the error, and end
         if self._sharded is not None:
             self.engine.tuner.explain(exception)
             if self.engine.capture.replays is not None:
