@@ -79,7 +79,7 @@ class ProcessStrategy(ParallelStrategy):
         launcher = copy.copy(self._launcher)
         if isinstance(launcher, SubprocessLauncher):
             launcher.procs = []
-        own = {"_launcher": launcher, "_outside_inference": contextlib.ExitStack(), "_started": []}
+        own: dict[str, Any] = {"_launcher": launcher, "_outside_inference": contextlib.ExitStack(), "_started": []}
         return super().__getstate__() | own
 
     @property
