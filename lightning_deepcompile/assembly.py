@@ -157,13 +157,12 @@ class Assembly:
         meeting = (store, rank, self._ranks.world_size, self._timeout, f"lightning_deepcompile/engine{number}")
         order = Agreement(*meeting, self.host_group, model.names)
         leaving = ActivationOffload(config, model, device, stage, self._host_bytes)
-        retry = MemoryRetry(runtime, device, rank)
         divides = config.communication_sms and device.type == "cuda"
         replays = None
         if config.replays and self._graphs:
             limit = None if config.memory_budget is None else memory_limit(device, config.memory_budget)
             replays = Replays(runtime, device, config.replays, limit)
-            retry.more = replays.give_back
+        retry = MemoryRetry(runtime, device, rank, replays)
         capture = Capture(
             config,
             model,

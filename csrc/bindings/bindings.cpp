@@ -190,8 +190,8 @@ void bind_memory(py::module_& m) {
       .def("give_back", &ldc::Memory::give_back, NoGil(),
            "The device is short of memory: give some back without a word to other ranks. Returns the bytes, or 0.")
       .def("free_buffers", &ldc::Memory::free_buffers, NoGil(),
-           "Give up what windows() counts, and buffers of reductions, where they hold nothing. All ranks call it between "
-           "the same two gathers.")
+           "Give up what windows() counts, and buffers of reductions, where they hold nothing. All ranks call it "
+           "between the same two gathers.")
       .def("windows", &ldc::Memory::windows, NoGil(),
            "Bytes of memory into which other ranks gather, which torch does not count; of the smallest group that is "
            "gathered so, or 0; and a digest of all uses so far, the same on all ranks.");
@@ -276,7 +276,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           [](ldc::GradientMerge& self, const ldc::Tensor& grad, const ldc::Tensor& sum, bool add) {
             self.merge({{grad, sum, add}});
           },
-          "grad"_a, "sum"_a, "add"_a, NoGil(), "Queue grad = sum, or grad += sum. Both are contiguous and have as many elements.");
+          "grad"_a, "sum"_a, "add"_a, NoGil(),
+          "Queue grad = sum, or grad += sum. Both are contiguous and have as many elements.");
 
   m.def(
       "numa_refusal",

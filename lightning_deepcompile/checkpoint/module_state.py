@@ -52,16 +52,11 @@ def gather(tensor: DTensor, *, keep: bool) -> Tensor | None:
     local, mesh, rows = tensor.to_local(), tensor.device_mesh, tensor.shape[0]
     index: Any = torch.cuda.current_device() if mesh.device_type == "cuda" else None
     device = torch.device(mesh.device_type, index)
-    rows_padded = -(-rows // ranks.shards)
-    send = local.to(device).contiguous()
-    if local.shape[0] < rows_padded:
-        send = torch.cat([send, send.new_zeros(rows_padded - local.shape[0], *local.shape[1:])])
     if ranks.shards == 1:
-        return send.cpu().clone() if keep else None
-    whole = send.new_empty(rows_padded * ranks.shards, *local.shape[1:])
-    compat.all_gather_into(whole, send, ranks.shard_group)
+        return local.to("cpu", copy=True).contiguous() if keep else None
+    whole = compat.gather_rows(local.to(device), rows, ranks.shard_group)
     # A view would take the padding along into the file.
-    return whole[:rows].to("cpu", copy=True) if keep else None
+    return whole.to("cpu", copy=True) if keep else None
 
 
 def full_state_dict(module: nn.Module, model: ShardedModel, *, keep: bool) -> dict[str, Any]:

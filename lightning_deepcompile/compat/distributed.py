@@ -5,6 +5,7 @@ Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
@@ -14,6 +15,7 @@ __all__ = [
     "all_to_all_into",
     "device_of_objects",
     "full_tensor",
+    "gather_rows",
     "process_group",
     "reduce_scatter_mean_into",
     "local_of",
@@ -48,12 +50,26 @@ def full_tensor(tensor: DTensor) -> Tensor:
     sharded = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if tensor.device_mesh.device_type != "cpu" or len(sharded) != 1 or tensor.placements[sharded[0]] != Shard(0):
         return tensor.full_tensor()
-    mesh, local = tensor.device_mesh, tensor.to_local().detach()
-    ranks, rows = mesh.size(sharded[0]), tensor.shape[0]
-    part = local.new_zeros((-(-rows // ranks), *tensor.shape[1:]))
-    part[: local.shape[0]] = local
-    whole = part.new_empty((ranks * part.shape[0], *tensor.shape[1:]))
-    all_gather_into(whole, part, mesh.get_group(sharded[0]))
+    return gather_rows(tensor.to_local().detach(), tensor.shape[0], tensor.device_mesh.get_group(sharded[0]))
+
+
+def gather_rows(mine: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
+    """All `rows` of a tensor that the ranks of `group` share as DTensors do; a collective.
+
+    Args:
+        mine: This rank's rows, on the device of `group`; the last ranks may have fewer, or none.
+        rows: Of the whole tensor.
+        group: The ranks.
+
+    Returns:
+        The tensor, at the beginning of memory that padding follows.
+    """
+    most = -(-rows // group.size())
+    send = mine.contiguous()
+    if mine.shape[0] < most:
+        send = torch.cat([send, send.new_zeros(most - mine.shape[0], *mine.shape[1:])])
+    whole = send.new_empty(most * group.size(), *mine.shape[1:])
+    all_gather_into(whole, send, group)
     return whole[:rows]
 
 

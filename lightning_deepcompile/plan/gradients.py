@@ -59,7 +59,7 @@ class GradientModel:
                 self._missing[i] = int(size * self._ratio) // self._world_size
                 self._there -= self._missing[i]
         if self._ratio != 1:
-            self._reserve(group.bytes + self._arriving(group))
+            self._keep_buffer(group.bytes + self._arriving(group))
 
     def reserve(self, group: Instruction, *, adds: bool) -> None:
         """A step begins that reduces these; after the first such step, the buffers for it are there.
@@ -69,9 +69,9 @@ class GradientModel:
             adds: Whether they are added to those of micro-batches before.
         """
         if self._ratio != 1 or adds:
-            self._reserve(self._arriving(group))
+            self._keep_buffer(self._arriving(group))
 
-    def _reserve(self, size: int) -> None:
+    def _keep_buffer(self, size: int) -> None:
         if size:
             self._buffers.release(self._buffers.acquire(size))
 

@@ -227,7 +227,6 @@ class Replays:
         self._agreed: Callable[[], bool] = lambda: True
         self._in_use = False
         self._failures = 0
-        self._short = False
         self._fresh = 0  # runs of programs in the step before, each among the first ones of its program
         self._seen = 0
         self._stream: torch.cuda.Stream | None = None
@@ -300,7 +299,7 @@ class Replays:
     @property
     def failures(self) -> int:
         """Programs of this rank that were given up; very many if graphs were no faster, or left too little memory."""
-        return _ALL if self._short or (self._trial is not None and self._trial.failed) else self._failures
+        return _ALL if self._trial is not None and self._trial.failed else self._failures
 
     def give_up(self) -> None:
         """A program is not recorded any more, for what it does or finds in a step."""
@@ -313,8 +312,8 @@ class Replays:
             least: The fewest `failures` of a rank.
             most: The most.
         """
-        if self._wanted and (least != most or most == _ALL):
-            if most != _ALL:
+        if self._wanted and (least != most or most >= _ALL):
+            if most < _ALL:
                 _log.warning("CUDA graphs are not used any more: not all ranks can record the same programs.")
             self.forget()
             self._wanted = False
@@ -435,13 +434,13 @@ class Replays:
         Returns:
             Bytes that they had.
         """
-        before = torch.cuda.memory_reserved() if self._alive else 0
-        if not before:
+        if not self._alive:
             return 0
+        before = torch.cuda.memory_reserved()
         self._drop()
         torch.cuda.empty_cache()
-        self._short = True
-        given = max(before - torch.cuda.memory_reserved(), 0)
+        self._failures = _ALL
+        given = before - torch.cuda.memory_reserved()
         _log.warning(
             "CUDA graphs are not used any more: the device ran out of memory beside what they keep, %.2f GiB.",
             given / 2**30,

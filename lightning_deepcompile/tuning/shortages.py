@@ -30,6 +30,7 @@ import torch.distributed as dist
 from lightning_deepcompile import compat
 from lightning_deepcompile.plan.leaner import Shortage
 from lightning_deepcompile.program.program import RegionModule
+from lightning_deepcompile.program.replay import Replays
 
 __all__ = ["MemoryRetry", "ShortageWatch", "Shortages"]
 
@@ -44,13 +45,13 @@ class MemoryRetry:
         runtime: ``_C.Runtime``; its ``memory.give_back`` gives memory back and says how much.
         device: Where regions run.
         rank: This rank, for the report.
-        more: Gives back what else this rank can do without, when the runtime has nothing left; returns its bytes.
+        replays: Whose graphs go when the runtime has nothing left to give back; None: there are none.
     """
 
     runtime: Any
     device: torch.device
     rank: int
-    more: Callable[[], int] = lambda: 0
+    replays: Replays | None = None
     _shortages: list[Shortage] = field(default_factory=list)
     _sent_away: int = 0
 
@@ -92,7 +93,7 @@ class MemoryRetry:
         return shortages
 
     def _call_again(self, run: Run, held: list[Any], shortage: Shortage) -> Sequence[Any]:
-        while given := self.runtime.memory.give_back() or self.more():
+        while given := self._give_back():
             shortage.relieved += given
             try:
                 result = run(held.copy())
@@ -110,6 +111,9 @@ class MemoryRetry:
             raise
         self._shortages.append(shortage)
         return result
+
+    def _give_back(self) -> int:
+        return self.runtime.memory.give_back() or (0 if self.replays is None else self.replays.give_back())
 
     def _describe(self, program: str, region: str, error: torch.OutOfMemoryError) -> Shortage:
         asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))

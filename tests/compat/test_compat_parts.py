@@ -342,6 +342,9 @@ def _wholes() -> bool:
     tensors = [distribute_tensor(whole, mesh, [placement]) for whole in wholes for placement in (Shard(0), Replicate())]
     tensors.append(distribute_tensor(torch.ones(3, 5), mesh, [Shard(1)]))
     results = [torch.equal(compat.full_tensor(one), one.full_tensor()) for one in tensors]
+    for whole in wholes:
+        mine = distribute_tensor(whole, mesh, [Shard(0)]).to_local()
+        results.append(torch.equal(compat.gather_rows(mine, len(whole), dist.group.WORLD), whole))
     dist.barrier()
     return all(results)
 
