@@ -182,7 +182,7 @@ def _steady() -> tuple[list[int], list[int]]:
 
 
 def test_steady_steps_do_not_synchronise_and_memory_is_flat() -> None:
-    for allocated, reserved in run_ranks(_steady, GPU_RANKS):
+    for allocated, reserved in run_ranks(_steady, GPU_RANKS, timeout=380):
         assert allocated[0] == allocated[1]
         assert reserved[0] == reserved[1]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
 
 WORLD, ACCUMULATE, BATCHES = GPU_RANKS, 2, 4  # per epoch; there are two epochs, and a checkpoint in between
 MODELS: dict[str, Callable[[], Base]] = {"gpt": gpt(), "llama": llama(layers=2)}
@@ -122,7 +122,7 @@ def _sharded_all(accelerator: str, folder: str) -> dict[tuple[str, str], Outcome
 
 def _check(accelerator: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        ranks = run_ranks(_sharded_all, WORLD, accelerator, folder, timeout=200)
+        ranks = run_ranks(_sharded_all, WORLD, accelerator, folder, timeout=450)
     for (model, precision), actual in ranks[0].items():
         expected = _alone(model, accelerator, precision)
         where, tolerance = f"{model}, {precision}", TOLERANCES[precision]
