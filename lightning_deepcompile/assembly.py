@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -125,7 +126,8 @@ class Assembly:
         )
         if self._shares:
             runtime.setup.share_shards()
-        self.memory.beside = lambda: runtime.memory.windows()[0]
+        known = weakref.ref(runtime)  # programs that are being measured have `memory`, and outlive an engine
+        self.memory.beside = lambda: 0 if (one := known()) is None else one.memory.windows()[0]
         return runtime
 
     def _on_one_host(self) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -126,6 +128,22 @@ def test_what_comes_back_is_planned_once_it_is_measured() -> None:
     """After looks at steps 19 and 48 the other length is not what is measured, after the one at step 106 it is."""
     for steps, attempts, plain, planned in run_ranks(_lengths_that_return, 2):
         assert (steps, attempts) == ([5, 111], 2) and plain == planned
+
+
+def _ended_after(mesh: DeviceMesh, steps: int) -> weakref.ref[Any]:
+    engine = make_engine(mesh, schedule=EARLY)
+    optimizer = sgd(engine)
+    for _ in range(steps):
+        one_step(engine, TOKENS, optimizer)
+    engine.close()
+    return weakref.ref(engine.runtime)
+
+
+def test_a_training_that_ends_while_it_is_measured_leaves_nothing(mesh: DeviceMesh) -> None:
+    for steps in range(1, ROUND + 1):
+        runtime = _ended_after(mesh, steps)
+        gc.collect()
+        assert runtime() is None, f"{steps} steps"
 
 
 def test_a_pass_that_needs_no_profile_is_applied_once(mesh: DeviceMesh) -> None:
