@@ -103,10 +103,6 @@ class Engine:
         self.timeline, self.failures = parts.timeline(self.runtime, self.model, self.gradients)
         self.capture, self.tuner = self.timeline.capture, self.timeline.tuner
         self.residency, self.uncompiled = self.timeline.residency, self.timeline.uncompiled
-        if self.capture.replays is not None:
-            # Programs outlive an engine, and have its graphs. Called before `_retire`, the older one: graphs use its
-            # communicators.
-            weakref.finalize(self, self.capture.replays.forget).atexit = False
         self.clipping = Clipping(self.model, self.device, self.capture.replays)
         self._steps = CompiledSteps(module, config, self.capture, self.fallbacks)
         self._local_shards: weakref.WeakKeyDictionary[Optimizer, LocalShards] = weakref.WeakKeyDictionary()

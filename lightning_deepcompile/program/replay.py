@@ -221,7 +221,7 @@ class Replays:
     def __init__(
         self, runtime: Any, device: torch.device, wanted: Literal["auto"] | bool, limit: int | None = None
     ) -> None:
-        self._runtime, self._limit = weakref.ref(runtime), limit  # programs, which know this object, outlive it
+        self._graphs, self._limit = runtime.graphs, limit
         self.device, self._wanted = device, bool(wanted)
         self._trial = Trial() if wanted == "auto" else None
         self._agreed: Callable[[], bool] = lambda: True
@@ -237,12 +237,6 @@ class Replays:
         self.replayed: set[str] = set()
         self.recorded = 0
         self.enabled = False
-
-    @property
-    def _graphs(self) -> Any:
-        runtime = self._runtime()
-        assert runtime is not None  # `forget` was called when it ended
-        return runtime.graphs
 
     @property
     def outcome(self) -> str:
@@ -456,8 +450,7 @@ class Replays:
     def forget(self) -> None:
         """Drops all graphs, and the memory that they take; what runs them goes on without."""
         self._drop()
-        if self._in_use:
-            self._graphs.forget()
+        self._graphs.forget()
         self._pool = self._stream = None
         self.enabled = self._in_use = False
 

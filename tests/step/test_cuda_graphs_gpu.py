@@ -7,7 +7,6 @@ import os
 import resource
 import signal
 import time
-import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -330,36 +329,6 @@ def test_two_thousand_steps_take_no_more_memory() -> None:
         assert replayed == 2
         assert device_later == device and reserved_later == reserved
         assert host_later - host < 16 * 2**20  # Lightning's own lists, and the like
-
-
-def _ended() -> tuple[int, int, bool]:
-    from lightning_deepcompile import CompileConfig, DeepCompileStrategy
-
-    config = CompileConfig(region_backend="eager", schedule=None, cuda_graphs=True)
-
-    def inspect(trainer: pl.Trainer) -> Any:
-        engine = trainer.strategy.engine
-        graphs = engine.capture.replays._alive
-        return len(graphs), graphs, weakref.ref(engine.runtime)
-
-    record = train(
-        Scheduled,
-        DeepCompileStrategy(compile=config, timeout=timedelta(seconds=60)),
-        world_size=2,
-        rank=int(os.environ["RANK"]),
-        steps=12,
-        accelerator="gpu",
-        inspect=inspect,
-    )
-    gc.collect()
-    recorded, graphs, runtime = record.extra
-    return recorded, len(graphs), runtime() is None
-
-
-def test_graphs_end_with_their_engine() -> None:
-    """Whether or not anybody closes it; Dynamo keeps the programs."""
-    for recorded, left, ended in run_ranks(_ended, 2):
-        assert recorded >= 2 and left == 0 and ended
 
 
 class Dies(pl.Callback):

@@ -5,9 +5,7 @@ What the device does is `test_cuda_graphs_gpu.py`'s.
 
 from __future__ import annotations
 
-import gc
 import os
-import weakref
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,14 +38,14 @@ class Replay(pl.Callback):
     def install(self, engine: Any) -> None:
         from lightning_deepcompile.program import replay
 
-        counts, fails = self.replayed, self.fails  # and not this callback, which has the module
+        callback = self
 
         class OnCpu(replay.Replays):
             def record(self, run: Any, inputs: list[Any]) -> tuple[Any, Any, list[Any]]:
                 self._graphs.prepare()
                 self._graphs.fork()
                 try:
-                    if fails:  # what was recorded until then has reached no device
+                    if callback.fails:  # what was recorded until then has reached no device
                         raise RuntimeError("not while capturing")
                     outputs = list(run(list(inputs)))
                 except BaseException:
@@ -66,10 +64,10 @@ class Replay(pl.Callback):
                 known.ran = False
                 self._graphs.replayed(graph.recording, name)
                 self.replayed.add(name)
-                counts[name] += 1
+                callback.replayed[name] += 1
 
             def record_alone(self, run: Any) -> Any:
-                if fails:
+                if callback.fails:
                     raise RuntimeError("not while capturing")
                 result, ran = run(), [True]
 
@@ -84,7 +82,7 @@ class Replay(pl.Callback):
 
             def launch_alone(self, graph: Any, name: str) -> None:
                 super().launch_alone(graph, name)
-                counts[name] += 1
+                callback.replayed[name] += 1
 
         engine.capture.replays = replays = OnCpu(engine.runtime, torch.device("cpu"), True)
         engine.clipping = Clipping(engine.model, engine.device, replays)
@@ -349,29 +347,6 @@ def _lives() -> list[list[float]]:
 def test_other_shapes_lost_steps_and_a_second_fit() -> None:
     ((plain, replayed),) = run_ranks(_lives, 1)
     assert replayed == plain
-
-
-def _ended() -> bool:
-    from lightning_deepcompile import CompileConfig, DeepCompileStrategy
-
-    replay = Replay()
-    record = train(
-        Dropped,
-        DeepCompileStrategy(compile=CompileConfig(region_backend="eager", schedule=None)),
-        world_size=1,
-        rank=0,
-        steps=7,
-        callbacks=[replay],
-        inspect=lambda trainer: weakref.ref(trainer.strategy.engine.runtime),
-    )
-    assert replay.replayed["frame0.forward"] > 0
-    del replay  # which has the module
-    gc.collect()
-    return record.extra() is None
-
-
-def test_programs_that_dynamo_keeps_keep_no_runtime() -> None:
-    assert run_ranks(_ended, 1) == [True]
 
 
 def _fifty(folder: str) -> list[Any]:
