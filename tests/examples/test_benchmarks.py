@@ -359,8 +359,9 @@ def test_deepcompile_trains_as_ddp_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extensive
 @pytest.mark.skipif(not BUILT, reason="the extension is not built")
-@pytest.mark.parametrize("shape", ["mixtral-tiny", pytest.param("olmoe-tiny", marks=pytest.mark.extensive)])
+@pytest.mark.parametrize("shape", ["mixtral-tiny", "olmoe-tiny"])
 def test_experts_train_alike_under_all_systems(tmp_path: Path, shape: str) -> None:
     systems = ["deepcompile@region_backend=eager", "fsdp2-eager", "ddp"]
     options = ("--shape", shape, "--systems", ",".join(systems), "--cases", "16x1x2", "--checkpointing")

@@ -124,6 +124,7 @@ def test_a_budget_decides_what_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extensive
 def test_so_it_does_of_fsdp2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     options = ["--out", str(tmp_path), "--memory-budget", "2MiB", "--first", "64", "--step", "64", "--warmup", "1"]

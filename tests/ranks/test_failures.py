@@ -18,7 +18,7 @@ from interpreters import clean_environment, python_path
 from multiprocess import run_ranks
 
 
-@pytest.mark.parametrize("ranks", ["01", "1", "01,0"])
+@pytest.mark.parametrize("ranks", ["01", pytest.param("1", marks=pytest.mark.extensive), "01,0"])
 def test_a_users_own_error_is_what_is_read_last(ranks: str) -> None:
     script = Path(__file__).resolve().parents[1] / "failing.py"
     done = subprocess.run(

@@ -84,7 +84,9 @@ def test_torchrun_trains(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("launcher", "failing"), [((), "0"), ((), "1"), (TORCHRUN, "1")], ids=["lightning-0", "lightning-1", "torchrun-1"]
+    ("launcher", "failing"),
+    [((), "0"), pytest.param((), "1", marks=pytest.mark.extensive), (TORCHRUN, "1")],
+    ids=["lightning-0", "lightning-1", "torchrun-1"],
 )
 def test_an_exception_ends_all_ranks(tmp_path: Path, launcher: tuple[str, ...], failing: str) -> None:
     code, output, seconds = run_script(tmp_path, *launcher, failing=failing)
