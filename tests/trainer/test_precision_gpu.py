@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
 
 WORLD, ACCUMULATE, BATCHES = GPU_RANKS, 2, 4  # per epoch; there are two epochs, and a checkpoint in between
+BATCH = WORLD * max(1, 2 * ROWS // WORLD)  # of all ranks together: more rows are learnt more slowly
 MODELS: dict[str, Callable[[], Base]] = {"gpt": gpt(), "llama": llama(layers=2)}
 
 # Relative differences of losses. In fp32 only sums are added up in another order. Elsewhere values are rounded at other
@@ -77,8 +78,8 @@ def _trainer(strategy: Any, accelerator: str, ranks: int, precision: str, epochs
 
 
 def _data(rank: int, world: int) -> DataLoader[Tensor]:
-    rows = Tokens(1, ROWS * WORLD, rank, world).data.repeat(BATCHES, 1)
-    return DataLoader(rows, batch_size=ROWS * WORLD // world)
+    rows = Tokens(1, BATCH, rank, world).data.repeat(BATCHES, 1)
+    return DataLoader(rows, batch_size=BATCH // world)
 
 
 def _alone(model: str, accelerator: str, precision: str) -> Outcome:
@@ -129,7 +130,7 @@ def _check(accelerator: str) -> None:
         losses, alone = actual.record.losses, expected.record.losses
         assert losses == ranks[-1][model, precision].record.losses
         assert losses == pytest.approx(alone, rel=tolerance), where
-        assert len(losses) == 2 * BATCHES and losses[-1] < 0.95 * losses[0], where
+        assert len(losses) == 2 * BATCHES and losses[-1] < 0.9 * losses[0], where
         wanted = {"16-true": torch.float16, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
         assert actual.stored == {wanted}, where
         assert actual.scale == expected.scale and (actual.scale is None) == (precision != "16-mixed"), where
