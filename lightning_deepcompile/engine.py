@@ -41,6 +41,7 @@ from lightning_deepcompile.step.clipping import Clipping
 from lightning_deepcompile.step.direct import DirectStep
 from lightning_deepcompile.step.head_start import HeadStart
 from lightning_deepcompile.step.optimizers import LocalShards, check_optimizer, state_bytes, take_over
+from lightning_deepcompile.step.ways import OptimizerWays, Way
 from lightning_deepcompile.summary import Summary
 
 __all__ = ["Engine"]
@@ -181,6 +182,13 @@ class Engine:
                     "or use offload='none'."
                 )
             check_optimizer(optimizer, self.model)
+            ways = OptimizerWays(optimizer, self.model)
+            for decision in ways.decisions():
+                if decision.way is Way.OWNERS:
+                    raise ValueError(
+                        f"{decision.reason}, but each rank holds a part of every one. Use an element-wise optimizer "
+                        "(SGD, Adam, AdamW, ...)."
+                    )
             parts: Any = HeadStart.of(optimizer, self.timeline.prefetch)
             if self.residency is not None:
                 parts = self.residency.attach(optimizer, parts)
@@ -191,6 +199,7 @@ class Engine:
                 optimizer,
                 self.model,
                 self.gradients,
+                ways,
                 self.parameters_changed,
                 self.uncompiled.inside,
                 parts,

@@ -55,6 +55,7 @@ class StateOffload:
     """
 
     needs_closure = True  # else an optimizer would look at its groups before they are a chunk's
+    begins_without_closure = False
 
     def __init__(
         self,

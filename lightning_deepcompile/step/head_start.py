@@ -10,32 +10,15 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.offload.chunks import Chunk, GroupChanges
 from lightning_deepcompile.step.prefetch import StepPrefetch
+from lightning_deepcompile.step.ways import is_elementwise
 
 __all__ = ["HeadStart"]
-
-# Each element of their states belongs to one of a parameter, and a closure is called first, and once. Subclasses may do
-# anything.
-_KNOWN = frozenset(
-    {
-        optim.ASGD,
-        optim.Adadelta,
-        optim.Adagrad,
-        optim.Adam,
-        optim.AdamW,
-        optim.Adamax,
-        optim.NAdam,
-        optim.RAdam,
-        optim.RMSprop,
-        optim.Rprop,
-        optim.SGD,
-    }
-)
 
 
 class HeadStart:
@@ -47,6 +30,7 @@ class HeadStart:
     """
 
     needs_closure = False
+    begins_without_closure = False
 
     def __init__(self, optimizer: Optimizer, prefetch: StepPrefetch) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -57,7 +41,7 @@ class HeadStart:
     @classmethod
     def of(cls, optimizer: Optimizer, prefetch: StepPrefetch) -> HeadStart | None:
         """A head start for one of PyTorch's element-wise optimizers; None for others, their subclasses included."""
-        return cls(optimizer, prefetch) if type(optimizer) in _KNOWN else None
+        return cls(optimizer, prefetch) if is_elementwise(optimizer) else None
 
     @property
     def stepping(self) -> bool:

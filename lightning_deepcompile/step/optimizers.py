@@ -8,14 +8,14 @@ same memory: elementwise arithmetic needs no more, and DTensor's dispatch would 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.offload.chunks import Parts
@@ -26,14 +26,9 @@ from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.shards import ShardedModel
 from lightning_deepcompile.sharding.successors import Successors
 from lightning_deepcompile.step.direct import DirectStep
+from lightning_deepcompile.step.ways import OptimizerWays, Way
 
 __all__ = ["LocalShards", "check_optimizer", "state_bytes", "take_over"]
-
-# Optimizers whose update of one element depends on the whole tensor (or on all of them): on shards they would compute
-# something else without saying so.
-_WHOLE_TENSOR_OPTIMIZERS = frozenset(
-    {"adafactor", "distributedshampoo", "galoreadamw", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"}
-)
 
 
 def take_over(optimizer: Optimizer, model: ShardedModel, successors: Successors) -> bool:
@@ -76,15 +71,13 @@ def check_optimizer(optimizer: Optimizer, model: ShardedModel) -> None:
         model: How they are sharded.
 
     Raises:
-        ValueError: For optimizers that need whole tensors, for parameters that are not the module's, and for those
-            with hooks.
+        ValueError: For LBFGS, for parameters that are not the module's, and for those with hooks.
     """
-    for kind in type(optimizer).__mro__:
-        if kind.__name__.lower() in _WHOLE_TENSOR_OPTIMIZERS:
-            raise ValueError(
-                f"The optimizer {type(optimizer).__name__} needs whole parameters, but each rank holds a part of "
-                "every one. Use an element-wise optimizer (SGD, Adam, AdamW, ...)."
-            )
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            f"{type(optimizer).__name__} keeps its directions as flat vectors over all parameters, which no rank has. "
+            "Use an optimizer with a state for each parameter (SGD, AdamW, Muon, ...)."
+        )
     known = {*model.by_parameter, *model.replicated}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -110,6 +103,7 @@ class LocalShards:
         optimizer: Its groups and its state are changed in place for a step, and changed back.
         model: How the parameters are sharded.
         gradients: Knows their gradients.
+        ways: Says which groups step on shards.
         after_step: Called after each step, however it was started.
         around_closure: In which a user's closure runs.
         parts: Divides the optimizer's steps, if they are divided.
@@ -121,6 +115,7 @@ class LocalShards:
         optimizer: Optimizer,
         model: ShardedModel,
         gradients: GradientSession,
+        ways: OptimizerWays,
         after_step: Callable[[], None],
         around_closure: Callable[[], AbstractContextManager[None]],
         parts: Parts | None = None,
@@ -130,6 +125,7 @@ class LocalShards:
         self._direct = direct
         self._model = model
         self._gradients = gradients
+        self._ways = ways
         self._after_step, self._around_closure = after_step, around_closure
         self._parts = parts
         self._stepped = False  # with a closure: whether the step under way has called its closure
@@ -155,10 +151,15 @@ class LocalShards:
             hook.remove()
 
     def __enter__(self) -> None:
+        """Lets the optimizer hold the shards of all its parameters, for work on gradients."""
+        self._enter([Way.SHARDS] * len(self._held().param_groups))
+
+    def _enter(self, ways: Sequence[Way]) -> None:
+        """Lets groups that step on shards hold them; the other groups hold the module's parameters."""
         self.restore()
         by_parameter = self._model.by_parameter
-        for group in self._held().param_groups:
-            for parameter in group["params"]:
+        for group, way in zip(self._held().param_groups, ways, strict=True):
+            for parameter in group["params"] if way is Way.SHARDS else ():
                 if parameter in by_parameter:
                     local = by_parameter[parameter].local
                     local.grad = self._gradients.local_grad(parameter)
@@ -192,7 +193,9 @@ class LocalShards:
         self._inner = 0
         needs_closure = self._usable is not None or (self._parts is not None and self._parts.needs_closure)
         if closure is None and not needs_closure:
-            self.__enter__()
+            self._enter(self._ways.ways())
+            if self._parts is not None and self._parts.begins_without_closure:
+                self._parts.begin(*args[1:], **{key: value for key, value in kwargs.items() if key != "closure"})
             return None
         self._stepped = False
         # An optimizer calls its closure before it looks at its groups. So that is when it gets to see shards, and, in
@@ -219,7 +222,7 @@ class LocalShards:
         direct = self._usable if not kwargs and all(a is None for a in args) else None
         if direct is not None and direct.begin(divided=closure is not None):
             return result
-        self.__enter__()
+        self._enter(self._ways.ways())
         if self._parts is not None and (closure is not None or self._parts.needs_closure):
             self._parts.begin(*args, **kwargs)
         return result

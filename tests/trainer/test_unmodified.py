@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from transformers.optimization import Adafactor
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.sharding.errors import UnsupportedStepError
@@ -198,11 +197,6 @@ class HookedLater(Mlp):
         return super().configure_optimizers()
 
 
-class Whole(Mlp):
-    def configure_optimizers(self) -> Any:
-        return Adafactor(self.parameters(), lr=1e-3, relative_step=False, scale_parameter=False)
-
-
 class Elsewhere(Mlp):
     """A parameter that nothing but a function holds on to."""
 
@@ -231,7 +225,6 @@ class CopiedLater(Mlp):
     [
         (hooked, {}, ValueError, "'head.weight' has a hook.*on_before_optimizer_step"),
         (HookedLater, {}, ValueError, "'head.weight' has a hook"),
-        (Whole, {}, ValueError, "Adafactor needs whole parameters"),
         (Elsewhere, {}, UnsupportedStepError, r"shape \(61, 13\) that no module.*self.layer.weight"),
         (Adversarial, {"stage": 1}, UnsupportedStepError, "autograd.grad.*reduce='every'"),
         (CopiedLater, {}, UnsupportedStepError, "deepcopy.*`setup` or before"),
