@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
+from lightning_deepcompile.command_line import as_parsed, register_null
+
 __all__ = ["AnyCase", "AtLeast", "Rule", "checked", "did_you_mean"]
 
 T = TypeVar("T")
@@ -80,8 +82,7 @@ def checked(cls: type[T]) -> type[T]:
     plain = cls.__init__
     signature = inspect.signature(plain)
     names = list(signature.parameters)[1:]
-    # Read when they are first needed: annotations may name what the module defines further down.
-    hints = functools.cache(lambda: typing.get_type_hints(plain, include_extras=True))
+    hints = typing.get_type_hints(plain, include_extras=True)
 
     @functools.wraps(plain)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -91,9 +92,15 @@ def checked(cls: type[T]) -> type[T]:
                 raise TypeError(f"{cls.__name__} has no argument {name!r}.{meant} There are: {', '.join(names)}.")
         for name, value in signature.bind(self, *args, **kwargs).arguments.items():
             if name in names:
-                _check(cls.__name__, name, value, hints().get(name, Any))
+                _check(cls.__name__, name, value, hints.get(name, Any))
         plain(self, *args, **kwargs)
 
+    # What tools look at that read arguments from files and command lines.
+    own, *others = signature.parameters.values()
+    shown = [p.replace(annotation=as_parsed(hints.get(p.name, Any), _is_checked)) for p in others]
+    init.__signature__ = signature.replace(parameters=[own, *shown], return_annotation=None)  # type: ignore[attr-defined]
+    init.is_checked = True  # type: ignore[attr-defined]
+    register_null()
     cls.__init__ = init  # type: ignore[method-assign]
     return cls
 
@@ -107,6 +114,10 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(str(name), list(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _is_checked(cls: Any) -> bool:
+    return getattr(getattr(cls, "__init__", None), "is_checked", False)
 
 
 def _check(owner: str, name: str, value: Any, hint: Any) -> None:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import re
+import typing
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from interpreters import declare_entry_points, run_python
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+from lightning_deepcompile.console import show_messages
 
 pytest.importorskip("jsonargparse")
 
@@ -91,3 +101,103 @@ def test_the_configuration_and_the_help_are_whole(tmp_path: Path) -> None:
     for name in settings:  # every setting, with what its docstring says
         entry = re.search(rf"--trainer\.strategy\.{name}(?:(?: {value})?, --\S+)? {value} (.*?) \(type:", shown)
         assert entry is not None and "--trainer" not in entry[1], f"`{name}` is not explained"
+
+
+STRATEGY = ("--trainer.accelerator=cpu", "--trainer.strategy=lightning_deepcompile.DeepCompileStrategy")
+
+
+def strategy_of(*arguments: str) -> DeepCompileStrategy:
+    from lightning.pytorch.cli import LightningCLI
+
+    cli = LightningCLI(BoringModel, run=False, save_config_callback=None, seed_everything_default=False, args=arguments)
+    assert isinstance(cli.trainer.strategy, DeepCompileStrategy)
+    return cli.trainer.strategy
+
+
+def printed_by(*arguments: str) -> tuple[int, str, str]:
+    """What ``--print_config`` answers: exit code, standard output and standard error."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as left:
+        strategy_of(*arguments, "--print_config")
+    return int(left.value.code or 0), out.getvalue(), err.getvalue()
+
+
+def values_of(name: str, hint: Any) -> Iterator[Any]:
+    """Values of each alternative of a setting's type that the setting takes."""
+    if typing.get_origin(hint) is typing.Literal:
+        yield from typing.get_args(hint)
+    elif hint in PLAIN:
+        for value in PLAIN[hint]:
+            with contextlib.suppress(ValueError):
+                CompileConfig(**{name: value})
+                yield value
+    else:
+        for one in typing.get_args(hint):
+            yield from values_of(name, one)
+
+
+PLAIN: dict[Any, tuple[Any, ...]] = {
+    type(None): (None,),
+    bool: (True, False),
+    int: (2, 3 * 2**20),
+    float: (0.5,),
+    str: ("64MiB", "80%", "some/plan.json"),
+    list[dict[str, Any]]: ([{"step": 0, "passes": ["zero3"]}], [{"step": 0, "passes": ["zero3", "prefetch"]}]),
+}
+
+
+def rounds() -> Iterator[dict[str, Any]]:
+    """Settings of which each has each of its values in one of the rounds; those of a round fit together."""
+    hints = typing.get_type_hints(CompileConfig)
+    left = {field.name: [*values_of(field.name, hints[field.name])] for field in fields(CompileConfig)}
+    assert all(left.values())
+    while left:
+        settings: dict[str, Any] = {}
+        for name, values in left.items():
+            with contextlib.suppress(ValueError):
+                CompileConfig(**settings, **{name: values[0]})
+                settings[name] = values.pop(0)
+        left = {name: values for name, values in left.items() if values}
+        yield settings
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("sys.argv", ["main.py"])
+    yield
+    show_messages()  # without the level that was asked for last
+
+
+@pytest.mark.usefixtures("in_process")
+def test_every_setting_survives_the_command_line_and_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    nulls = 0
+    for settings in rounds():
+        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
+        arguments = [f"--trainer.strategy.compile.{name}={text}" for name, text in texts.items()]
+        wanted = CompileConfig(**settings)
+        nulls += sum(value is None for value in settings.values())
+        code, printed, error = printed_by(*STRATEGY, *arguments)
+        assert code == 0, error
+        file.write_text(printed)
+        for read in (strategy_of(*STRATEGY, *arguments), strategy_of(f"--config={file}")):
+            assert vars(read.compile) == vars(wanted)
+    assert nulls >= 6  # memory_budget, host_memory_budget, plan, schedule, reduce and log_level
+    assert strategy_of(*STRATEGY, "--trainer.strategy.stage=2", "--trainer.strategy.stage=null").stage == 3
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    ("argument", "named"),
+    [
+        ("compile.prefetch_block=3", "Option 'prefetch_block' is not accepted"),
+        ("compile={offload: all, schedul: null}", "Option 'schedul' is not accepted"),
+        ("compile.prefetch_blocks=null", r'key "prefetch_blocks":\s*Expected a <class .int.>'),
+        ("stge=3", "Option 'stge' is not accepted"),
+    ],
+)
+def test_a_setting_that_there_is_not_is_no_configuration(argument: str, named: str) -> None:
+    code, printed, error = printed_by(
+        *STRATEGY, "--trainer.strategy.compile.offload=all", f"--trainer.strategy.{argument}"
+    )
+    assert code == 2 and not printed and re.search(named, error), error
