@@ -12,6 +12,7 @@ from lightning.fabric.plugins.precision.utils import _DtypeContextManager as Def
 from lightning.fabric.utilities.distributed import _distributed_is_initialized as is_distributed
 from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device as default_backend
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as divide_threads
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_over_ranks
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.pytorch.callbacks import WeightAveraging
@@ -38,6 +39,7 @@ __all__ = [
     "average_of",
     "callbacks_of",
     "default_backend",
+    "divide_threads",
     "init_process_group",
     "is_distributed",
     "optimizers_to_device",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -26,6 +27,7 @@ from torch import Tensor
 from lightning_deepcompile.compat.lightning import (
     SubprocessLauncher,
     default_backend,
+    divide_threads,
     init_process_group,
     is_distributed,
     reduce_over_ranks,
@@ -114,6 +116,9 @@ class ProcessStrategy(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
+        if isinstance(self.cluster_environment, LightningEnvironment):
+            # Lightning's launcher does it in the process that starts the others, and in that one alone.
+            divide_threads(self.num_processes)
         device = self.root_device
         self._process_group_backend = self._process_group_backend or default_backend(device)
         assert self.cluster_environment is not None

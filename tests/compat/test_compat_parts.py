@@ -420,6 +420,19 @@ def test_parts_of_a_trainer() -> None:
     assert isinstance(compat_lightning.wrap_optimizer(Own, optimizer, trainer.strategy), Own)
 
 
+def test_threads_are_divided_unless_the_environment_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    try:
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        compat_lightning.divide_threads(10_000)
+        assert torch.get_num_threads() == before
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        compat_lightning.divide_threads(10_000)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_averages_and_profilers() -> None:
     callback = WeightAveraging(device="cpu")
     assert compat_lightning.average_of(callback) is None

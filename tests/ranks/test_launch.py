@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 import time
@@ -24,6 +26,10 @@ class Model(pl.LightningModule):
 
     def training_step(self, batch, batch_idx):
         return self.layer(batch).square().mean()
+
+    def on_train_start(self):
+        sys.stdout.write(f"rank {self.global_rank} has {torch.get_num_threads()} threads\\n")
+        sys.stdout.flush()
 
     def on_train_batch_start(self, batch, batch_idx):
         if batch_idx == 2 and str(self.global_rank) == os.environ["FAILING_RANK"]:
@@ -48,9 +54,9 @@ if __name__ == "__main__":
 
 
 def run_script(
-    folder: Path, *launcher: str, failing: str, failure: str = "exception", **variables: str
+    folder: Path, *launcher: str, failing: str, failure: str = "exception", threads: str = "1", **variables: str
 ) -> tuple[int, str, float]:
-    """Runs the script, with more environment `variables`.
+    """Runs the script, with `threads` for OpenMP ("": not said) and more environment `variables`.
 
     Returns:
         Its exit code, what all its processes printed, and the seconds from its failure to its end.
@@ -59,7 +65,9 @@ def run_script(
     script.write_text(SCRIPT)
     metadata = folder / "metadata"
     metadata.mkdir()
-    env = clean_environment() | {"FAILING_RANK": failing, "FAILURE": failure, "OMP_NUM_THREADS": "1"} | variables
+    env = clean_environment() | {"FAILING_RANK": failing, "FAILURE": failure, "OMP_NUM_THREADS": threads} | variables
+    if not threads:
+        del env["OMP_NUM_THREADS"]
     env["PYTHONPATH"] = python_path(declare_entry_points(metadata))
     done = subprocess.run(
         [sys.executable, *launcher, str(script)], env=env, cwd=folder, capture_output=True, text=True, timeout=180
@@ -89,8 +97,11 @@ def test_torchrun_trains(tmp_path: Path) -> None:
     ids=["lightning-0", "lightning-1", "torchrun-1"],
 )
 def test_an_exception_ends_all_ranks(tmp_path: Path, launcher: tuple[str, ...], failing: str) -> None:
-    code, output, seconds = run_script(tmp_path, *launcher, failing=failing)
+    code, output, seconds = run_script(tmp_path, *launcher, failing=failing, threads="")
     assert code != 0 and "this rank gives up" in output, output
+    threads = re.findall(r"rank \d has (\d+) threads", output)
+    assert len(threads) == 2 and threads[0] == threads[1]
+    assert int(threads[0]) == (1 if launcher else max(len(os.sched_getaffinity(0)) // 2, 1))  # torchrun says 1
     assert "is done" not in output
     assert 0 < seconds < 45
 
