@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
@@ -12,7 +14,11 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_deepcompile.checkpoint.file import KEPT
+
 __all__ = ["BackgroundSaves", "copy_to_host"]
+
+_log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
@@ -30,7 +36,7 @@ def copy_to_host(state: Any) -> Any:
 
 
 class BackgroundSaves:
-    """Runs actions one after another in a thread; on every rank the same ones, so they may communicate.
+    """Runs actions one after another in a thread; on every rank the same writes, so they may communicate.
 
     They have a process group of their own: collectives of two threads in one group would be taken for each other.
     """
@@ -39,6 +45,7 @@ class BackgroundSaves:
         self._executor: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
         self._group: dist.ProcessGroup | None = None
+        self._failed = False  # a write did since `finish`
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BackgroundSaves, ()  # a copy has nothing to write
@@ -50,11 +57,33 @@ class BackgroundSaves:
             self._group = dist.new_group(backend="gloo")
         return self._group
 
-    def submit(self, action: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Runs `action` after those that were submitted before."""
+    def write(self, action: Callable[..., None], *args: Any) -> None:
+        """Runs `action` after what was asked for before."""
+
+        def run() -> None:
+            try:
+                action(*args)
+            except BaseException:
+                self._failed = True
+                raise
+
+        self._submit(run)
+
+    def remove(self, path: str | os.PathLike[str], action: Callable[[str | os.PathLike[str]], None]) -> None:
+        """Runs ``action(path)`` once the writes before it have succeeded; if one fails, what `path` holds is kept."""
+
+        def run() -> None:
+            if self._failed:
+                _log.warning(KEPT, os.fspath(path))
+            else:
+                action(path)
+
+        self._submit(run)
+
+    def _submit(self, run: Callable[[], None]) -> None:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepcompile-save")
-        self._pending.append(self._executor.submit(action, *args, **kwargs))
+        self._pending.append(self._executor.submit(run))
 
     def finish(self) -> None:
         """Waits for all actions.
@@ -66,5 +95,6 @@ class BackgroundSaves:
         if self._executor is not None:
             self._executor.shutdown(wait=True)
             self._executor = None
+        self._failed = False
         for future in pending:
             future.result()

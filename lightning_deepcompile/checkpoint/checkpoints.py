@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import pickle
 from collections.abc import Callable, Mapping
@@ -11,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -18,8 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_deepcompile.checkpoint.background import BackgroundSaves
-from lightning_deepcompile.checkpoint.file import FileCheckpointIO, explain_weights_only
-from lightning_deepcompile.checkpoint.location import META, find_kind, remove, resolve
+from lightning_deepcompile.checkpoint.file import FileCheckpointIO, can_resume, explain_weights_only
+from lightning_deepcompile.checkpoint.fingerprint import fingerprint
+from lightning_deepcompile.checkpoint.location import META, find_kind
 from lightning_deepcompile.checkpoint.module_state import (
     full_state_dict,
     load_state_dict,
@@ -33,14 +37,20 @@ from lightning_deepcompile.checkpoint.optimizer_state import (
     sharded_optimizer_state,
 )
 from lightning_deepcompile.checkpoint.sharded import ShardedCheckpoint, save_sharded
+from lightning_deepcompile.checkpoint.staging import remove, resolve, set_aside, stand_in
 from lightning_deepcompile.compat.lightning import NoOptimizer, WrappingCheckpointIO
 from lightning_deepcompile.engine import Engine
-from lightning_deepcompile.ranks.exchange import raise_together
+from lightning_deepcompile.ranks.exchange import alike, on_any, raise_together
 from lightning_deepcompile.sharding.shards import ShardedModel
 
 __all__ = ["Checkpoints", "StateDictType", "with_default"]
 
 StateDictType = Literal["full", "sharded"]
+
+_log = logging.getLogger(__name__)
+
+_LOADS = 3
+"""How often a checkpoint is read that is replaced meanwhile."""
 
 # Under these keys other strategies keep the state of their gradient scaler.
 _PRECISION_KEYS = ("MixedPrecision", "FSDPPrecision")
@@ -109,6 +119,9 @@ class Checkpoints:
             )
         self._background = BackgroundSaves() if async_save else None
         self._strategy = strategy
+        self._saves = 0  # that were handed to the checkpoint IO
+        self._last_saved: str | os.PathLike[str] | None = None  # to resume from; by the thread, so perhaps not yet
+        self._last_whole: str | os.PathLike[str] | None = None
 
     @property
     def model(self) -> ShardedModel | None:
@@ -131,7 +144,19 @@ class Checkpoints:
     def _finish_together(self) -> None:
         if self._background is not None:
             with raise_together("Saving an earlier checkpoint"):
-                self._background.finish()
+                try:
+                    self._background.finish()
+                except BaseException:
+                    self._last_saved = None
+                    raise
+
+    def _stand_in(self, checkpoint: dict[str, Any], path: Any, previous: Any) -> None:
+        """As `stand_in`, where Lightning is going to link to what a thread writes."""
+        module = self._strategy.lightning_module
+        callbacks = [] if module is None else module.trainer.checkpoint_callbacks
+        links = any(isinstance(one, ModelCheckpoint) and one.save_last == "link" for one in callbacks)
+        if links and can_resume(checkpoint):
+            stand_in(path, previous)
 
     @torch.no_grad()
     @torch.inference_mode(False)  # in which PyTorch cannot detach DTensors
@@ -179,6 +204,12 @@ class Checkpoints:
         if self.sharded:
             self._finish_together()  # one copy at a time in host memory
             is_global_zero, background = strategy.is_global_zero, self._background
+            if background is not None:
+                self._last_whole, self._last_saved = self._last_saved or self._last_whole, None
+                with raise_together(f"Saving the checkpoint {os.fspath(path)!r}"):
+                    if is_global_zero:
+                        self._stand_in(checkpoint, path, self._last_whole)
+                self._last_saved = path if can_resume(checkpoint) else None
             save_sharded(checkpoint, path, is_global_zero=is_global_zero, background=background)
             module = strategy.lightning_module
             if self._engine() is None or (module and module.trainer.state.status != TrainerStatus.RUNNING):
@@ -191,9 +222,13 @@ class Checkpoints:
                 raise IsADirectoryError(f"The checkpoint path exists and is a directory: {path}")
         with raise_together(f"Saving the checkpoint {os.fspath(path)!r}"):  # apart: all have looked before one writes
             if strategy.is_global_zero:
-                if kind == "sharded" and not isinstance(strategy.checkpoint_io, FileCheckpointIO):
-                    remove(path)  # ours replaces it once the new one is whole
-                strategy.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=None)
+                inner = _innermost(strategy.checkpoint_io)
+                foreign = not isinstance(inner, FileCheckpointIO)  # ours replaces anything
+                if isinstance(inner, FileCheckpointIO) and inner is not strategy.checkpoint_io:
+                    self._stand_in(checkpoint, path, inner.last_whole)
+                self._saves += 1
+                with set_aside(path) if kind == "sharded" and foreign else contextlib.nullcontext():
+                    strategy.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=None)
 
     def load(self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a checkpoint of either kind, by this or another strategy; a collective.
@@ -208,27 +243,52 @@ class Checkpoints:
         Raises:
             FileNotFoundError: If there is nothing.
             ValueError: If there is something else, or a broken checkpoint.
-            RuntimeError: If it holds another number of optimizers.
+            RuntimeError: If it holds another number of optimizers, or is replaced again and again while it is read.
         """
         self._finish_together()
         strategy = self._strategy
-        path = resolve(strategy.broadcast(checkpoint_path))
-        assert strategy.lightning_module is not None
-        fitting = strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        path = strategy.broadcast(checkpoint_path)
+        for _ in range(_LOADS):
+            found = resolve(path)
+            if found != path and strategy.is_global_zero:
+                _log.warning("A save to %s was interrupted. Loading %s, which it has put aside.", path, found)
+            seen = fingerprint(found)
+            checkpoint, error = None, None
+            try:
+                checkpoint = self._load_once(found, weights_only)
+            except Exception as raised:  # on all ranks
+                error = raised
+            # Another job may save to the same path: what was read could be of two checkpoints.
+            if not on_any(fingerprint(resolve(path)) != seen) and alike(seen):
+                break
+        else:
+            error = RuntimeError(
+                f"Loading the checkpoint {os.fspath(path)!r} failed: it was replaced while it was read, {_LOADS} "
+                "times, or ranks find different checkpoints there. Is another job saving to it?"
+            )
+        if error is not None:
+            raise error
+        assert checkpoint is not None
+        if can_resume(checkpoint):
+            self._last_whole = found
+        own = type(strategy.precision_plugin).__qualname__
+        theirs = next((key for key in _PRECISION_KEYS if key in checkpoint), None)
+        if theirs is not None:
+            checkpoint.setdefault(own, checkpoint[theirs])
+        return checkpoint
+
+    def _load_once(self, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
+        module = self._strategy.lightning_module
+        assert module is not None
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
         with raise_together(f"Loading the checkpoint {os.fspath(path)!r}"):
             opened = self._open(path, weights_only)
             if fitting:
                 self._check_number_of_optimizers(opened)
         if isinstance(opened, ShardedCheckpoint):
             ranks = None if self.model is None else self.model.ranks
-            checkpoint = opened.load(ranks, self._is_sharded_here(), with_optimizers=fitting)
-        else:
-            checkpoint = opened
-        own = type(strategy.precision_plugin).__qualname__
-        theirs = next((key for key in _PRECISION_KEYS if key in checkpoint), None)
-        if theirs is not None:
-            checkpoint.setdefault(own, checkpoint[theirs])
-        return checkpoint
+            return opened.load(ranks, self._is_sharded_here(), with_optimizers=fitting)
+        return opened
 
     def load_module(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Copies the state dict of a loaded checkpoint into the shards; see `load_state_dict`."""
@@ -254,14 +314,18 @@ class Checkpoints:
                 load_optimizer_state(optimizer, state, engine.module, engine.model, engine.offload_of(optimizer))
 
     def remove(self, filepath: str | os.PathLike[str]) -> None:
-        """Removes a checkpoint of either kind; only rank 0 does something."""
-        if self._strategy.is_global_zero:
-            if self._background is not None:
-                self._background.submit(remove, filepath)  # once the one that takes its place is whole
-            elif _is_plain(self._strategy.checkpoint_io) or find_kind(filepath) == "sharded":
-                remove(filepath)
-            else:
-                self._strategy.checkpoint_io.remove_checkpoint(filepath)  # type: ignore[arg-type] # any path
+        """Removes a checkpoint of either kind, once what was saved before is whole; only rank 0 does something."""
+        if not self._strategy.is_global_zero:
+            return
+        io = self._strategy.checkpoint_io
+        if self._background is not None:
+            self._background.remove(filepath, remove)
+        elif isinstance(inner := _innermost(io), FileCheckpointIO) and inner is not io:
+            inner.remove_after(self._saves, filepath)  # the one around it may save in a thread
+        elif _is_plain(io) or find_kind(filepath) == "sharded":
+            remove(filepath)
+        else:
+            io.remove_checkpoint(filepath)  # type: ignore[arg-type] # any path
 
     def _open(self, path: str | os.PathLike[str], weights_only: bool | None) -> ShardedCheckpoint | dict[str, Any]:
         kind = find_kind(path)
@@ -350,6 +414,10 @@ def with_default(checkpoint_io: CheckpointIO | None) -> CheckpointIO:
 
 def _is_plain(checkpoint_io: CheckpointIO) -> bool:
     """Whether checkpoints are plain files, rather than what a plugin of the user makes of them."""
+    return type(_innermost(checkpoint_io)) in (FileCheckpointIO, TorchCheckpointIO)
+
+
+def _innermost(checkpoint_io: CheckpointIO) -> CheckpointIO:
     while isinstance(checkpoint_io, WrappingCheckpointIO) and checkpoint_io.checkpoint_io is not None:
         checkpoint_io = checkpoint_io.checkpoint_io
-    return type(checkpoint_io) in (FileCheckpointIO, TorchCheckpointIO)
+    return checkpoint_io

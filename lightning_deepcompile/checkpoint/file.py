@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import pickle
 import zipfile
@@ -15,9 +17,15 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_deepcompile.checkpoint.location import commit, local_path, staging_path
+from lightning_deepcompile.checkpoint.disk_space import bytes_of, no_space, no_space_in
+from lightning_deepcompile.checkpoint.location import local_path
+from lightning_deepcompile.checkpoint.staging import clear_leftovers, commit, discard, remove, staging_path
 
-__all__ = ["FileCheckpointIO", "explain_weights_only", "open_synced"]
+__all__ = ["KEPT", "FileCheckpointIO", "can_resume", "explain_weights_only", "open_synced"]
+
+_log = logging.getLogger(__name__)
+
+KEPT = "%s is kept: the save failed after which it was to be removed."
 
 _LAZY_KEYS = ("state_dict", "optimizer_states")
 
@@ -30,19 +38,65 @@ class FileCheckpointIO(TorchCheckpointIO):
     needs. Remote URLs are Lightning's business.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.last_whole: str | os.PathLike[str] | None = None
+        """The last checkpoint to resume from that was saved or loaded."""
+        self._finished = 0
+        self._failed = False
+        self._removals: list[tuple[int, str | os.PathLike[str]]] = []
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Writes `checkpoint` to `path`, which may hold an older checkpoint of any kind."""
+        """Writes `checkpoint` to `path`, which may hold an older checkpoint of any kind.
+
+        Raises:
+            OSError: If there is no room, or nothing may be written there; what was there stays.
+        """
+        try:
+            self._save(checkpoint, path, storage_options)
+            if can_resume(checkpoint):
+                self.last_whole = path
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            self._finished += 1
+            self._remove_due()
+
+    def remove_after(self, saves: int, path: str | os.PathLike[str]) -> None:
+        """Removes a checkpoint once that many saves have ended, whatever thread they run in; not if one failed."""
+        self._removals.append((saves, path))
+        self._remove_due()
+
+    def _remove_due(self) -> None:
+        for removal in [removal for removal in self._removals if removal[0] <= self._finished]:
+            with contextlib.suppress(ValueError):  # the other thread has it
+                self._removals.remove(removal)
+                if self._failed:
+                    _log.warning(KEPT, os.fspath(removal[1]))
+                else:
+                    remove(removal[1])
+
+    def _save(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None) -> None:
         target = local_path(path)
         if target is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)  # type: ignore[arg-type] # any path
             return
         target.parent.mkdir(parents=True, exist_ok=True)
+        clear_leftovers(target.parent)
         staged = staging_path(target)
-        with open_synced(staged) as file:
-            torch.save(checkpoint, file)
-        commit(staged, target)
+        try:
+            with open_synced(staged) as file:
+                torch.save(checkpoint, file)
+            commit(staged, target)
+        except BaseException as error:
+            discard(staged)
+            if (full := no_space_in(error)) is not None:
+                action = f"Saving the checkpoint {os.fspath(path)!r}"
+                raise no_space(full, action, bytes_of(checkpoint), target.parent) from None
+            raise
 
     def load_checkpoint(
         self,
@@ -67,7 +121,14 @@ class FileCheckpointIO(TorchCheckpointIO):
             # The rest may live on; it must not depend on what becomes of the file.
             for key in checkpoint.keys() - set(_LAZY_KEYS):
                 checkpoint[key] = apply_to_collection(checkpoint[key], Tensor, Tensor.clone)
+        if can_resume(checkpoint):
+            self.last_whole = path
         return checkpoint
+
+
+def can_resume(checkpoint: Any) -> bool:
+    """Whether training can go on from a checkpoint, which may hold weights alone."""
+    return isinstance(checkpoint, dict) and "optimizer_states" in checkpoint
 
 
 @contextmanager

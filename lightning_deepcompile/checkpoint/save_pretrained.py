@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,10 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_deepcompile.checkpoint.load_pretrained import is_transformers_model
-from lightning_deepcompile.checkpoint.location import local_path, staging_path
+from lightning_deepcompile.checkpoint.location import local_path
 from lightning_deepcompile.checkpoint.module_state import gather, plain_name
 from lightning_deepcompile.checkpoint.refuse_saving import can_save_pretrained
 from lightning_deepcompile.checkpoint.safetensors_folder import INDEX, listed, publish, write_index, write_tensors
+from lightning_deepcompile.checkpoint.staging import clear_leftovers, discard, staging_path
 from lightning_deepcompile.ranks.exchange import from_first, raise_together
 from lightning_deepcompile.sharding.access import as_built
 
@@ -83,24 +83,28 @@ def save_pretrained(
             "copy it."
         )
     target = target.absolute()
-    staged = staging_path(target)
+    staged = staging_path(target)  # rank 0's
     with raise_together(f"Saving the model to {os.fspath(directory)!r}"):
         if target.exists() and not target.is_dir():
             raise NotADirectoryError(f"directory={os.fspath(directory)!r} is a file. Name a directory to save to.")
         if is_global_zero:
-            shutil.rmtree(staged, ignore_errors=True)  # of a save that was killed
+            clear_leftovers(target.parent)
             staged.mkdir(parents=True)
     writer = _Writer(module, staged, is_global_zero=is_global_zero, dtype=dtype)
     adapters = _adapters_of(module)
-    if adapters:
-        writer.save_adapters(adapters)
-    else:
-        writer.save_whole(max_shard_size)
-    with raise_together(f"Saving the model to {os.fspath(directory)!r}"):
-        if is_global_zero:
-            if (target / "README.md").exists():  # PEFT writes one
-                (staged / "README.md").unlink(missing_ok=True)
-            publish(staged, target, replaces=not adapters)
+    try:
+        if adapters:
+            writer.save_adapters(adapters)
+        else:
+            writer.save_whole(max_shard_size)
+        with raise_together(f"Saving the model to {os.fspath(directory)!r}"):
+            if is_global_zero:
+                if (target / "README.md").exists():  # PEFT writes one
+                    (staged / "README.md").unlink(missing_ok=True)
+                publish(staged, target, replaces=not adapters)
+    except BaseException:
+        discard(staged)  # on ranks other than 0 there is nothing
+        raise
 
 
 class _Writer:

@@ -7,6 +7,7 @@ The keys are those of Lightning's FSDP strategy, ``model.*`` and ``optimizer_{i}
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pickle
 import posixpath
@@ -22,18 +23,24 @@ import torch.distributed.checkpoint as dcp
 from fsspec.core import url_to_fs
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from lightning_deepcompile.checkpoint.background import BackgroundSaves, copy_to_host
+from lightning_deepcompile.checkpoint.disk_space import bytes_of, no_space, no_space_in
 from lightning_deepcompile.checkpoint.file import open_synced
-from lightning_deepcompile.checkpoint.location import META, commit, discard, local_path, remove, staging_path
+from lightning_deepcompile.checkpoint.location import META, local_path
 from lightning_deepcompile.checkpoint.module_state import CURRENT_STATE
+from lightning_deepcompile.checkpoint.staging import clear_leftovers, commit, discard, remove, staging_path
 from lightning_deepcompile.compat.checkpoint import FsspecReader
-from lightning_deepcompile.ranks.exchange import raise_together
+from lightning_deepcompile.ranks.exchange import from_first, raise_together
 from lightning_deepcompile.ranks.ranks import Ranks
 
 __all__ = ["ShardedCheckpoint", "save_sharded"]
+
+_log = logging.getLogger(__name__)
 
 _MODEL_KEYS = ("model", "state_dict")
 _APART = ("state_dict", "optimizer_states", CURRENT_STATE)  # what does not go to meta.pt
@@ -56,8 +63,8 @@ def save_sharded(
         background: If given, the state is only copied now, and this thread writes the copy.
 
     Raises:
-        OSError: If rank 0 cannot write there.
-        RuntimeError: If any rank cannot write; on all of them.
+        OSError: If rank 0 cannot write there, or if there is no room; says how much is needed, and how much is free.
+        RuntimeError: If any rank cannot write; on all of them. What was there stays, and what was written goes.
     """
     meta = io.BytesIO()
     with raise_together(f"Saving the checkpoint {os.fspath(path)!r}"):
@@ -73,7 +80,7 @@ def save_sharded(
         _write(states, meta.getvalue(), path, is_global_zero, None)
     else:
         group = background.group
-        background.submit(_write, copy_to_host(states), meta.getvalue(), path, is_global_zero, group)
+        background.write(_write, copy_to_host(states), meta.getvalue(), path, is_global_zero, group)
 
 
 def _write(
@@ -84,32 +91,110 @@ def _write(
     group: dist.ProcessGroup | None,
 ) -> None:
     target = local_path(path)
-    staged = path if target is None else staging_path(target)
     action = f"Saving the checkpoint {os.fspath(path)!r}"
+    staged: str | os.PathLike[str] = path
     with raise_together(action, group):
         if is_global_zero:
-            _make_room(staged)
+            staged = _make_room(path, target)
+    staged = from_first(staged, group)  # the name is new with every save
     try:
-        dcp.save(states, checkpoint_id=staged, process_group=group)
-    except CheckpointException as error:
-        raise RuntimeError(f"{action} failed: {error}") from error
-    with raise_together(action, group):
+        try:
+            metadata = _save(states, staged, group)
+        except CheckpointException as error:  # on all ranks
+            _log.debug("%s failed", action, exc_info=error)
+            failure = None
+            if is_global_zero:
+                _discard(staged)
+                failure = _explain(error, action, bytes_of(states), target)
+            raise from_first(failure, group) or RuntimeError(f"{action} failed") from None
+        with raise_together(action, group):
+            if is_global_zero:
+                try:
+                    _finish(staged, target, metadata, meta)
+                except OSError as error:
+                    _discard(staged)
+                    if target is None or (full := no_space_in(error)) is None:
+                        raise
+                    raise no_space(full, action, bytes_of(states), target.parent) from None
+    except BaseException:
         if is_global_zero:
-            if isinstance(staged, Path) and target is not None:
-                with open_synced(staged / META) as file:
-                    file.write(meta)
-                commit(staged, target)
-            else:
-                fs, folder = url_to_fs(os.fspath(path))
-                fs.pipe(posixpath.join(folder, META), meta)
+            _discard(staged)
+        raise
 
 
-def _make_room(staged: str | os.PathLike[str]) -> None:
+def _make_room(path: str | os.PathLike[str], target: Path | None) -> str | os.PathLike[str]:
+    """Where to write a checkpoint for `path`; nothing is there."""
+    if target is None:
+        remove(path)
+        return path
+    clear_leftovers(target.parent)
+    staged = staging_path(target)
+    staged.mkdir(parents=True)
+    return staged
+
+
+def _discard(staged: str | os.PathLike[str]) -> None:
+    try:
+        if isinstance(staged, Path):
+            discard(staged)
+        else:
+            remove(staged)
+    except Exception as error:  # the error that led here matters more
+        _log.warning("The incomplete checkpoint %s could not be removed: %s", os.fspath(staged), error)
+
+
+def _save(states: dict[str, Any], staged: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Metadata:
     if isinstance(staged, Path):
-        discard(staged)
-        staged.mkdir(parents=True)
+        return dcp.save(states, storage_writer=_Writer(staged), process_group=group)
+    return dcp.save(states, checkpoint_id=staged, process_group=group)
+
+
+def _finish(staged: str | os.PathLike[str], target: Path | None, metadata: Metadata, meta: bytes) -> None:
+    """Makes a checkpoint of what all ranks have written."""
+    fs, folder = url_to_fs(os.fspath(staged))
+    if (damage := _find_damage(fs, folder, metadata)) is not None:
+        raise OSError(f"{damage}. All ranks must write to one file system.")
+    if isinstance(staged, Path) and target is not None:
+        with open_synced(staged / META) as file:
+            file.write(meta)
+        commit(staged, target)
     else:
-        remove(staged)
+        fs.pipe(posixpath.join(folder, META), meta)
+
+
+def _find_damage(fs: Any, folder: str, metadata: Metadata) -> str | None:
+    """Names a file that is missing or truncated, and how."""
+    ends: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in ends.items():
+        file = posixpath.join(folder, name)
+        size = fs.size(file) if fs.isfile(file) else None
+        if size is None or size < end:
+            found = "is missing" if size is None else f"is truncated ({size} bytes of {end})"
+            return f"its file {name!r} {found}"
+    return None
+
+
+def _explain(error: CheckpointException, action: str, needed: int, target: Path | None) -> Exception:
+    """An error of one line for one that holds the tracebacks of all ranks."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+    full = next((found for cause, _ in error.failures.values() if (found := no_space_in(cause)) is not None), None)
+    if full is not None and target is not None:
+        return no_space(full, action, needed, target.parent)
+    return RuntimeError(f"{action} failed on rank {rank}: {type(cause).__name__}: {cause}")
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes to a local place, and says what the system said if it is full: other ranks get the error pickled."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            if (full := no_space_in(error)) is not None:
+                raise OSError(full.errno, full.strerror) from error
+            raise
 
 
 @dataclass
@@ -145,15 +230,8 @@ class ShardedCheckpoint:
         with fs.open(posixpath.join(folder, META), "rb") as file:
             meta = torch.load(file, map_location="cpu", weights_only=weights_only)
         metadata = _Reader(path, weights_only).read_metadata()
-        ends: dict[str, int] = {}
-        for info in metadata.storage_data.values():
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-        for name, end in ends.items():
-            file = posixpath.join(folder, name)
-            size = fs.size(file) if fs.isfile(file) else None
-            if size is None or size < end:
-                found = "is missing" if size is None else f"is truncated ({size} bytes of {end})"
-                raise _invalid(path, f"its file {name!r} {found}")
+        if (damage := _find_damage(fs, folder, metadata)) is not None:
+            raise _invalid(path, damage)
         checkpoint = cls(path, meta, metadata, weights_only)
         if checkpoint.model_key is None:
             keys = sorted({key[0] for key in checkpoint._paths().values()})

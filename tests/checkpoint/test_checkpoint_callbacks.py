@@ -22,8 +22,9 @@ from torch import Tensor
 
 from lightning_deepcompile.checkpoint.background import BackgroundSaves
 from lightning_deepcompile.checkpoint.file import FileCheckpointIO
-from lightning_deepcompile.checkpoint.location import META, find_kind, remove, resolve
+from lightning_deepcompile.checkpoint.location import META, find_kind
 from lightning_deepcompile.checkpoint.sharded import ShardedCheckpoint, save_sharded
+from lightning_deepcompile.checkpoint.staging import remove, resolve
 
 
 def _background(folder: Path) -> None:
@@ -45,7 +46,7 @@ def _background(folder: Path) -> None:
     with fails:  # below a file there can be no folder
         save_sharded(checkpoint, folder / "1.0" / META / "x", is_global_zero=is_global_zero, background=background)
     may_write = threading.Event()
-    background.submit(may_write.wait)
+    background.write(may_write.wait)
     save_sharded(checkpoint, folder / "becomes a file" / "x", is_global_zero=is_global_zero, background=background)
     if is_global_zero:
         (folder / "becomes a file").rmdir()  # Lightning's `save_last="link"` needs it before anything is written

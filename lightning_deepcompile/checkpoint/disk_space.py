@@ -1,0 +1,65 @@
+"""Says in one line that a save failed for want of room: how much it needs, and how much there is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+__all__ = ["bytes_of", "no_space", "no_space_in"]
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_UNITS = {1: "bytes", 2**10: "KiB", 2**20: "MiB", 2**30: "GiB"}
+
+
+def bytes_of(state: Any) -> int:
+    """Bytes of a nested state's tensors; of a DTensor, on all ranks together."""
+    total = 0
+
+    def add(tensor: Tensor) -> Tensor:
+        nonlocal total
+        total += tensor.numel() * tensor.element_size()
+        return tensor
+
+    apply_to_collection(state, Tensor, add)
+    return total
+
+
+def no_space_in(error: BaseException | None) -> OSError | None:
+    """What the system said if `error` comes of a full disk, an exhausted quota or a limit of files' sizes.
+
+    Args:
+        error: As it was raised here: pickling loses the errors that led to it, and ``torch.save`` raises another one.
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _NO_SPACE:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def no_space(error: OSError, action: str, needed: int, folder: Path) -> OSError:
+    """The error for the user; call it when what was written is removed again.
+
+    Args:
+        error: What the system said.
+        action: What failed: "Saving ...".
+        needed: Bytes that are written.
+        folder: Where.
+    """
+    free = shutil.disk_usage(folder).free
+    return OSError(
+        error.errno,
+        f"{action} failed ({os.strerror(error.errno or 0)}): it needs {_text(needed)}, and {_text(free)} are free in "
+        f"{os.fspath(folder)!r} now that its incomplete files are removed. Older checkpoints are untouched.",
+    )
+
+
+def _text(count: int) -> str:
+    size = 2 ** max(exponent for exponent in (0, 10, 20, 30) if exponent == 0 or count >= 2**exponent)
+    return f"{count / size:.1f} {_UNITS[size]}"

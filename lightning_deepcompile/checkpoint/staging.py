@@ -1,0 +1,305 @@
+"""How a new checkpoint takes its place, so that a reader, or a run after a crash, finds the old one or the new one.
+
+Every save writes to a hidden name of its own beside its target, and moves there what is whole. Where the file system
+can exchange two paths, the target exists at every moment. Elsewhere (NFS) a directory cannot be replaced in one step:
+the old and the new one have visible names, such as ``last.replaced-….ckpt``, between two renames. Lightning's search
+for the last checkpoint finds them, and so does `resolve`.
+
+The names of files that a save may leave behind tell which process wrote them. The next save into the same folder
+removes those of processes that have ended, and, as other hosts' processes are not seen, those to which nothing was
+written for an hour: ranks that save wait for each other for half an hour at most. If such a save was alive after all,
+it fails, and its target stays as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import platform
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from fsspec.core import url_to_fs
+
+from lightning_deepcompile.checkpoint.location import META, find_kind, is_part_of_checkpoint, local_path
+from lightning_deepcompile.checkpoint.rename_exchange import exchange_paths
+
+__all__ = ["clear_leftovers", "commit", "discard", "remove", "resolve", "set_aside", "staging_path", "stand_in"]
+
+_log = logging.getLogger(__name__)
+
+_ATTEMPTS = 100
+_RACES = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR, errno.ENOTDIR)
+
+_SILENCE = 3600.0
+"""Seconds without a change after which a save of another host is taken for dead."""
+
+# Letters, as Lightning takes the digits in names of checkpoints for numbers of steps and versions.
+_LETTERS = str.maketrans("0123456789abcdef", "abcdefghijklmnop")
+_DIGITS = str.maketrans("abcdefghijklmnop", "0123456789abcdef")
+_WRITER = r"(?P<host>[a-p]{8})-(?P<process>[a-p]+)-[a-p]{8}"
+_HIDDEN = re.compile(rf"\.[0-9a-f]{{16}}\.{_WRITER}\.(?P<suffix>saving|removing)")
+_ASIDE = re.compile(rf"(?P<stem>.*)\.replaced-{_WRITER}(?P<suffix>\.[^.]*)?")
+
+
+def staging_path(target: Path) -> Path:
+    """A new name beside `target`, for one save to write to; nothing is there yet."""
+    return _hidden_path(target, "saving")
+
+
+def _hidden_path(target: Path, suffix: str) -> Path:
+    # A digest, because Lightning looks for its checkpoints by parts of their names, and this is not a whole one.
+    digest = hashlib.sha256(target.name.encode()).hexdigest()[:16]
+    return target.with_name(f".{digest}.{_new_writer()}.{suffix}")
+
+
+def _aside_path(target: Path) -> Path:
+    return target.with_name(f"{target.stem}.replaced-{_new_writer()}{target.suffix}")
+
+
+def _new_writer() -> str:
+    """Names this process, and nothing else that it writes."""
+    return f"{_host()}-{os.getpid():x}-{uuid.uuid4().hex[:8]}".translate(_LETTERS)
+
+
+def _host() -> str:
+    """Names the processes among which this one's number is unique: those of this host, or container, since it began."""
+    facts = [platform.node()]
+    with contextlib.suppress(OSError):  # not Linux
+        facts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
+
+
+def _is_abandoned(path: Path, name: re.Match[str]) -> bool:
+    """Whether the process that wrote what lies at `path` has ended, as far as this process can tell."""
+    if name["host"].translate(_DIGITS) == _host():
+        try:
+            os.kill(int(name["process"].translate(_DIGITS), 16), 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass  # it is another user's, and alive
+    try:
+        entries = [path, *path.iterdir()] if path.is_dir() and not path.is_symlink() else [path]
+        return time.time() - max(entry.lstat().st_ctime for entry in entries) > _SILENCE
+    except FileNotFoundError:
+        return False  # something happens there
+
+
+def _is_own(name: re.Match[str]) -> bool:
+    return name["host"].translate(_DIGITS) == _host() and int(name["process"].translate(_DIGITS), 16) == os.getpid()
+
+
+def _asides(target: Path) -> Iterator[tuple[Path, re.Match[str]]]:
+    """What was put aside for `target`, and its name's parts."""
+    if target.parent.is_dir():
+        for path in target.parent.iterdir():
+            name = _ASIDE.fullmatch(path.name)
+            if name is not None and f"{name['stem']}{name['suffix'] or ''}" == target.name:
+                yield path, name
+
+
+def _newest(paths: list[Path]) -> Path | None:
+    """The whole checkpoint among `paths` that was saved last."""
+    times = {}
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            if (kind := find_kind(path)) in ("file", "sharded"):
+                times[path] = (path / META if kind == "sharded" else path).stat().st_mtime_ns
+    return max(times, key=times.__getitem__, default=None)
+
+
+def resolve(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """`path`, or the newest checkpoint that a save put aside if it was interrupted between two renames."""
+    local = local_path(path)
+    if local is None or os.path.lexists(local):
+        return path
+    return _newest([aside for aside, _ in _asides(local)]) or path
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Removes what interrupted saves and removals left in a folder, and puts back what has lost its place.
+
+    Args:
+        folder: Need not exist.
+    """
+    if not folder.is_dir():
+        return
+    asides: dict[Path, list[Path]] = {}
+    for path in folder.iterdir():
+        if (name := _HIDDEN.fullmatch(path.name)) is not None:
+            if name["suffix"] == "removing":
+                _delete(path)
+            elif _is_abandoned(path, name):
+                with _saying(path):
+                    discard(path)
+        elif (name := _ASIDE.fullmatch(path.name)) is not None and _is_abandoned(path, name):
+            asides.setdefault(folder / f"{name['stem']}{name['suffix'] or ''}", []).append(path)
+    for target, paths in asides.items():
+        if not os.path.lexists(target):
+            put_back = _newest(paths) or paths[0]
+            paths.remove(put_back)
+            with _saying(put_back):
+                os.rename(put_back, target)
+        for path in paths:
+            with _saying(path):
+                _settle(path, target)
+
+
+@contextlib.contextmanager
+def _saying(path: Path) -> Iterator[None]:
+    """Around what is not worth to fail for: leftovers of another user, or of a save that lives after all."""
+    try:
+        yield
+    except OSError as error:
+        _log.warning("What an interrupted save left at %s stays there: %s", path, error)
+
+
+def commit(staged: Path, target: Path) -> None:
+    """Moves a whole checkpoint to its place; what was there goes once that is on the disk.
+
+    Args:
+        staged: The file or directory to move; a `staging_path` of `target`.
+        target: A file, a directory, a link (which is replaced, not followed) or nothing. Files in a directory that do
+            not belong to a checkpoint are kept if the new one is a directory too.
+    """
+    if staged.is_dir():
+        sync(staged)
+    replaced = _put(staged, target)
+    sync(target.parent)  # else a power cut may undo the renames
+    for old in replaced:
+        _settle(old, target)
+
+
+def _put(staged: Path, target: Path) -> list[Path]:
+    """Moves `staged` to `target`; returns where that which was there lies now."""
+    replaced: list[Path] = []
+    new = staged
+    for attempt in range(_ATTEMPTS):
+        try:
+            if new.is_file() and (target.is_symlink() or not target.is_dir()):
+                os.replace(new, target)
+                return replaced
+            if not os.path.lexists(target):
+                os.rename(new, target)
+                return replaced
+            if new is staged:  # under a name by which it is found if this process ends in between
+                new = _aside_path(target)
+                os.rename(staged, new)
+            if exchange_paths(new, target):
+                return [*replaced, new]
+            aside = _aside_path(target)
+            os.rename(target, aside)
+            replaced.append(aside)
+        except OSError as error:
+            # Another process may have put something there, or have taken it away, since this one looked.
+            if error.errno in _RACES and os.path.lexists(new) and attempt + 1 < _ATTEMPTS:
+                continue
+            with contextlib.suppress(OSError):
+                if replaced and not os.path.lexists(target):
+                    os.rename(replaced.pop(), target)
+                if new is not staged:
+                    os.rename(new, staged)
+            raise
+    raise OSError(errno.EBUSY, f"other processes replaced it {_ATTEMPTS} times meanwhile", os.fspath(target))
+
+
+def stand_in(path: str | os.PathLike[str], previous: str | os.PathLike[str] | None) -> None:
+    """Has `path` link to the previous checkpoint until a thread has written the one that belongs there.
+
+    Lightning's ``save_last="link"`` links to a checkpoint at once. Were the link's end missing when a run is killed,
+    Lightning would find no last checkpoint, and start anew.
+
+    Args:
+        path: What is about to be saved.
+        previous: A whole checkpoint, if there is one.
+    """
+    target, whole = local_path(path), None if previous is None else local_path(previous)
+    if target is None or whole is None or target.exists() or not whole.exists():
+        return
+    if target.is_symlink():
+        target.unlink()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.symlink_to(os.path.relpath(whole.resolve(), target.parent.resolve()))
+
+
+@contextlib.contextmanager
+def set_aside(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Makes room for what cannot replace a directory; what was there goes if the body succeeds, and else comes back."""
+    target = local_path(path)
+    if target is None:
+        remove(path)
+        yield
+        return
+    aside = _aside_path(target)
+    os.rename(target, aside)
+    try:
+        yield
+    except BaseException:
+        discard(target)
+        os.rename(aside, target)
+        raise
+    if os.path.lexists(target):  # else it will be, and a later removal of `target` takes both
+        discard(aside)
+
+
+def _settle(old: Path, target: Path) -> None:
+    """Removes what `target` has replaced; files of the user in it move to the new directory."""
+    if target.is_dir() and old.is_dir() and not old.is_symlink():
+        for entry in old.iterdir():
+            if not is_part_of_checkpoint(entry.name) and not os.path.lexists(target / entry.name):
+                with contextlib.suppress(FileNotFoundError):  # another process settles the same
+                    os.rename(entry, target / entry.name)
+    discard(old)
+
+
+def discard(path: Path) -> None:
+    """Removes a file, link or directory if it exists: in one step for readers and for whoever writes to it."""
+    claimed = _hidden_path(path, "removing")
+    try:
+        os.rename(path, claimed)
+    except FileNotFoundError:
+        return
+    _delete(claimed)
+
+
+def _delete(path: Path) -> None:
+    """Deletes what no one reads any more. Where that fails (NFS keeps open files), the next save deletes the rest."""
+    with _saying(path), contextlib.suppress(FileNotFoundError):  # another process deletes the same
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a directory, are on the disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Removes a checkpoint of either kind, local or remote, with what interrupted saves left in its folder."""
+    local = local_path(path)
+    if local is not None:
+        clear_leftovers(local.parent)
+        for aside, name in _asides(local):
+            if _is_own(name):
+                discard(aside)
+        discard(local)
+        return
+    fs, stripped = url_to_fs(os.fspath(path))
+    if fs.exists(stripped):
+        if fs.isfile(meta := f"{stripped.rstrip('/')}/{META}"):
+            fs.rm(meta)  # what has none is no checkpoint
+        fs.rm(stripped, recursive=True)

@@ -1,0 +1,100 @@
+"""A save that fails costs nothing: the checkpoint before it stays and is found, and no incomplete file does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from multiprocess import run_ranks
+from test_checkpoint import STEPS, fit, ours
+
+FAILS_AT = 3
+
+# Arguments of the strategy and of ModelCheckpoint.
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "full": ({}, {"save_last": True}),
+    "plugin": ({"checkpoint_io": AsyncCheckpointIO}, {"save_last": "link"}),
+    "sharded": ({"state_dict_type": "sharded"}, {"save_last": True}),
+    "async": ({"state_dict_type": "sharded", "async_save": True}, {}),
+    "async_last": ({"state_dict_type": "sharded", "async_save": True}, {"save_last": True}),
+    "async_link": ({"state_dict_type": "sharded", "async_save": True}, {"save_last": "link"}),
+}
+
+
+class NoRoom(pl.Callback):
+    """From one step on, no file of one rank may grow beyond a few bytes, as on a full disk."""
+
+    def __init__(self, rank: int, step: int, before: Path) -> None:
+        self.rank, self.step, self.whole = rank, step, before
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_rank == self.rank and trainer.global_step + 1 == self.step:
+            trainer.strategy._checkpoints.finish()
+            while self.whole.is_symlink() or not self.whole.exists():  # Lightning's plugin writes it
+                time.sleep(0.01)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, self.before[1]))
+
+    def lift(self) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+class Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        logging.getLogger("lightning_deepcompile").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _run(folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    messages = Messages()
+    losses = fit(ours())[0].losses
+    for name, (options, saving) in RUNS.items():
+        options = {key: value() if isinstance(value, type) else value for key, value in options.items()}
+        kind = options.pop("state_dict_type", "full")
+        room = NoRoom(0 if kind == "full" else 1, FAILS_AT, folder / name / f"step={FAILS_AT - 1}.ckpt")
+        checkpoints = ModelCheckpoint(folder / name, "{step}", every_n_train_steps=1, **saving)
+        messages.texts.clear()
+        with pytest.raises(Exception, match="it needs .* and .* are free") as raised:
+            fit(ours(kind, **options), room, checkpoints)
+        room.lift()
+        text = str(raised.value)
+        # Lightning's plugin raises the error of a save when the next one begins, or the run ends.
+        failed = range(FAILS_AT, STEPS) if name == "plugin" else [FAILS_AT]
+        assert "File too large" in text and any(f"step={step}.ckpt" in text for step in failed), text
+        assert "\n" not in text and "Traceback" not in text
+        torch.distributed.barrier()
+        left = {path.name for path in (folder / name).iterdir()}
+        expected = {f"step={FAILS_AT - 1}.ckpt"} | ({"last.ckpt"} if "save_last" in saving else set())
+        if saving.get("save_last") == "link":
+            # Lightning's link leads to the checkpoint that is whole.
+            left -= {f"step={step}.ckpt" for step in failed}
+            assert (folder / name / "last.ckpt").resolve() == folder / name / f"step={FAILS_AT - 1}.ckpt"
+        assert left == expected, name
+        if rank == 0 and name not in ("full", "sharded"):
+            kept = [text for text in messages.texts if "is kept" in text]
+            assert [f"step={FAILS_AT - 1}.ckpt" in text for text in kept] == [True], (name, messages.texts)
+        torch.distributed.barrier()
+        if name in ("plugin", "async", "async_link"):
+            again = ModelCheckpoint(folder / name, "{step}", save_last=True)
+            resumed = fit(ours(kind), again, resume="last" if saving else folder / name / f"step={FAILS_AT - 1}.ckpt")
+            assert resumed[0].losses == losses[FAILS_AT - 1 :], name
+    assert len(losses) == STEPS
+
+
+@pytest.mark.timeout(300)
+def test_a_save_without_room_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    run_ranks(_run, 2, tmp_path)
