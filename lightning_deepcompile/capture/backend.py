@@ -50,6 +50,7 @@ from lightning_deepcompile.program.reschedule import reschedule
 from lightning_deepcompile.program.saved import mark_saved, number_saved
 from lightning_deepcompile.program.schedule import ProgramKind, Schedule
 from lightning_deepcompile.ranks.order import Agreement
+from lightning_deepcompile.runtime.ops import gathers_of
 from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.shards import ShardedModel
 
@@ -187,6 +188,7 @@ class Capture:
             compat.start_compile_workers()  # they sleep when nothing was compiled for a while
         captured = gm
         with self._timed():
+            gathers_of(gm)
             names = {ds_id: info.name for ds_id, info in self.params.items()}
             check_graph(gm, example_inputs, names, self.model.replicated)
             if self.several_backward_passes:

@@ -8,6 +8,7 @@ import linecache
 import logging
 import re
 import sys
+import types
 from collections.abc import Iterator
 from types import FrameType
 from typing import Literal
@@ -17,7 +18,7 @@ from lightning_deepcompile.capture.graph_checks import UncompilableError
 from lightning_deepcompile.sharding.errors import UnsupportedStepError
 from lightning_deepcompile.sharding.mentions import Mentions
 
-__all__ = ["BROKEN_TEXT", "Fallbacks", "why_not"]
+__all__ = ["BROKEN_TEXT", "READS_GRADIENTS", "Fallbacks", "why_not"]
 
 _log = logging.getLogger("lightning_deepcompile")
 _LIBRARIES = re.compile(r"[/\\](torch|lightning|pytorch_lightning|torchmetrics|lightning_deepcompile)[/\\]|^<")
@@ -31,9 +32,13 @@ _SKIPPED = "Dynamo left it out of its graphs (TORCH_LOGS=graph_breaks says why)"
 BROKEN_TEXT = "an f-string reads a tensor behind a number (f'{i}: {loss.item()}'), of which Dynamo makes another text"
 """Why a function with such an f-string is not compiled: Dynamo forgets that the number is formatted already."""
 
+READS_GRADIENTS = "it reads or sets `.grad`, which nothing has inside of a graph"
+"""Why a function that does so is not compiled."""
+
 _HINTS = {
     "compiled more than": "Keep what changes with every step out of it, or pass it as a tensor; or raise "
     "CompileConfig(recompile_limit=...) if there are that many shapes.",
+    READS_GRADIENTS: "Read gradients in a hook such as `on_before_optimizer_step`.",
     BROKEN_TEXT: "Read the tensor in a line before the f-string.",
     "": "It is right and as fast as eager FSDP. CompileConfig(fallback='error') makes it an error.",
 }
@@ -48,12 +53,13 @@ _PARAMETERS = frozenset({"parameters", "named_parameters", "weight", "bias"})
 _TWICE = frozenset({"hessian", "hvp", "vhp"})  # of torch.autograd.functional
 
 
-def why_not(found: Mentions, bounded: set[str]) -> str | None:
+def why_not(found: Mentions, bounded: set[str], step: types.CodeType | None) -> str | None:
     """Why a step must run as it is, as a whole; None if nothing says so.
 
     Args:
         found: What its code mentions.
         bounded: Attributes that are deques of bounded length: inside of graphs they would grow beyond it.
+        step: Its own code, which may stay uncompiled while all that it calls is compiled.
     """
     for name, reason in _NAMES.items():
         if name in found.names:
@@ -65,6 +71,8 @@ def why_not(found: Mentions, bounded: set[str]) -> str | None:
         return f"it takes gradients by parameters by itself (`torch.autograd.grad`, with `{min(taken)}`)"
     if "autograd" in found.names and (twice := _TWICE & found.names):
         return f"it differentiates twice (`torch.autograd.functional.{min(twice)}`)"
+    if others := found.gradients - {step}:
+        return f"`{min(code.co_name for code in others)}` reads or sets `.grad`, which nothing has inside of a graph"
     if names := bounded & (found.used | found.appended):
         return f"it uses {min(names)!r}, a deque of bounded length"
     return None

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.backend import Capture
-from lightning_deepcompile.capture.fallback import BROKEN_TEXT, Fallbacks, why_not
+from lightning_deepcompile.capture.fallback import BROKEN_TEXT, READS_GRADIENTS, Fallbacks, why_not
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.sharding.access import property_codes
 from lightning_deepcompile.sharding.mentions import Mentions, mentions_of
@@ -72,13 +72,14 @@ class CompiledSteps:
         bounded = {n for n, value in attributes if isinstance(value, deque) and value.maxlen is not None}
         found = self.mentions(name)
         code = getattr(inspect.unwrap(step), "__code__", None)
-        if (reason := why_not(found, bounded)) is not None:
+        if (reason := why_not(found, bounded, code)) is not None:
             self._fallbacks.add(name, _place(code), reason)
             return step
         own = compat.with_own_code(step)
-        for broken in found.broken_texts:
-            self._fallbacks.add(broken.co_name, _place(broken), BROKEN_TEXT)
-            compat.never_code(own.__code__ if broken is code else broken)
+        left = dict.fromkeys(found.broken_texts, BROKEN_TEXT) | dict.fromkeys(found.gradients, READS_GRADIENTS)
+        for one, reason in left.items():
+            self._fallbacks.add(one.co_name, _place(one), reason)
+            compat.never_code(own.__code__ if one is code else one)
         # Of the attributes of a large model, guards on our own properties would take a quarter of the time.
         return torch.compile(
             own, backend=self._backend, options={"guard_filter_fn": compat.unguarded(property_codes())}

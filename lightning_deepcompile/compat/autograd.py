@@ -27,6 +27,7 @@ __all__ = [
     "below_autograd",
     "has_hooks",
     "hooks_saved_tensors",
+    "in_backward",
     "in_function_transform",
     "unrecorded",
     "outside_transforms",
@@ -83,6 +84,12 @@ def unrecorded() -> Iterator[None]:
 def keeps_graph() -> bool:
     """Whether the backward pass under way leaves its graph for another one (``retain_graph=True``)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+@never_a_frame
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass of autograd's."""
+    return torch._C._current_graph_task_id() != -1
 
 
 @never_a_frame

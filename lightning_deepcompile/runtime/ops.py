@@ -1,9 +1,10 @@
 """What the tracer must know of the runtime's operators: output shapes (fake kernels) and derivatives.
 
-``dc::gather`` and ``dc::reduce`` are all that Dynamo and AOTAutograd ever see of the distribution. They are plain
-functions of tensors: a gather returns a fresh full parameter, its derivative reduces the full gradient to a fresh
-shard. Everything that is scheduled (launching early, waiting, releasing) comes after the graph is partitioned, as
-operators with side effects that no tracer sees.
+``dc::gather`` and ``dc::reduce`` are all that AOTAutograd ever sees of the distribution. They are plain functions of
+tensors: a gather returns a fresh full parameter, its derivative reduces the full gradient to a fresh shard. Dynamo sees
+``dc::parameter``: a gather whose result is a leaf, as parameters are, so that code that asks for ``requires_grad`` or
+``is_leaf`` hears what it does in one process. Everything that is scheduled (launching early, waiting, releasing) comes
+after the graph is partitioned, as operators with side effects that no tracer sees.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from lightning_deepcompile import compat
 from lightning_deepcompile.compat import mark_effectful
 
-__all__ = ["gather_op", "reduce_op", "register"]
+__all__ = ["gather_op", "gathers_of", "reduce_op", "register"]
 
 
 def gather_op() -> compat.OpOverload:
@@ -30,6 +31,23 @@ def gather_op() -> compat.OpOverload:
 def reduce_op() -> compat.OpOverload:
     """The operator ``dc::reduce(grad, ds_id, shard_size, dtype)``: this rank's shard of the mean gradient."""
     return torch.ops.dc.reduce.default
+
+
+def gathers_of(gm: torch.fx.GraphModule) -> None:
+    """Makes gathers of the parameters that a graph of Dynamo's reads, its subgraphs included."""
+    parameter = torch.ops.dc.parameter
+    for module in gm.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                if node.target in (parameter, parameter.default):
+                    node.target = torch.ops.dc.gather
+
+
+def _parameter(shard: Tensor, ds_id: int, size: list[int], dtype: torch.dtype) -> Tensor:
+    if type(shard) is not compat.FakeTensor:  # nothing but Dynamo calls it so
+        return torch.ops.dc.gather(shard, ds_id, size, dtype)
+    with torch.no_grad():
+        return torch.ops.dc.gather(shard, ds_id, size, dtype).requires_grad_(shard.requires_grad)
 
 
 def _fake_gather(shard: Tensor, ds_id: int, size: list[int], dtype: torch.dtype) -> Tensor:
@@ -125,4 +143,6 @@ def register() -> None:
         operator = getattr(torch.ops.dc, name).default
         torch.fx.node.has_side_effect(operator)
         mark_effectful(operator)
+    torch.library.define("dc::parameter", "(Tensor shard, int ds_id, SymInt[] size, ScalarType dtype) -> Tensor")
+    torch.library.impl("dc::parameter", "CompositeImplicitAutograd", _parameter)
     torch.library.register_autograd("dc::gather", _gather_backward, setup_context=_save_for_backward)

@@ -42,6 +42,8 @@ __all__ = [
 _LEAF, _ID = "_dc_leaf_{}", "_dc_id_{}"
 _STATE = "_dc_step_state"
 _RNN_WEIGHTS = "_flat_weights"
+_BY_HAND = frozenset({"data", "grad", "is_leaf", "requires_grad"})
+"""Attributes that make code treat its parameters as such, and not as tensors to compute with."""
 
 
 class StepState:
@@ -77,13 +79,15 @@ class StepState:
 
 def _parameter_property(name: str, size: tuple[int, ...], dtype: torch.dtype, by_hand: bool) -> property:
     leaf_name, id_name = _LEAF.format(name), _ID.format(name)
-    is_compiling, gather = torch.compiler.is_compiling, torch.ops.dc.gather  # the tracer looks each name up anew
+    # The tracer looks each name up anew. This function is True to the tracer alone: other threads that read parameters
+    # while this one compiles, and code that a compiler runs, read as they do at any time.
+    is_traced, parameter = torch.compiler.is_dynamo_compiling, torch.ops.dc.parameter
 
     @compat.never_a_frame
     def read(self: nn.Module) -> Tensor | None:
         # Compiled code always gathers: the tracer takes this branch as a constant, without a guard.
-        if is_compiling():
-            return gather(getattr(self, leaf_name), int(getattr(self, id_name)), size, dtype)
+        if is_traced():
+            return parameter(getattr(self, leaf_name), int(getattr(self, id_name)), size, dtype)
         # Eager code outside of a step and of the module's own call gets the shard: reading an attribute must never
         # start a collective that other ranks know nothing of.
         state, own = self.__dict__[_STATE], self._parameters[name]
@@ -96,7 +100,7 @@ def _parameter_property(name: str, size: tuple[int, ...], dtype: torch.dtype, by
 
 
 def _call_property() -> property:
-    is_compiling = torch.compiler.is_compiling
+    is_traced = torch.compiler.is_dynamo_compiling
 
     # Users call parts of their model in hooks, to generate a sample, say; all ranks must, as with FSDP. PyTorch asks
     # for this attribute in every call of a module. A `__call__` of our own would do, but Dynamo goes straight to
@@ -104,7 +108,7 @@ def _call_property() -> property:
     @compat.never_a_frame
     def inner_call(self: nn.Module) -> Callable[..., Any] | None:
         own = self.__dict__.get(compat.INNER_CALL)  # of a module that the user compiled by itself
-        if is_compiling():
+        if is_traced():
             return own
         state = self.__dict__[_STATE]
         return own if state.path is None or state.whole else functools.partial(_call_gathering, self, own)
@@ -118,6 +122,7 @@ def _call_property() -> property:
 @compat.never_a_frame
 def _call_gathering(module: nn.Module, own: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
     path = module.__dict__[_STATE].path
+    path.check_thread(type(module).__name__)
     run = own or compat.hooked_forward(module)
     if not path.is_idle:
         return path.call(module, run, args, kwargs)
@@ -238,9 +243,10 @@ def sharded_class(original: type[nn.Module], parameters: _Parameters) -> type[nn
     """
     key = (original, parameters)
     if key not in _classes:
-        # Code that writes through `.data` must hold what keeps it; PyTorch's own modules do not.
+        # Code that writes through `.data` must hold what keeps it, and code that asks for `.grad` what has one.
+        # PyTorch's own modules do neither.
         library = original.__module__.partition(".")[0] == "torch"
-        by_hand = not library and "data" in mentions([original.forward]).names
+        by_hand = not library and bool(_BY_HAND & mentions([original.forward]).names)
         body: dict[str, Any] = {
             name: _parameter_property(name, size, dtype, by_hand) for name, size, dtype in parameters
         }

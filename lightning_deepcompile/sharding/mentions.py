@@ -35,6 +35,7 @@ class Mentions:
         used: Attributes that are read for anything but a call of their ``append``.
         appended: Attributes of which ``append`` is called.
         transforms: Whether functions of ``torch.func`` are among them.
+        gradients: Functions that read or set an attribute ``grad``.
         broken_texts: Functions with an f-string that reads a tensor behind a part that is formatted already.
     """
 
@@ -43,6 +44,7 @@ class Mentions:
     used: set[str] = field(default_factory=set)
     appended: set[str] = field(default_factory=set)
     transforms: bool = False
+    gradients: set[types.CodeType] = field(default_factory=set)
     broken_texts: set[types.CodeType] = field(default_factory=set)
 
     @property
@@ -85,6 +87,8 @@ def mentions(
         seen.add(function.__code__)
         for code in _codes(function.__code__):
             _read(code, found)
+            if _has_to_do_with_gradients(code):
+                found.gradients.add(function.__code__)
             if _breaks_a_text(code):
                 found.broken_texts.add(code)
             for called in _called(function, code, methods or {}):
@@ -127,6 +131,16 @@ def _read(code: types.CodeType, found: Mentions) -> None:
         if instruction.opname in ("STORE_ATTR", "DELETE_ATTR"):
             found.used.add(instruction.argval)
         attribute = name
+
+
+def _has_to_do_with_gradients(code: types.CodeType) -> bool:
+    before = None
+    for instruction in dis.get_instructions(code):
+        name = instruction.argval if instruction.opname.endswith(("_ATTR", "_METHOD", "_GLOBAL")) else None
+        if name == "grad" and not instruction.opname.endswith("_GLOBAL") and before not in ("autograd", "func"):
+            return True
+        before = name
+    return False
 
 
 def _breaks_a_text(code: types.CodeType) -> bool:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -157,6 +158,7 @@ class Uncompiled:
         self._accumulators: dict[_Parameter, Any] = {}  # nodes of autograd that live as long as somebody keeps them
         self._in_step, self._at_rest = parameter_class(self), resting_class(self)
         self._worn: type[DTensor] = DTensor
+        self._thread: int | None = None  # the one that a step runs on
         self._dress(self._at_rest)
         self._around = self._at_rest  # what is worn around `outside`
 
@@ -169,14 +171,14 @@ class Uncompiled:
         Args:
             stored: Whether parameters are gathered as they are stored, not as steps compute with them.
         """
-        before = self._stored, self._calls, self._worn
-        self._stored, self._calls = stored, []
+        before = self._stored, self._calls, self._thread, self._worn
+        self._stored, self._calls, self._thread = stored, [], threading.get_ident()
         self._dress(self._in_step)
         try:
             yield
             self.settle()
         finally:
-            self._stored, self._calls, worn = before
+            self._stored, self._calls, self._thread, worn = before
             self._dress(worn)
 
     @contextlib.contextmanager
@@ -255,6 +257,8 @@ class Uncompiled:
             by_hand: Whether the module's own code treats the parameter as one, and not as a tensor to compute with.
         """
         own = bool(self._calls) and self._calls[-1] is module
+        if self.is_elsewhere:
+            return parameter
         if not self.hands_out_plain and (by_hand or not own):
             return parameter
         return self.value(self._by_tensor[parameter])
@@ -416,6 +420,28 @@ class Uncompiled:
         """Whether no step runs."""
         return self._worn is self._at_rest
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether a step runs, on another thread than this one: autograd's threads run its backward pass."""
+        return not self.is_idle and threading.get_ident() != self._thread and not compat.in_backward()
+
+    def check_thread(self, what: str) -> None:
+        """Raises on another thread than the one that a step runs on: a gather of its own would part the ranks.
+
+        Args:
+            what: What is computed.
+
+        Raises:
+            UnsupportedStepError: Says what to do instead.
+        """
+        if self.is_elsewhere:
+            raise UnsupportedStepError(
+                f"The thread {threading.current_thread().name!r} computes with sharded parameters ({what}) while a "
+                "step runs on another thread: ranks would gather in different orders. It may read their shapes, dtypes "
+                "and the like at any time. Take values in a hook, by `strategy.full_parameters()` or "
+                "`parameter.full_tensor()`, and give the thread those."
+            )
+
     def is_ours(self, value: Any) -> TypeGuard[Tensor]:
         """Whether `value` is one of the parameters."""
         return type(value) is self._in_step
@@ -571,6 +597,8 @@ def parameter_class(path: Uncompiled) -> type[DTensor]:
 def _compute(path: Uncompiled, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(function, "__name__", "")
     first = args[0] if args else None
+    if path.is_elsewhere and not (function.__self__.__name__ not in _VALUES if name == "__get__" else name in _ABOUT):
+        path.check_thread(name)
     if name in ("__get__", "__set__", "__delete__"):
         about = function.__self__.__name__
         if about not in _VALUES or not path.is_ours(first):

@@ -364,7 +364,7 @@ class DeepCompileStrategy(ProcessStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the compiled training step."""
-        if may_drop_gradients(self.lightning_module):
+        if may_drop_gradients(self.lightning_module) and not self.engine.mentions("training_step").gradients:
             self.engine.drop_stale_gradients()
         assert self.lightning_module is not None
         self.engine.timeline.told_to_stop = self.lightning_module.trainer.received_sigterm
