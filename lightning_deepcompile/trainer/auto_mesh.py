@@ -28,8 +28,8 @@ __all__ = ["choose_mesh"]
 
 _log = logging.getLogger(__name__)
 
-_STATE_BYTES = 8
-"""Of optimizer states, for each element that is trained: Adam's two, in fp32. Optimizers are built after sharding."""
+_STATES, _STATE_BYTES = 2, 4
+"""Optimizer states of an element that is trained: Adam's two, of at least four bytes. Optimizers are built later."""
 
 _ACTIVATIONS = 1 / 4
 """Part of what training may use that is left for activations, of which nothing is known before a step is traced.
@@ -105,7 +105,7 @@ def _need(
     chunks = lay_out(module, shards).chunks
     trained = [chunk for chunk in chunks if chunk.is_trained]
     parameters, gradients = sum(chunk.nbytes for chunk in chunks), sum(chunk.nbytes for chunk in trained)
-    states = _STATE_BYTES * sum(chunk.numel for chunk in trained)
+    states = _STATES * sum(max(chunk.dtype.itemsize, _STATE_BYTES) * chunk.numel for chunk in trained)
     moving = moving_bytes(config, chunks, shards, stage=stage, gather_dtype=gather_dtype)
     return _Need(parameters + gradients + states, moving)
 
@@ -133,7 +133,7 @@ def _described(groups: Sequence[int], chosen: int, needs: Sequence[_Need], room:
         sharing += f" (among {groups[chosen - 1]} a rank would need {format_bytes(sum(needs[chosen - 1]))})"
     text = (
         f"device_mesh='auto': {sharing}. A rank needs {format_bytes(sum(need))}: {format_bytes(need.staying)} for its "
-        "shards of parameters, gradients and optimizer states (8 bytes an element), "
+        "shards of parameters, gradients and optimizer states (Adam's two, in fp32 at least), "
         f"{format_bytes(need.moving)} for what is gathered and reduced at a time. The smallest device has "
         f"{format_bytes(room.total)}, of which these may take {format_bytes(room.for_shards)}"
     )

@@ -109,7 +109,7 @@ class DeepCompileMonitor(pl.Callback):
         """Begins to count."""
         strategy = _strategy(trainer)
         if strategy.root_device.type == "cuda":
-            dtype = strategy.precision_plugin.gather_dtype or torch.float32
+            dtype = strategy.mixed_precision_config.param_dtype or torch.float32
             self._available = get_available_flops(strategy.root_device, dtype)
         self._recompilations = 0
         self._restart(trainer)

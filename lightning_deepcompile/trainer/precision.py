@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    FSDPPrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision as MixedPrecisionDtypes
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -22,7 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DeepCompilePrecision", "UnsupportedPrecisionError"]
 
-PrecisionName = Literal["32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
+PrecisionName = Literal["64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
+
+_CONVERTED = (DoublePrecision, HalfPrecision, MixedPrecision, FSDPPrecision)
 
 
 class UnsupportedPrecisionError(ValueError, TypeError):
@@ -33,10 +41,10 @@ class DeepCompilePrecision(FSDPPrecision):
     """Precision for `DeepCompileStrategy`; Lightning's ``precision=`` flag is converted to it.
 
     Args:
-        precision: ``"32-true"``: everything in fp32. ``"bf16-true"``, ``"16-true"``: parameters, optimizer states and
-            compute in that dtype. ``"bf16-mixed"``, ``"16-mixed"``: fp32 parameters and optimizer states; gathered,
-            computed and reduced in 16 bits, with autocast for operators that want fp32 (as FSDP does it: the
-            parameters travel in 16 bits). ``"16-mixed"`` scales the loss.
+        precision: ``"32-true"``: everything in fp32. ``"64-true"``, ``"bf16-true"``, ``"16-true"``: parameters,
+            buffers, inputs, optimizer states and compute in that dtype. ``"bf16-mixed"``, ``"16-mixed"``: fp32
+            parameters and optimizer states; gathered, computed and reduced in 16 bits, with autocast for operators that
+            want fp32 (as FSDP does it: the parameters travel in 16 bits). ``"16-mixed"`` scales the loss.
         scaler: Scales the loss of ``"16-mixed"``; by default one with PyTorch's defaults.
 
     Raises:
@@ -57,8 +65,12 @@ class DeepCompilePrecision(FSDPPrecision):
                 "steps. Use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler."
             )
         # The base makes a scaler for GPUs, and warns where there are none; ours is made when the device is known.
-        super().__init__("bf16-mixed" if precision == "16-mixed" else precision)
-        self.precision = precision
+        # It has no fp64.
+        known: Any = {"16-mixed": "bf16-mixed", "64-true": "32-true"}.get(precision, precision)
+        super().__init__(known)
+        self.precision = precision  # type: ignore[assignment] # of which the base knows fewer
+        if precision == "64-true":
+            self._desired_input_dtype = torch.float64
         self.scaler = scaler
         self._scaler_state: dict[str, Any] = {}
         self.device_type = "cpu"
@@ -80,7 +92,7 @@ class DeepCompilePrecision(FSDPPrecision):
             return cls()
         if isinstance(plugin, cls):
             return plugin
-        if type(plugin) is Precision or isinstance(plugin, HalfPrecision | MixedPrecision | FSDPPrecision):
+        if type(plugin) is Precision or isinstance(plugin, _CONVERTED):
             converted = cls(plugin.precision)  # type: ignore[arg-type]
             scaler = getattr(plugin, "scaler", None)
             if isinstance(scaler, ShardedGradScaler):
@@ -128,13 +140,15 @@ class DeepCompilePrecision(FSDPPrecision):
         return MixedPrecisionDtypes(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Casts the parameters for ``bf16-true`` and ``16-true``, and buffers if `mixed_precision` says so.
+        """Casts the model for ``64-true``, ``bf16-true`` and ``16-true``, and buffers if `mixed_precision` says so.
 
         Complex buffers (of rotary embeddings, say) stay complex. With ``32-true`` all stays as it was built, as on one
         device.
         """
         buffers = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
-        if self.precision != "32-true":
+        if self.precision == "64-true":
+            module = module.double()
+        elif self.precision != "32-true":
             module = super().convert_module(module)
         for owner, name, buffer in buffers:
             if buffer.is_complex():
@@ -147,7 +161,7 @@ class DeepCompilePrecision(FSDPPrecision):
         return module
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Autocast for mixed precision, the default dtype for 16-bit parameters."""
+        """Autocast for mixed precision, else the parameters' dtype as the default of new tensors."""
         if self.gather_dtype in (torch.bfloat16, torch.float16):
             return torch.autocast(self.device_type, dtype=self.gather_dtype)
         return DefaultDtype(self._desired_input_dtype)

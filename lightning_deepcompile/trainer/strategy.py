@@ -91,7 +91,7 @@ class DeepCompileStrategy(ProcessStrategy):
             these two dimensions. Ranks next to each other share; gradients are reduced among them, and then averaged
             over the replicas. ``"auto"``: the ranks of a node share; those of several nodes, or all, if one node's have
             no memory for that. It is decided by sizes before the model is sharded, on all ranks alike, and told in one
-            line: shards of parameters and gradients, 8 bytes of optimizer states an element (Adam's in fp32, as the
+            line: shards of parameters and gradients, two optimizer states an element (Adam's, in fp32 at least, as the
             optimizer is not known yet), and what is gathered and reduced at a time must fit into three quarters of what
             ``CompileConfig(memory_budget=...)`` allows on the smallest device (CPU: of the available host memory, a
             rank's part). What may leave for host memory is counted, too. None: all ranks share, or those of a node

@@ -39,7 +39,7 @@ def test_missing_extension_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch)
     load_extension.cache_clear()
 
 
-@pytest.mark.parametrize("precision", ["64-true", "transformer-engine", "int8"])
+@pytest.mark.parametrize("precision", ["64-mixed", "transformer-engine", "int8"])
 def test_unsupported_precision(precision: str) -> None:
     with pytest.raises(ValueError, match="32-true"):
         DeepCompilePrecision(precision)  # type: ignore[arg-type]
