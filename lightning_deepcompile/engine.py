@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -21,6 +21,7 @@ from lightning_deepcompile.capture.graph_checks import explain
 from lightning_deepcompile.capture.steps import CompiledSteps
 from lightning_deepcompile.capture.sync_batchnorm import trace_sync_batchnorm
 from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.offload.chunks import Parts
 from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.plan.costs import Profile, Resident
 from lightning_deepcompile.plan.report import Round
@@ -40,8 +41,9 @@ from lightning_deepcompile.sharding.successors import Successors
 from lightning_deepcompile.step.clipping import Clipping
 from lightning_deepcompile.step.direct import DirectStep
 from lightning_deepcompile.step.head_start import HeadStart
-from lightning_deepcompile.step.optimizers import LocalShards, check_optimizer, state_bytes, take_over
-from lightning_deepcompile.step.ways import OptimizerWays, Way
+from lightning_deepcompile.step.optimizers import LocalShards, check_optimizer, share_states, state_bytes, take_over
+from lightning_deepcompile.step.owner_step import OwnerStep
+from lightning_deepcompile.step.ways import OptimizerWays, Way, is_elementwise
 from lightning_deepcompile.summary import Summary
 
 __all__ = ["Engine"]
@@ -175,7 +177,8 @@ class Engine:
             MemoryBudgetError: If their states shall live in host memory, which does not hold them.
         """
         if optimizer not in self._local_shards:
-            if take_over(optimizer, self.model, self.successors) and self.residency is not None:
+            taken = take_over(optimizer, self.model, self.successors)
+            if taken and self.residency is not None:
                 raise ValueError(
                     f"{type(optimizer).__name__} has stepped before the module was sharded, so its states cannot be "
                     f"offloaded (CompileConfig(offload={self.config.offload!r})). Build it in `configure_optimizers`, "
@@ -183,15 +186,9 @@ class Engine:
                 )
             check_optimizer(optimizer, self.model)
             ways = OptimizerWays(optimizer, self.model)
-            for decision in ways.decisions():
-                if decision.way is Way.OWNERS:
-                    raise ValueError(
-                        f"{decision.reason}, but each rank holds a part of every one. Use an element-wise optimizer "
-                        "(SGD, Adam, AdamW, ...)."
-                    )
-            parts: Any = HeadStart.of(optimizer, self.timeline.prefetch)
-            if self.residency is not None:
-                parts = self.residency.attach(optimizer, parts)
+            parts = self._parts_of(optimizer, ways)
+            owner_of = parts.owner_of if isinstance(parts, OwnerStep) else None
+            share_states(optimizer, self.model, taken, owner_of)
             direct = None
             if self.residency is None:
                 direct = DirectStep.of(optimizer, self.model, self.timeline.prefetch, self.capture.replays)
@@ -205,6 +202,27 @@ class Engine:
                 parts,
                 direct,
             )
+
+    def _parts_of(self, optimizer: Optimizer, ways: OptimizerWays) -> Parts | None:
+        """Returns what divides the steps of `optimizer`, if anything does."""
+        owners = Way.OWNERS in ways.ways()
+        if owners and self.config.offload == "all":
+            raise ValueError(
+                f"CompileConfig(offload='all'): {type(optimizer).__name__} steps on unsharded tensors, each on the "
+                "rank that owns it, where their states stay on the device. Use offload='auto' or 'none', or an "
+                "element-wise optimizer."
+            )
+        if self.residency is not None and not owners:
+            return self.residency.attach(optimizer, HeadStart.of(optimizer, self.timeline.prefetch))
+        if is_elementwise(optimizer) or self.model.ranks.shards == 1:
+            return HeadStart.of(optimizer, self.timeline.prefetch)
+        return OwnerStep(optimizer, self.model, self.gradients, self.host_group, ways, self.timeline.order.check)
+
+    def owner_of(self, optimizer: Optimizer, parameter: Tensor) -> int | None:
+        """Returns the shard rank that has all states of a parameter of `optimizer`; None: each rank has its rows'."""
+        shards = self._local_shards.get(optimizer)
+        owners = None if shards is None else shards.owner_step
+        return None if owners is None else owners.owner_of(parameter)
 
     def offload_of(self, optimizer: Optimizer) -> StateOffload | None:
         """What keeps states of `optimizer` in host memory, if it was attached and the settings ask for it."""

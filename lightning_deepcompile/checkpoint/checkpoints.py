@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import pickle
@@ -35,6 +36,7 @@ from lightning_deepcompile.checkpoint.optimizer_state import (
     full_optimizer_state,
     load_optimizer_state,
     sharded_optimizer_state,
+    whole_for_owners,
 )
 from lightning_deepcompile.checkpoint.sharded import ShardedCheckpoint, save_sharded
 from lightning_deepcompile.checkpoint.staging import remove, resolve, set_aside, stand_in
@@ -179,9 +181,11 @@ class Checkpoints:
         if isinstance(plain, NoOptimizer):
             return plain.state_dict()
         engine = self._strategy.engine
+        owner_of = functools.partial(engine.owner_of, plain)
         if self.sharded:
-            return sharded_optimizer_state(plain, engine.module, engine.model)
-        return full_optimizer_state(plain, engine.module, engine.model, keep=self._strategy.is_global_zero)
+            return sharded_optimizer_state(plain, engine.module, engine.model, owner_of)
+        keep = self._strategy.is_global_zero
+        return full_optimizer_state(plain, engine.module, engine.model, owner_of, keep=keep)
 
     def save(self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None) -> None:
         """Writes a checkpoint that Lightning assembled on all ranks; a collective.
@@ -287,7 +291,8 @@ class Checkpoints:
                 self._check_number_of_optimizers(opened)
         if isinstance(opened, ShardedCheckpoint):
             ranks = None if self.model is None else self.model.ranks
-            return opened.load(ranks, self._is_sharded_here(), with_optimizers=fitting)
+            owners = self._owners() if fitting else []
+            return opened.load(ranks, self._is_sharded_here(), owners, with_optimizers=fitting)
         return opened
 
     def load_module(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
@@ -308,10 +313,15 @@ class Checkpoints:
         if not checkpoint["optimizer_states"]:  # saved before a training
             return
         engine = self._strategy.engine
-        states = filter(None, checkpoint["optimizer_states"])
+        module, model = engine.module, engine.model
+        pairs = []
+        for optimizer, state in zip(self._optimizers(), filter(None, checkpoint["optimizer_states"]), strict=True):
+            owner_of = functools.partial(engine.owner_of, optimizer)
+            pairs.append((optimizer, whole_for_owners(optimizer, state, module, model, owner_of), owner_of))
         with raise_together("Loading the optimizers' states"):
-            for optimizer, state in zip(self._optimizers(), states, strict=True):
-                load_optimizer_state(optimizer, state, engine.module, engine.model, engine.offload_of(optimizer))
+            for optimizer, state, owner_of in pairs:
+                offload = engine.offload_of(optimizer)
+                load_optimizer_state(optimizer, state, module, model, owner_of, offload)
 
     def remove(self, filepath: str | os.PathLike[str]) -> None:
         """Removes a checkpoint of either kind, once what was saved before is whole; only rank 0 does something."""
@@ -369,6 +379,20 @@ class Checkpoints:
             return name not in whole and shapes.get(name, shape) == shape
 
         return is_sharded
+
+    def _owners(self) -> list[dict[str, int]]:
+        """For each optimizer, the shard rank that has all states of a parameter, by names of those that have one."""
+        engine = self._engine()
+        if engine is None:
+            return []
+        found = []
+        for optimizer in self._optimizers():
+            held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            owners = {p: engine.owner_of(optimizer, p.dtensor) for p in engine.model.parameters if p.dtensor in held}
+            found.append(
+                {plain_name(o.fqn): owner for p, owner in owners.items() if owner is not None for o in p.owners}
+            )
+        return found
 
     def _check_number_of_optimizers(self, checkpoint: ShardedCheckpoint | Mapping[str, Any]) -> None:
         if isinstance(checkpoint, ShardedCheckpoint):

@@ -1,18 +1,19 @@
 """Optimizer states: this rank's rows of every parameter's state, as DTensors or whole, and the way back.
 
 Optimizers hold plain tensors, one row for each of this rank's rows of the parameter. A state of another shape (a step
-counter) belongs to the whole parameter.
+counter) belongs to the whole parameter. Where one rank steps on a parameter, it alone has its states, unsharded.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -24,7 +25,12 @@ from lightning_deepcompile.ranks.exchange import alike, exchange
 from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.shards import ShardedModel
 
-__all__ = ["full_optimizer_state", "load_optimizer_state", "sharded_optimizer_state"]
+__all__ = ["OwnerOf", "full_optimizer_state", "load_optimizer_state", "sharded_optimizer_state", "whole_for_owners"]
+
+OwnerOf = Callable[[Tensor], int | None]
+"""Returns the shard rank that has all states of a parameter; None: each rank has those of its rows."""
+
+_SMALL = 1024  # elements of a state up to which ranks exchange it with the table
 
 
 @dataclass(frozen=True)
@@ -34,33 +40,76 @@ class _Rows:
     dtype: torch.dtype
 
 
-def full_optimizer_state(optimizer: Optimizer, module: nn.Module, model: ShardedModel, *, keep: bool) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _OnOwner:
+    """In the table: a state that one rank has.
+
+    Args:
+        owner: Its shard rank.
+        shape: The state's.
+        dtype: Likewise.
+        mine: The state itself, on its owner.
+    """
+
+    owner: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    mine: Tensor | None = field(default=None, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What ranks exchange of it."""
+        return self.__dict__ | {"mine": None}
+
+
+def full_optimizer_state(
+    optimizer: Optimizer, module: nn.Module, model: ShardedModel, owner_of: OwnerOf, *, keep: bool
+) -> dict[str, Any]:
     """The optimizer's state dict with whole tensors on the CPU, as plain PyTorch would write it; a collective.
 
     Args:
         optimizer: Holds the module's parameters; its state tensors are this rank's rows.
         module: The sharded module.
         model: How it is sharded.
-        keep: Whether this rank keeps the tensors.
+        owner_of: Who has states alone.
+        keep: Whether this rank, the first, keeps the tensors.
 
     Returns:
         The state dict, empty where `keep` is false.
     """
-    states, groups = _distributed_states(optimizer, module, model)
+    states, groups = _distributed_states(optimizer, module, model, owner_of)
     full: dict[int, dict[str, Any]] = {}
     for index, entries in states.items():
-        values = {k: gather(v, keep=keep) if isinstance(v, DTensor) else v for k, v in entries.items()}
+        values = {}
+        for key, value in entries.items():
+            if isinstance(value, DTensor):
+                value = gather(value, keep=keep)
+            elif isinstance(value, _OnOwner):
+                value = _fetch(value, model, keep=keep)
+            values[key] = value
         if keep:
             full[index] = values
     return {"state": full, "param_groups": groups} if keep else {}
 
 
-def sharded_optimizer_state(optimizer: Optimizer, module: nn.Module, model: ShardedModel) -> dict[str, Any]:
-    """The optimizer's state dict on every rank, keyed by parameter names, with DTensors; a collective."""
+def sharded_optimizer_state(
+    optimizer: Optimizer, module: nn.Module, model: ShardedModel, owner_of: OwnerOf
+) -> dict[str, Any]:
+    """The optimizer's state dict, keyed by parameter names, with DTensors; a collective.
+
+    States that one rank has are in that rank's alone; the rest is the same on all ranks.
+    """
     names = [name for name, _ in _parameters_of(optimizer, module, model)]
-    states, groups = _distributed_states(optimizer, module, model)
+    states, groups = _distributed_states(optimizer, module, model, owner_of)
+    here = {
+        index: {
+            key: value.mine if isinstance(value, _OnOwner) else value
+            for key, value in entries.items()
+            if not isinstance(value, _OnOwner) or value.mine is not None
+        }
+        for index, entries in states.items()
+    }
     return {
-        "state": {names[index]: entries for index, entries in states.items()},
+        "state": {names[index]: entries for index, entries in here.items()},
         "param_groups": [{**group, "params": [names[index] for index in group["params"]]} for group in groups],
     }
 
@@ -70,15 +119,17 @@ def load_optimizer_state(
     state: Mapping[str, Any],
     module: nn.Module,
     model: ShardedModel,
+    owner_of: OwnerOf,
     offload: StateOffload | None = None,
 ) -> None:
-    """Loads an optimizer state dict; each rank takes its rows.
+    """Loads an optimizer state dict; each rank takes its rows, and all states of the parameters that it owns.
 
     Args:
         optimizer: The optimizer.
-        state: A plain state dict, or one keyed by names, with whole tensors or DTensors.
+        state: A plain state dict, or one keyed by names, with whole tensors or DTensors; see `whole_for_owners`.
         module: The sharded module.
         model: How it is sharded.
+        owner_of: Who has states alone.
         offload: Where states wait in host memory; they go there without coming to the device.
 
     Raises:
@@ -91,11 +142,12 @@ def load_optimizer_state(
     local: dict[int, dict[str, Any]] = {}
     waiting: dict[tuple[int, str], Tensor] = {}
     for index, key in enumerate(saved):
-        if key in state["state"]:
+        owner = owner_of(held[index])
+        if key in state["state"] and owner in (None, model.ranks.shard_rank):
             _, parameter = parameters[index]
             local[index] = {}
             for name, value in state["state"][key].items():
-                rows = _rows(value, parameter)
+                rows = _rows(value, parameter if owner is None else None)
                 if offload is not None and offload.takes(held[index], rows):
                     # The optimizer decides on the dtype, of a tensor without memory.
                     waiting[index, name], rows = rows, rows.new_empty(0)
@@ -114,6 +166,32 @@ def load_optimizer_state(
         entries[name] = offload.load(parameter, name, entries[name].dtype, rows)
 
 
+def whole_for_owners(
+    optimizer: Optimizer, state: Mapping[str, Any], module: nn.Module, model: ShardedModel, owner_of: OwnerOf
+) -> dict[str, Any]:
+    """Returns `state` with DTensors of parameters that have owners gathered there; a collective if there are any.
+
+    Args:
+        optimizer: The optimizer that is going to load it.
+        state: A state dict keyed by names; others are returned as they are.
+        module: The sharded module.
+        model: How it is sharded.
+        owner_of: Who has states alone.
+    """
+    held = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    owners = {
+        plain_name(name): owner_of(parameter)
+        for parameter, (name, _) in zip(held, _parameters_of(optimizer, module, model), strict=True)
+    }
+    states = dict(state["state"])
+    for key, entries in states.items():
+        owner = owners.get(plain_name(key)) if isinstance(key, str) else None
+        if owner is not None:
+            keep = owner == model.ranks.shard_rank
+            states[key] = {k: gather(v, keep=keep) if isinstance(v, DTensor) else v for k, v in entries.items()}
+    return {**state, "state": states}
+
+
 def _parameters_of(
     optimizer: Optimizer, module: nn.Module, model: ShardedModel
 ) -> list[tuple[str, ShardedParameter | None]]:
@@ -127,7 +205,7 @@ def _parameters_of(
 
 
 def _distributed_states(
-    optimizer: Optimizer, module: nn.Module, model: ShardedModel
+    optimizer: Optimizer, module: nn.Module, model: ShardedModel, owner_of: OwnerOf
 ) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
     """States by parameter number, equal in structure on all ranks: rows as DTensors, the rest as it is on rank 0.
 
@@ -135,6 +213,7 @@ def _distributed_states(
         optimizer: The optimizer.
         module: The sharded module.
         model: How it is sharded.
+        owner_of: Who has states alone.
 
     Returns:
         The states, and the parameter groups.
@@ -143,11 +222,16 @@ def _distributed_states(
         RuntimeError: For a state that is neither of the parameter's shape nor equal on all ranks.
     """
     parameters = _parameters_of(optimizer, module, model)
+    held = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     packed = optimizer.state_dict()
     plain = {index: dict(entries) for index, entries in packed["state"].items()}
     table: dict[tuple[int, str], Any] = {}
     for index, entries in plain.items():
-        parameter = parameters[index][1]
+        parameter, owner = parameters[index][1], owner_of(held[index])
+        if owner is not None:
+            if owner == model.ranks.shard_rank:
+                table |= {(index, key): _on_owner(value, owner) for key, value in entries.items()}
+            continue
         for key, value in entries.items():
             if isinstance(value, DTensor) and parameter is not None:
                 # Someone stepped on the DTensors themselves; the next step will make its state plain.
@@ -164,6 +248,9 @@ def _distributed_states(
         name, parameter = parameters[index]
         found = [ranks[index, key] for ranks in tables if (index, key) in ranks]
         value = found[0]
+        if isinstance(value, _OnOwner):
+            states.setdefault(index, {})[key] = table.get((index, key), value)
+            continue
         if any(_differs(value, other) for other in found[1:]):
             raise RuntimeError(
                 f"The state {key!r} of {name!r} in {type(optimizer).__name__} has not the shape of the parameter's "
@@ -184,6 +271,36 @@ def _distributed(parameter: ShardedParameter, local: Tensor | None, dtype: torch
     if local.device == parameter.local.device:
         return parameter.distribute(local.detach())
     return compat.with_local(parameter.distribute(torch.empty_like(local, device="meta")), local.detach())
+
+
+def _on_owner(value: Any, owner: int) -> Any:
+    """Returns a state as its owner passes it to the other ranks."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach()
+    if type(value) is not Tensor or value.numel() <= _SMALL:
+        return value.cpu()
+    return _OnOwner(owner, tuple(value.shape), value.dtype, value)
+
+
+def _fetch(state: _OnOwner, model: ShardedModel, *, keep: bool) -> Tensor | None:
+    """Returns a state that one rank has, on the CPU of the first; a collective of those that share parameters."""
+    ranks = model.ranks
+    if keep and state.owner == ranks.shard_rank:
+        assert state.mine is not None
+        result: Tensor | None = state.mine.to("cpu", copy=True)
+    else:
+        result = None
+    if state.owner == 0:  # the first rank's own
+        return result
+    device = model.parameters[0].local.device
+    if state.mine is None:
+        sent = torch.empty(state.shape, dtype=state.dtype, device=device)
+    else:
+        sent = state.mine.to(device).contiguous()
+    # As bytes: not every dtype travels.
+    dist.broadcast(sent.view(-1).view(torch.uint8), group=ranks.shard_group, group_src=state.owner)
+    return sent.to("cpu", copy=True) if keep else None
 
 
 def _told(value: Any) -> Any:

@@ -12,7 +12,7 @@ import os
 import pickle
 import posixpath
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -32,7 +32,7 @@ from lightning_deepcompile.checkpoint.background import BackgroundSaves, copy_to
 from lightning_deepcompile.checkpoint.disk_space import bytes_of, no_space, no_space_in
 from lightning_deepcompile.checkpoint.file import open_synced
 from lightning_deepcompile.checkpoint.location import META, local_path
-from lightning_deepcompile.checkpoint.module_state import CURRENT_STATE
+from lightning_deepcompile.checkpoint.module_state import CURRENT_STATE, plain_name
 from lightning_deepcompile.checkpoint.staging import clear_leftovers, commit, discard, remove, staging_path
 from lightning_deepcompile.compat.checkpoint import FsspecReader
 from lightning_deepcompile.ranks.exchange import from_first, raise_together
@@ -257,7 +257,12 @@ class ShardedCheckpoint:
         return count if count or "lr_schedulers" in self.meta else None
 
     def load(
-        self, ranks: Ranks | None, is_sharded: Callable[[str, torch.Size], bool], *, with_optimizers: bool
+        self,
+        ranks: Ranks | None,
+        is_sharded: Callable[[str, torch.Size], bool],
+        owners: Sequence[Mapping[str, int]] = (),
+        *,
+        with_optimizers: bool,
     ) -> dict[str, Any]:
         """Reads this rank's part into host memory; a collective.
 
@@ -265,6 +270,7 @@ class ShardedCheckpoint:
             ranks: Who reads what; None if nothing is sharded.
             is_sharded: Tells by a parameter's or buffer's name and a tensor's shape whether to read this rank's rows
                 only.
+            owners: For each optimizer, by names of parameters, the shard rank that reads all of their states.
             with_optimizers: Whether to read optimizer states.
 
         Returns:
@@ -277,6 +283,7 @@ class ShardedCheckpoint:
         optimizers = [f"optimizer_{i}" for i in range(self.optimizers or 0)] if with_optimizers else []
         wanted = {self.model_key, CURRENT_STATE, *optimizers}
         paths = {key: path for key, path in self._paths().items() if path[0] in wanted}
+        owner_of = {(f"optimizer_{i}", name): owner for i, each in enumerate(owners) for name, owner in each.items()}
         flat: dict[str, Any] = {}
         for key, path in paths.items():
             stored = self.metadata.state_dict_metadata[key]
@@ -285,6 +292,11 @@ class ShardedCheckpoint:
                 continue
             shape, dtype = stored.size, stored.properties.dtype
             name = str(path[1] if path[0] in (self.model_key, CURRENT_STATE) else path[2])
+            owner = owner_of.get((path[0], plain_name(name))) if path[1] == "state" else None
+            if owner is not None:
+                if ranks is not None and owner == ranks.shard_rank:
+                    flat[key] = torch.empty(shape, dtype=dtype)
+                continue
             rows_only = shape.numel() > 0 and len(shape) > 0 and is_sharded(name, shape)
             flat[key] = (
                 _empty_rows(shape, dtype, ranks) if rows_only and ranks is not None else torch.empty(shape, dtype=dtype)
@@ -294,8 +306,8 @@ class ShardedCheckpoint:
         except CheckpointException as error:
             raise RuntimeError(f"The checkpoint {os.fspath(self.path)!r} could not be read: {error}") from error
         nested: dict[str, Any] = {}
-        for key, path in paths.items():
-            _insert(nested, path, flat[key])
+        for key, value in flat.items():
+            _insert(nested, paths[key], value)
         checkpoint = dict(self.meta)
         checkpoint["state_dict"] = nested.get(str(self.model_key), {})
         if CURRENT_STATE in nested:

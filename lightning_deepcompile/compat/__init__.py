@@ -44,6 +44,7 @@ from lightning_deepcompile.compat.autograd import (
 from lightning_deepcompile.compat.distributed import (
     all_gather_into,
     all_to_all_into,
+    all_to_all_uneven,
     device_of_objects,
     full_tensor,
     gather_rows,
@@ -116,6 +117,7 @@ __all__ = [
     "alias",
     "all_gather_into",
     "all_to_all_into",
+    "all_to_all_uneven",
     "assert_on_device",
     "below_autograd",
     "capture",

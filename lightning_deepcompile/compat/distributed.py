@@ -5,6 +5,8 @@ Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 __all__ = [
     "all_gather_into",
     "all_to_all_into",
+    "all_to_all_uneven",
     "device_of_objects",
     "full_tensor",
     "gather_rows",
@@ -102,6 +105,24 @@ def all_gather_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) ->
 def all_to_all_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Sends the n-th of `tensor`'s equal parts to rank n, whose part for this rank comes to the same place."""
     dist.all_to_all_single(output, tensor, group=group)
+
+
+def all_to_all_uneven(
+    output: Tensor, tensor: Tensor, into: list[int], out: list[int], group: dist.ProcessGroup
+) -> Callable[[], None]:
+    """Begins to send ``out[n]`` elements of `tensor` to rank n, and to receive ``into[n]`` from it, rank by rank.
+
+    Returns:
+        A function that waits for it, on a GPU's current stream, and keeps both tensors alive until then.
+    """
+    work = dist.all_to_all_single(output, tensor, into, out, group=group, async_op=True)
+
+    def wait() -> None:
+        nonlocal tensor
+        work.wait()
+        tensor = output  # may be freed now
+
+    return wait
 
 
 def reduce_scatter_mean_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:

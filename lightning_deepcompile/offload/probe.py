@@ -115,6 +115,12 @@ def probe_states(optimizer: Optimizer, device: torch.device) -> StateSizes:
                     raise _refusal(kind, f"it failed on a parameter of its own: {error}") from error
                 sizes[index, dtype] = _leaving_bytes(optimizer, small, kind) // small.numel()
                 optimizer.state.clear()
+        optimizer.param_groups = [{**group, "params": []} for group in groups]
+        try:
+            with compat.unhooked_step(optimizer) as step:
+                step(optimizer)
+        except Exception as error:
+            raise _refusal(kind, f"it failed on groups without parameters: {error}") from error
     changed = changed_settings(own, _attributes(optimizer))
     if changed:
         raise _refusal(kind, f"its attributes {sorted(changed)} change with every step")

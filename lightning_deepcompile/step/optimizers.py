@@ -8,7 +8,7 @@ same memory: elementwise arithmetic needs no more, and DTensor's dispatch would 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,24 +26,24 @@ from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.shards import ShardedModel
 from lightning_deepcompile.sharding.successors import Successors
 from lightning_deepcompile.step.direct import DirectStep
+from lightning_deepcompile.step.owner_step import OwnerStep
 from lightning_deepcompile.step.ways import OptimizerWays, Way
 
-__all__ = ["LocalShards", "check_optimizer", "state_bytes", "take_over"]
+__all__ = ["LocalShards", "check_optimizer", "share_states", "state_bytes", "take_over"]
 
 
-def take_over(optimizer: Optimizer, model: ShardedModel, successors: Successors) -> bool:
+def take_over(optimizer: Optimizer, model: ShardedModel, successors: Successors) -> list[Tensor]:
     """Makes an optimizer that was built before the module was sharded hold what took its parameters' places.
 
     Args:
-        optimizer: Its groups and its state are changed in place; a state of a parameter's shape becomes this rank's
-            rows of it.
+        optimizer: Its groups and its state are changed in place.
         model: How the parameters are sharded.
         successors: What they are now.
 
     Returns:
-        Whether it had states of such parameters.
+        Parameters of which it has states; `share_states` divides them.
     """
-    states = False
+    taken = []
     for group in optimizer.param_groups:
         for place, old in enumerate(group["params"]):
             new = successors.of(old)
@@ -51,14 +51,43 @@ def take_over(optimizer: Optimizer, model: ShardedModel, successors: Successors)
                 continue
             group["params"][place] = new
             if old in optimizer.state:
-                states = True
-                entries = optimizer.state.pop(old)
-                optimizer.state[new] = {k: _rows(v, old, model.by_parameter.get(new)) for k, v in entries.items()}
-    return states
+                optimizer.state[new] = optimizer.state.pop(old)
+                taken.append(new)
+    return taken
 
 
-def _rows(value: Any, whole: Tensor, parameter: ShardedParameter | None) -> Any:
-    if not isinstance(value, Tensor) or parameter is None or value.shape != whole.shape:
+def share_states(
+    optimizer: Optimizer,
+    model: ShardedModel,
+    parameters: Iterable[Tensor],
+    owner_of: Callable[[Tensor], int | None] | None,
+) -> None:
+    """Leaves this rank's part of states that every rank has: rows of those of a parameter's shape, or all on its owner.
+
+    Args:
+        optimizer: Its state is changed in place.
+        model: How the parameters are sharded.
+        parameters: Those whose states are divided.
+        owner_of: Returns the shard rank that steps on a parameter; None, also as a whole: all ranks do, on shards.
+    """
+    for new in parameters:
+        owner, sharded = None if owner_of is None else owner_of(new), model.by_parameter.get(new)
+        if owner is not None and owner != model.ranks.shard_rank:
+            del optimizer.state[new]
+        elif owner is None and sharded is not None:
+            entries = optimizer.state[new]
+            optimizer.state[new] = {key: _rows(value, sharded) for key, value in entries.items()}
+        elif sharded is not None:
+            entries, device = optimizer.state[new], sharded.local.device
+            shape = sharded.layout.spec.shape
+            optimizer.state[new] = {
+                key: value.to(device, copy=True) if isinstance(value, Tensor) and value.shape == shape else value
+                for key, value in entries.items()
+            }
+
+
+def _rows(value: Any, parameter: ShardedParameter) -> Any:
+    if not isinstance(value, Tensor) or value.shape != parameter.layout.spec.shape:
         return value
     return parameter.rows(value).to(parameter.local.device, copy=True)
 
@@ -143,6 +172,11 @@ class LocalShards:
         """What lets the optimizer step chunk by chunk, if its states may leave the device."""
         return self._parts if isinstance(self._parts, StateOffload) else None
 
+    @property
+    def owner_step(self) -> OwnerStep | None:
+        """What steps on unsharded tensors, if the optimizer's groups may have owners."""
+        return self._parts if isinstance(self._parts, OwnerStep) else None
+
     def detach(self) -> None:
         """Leaves the optimizer alone from now on, which holds the module's parameters."""
         if self._optimizer() is not None:
@@ -157,6 +191,11 @@ class LocalShards:
     def _enter(self, ways: Sequence[Way]) -> None:
         """Lets groups that step on shards hold them; the other groups hold the module's parameters."""
         self.restore()
+        if Way.OWNERS in ways and self.owner_step is None:
+            raise RuntimeError(
+                f"A parameter group was added to {type(self._held()).__name__} that it steps on unsharded, while the "
+                "states of its other groups are offloaded. Use CompileConfig(offload='none')."
+            )
         by_parameter = self._model.by_parameter
         for group, way in zip(self._held().param_groups, ways, strict=True):
             for parameter in group["params"] if way is Way.SHARDS else ():
