@@ -272,11 +272,13 @@ def discard(path: Path) -> None:
 
 def _delete(path: Path) -> None:
     """Deletes what no one reads any more. Where that fails (NFS keeps open files), the next save deletes the rest."""
-    with _saying(path), contextlib.suppress(FileNotFoundError):  # another process deletes the same
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+    with _saying(path):
+        while os.path.lexists(path):
+            with contextlib.suppress(FileNotFoundError):  # another process deletes the same
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
 
 
 def sync(path: Path) -> None:
