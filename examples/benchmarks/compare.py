@@ -20,6 +20,11 @@ cannot fit. Of experts, TFLOP/s count those that a token is sent to; memory, com
     python examples/benchmarks/compare.py --shape llama3-70b --layers 10 --checkpointing --cases 1024x1x1 \
         --systems deepcompile@offload=all,deepcompile@offload=auto,deepspeed@offload_optimizer=cpu --case-limit 500 \
         --out results
+
+``--optimizer muon`` compares Muon on owner ranks with Muon on FSDP2's DTensors:
+
+    python examples/benchmarks/compare.py --optimizer muon --shape llama3-8b --layers 8 --cases 1024x1x1,4096x1x4 \
+        --systems deepcompile,fsdp2,roofline --out results
 """
 
 from __future__ import annotations
@@ -41,7 +46,7 @@ import deepspeed_setup
 import plot
 import report
 from groups import WorkerGroup
-from jobs import DEEPSPEED, SHAPES, SYSTEMS, Case, Job, Shape, System
+from jobs import DEEPSPEED, OPTIMIZERS, SHAPES, SYSTEMS, Case, Job, Shape, System
 
 GRACE_S = 45
 """A case begun before the deadline may end this long after it."""
@@ -85,6 +90,8 @@ class Comparison:
             reason := too_large(system, self._arguments.shape, report.gpu_bytes())
         ):
             return reason
+        if self._arguments.optimizer != "adamw" and (system.kind == "fsdp" or system.kind in DEEPSPEED):
+            return f"it is not measured with --optimizer {self._arguments.optimizer}"
         if system.kind in DEEPSPEED:
             return deepspeed_setup.unable(system, self._arguments.device)
         return None
@@ -143,6 +150,7 @@ class Comparison:
             deadline=self._deadline,
             profile=profile,
             memory=self._arguments.memory,
+            optimizer=self._arguments.optimizer,
         )
 
     def _run_group(self, job: Job, label: str, keep: Callable[[report.Result], None]) -> tuple[WorkerGroup, str | None]:
@@ -238,6 +246,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cache-dir", type=Path, help="keep Inductor's caches here (default: a temporary folder)")
     parser.add_argument("--warm", action="store_true", help="also measure deepcompile's start with warm caches")
     parser.add_argument("--memory", action="store_true", help="on CPUs, measure memory in place of times")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help=_choices(OPTIMIZERS))
     parser.add_argument("--profile", action="append", default=[], metavar="SYSTEM:CASE", help="trace a step on rank 0")
     arguments = parser.parse_args(argv)
     gpus = report.count_gpus()
@@ -290,6 +299,10 @@ def _list_of(parse: Any) -> Any:
         return items
 
     return read
+
+
+def _choices(described: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {text}" for name, text in described.items())
 
 
 def _positive(text: str) -> int:

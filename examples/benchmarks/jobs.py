@@ -29,6 +29,10 @@ SYSTEMS = {
     "ddp": "Lightning Trainer, DDPStrategy: nothing sharded, the reference for losses of small models",
     "roofline": "no training: the bound described in roofline.py",
 }
+OPTIMIZERS = {
+    "adamw": "fused AdamW for all parameters",
+    "muon": "torch.optim.Muon for the blocks' matrices, fused AdamW for the rest, in one class",
+}
 DEEPSPEED = ("deepspeed", "deepspeed-deepcompile")
 WITH_OPTIONS = ("deepcompile", "deepcompile-uncompiled", "fsdp2-pieces", *DEEPSPEED)
 
@@ -182,6 +186,7 @@ class Job:
         deadline: ``time.time()`` after which no further case is started.
         profile: The case to profile, if any.
         memory: On CPUs, measure the most memory in use, of the first case; it slows steps down.
+        optimizer: Of ``OPTIMIZERS``.
     """
 
     system: System
@@ -198,6 +203,7 @@ class Job:
     deadline: float
     profile: Case | None = None
     memory: bool = False
+    optimizer: str = "adamw"
 
     def save(self, path: Path) -> None:
         """Writes the job as JSON."""

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from jobs import Case, Job
 from profile_trace import StepProfiler
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 ISSUE_STEPS = 3
 """Steps begun with an empty queue, to see how long the host needs to issue one."""
@@ -79,6 +81,9 @@ class StepMeter:
         self._marks: list[Any] = []
         self._host_ms: list[float] = []
         self._numbers: dict[str, Any] = {}
+        self._optimizer_marks: list[tuple[Any, Any]] = []
+        self._optimizer_began: Any = None
+        self._allocated = 0
 
     def begin(self) -> None:
         """To be called right before the first step of the case."""
@@ -96,6 +101,24 @@ class StepMeter:
             self._losses.append(loss.detach().float().clone())
         else:
             self._losses[-1] += loss.detach()
+
+    def begin_optimizer(self) -> None:
+        """To be called when all gradients are there."""
+        if self._done == 0 and self._device.type == "cuda":
+            self._allocated = torch.cuda.memory_allocated(self._device)
+        self._optimizer_began = self._now()
+
+    def end_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """To be called when the optimizer has stepped, before gradients are dropped."""
+        if self._done == 0:
+            states = [v for entries in optimizer.state.values() for v in entries.values() if isinstance(v, Tensor)]
+            local = [v.to_local() if isinstance(v, DTensor) else v for v in states]
+            self._numbers["states_gib"] = sum(v.nbytes for v in local if v.device.type == self._device.type) / _GIB
+            if self._device.type == "cuda":
+                added = torch.cuda.memory_allocated(self._device) - self._allocated
+                self._numbers["states_allocated_gib"] = added / _GIB
+        if self._issued <= self._done < self._measured:
+            self._optimizer_marks.append((self._optimizer_began, self._now()))
 
     def end_step(self) -> None:
         """To be called after each optimizer step."""
@@ -127,26 +150,29 @@ class StepMeter:
         return record
 
     def _mark(self) -> None:
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
+        self._marks.append(self._now())
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end) if self._device.type == "cuda" else (end - begin) * 1e3)
 
     def _collect(self) -> None:
         synchronize(self._device)
-        pairs = zip(self._marks, self._marks[1:], strict=False)
+        self._numbers["ms"] = [self._between(a, b) for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        self._numbers["optimizer_step_ms"] = [self._between(*pair) for pair in self._optimizer_marks]
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             self._numbers |= {
-                "ms": [a.elapsed_time(b) for a, b in pairs],
                 "peak_gib": torch.cuda.max_memory_allocated(self._device) / _GIB,
                 "reserved_gib": torch.cuda.max_memory_reserved(self._device) / _GIB,
                 "device_gib": (total - free) / _GIB,
             }
-        else:
-            self._numbers["ms"] = [(b - a) * 1e3 for a, b in pairs]
         self._numbers["host_ms"] = self._host_ms
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from jobs import Case, Shape
@@ -94,6 +95,52 @@ def block_class(shape: Shape) -> type[nn.Module]:
 def adamw(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.AdamW:
     """The optimizer of every system."""
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """PyTorch's Muon for matrices and its AdamW for the rest, as one optimizer.
+
+    Args:
+        matrices: Those of the blocks.
+        others: All other parameters.
+    """
+
+    def __init__(self, matrices: Iterable[nn.Parameter], others: Iterable[nn.Parameter]) -> None:
+        groups = [
+            _settings(torch.optim.Muon, lr=LEARNING_RATE, weight_decay=0.0) | {"params": list(matrices), "muon": True},
+            _settings(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+            | {"params": list(others), "muon": False},
+        ]
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps; see PyTorch's optimizers."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for kind, muon in ((torch.optim.Muon, True), (torch.optim.AdamW, False)):
+            groups = [group for group in self.param_groups if group["muon"] == muon]
+            if any(group["params"] for group in groups):
+                inner = kind([torch.zeros(1, 1)])
+                inner.param_groups, inner.state = groups, self.state
+                inner.step()
+        return loss
+
+
+def _settings(kind: Callable[..., torch.optim.Optimizer], **settings: Any) -> dict[str, Any]:
+    return kind([torch.zeros(1, 1)], **settings).defaults
+
+
+def make_optimizer(model: nn.Module, shape: Shape, name: str) -> torch.optim.Optimizer:
+    """Builds the optimizer that a job names, ``"adamw"`` or ``"muon"``; of experts, stacks of matrices are AdamW's."""
+    if name == "adamw":
+        return adamw(model.parameters())
+    blocks = [module for module in model.modules() if isinstance(module, block_class(shape))]
+    inside = {p for block in blocks for p in block.parameters() if p.dim() == 2}
+    matrices = [p for p in model.parameters() if p in inside]
+    return MuonWithAdamW(matrices, [p for p in model.parameters() if p not in inside])
 
 
 class Batches:

@@ -35,6 +35,11 @@ def join_ranks(system: System, case: Case, shape: Shape, ranks: Sequence[dict[st
     for key in ("summary", "compiled", "profile", "rounds", "predicted"):
         if key in ranks[0]:
             result[key] = ranks[0][key]
+    for key in ("states_gib", "states_allocated_gib"):
+        if key in ranks[0]:
+            result[key] = max(r[key] for r in ranks)
+    if ranks[0].get("optimizer_step_ms"):
+        result["optimizer_step_ms"] = max(median(r["optimizer_step_ms"]) for r in ranks)
     result["host_ms"] = max(median(r["host_ms"]) for r in ranks)
     if system.kind == "roofline":
         result |= {key: max(r[key] for r in ranks) for key in _PARTS}
@@ -67,8 +72,8 @@ def tables(results: Sequence[Result], systems: Sequence[System], cases: Sequence
     bounds = {case: r["ms"] for (case, name), r in found.items() if name == "roofline"}
     speed = [["ms per optimizer step", *timed, "roofline"]]
     details = [
-        "case|system|ms|min|max|of roofline|tokens/s/GPU|TFLOP/s/GPU|peak GiB|reserved|host ms|first step s|regions|"
-        "compile s|losses".split("|")
+        "case|system|ms|min|max|of roofline|optimizer ms|states GiB|tokens/s/GPU|TFLOP/s/GPU|peak GiB|reserved|host ms|"
+        "first step s|regions|compile s|losses".split("|")
     ]
     for case in map(str, cases):
         base = found.get((case, product), {}).get("ms")
@@ -151,6 +156,8 @@ def _detail_row(result: Result, bound: float | None) -> list[str]:
         result["system"],
         *(_number(result[key], 1) for key in ("ms", "min_ms", "max_ms")),
         _number(bound and bound / result["ms"], 2),
+        _number(result.get("optimizer_step_ms"), 1),
+        _number(result.get("states_allocated_gib", result.get("states_gib")), 2),
         *(_number(result.get(key), 0) for key in ("tokens_per_s_per_gpu", "tflops_per_gpu")),
         *(_number(result.get(key), 1) for key in ("peak_gib", "reserved_gib", "host_ms")),
         _number(first, 1) + (f" (warm {warm:.1f})" if warm is not None else ""),

@@ -12,7 +12,8 @@ where
   every block compiled, head and loss compiled together;
 - ``gather`` and ``reduce`` are one all-gather and one reduce-scatter of all parameters in the compute dtype, one flat
   collective per block, nothing else running;
-- ``optimizer`` is fused AdamW over this rank's share of the parameters in fp32.
+- ``optimizer`` is fused AdamW over this rank's share of the parameters in fp32; with ``--optimizer muon``, Muon on its
+  share of the blocks' matrices, each of them on one rank alone, and AdamW on the rest; nothing is sent.
 
 Of a mixture of experts ``forward_backward`` computes what the router sends to experts, so a token's own experts alone;
 ``gather``, ``reduce`` and ``optimizer`` are of the parameters of all experts, as sharded training moves and updates all
@@ -25,7 +26,7 @@ Each is the median of the measured steps on the slowest rank, since the ranks of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -33,7 +34,7 @@ import torch
 import torch.distributed as dist
 from jobs import Case, Job
 from meter import Recorder, StepMeter
-from models import COMPUTE_DTYPE, Batches, adamw, build_model
+from models import COMPUTE_DTYPE, Batches, build_model, make_optimizer
 from runners import start_process_group
 from transformers import PreTrainedModel
 
@@ -120,14 +121,34 @@ def block_sizes(job: Job) -> list[int]:
 
 
 def measure_optimizer(job: Job, device: torch.device) -> float:
-    """Times the optimizer on this rank's rows of every parameter."""
-    parameters = []
-    for parameter in build_model(job.shape, "meta").parameters():
-        rows, *rest = parameter.shape
-        shard = torch.randn(math.ceil(rows / job.world), *rest, device=device, requires_grad=True)
-        shard.grad = torch.randn_like(shard)
-        parameters.append(shard)
-    return _median_ms(adamw(parameters).step, job, device)
+    """Times the optimizer on this rank's rows of every parameter, and on its share of those that need to be whole."""
+    optimizer = make_optimizer(build_model(job.shape, "meta"), job.shape, job.optimizer)
+    for group in optimizer.param_groups:
+        shapes = [parameter.shape for parameter in group["params"]]
+        if group.get("muon"):
+            shapes = _share(shapes, job.world, dist.get_rank())
+        else:
+            shapes = [(math.ceil(rows / job.world), *rest) for rows, *rest in shapes]
+        group["params"] = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+        for parameter in group["params"]:
+            parameter.grad = torch.randn_like(parameter)
+    return _median_ms(optimizer.step, job, device)
+
+
+def _share(shapes: Sequence[Sequence[int]], world: int, rank: int) -> list[Sequence[int]]:
+    """The matrices of one rank, if the dearest are given out first, each to the rank that has least to multiply."""
+    costs = [0] * world
+    mine = []
+    for shape in sorted(shapes, key=_products, reverse=True):
+        owner = costs.index(min(costs))
+        costs[owner] += _products(shape)
+        if owner == rank:
+            mine.append(shape)
+    return mine
+
+
+def _products(shape: Sequence[int]) -> int:
+    return min(shape) ** 2 * max(shape)
 
 
 def _median_ms(work: Callable[[], object], job: Job, device: torch.device) -> float:

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, Strategy
 from meter import Recorder, StepMeter
-from models import COMPUTE_DTYPE, Batches, LossInPieces, adamw, block_class, build_model
+from models import COMPUTE_DTYPE, Batches, LossInPieces, block_class, build_model, make_optimizer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
@@ -52,7 +52,12 @@ class DecoderModule(pl.LightningModule):
             self.model = build_model(self._job.shape, self.trainer.strategy.root_device)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return adamw(self.parameters())
+        optimizer = make_optimizer(self, self._job.shape, self._job.optimizer)
+        optimizer.register_step_post_hook(lambda stepped, *_: self.meter.end_optimizer(stepped))
+        return optimizer
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.meter.begin_optimizer()
 
     def train_dataloader(self) -> Batches:
         device = self.trainer.strategy.root_device
@@ -170,7 +175,7 @@ def run_fsdp2(job: Job, rank: int, recorder: Recorder) -> None:
             block.compile(dynamic=False)
         fully_shard(block, reshard_after_forward=not keep, **sharding)
     fully_shard(model, **sharding)
-    optimizer = adamw(model.parameters())
+    optimizer = make_optimizer(model, job.shape, job.optimizer)
     for case in job.cases:
         if recorder.out_of_time(device):
             break
@@ -190,7 +195,9 @@ def run_fsdp2(job: Job, rank: int, recorder: Recorder) -> None:
                 loss = (output if in_pieces else output.loss) / case.accumulation
                 loss.backward()
                 meter.add_loss(loss)
+            meter.begin_optimizer()
             optimizer.step()
+            meter.end_optimizer(optimizer)
             optimizer.zero_grad()
             meter.end_step()
         record = meter.record()

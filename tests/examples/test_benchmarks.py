@@ -196,6 +196,31 @@ def test_tables_compare_with_the_product_and_the_roofline() -> None:
 
 
 @pytest.mark.skipif(not plot.can_draw(), reason="matplotlib is not installed")
+def test_muon_with_adamw_steps_as_the_two_do() -> None:
+    import torch
+    from models import build_model, make_optimizer
+
+    ours, theirs = (build_model(SHAPES["tiny"], "cpu") for _ in range(2))
+    optimizer = make_optimizer(ours, SHAPES["tiny"], "muon")
+    matrices = [p for p in theirs.model.layers.parameters() if p.dim() == 2]
+    assert len(optimizer.param_groups[0]["params"]) == len(matrices) == 14
+    others = [p for p in theirs.parameters() if all(p is not matrix for matrix in matrices)]
+    pair = (
+        torch.optim.Muon(matrices, lr=1e-4, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=1e-4, weight_decay=0.0, fused=True),
+    )
+    for seed in range(2):
+        for model in (ours, theirs):
+            generator = torch.Generator().manual_seed(seed)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+        for one in pair:
+            one.step()
+    for mine, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=0)
+
+
 def test_results_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import matplotlib.image
 
