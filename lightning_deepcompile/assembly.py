@@ -208,6 +208,8 @@ class Assembly:
             uncompiled=uncompiled,
             gradients=gradients,
         )
+        gradients.around_hooks = compat.held_weakly(uncompiled.outside)
+        gradients.after_hooks = compat.held_weakly(timeline.hooks_called)
         return timeline, Failures(store, rank, self._ranks.world_size, meeting[-1])
 
     def _room_for_activations(self, residency: Residency | None) -> Callable[[], int] | None:

@@ -38,6 +38,7 @@ from lightning_deepcompile.compat.autograd import (
     stand_in,
     storage_of,
     storage_uses,
+    take_accumulation_hooks,
     unrecorded,
     version_of,
 )
@@ -171,6 +172,7 @@ __all__ = [
     "unguarded",
     "storage_of",
     "storage_uses",
+    "take_accumulation_hooks",
     "store",
     "unhooked_step",
     "unscale",

@@ -6,6 +6,7 @@ Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ __all__ = [
     "plain_functions",
     "storage_of",
     "storage_uses",
+    "take_accumulation_hooks",
 ]
 
 
@@ -142,8 +144,23 @@ def after_backward(call: Callable[[], None]) -> None:
 
 
 def has_hooks(tensor: Tensor) -> bool:
-    """Whether somebody has registered a hook for the gradient of a tensor."""
-    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+    """Whether somebody has registered a hook for the gradient of a tensor (``register_hook``)."""
+    return bool(tensor._backward_hooks)
+
+
+def take_accumulation_hooks(tensor: Tensor) -> dict[int, Callable[[Tensor], None]] | None:
+    """Takes the hooks of ``register_post_accumulate_grad_hook`` from autograd; handles go on removing them.
+
+    Args:
+        tensor: A leaf.
+
+    Returns:
+        Them, by the numbers of their handles; None if there are none.
+    """
+    hooks: Any = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    if hooks:
+        tensor._post_accumulate_grad_hooks = OrderedDict()  # type: ignore[attr-defined] # None would leave them
+    return hooks or None
 
 
 @never_a_frame

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.ranks.exchange import alike, exchange
-from lightning_deepcompile.sharding.shards import collect_parameters
+from lightning_deepcompile.sharding.errors import hook_refused
+from lightning_deepcompile.sharding.shards import collect_parameters, is_sharded
 
 __all__ = ["check_module", "check_no_hooks", "check_same_model"]
 
@@ -73,7 +74,7 @@ def check_module(module: nn.Module, ours: Set[Tensor] = frozenset(), *, world_si
 
 
 def check_no_hooks(parameter: Tensor, name: str) -> None:
-    """Raises for a parameter with hooks, which would never run: autograd sees no gradients of parameters.
+    """Raises for a hook on the gradient of a parameter that is sharded, or will be.
 
     Args:
         parameter: A parameter.
@@ -82,12 +83,8 @@ def check_no_hooks(parameter: Tensor, name: str) -> None:
     Raises:
         ValueError: Says what to do instead.
     """
-    if compat.has_hooks(parameter):
-        raise ValueError(
-            f"The parameter {name!r} has a hook (`register_hook` or `register_post_accumulate_grad_hook`), which "
-            "would not run: gradients are reduced inside of compiled programs. Change `parameter.grad`, this rank's "
-            "part of it, in `on_before_optimizer_step` or `on_after_backward`, and remove the hook."
-        )
+    if compat.has_hooks(parameter) and is_sharded(parameter):
+        raise hook_refused(name)
 
 
 def _check_no_hidden_references(module: nn.Module, parameters: set[nn.Parameter]) -> None:

@@ -9,7 +9,8 @@ that come from elsewhere (autograd, for code that Dynamo did not compile; one th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,8 @@ from lightning_deepcompile.sharding.shards import ShardedModel
 
 __all__ = ["GradientSession"]
 
+_Hooks = dict[int, Callable[[Tensor], None]]
+
 
 class GradientSession:
     """Brackets backward passes; one per strategy.
@@ -38,6 +41,8 @@ class GradientSession:
     Attributes:
         update: Whether backward passes are the last ones before the optimizer steps. Otherwise gradients that are
             reduced once per optimizer step (stage 1) are held back, and ``.grad`` does not show them yet.
+        around_hooks: In which users' hooks run, which see parameters as they are between steps.
+        after_hooks: Called when hooks have run: they may have written to parameters.
     """
 
     def __init__(
@@ -53,6 +58,9 @@ class GradientSession:
         self._discards = False  # what the pass under way computes of parameters: only others were asked for
         self._watched: set[ShardedParameter] = set()
         self._adopts = False  # at the end of the pass under way, which is not a step's
+        self._replicated_hooks: dict[nn.Parameter, list[_Hooks]] = {}
+        self.around_hooks: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.after_hooks: Callable[[], None] = _nothing
         self.update = True
         for parameter in self._trainable():
             self._watch(parameter)
@@ -78,7 +86,14 @@ class GradientSession:
         for parameter in reset:
             if parameter.dtensor.grad is not None:
                 self._set_aside(parameter)
+        for parameter in self._trainable():
+            if parameter.hooks and parameter.dtensor.grad is not None:
+                self._set_aside(parameter)  # the pass then says whether it has a gradient of this one
+                reset.append(parameter)
         self._protect_held(reset)
+        for replicated in self._replicated():
+            if (hooks := compat.take_accumulation_hooks(replicated)) is not None:
+                self._replicated_hooks.setdefault(replicated, []).append(hooks)
         self._stashed = {p: p.grad for p in self._replicated()}
         for replicated in self._stashed:
             replicated.grad = None
@@ -96,12 +111,12 @@ class GradientSession:
         if self._discards:
             self._discards = False
             self._runtime.gradients.free([parameter.ds_id for parameter in self._trainable()])
-        for ds_id in self._runtime.gradients.ids():
-            parameter = self._model.by_id[ds_id]
+        reduced = [self._model.by_id[ds_id] for ds_id in self._runtime.gradients.ids()]
+        for parameter in reduced:
             parameter.dtensor.grad = parameter.grad_dtensor
         self._return()
-        self._average_replicated()
-        self.adopt()
+        averaged = self._average_replicated()
+        self.adopt(reduced, averaged)
 
     def _keep_apart(self) -> None:
         """Takes what gradients there are out of a pass whose own are not wanted: programs reduce what they compute."""
@@ -121,13 +136,30 @@ class GradientSession:
             self._foreign, self._stashed = {}, {}
             self.drop()
 
-    def adopt(self) -> None:
-        """Merges gradients that autograd left on the leaves (eager code inside the step) into ``.grad``."""
+    def adopt(self, reduced: Iterable[ShardedParameter] = (), averaged: Iterable[nn.Parameter] = ()) -> None:
+        """Merges gradients that autograd left on the leaves (eager code inside the step) into ``.grad``; calls hooks.
+
+        Args:
+            reduced: Parameters of which the pass that ends has put gradients in place.
+            averaged: Those of them that are not sharded.
+        """
+        found = {p for p in reduced if p.hooks}
         for parameter in self._trainable():
             leaf = parameter.leaf
             if leaf.grad is not None:
                 self._merge(parameter, leaf.grad.narrow(0, 0, parameter.local.shape[0]))
                 leaf.grad = None
+                if parameter.hooks:
+                    found.add(parameter)
+        calls: list[tuple[Tensor, _Hooks]] = [(p.dtensor, p.hooks) for p in self._trainable() if p in found]
+        calls += [(p, hooks) for p in averaged for hooks in self._replicated_hooks.get(p, ())]
+        if not calls:
+            return
+        with torch.no_grad(), self.around_hooks():
+            for tensor, hooks in reversed(calls):  # about as a backward pass would
+                for hook in list(hooks.values()):
+                    hook(tensor)
+        self.after_hooks()
 
     def _watch(self, parameter: ShardedParameter) -> None:
         """Lets gradients of passes that begin outside of steps, of a module that a hook called, be adopted, too."""
@@ -236,11 +268,13 @@ class GradientSession:
             with torch.no_grad():
                 present.add_(rows)
 
-    def _average_replicated(self) -> None:
+    def _average_replicated(self) -> list[nn.Parameter]:
+        """Averages gradients of parameters that are not sharded; returns those that have one of this pass."""
         # Every rank takes part with every parameter, used or not: a rank whose data skipped one would otherwise hang.
         stashed, self._stashed = self._stashed, {}
+        averaged: list[nn.Parameter] = []
         if not stashed:
-            return
+            return averaged
         with torch.no_grad():
             flats = _flat_or_zeros(stashed)
             device = next(iter(flats.values())).device
@@ -263,6 +297,9 @@ class GradientSession:
                 places[dtype] += size
                 grad = piece.view_as(p).to(p.dtype) if users else None
                 p.grad = before if grad is None else grad if before is None else before.add_(grad)
+                if users:
+                    averaged.append(p)
+        return averaged
 
     def _protect_held(self, reset: list[ShardedParameter]) -> None:
         """Leaves gradients that someone still refers to as they are: PyTorch users expect that after ``zero_grad``.
@@ -276,6 +313,10 @@ class GradientSession:
                     if parameter.dtensor.grad is not None:
                         self._set_aside(parameter)
                 buffer.renew(self._runtime)
+
+
+def _nothing() -> None:
+    """Nobody is to be told."""
 
 
 def _summed_in(parameter: nn.Parameter) -> torch.dtype:

@@ -17,6 +17,8 @@ Gradient shards live in flat buffers, which the runtime fills, and which are emp
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -50,6 +52,7 @@ class ShardedParameter:
     """One parameter in its three faces, and the gradient shard that belongs to it (None if frozen).
 
     Attributes:
+        hooks: Called with the parameter when its gradient is there (``register_post_accumulate_grad_hook``), in order.
         host: The memory of `local` as a CPU tensor, if it is host memory; it is on all ranks or on none.
     """
 
@@ -61,6 +64,7 @@ class ShardedParameter:
     dtensor: nn.Parameter
     leaf: Tensor
     local: Tensor
+    hooks: dict[int, Callable[[Tensor], None]] = field(default_factory=OrderedDict)
     host: Tensor | None = None
     grad_offset: int = 0
     grad_buffer: GradBuffer | None = None

@@ -20,8 +20,9 @@ from lightning_deepcompile.sharding.adapters import materialize_adapters
 from lightning_deepcompile.sharding.layout import ChunkLayout, ParamSpec, ShardLayout, assign_blocks, plan_chunks
 from lightning_deepcompile.sharding.materialize import Materializer
 from lightning_deepcompile.sharding.parameter import GradBuffer, Owner, ShardedParameter, distribute_rows
+from lightning_deepcompile.sharding.uncompiled import HOOKS
 
-__all__ = ["Layout", "ReadRows", "ShardedModel", "collect_parameters", "lay_out", "shard_module"]
+__all__ = ["Layout", "ReadRows", "ShardedModel", "collect_parameters", "is_sharded", "lay_out", "shard_module"]
 
 
 ReadRows = Callable[[int, int], Tensor]
@@ -134,6 +135,11 @@ def collect_parameters(module: nn.Module) -> dict[nn.Parameter, list[Owner]]:
     return found
 
 
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether a parameter is sharded where it is trained: others (0-dim or empty) have no rows to distribute."""
+    return parameter.dim() > 0 and parameter.numel() > 0
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where every parameter of a module is going to lie.
@@ -154,7 +160,7 @@ class Layout:
 def lay_out(module: nn.Module, shards: int) -> Layout:
     """Plans the sharding of `module` among `shards` ranks; keeps no reference to a parameter."""
     found = collect_parameters(module)
-    sharded = {owners[0].fqn: (p, owners) for p, owners in found.items() if p.dim() > 0 and p.numel() > 0}
+    sharded = {owners[0].fqn: (p, owners) for p, owners in found.items() if is_sharded(p)}
     replicated = [owners[0] for owners in found.values() if owners[0].fqn not in sharded]
     blocks = assign_blocks(module, list(sharded))
     specs = [ParamSpec(n, tuple(p.shape), p.dtype, p.requires_grad, blocks[n]) for n, (p, _) in sharded.items()]
@@ -324,6 +330,8 @@ def _shard_parameter(
         grad_offset=layout.offset,
     )
     parameter.dtensor.__dict__.update(original.__dict__)  # marks such as `no_weight_decay` that users hang on them
+    # The same dictionary, which the handles that remove hooks know.
+    parameter.hooks = getattr(original, HOOKS, None) or compat.take_accumulation_hooks(original) or parameter.hooks
     return parameter
 
 

@@ -29,12 +29,16 @@ from typing import Any, Protocol, TypeGuard, cast
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.program.program import LOCAL_ID
-from lightning_deepcompile.sharding.errors import UnsupportedStepError
+from lightning_deepcompile.sharding.errors import UnsupportedStepError, hook_refused
 
-__all__ = ["Uncompiled", "parameter_class"]
+__all__ = ["HOOKS", "Uncompiled", "parameter_class"]
+
+HOOKS = "accumulation_hooks"
+"""Attribute of a sharded parameter: the hooks that are called when its gradient is there."""
 
 _RESIDENT = 2
 """Blocks that stay whole: the one in use, and the one before it, which a backward pass begins with."""
@@ -59,6 +63,7 @@ class _Parameter(Protocol):
     leaf: Tensor
     local: Tensor
     ranks: Any
+    hooks: dict[int, Callable[[Tensor], None]]
 
     @property
     def is_whole(self) -> bool: ...
@@ -512,6 +517,42 @@ for _function in (_Whole.forward, _Whole.setup_context, _Whole.backward):
 compat.never_frames(Uncompiled)
 
 
+def hooked_class(path: Uncompiled) -> type[DTensor]:
+    """What the classes of a model's parameters have in common: which hooks may be registered.
+
+    Args:
+        path: What knows the parameters.
+    """
+    held_weakly = weakref.ref(path)
+
+    class HookedParameter(DTensor):
+        """A sharded parameter, or an alias of one."""
+
+        __slots__ = ()
+
+        def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+            if (parameter := self._known()) is None:
+                return super().register_hook(hook)
+            raise hook_refused(parameter.layout.spec.name)
+
+        def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+            if (parameter := self._known()) is None or not self.requires_grad:
+                return super().register_post_accumulate_grad_hook(hook)
+            handle = RemovableHandle(parameter.hooks)
+            parameter.hooks[handle.id] = hook
+            return handle
+
+        def _known(self) -> _Parameter | None:
+            path = held_weakly()
+            return None if path is None else path._by_tensor.get(self)
+
+    def hooks(self: Any) -> dict[int, Callable[[Tensor], None]] | None:
+        return None if (parameter := self._known()) is None else parameter.hooks
+
+    setattr(HookedParameter, HOOKS, property(hooks))
+    return HookedParameter
+
+
 def resting_class(path: Uncompiled) -> type[DTensor]:
     """The class that a model's parameters have while no step runs: DTensors whose values can be assigned, too.
 
@@ -522,8 +563,9 @@ def resting_class(path: Uncompiled) -> type[DTensor]:
     """
     held_weakly = weakref.ref(path)
     data: Any = DTensor.data  # a descriptor
+    hooked: Any = hooked_class(path)
 
-    class ShardedTensor(DTensor):
+    class ShardedTensor(hooked):  # type: ignore[misc]
         """A sharded parameter, or an alias of one."""
 
         __slots__ = ()
@@ -569,8 +611,9 @@ def parameter_class(path: Uncompiled) -> type[DTensor]:
         path: What gathers them.
     """
     held_weakly = weakref.ref(path)
+    hooked: Any = hooked_class(path)
 
-    class ParameterInStep(DTensor):
+    class ParameterInStep(hooked):  # type: ignore[misc]
         """A sharded parameter in the hands of code inside of a step: computes as the whole one.
 
         Its gradient, ``requires_grad`` and the like are the shard's, as outside of steps.

@@ -149,6 +149,11 @@ class Timeline:
         counts, before = self.runtime.stats(), self.prefetch.before
         self.communicated = {key: value - before.get(key, 0) for key, value in counts.items()}
 
+    def hooks_called(self) -> None:
+        """A backward pass has called hooks of parameters, which may have written to them."""
+        self.uncompiled.clear()
+        self.prefetch.rewritten()
+
     def before_optimizer(self, *, follows: bool) -> None:
         """Before an optimizer steps.
 

@@ -154,8 +154,18 @@ def test_what_is_unrecorded_is_in_no_profile() -> None:
 def test_hooks_for_gradients_are_seen() -> None:
     plain, hooked, behind = (torch.ones(2, requires_grad=True) for _ in range(3))
     hooked.register_hook(lambda gradient: None)
-    behind.register_post_accumulate_grad_hook(lambda leaf: None)
-    assert [compat.has_hooks(leaf) for leaf in (plain, hooked, behind)] == [False, True, True]
+    calls: list[Tensor] = []
+    handle = behind.register_post_accumulate_grad_hook(calls.append)
+    assert [compat.has_hooks(leaf) for leaf in (plain, hooked, behind)] == [False, True, False]
+    assert compat.take_accumulation_hooks(plain) is None
+    taken = compat.take_accumulation_hooks(behind)
+    behind.sum().backward()
+    assert taken is not None and list(taken.values()) == [calls.append] and not calls
+    behind.register_post_accumulate_grad_hook(calls.append)
+    behind.sum().backward()
+    assert len(calls) == 1 and calls[0] is behind
+    handle.remove()
+    assert not taken
 
 
 class Empty(Tensor):

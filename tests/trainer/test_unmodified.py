@@ -191,12 +191,6 @@ def hooked() -> Mlp:
     return module
 
 
-class HookedLater(Mlp):
-    def configure_optimizers(self) -> Any:
-        self.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-        return super().configure_optimizers()
-
-
 class Elsewhere(Mlp):
     """A parameter that nothing but a function holds on to."""
 
@@ -224,7 +218,6 @@ class CopiedLater(Mlp):
     ("build", "settings", "error", "message"),
     [
         (hooked, {}, ValueError, "'head.weight' has a hook.*on_before_optimizer_step"),
-        (HookedLater, {}, ValueError, "'head.weight' has a hook"),
         (Elsewhere, {}, UnsupportedStepError, r"shape \(61, 13\) that no module.*self.layer.weight"),
         (Adversarial, {"stage": 1}, UnsupportedStepError, "autograd.grad.*reduce='every'"),
         (CopiedLater, {}, UnsupportedStepError, "deepcopy.*`setup` or before"),
