@@ -263,7 +263,7 @@ class Engine:
                 result = run()
         except BaseException as error:
             self.timeline.abort()
-            if (explained := explain(error)) is None:
+            if (explained := explain(error) or self.uncompiled.explain(error)) is None:
                 raise
             raise explained from error
         self.timeline.backward_done()

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Literal
 
+import torch
+
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.graph_checks import UncompilableError
 from lightning_deepcompile.sharding.errors import UnsupportedStepError
@@ -47,6 +49,8 @@ _HINTS = {
 _NAMES = {
     "functional_call": "it calls modules with other tensors in the place of their parameters (`functional_call`)",
     "swap_tensors": "it swaps tensors",
+    "detect_anomaly": "it looks for anomalies in each operation's gradient (`detect_anomaly`)",
+    "set_detect_anomaly": "it looks for anomalies in each operation's gradient (`set_detect_anomaly`)",
 }
 _KEYWORDS = {"create_graph": "it asks for a gradient that can be differentiated (`create_graph`)"}
 _PARAMETERS = frozenset({"parameters", "named_parameters", "weight", "bias"})
@@ -130,6 +134,8 @@ class Fallbacks:
 
     def noticed(self) -> None:
         """Call where code that is not compiled reads a parameter: some function on the stack is left uncompiled."""
+        if torch.is_anomaly_enabled():
+            return  # then all is, as the user asked for it
         frame: FrameType | None = sys._getframe(1)
         innermost: tuple[str, str] | None = None
         while frame is not None:

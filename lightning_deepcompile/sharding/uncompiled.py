@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
@@ -164,6 +165,7 @@ class Uncompiled:
         self._in_step, self._at_rest = parameter_class(self), resting_class(self)
         self._worn: type[DTensor] = DTensor
         self._thread: int | None = None  # the one that a step runs on
+        self._differentiated = ""  # the module whose backward pass began last, while anomalies are looked for
         self._dress(self._at_rest)
         self._around = self._at_rest  # what is worn around `outside`
 
@@ -221,12 +223,47 @@ class Uncompiled:
         """
         self._calls.append(module)
         try:
-            if len(self._calls) > 1:
-                return run(*args, **kwargs)
-            with self.saving():
-                return run(*args, **kwargs)
+            with contextlib.nullcontext() if len(self._calls) > 1 else self.saving():
+                result = run(*args, **kwargs)
+            if torch.is_anomaly_enabled():
+                self._mark(module, result)
+            return result
         finally:
             self._calls.pop()
+
+    def _mark(self, module: nn.Module, result: Any) -> None:
+        """Lets a backward pass say that it has come to the end of `module`."""
+        spec = next(self._by_tensor[p].layout.spec for p in module._parameters.values() if p in self._by_tensor)
+        label = f"{spec.name.rpartition('.')[0]!r} ({type(module).__name__}, in the block {spec.block!r})"
+        held_weakly = weakref.ref(self)
+
+        def differentiate(_: Any) -> None:
+            if (path := held_weakly()) is not None:
+                path._differentiated = label
+
+        def mark(tensor: Any) -> Any:
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(differentiate)
+            return tensor
+
+        fx.node.map_aggregate(result, mark)
+
+    def explain(self, error: BaseException) -> BaseException | None:
+        """What to raise for an anomaly that PyTorch found in a backward pass; None for any other error.
+
+        Args:
+            error: What the pass raised.
+        """
+        label, self._differentiated = self._differentiated, ""
+        if not (isinstance(error, RuntimeError) and torch.is_anomaly_enabled() and "returned nan values" in str(error)):
+            return None
+        rank, near = (dist.get_rank() if dist.is_initialized() else 0), ""
+        if label:
+            near = f" It belongs to the module {label}, or to what comes between that module and those before it."
+        return RuntimeError(
+            f"A gradient became NaN on rank {rank} (`detect_anomaly`): {error}{near} The warning above shows the "
+            "line that called the operation in the forward pass."
+        )
 
     def clear(self) -> None:
         """Forgets what is whole; call when parameters may have changed, on all ranks alike."""
