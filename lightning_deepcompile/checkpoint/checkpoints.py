@@ -252,21 +252,25 @@ class Checkpoints:
         self._finish_together()
         strategy = self._strategy
         path = strategy.broadcast(checkpoint_path)
+        checkpoint: dict[str, Any] | None = None
+        error: Exception | None = None
         for _ in range(_LOADS):
             found = resolve(path)
             if found != path and strategy.is_global_zero:
                 _log.warning("A save to %s was interrupted. Loading %s, which it has put aside.", path, found)
+            # Another job may save to the same path: what is read could be of two checkpoints.
             seen = fingerprint(found)
+            if not alike(seen):
+                continue
             checkpoint, error = None, None
             try:
                 checkpoint = self._load_once(found, weights_only)
             except Exception as raised:  # on all ranks
                 error = raised
-            # Another job may save to the same path: what was read could be of two checkpoints.
-            if not on_any(fingerprint(resolve(path)) != seen) and alike(seen):
+            if not on_any(fingerprint(resolve(path)) != seen):
                 break
         else:
-            error = RuntimeError(
+            raise RuntimeError(
                 f"Loading the checkpoint {os.fspath(path)!r} failed: it was replaced while it was read, {_LOADS} "
                 "times, or ranks find different checkpoints there. Is another job saving to it?"
             )

@@ -84,15 +84,15 @@ def save_pretrained(
         )
     target = target.absolute()
     staged = staging_path(target)  # rank 0's
-    with raise_together(f"Saving the model to {os.fspath(directory)!r}"):
-        if target.exists() and not target.is_dir():
-            raise NotADirectoryError(f"directory={os.fspath(directory)!r} is a file. Name a directory to save to.")
-        if is_global_zero:
-            clear_leftovers(target.parent)
-            staged.mkdir(parents=True)
-    writer = _Writer(module, staged, is_global_zero=is_global_zero, dtype=dtype)
-    adapters = _adapters_of(module)
     try:
+        with raise_together(f"Saving the model to {os.fspath(directory)!r}"):
+            if target.exists() and not target.is_dir():
+                raise NotADirectoryError(f"directory={os.fspath(directory)!r} is a file. Name a directory to save to.")
+            if is_global_zero:
+                clear_leftovers(target.parent)
+                staged.mkdir(parents=True)
+        writer = _Writer(module, staged, is_global_zero=is_global_zero, dtype=dtype)
+        adapters = _adapters_of(module)
         if adapters:
             writer.save_adapters(adapters)
         else:

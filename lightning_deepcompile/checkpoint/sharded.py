@@ -92,12 +92,12 @@ def _write(
 ) -> None:
     target = local_path(path)
     action = f"Saving the checkpoint {os.fspath(path)!r}"
-    staged: str | os.PathLike[str] = path
-    with raise_together(action, group):
-        if is_global_zero:
-            staged = _make_room(path, target)
-    staged = from_first(staged, group)  # the name is new with every save
+    # The name is new with every save.
+    staged: str | os.PathLike[str] = from_first(path if target is None else staging_path(target), group)
     try:
+        with raise_together(action, group):
+            if is_global_zero:
+                _make_room(staged)
         try:
             metadata = _save(states, staged, group)
         except CheckpointException as error:  # on all ranks
@@ -122,15 +122,12 @@ def _write(
         raise
 
 
-def _make_room(path: str | os.PathLike[str], target: Path | None) -> str | os.PathLike[str]:
-    """Where to write a checkpoint for `path`; nothing is there."""
-    if target is None:
-        remove(path)
-        return path
-    clear_leftovers(target.parent)
-    staged = staging_path(target)
-    staged.mkdir(parents=True)
-    return staged
+def _make_room(staged: str | os.PathLike[str]) -> None:
+    if isinstance(staged, Path):
+        clear_leftovers(staged.parent)
+        staged.mkdir(parents=True)
+    else:
+        remove(staged)
 
 
 def _discard(staged: str | os.PathLike[str]) -> None:

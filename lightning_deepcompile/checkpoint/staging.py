@@ -86,6 +86,7 @@ def _is_abandoned(path: Path, name: re.Match[str]) -> bool:
             return True
         except PermissionError:
             pass  # it is another user's, and alive
+        return False
     try:
         entries = [path, *path.iterdir()] if path.is_dir() and not path.is_symlink() else [path]
         return time.time() - max(entry.lstat().st_ctime for entry in entries) > _SILENCE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from multiprocess import run_ranks
 from test_checkpoint import STEPS, fit, ours
+
+from lightning_deepcompile.checkpoint.file import FileCheckpointIO
+from lightning_deepcompile.checkpoint.location import find_kind
+from lightning_deepcompile.checkpoint.sharded import save_sharded
+from lightning_deepcompile.checkpoint.staging import staging_path
 
 FAILS_AT = 3
 
@@ -98,3 +104,48 @@ def _run(folder: Path) -> None:
 @pytest.mark.timeout(300)
 def test_a_save_without_room_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     run_ranks(_run, 2, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("remote", [True, False])
+def test_what_a_failed_save_wrote_is_removed(tmp_path: Path, remote: bool) -> None:
+    path = f"memory://{tmp_path.name}/a.ckpt" if remote else str(tmp_path / "a.ckpt")
+    save_sharded({"state_dict": {"weight": torch.ones(3)}}, path, is_global_zero=True)
+    bad = {"state_dict": {"weight": torch.ones(3), "extra": lambda: 0}}
+    with pytest.raises(RuntimeError, match=r"a\.ckpt' failed on rank 0: .*lambda") as raised:
+        save_sharded(bad, path, is_global_zero=True)
+    assert "\n" not in str(raised.value)
+    # At a remote place the old one has made room.
+    assert find_kind(path) == (None if remote else "sharded")
+    assert remote or [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
+    with pytest.raises(Exception, match="lambda"):
+        FileCheckpointIO().save_checkpoint(bad, tmp_path / "b.ckpt")
+    assert not (tmp_path / "b.ckpt").exists() and not list(tmp_path.glob(".*"))
+
+
+def _staged_by(folder: Path, process: int, *, elsewhere: bool = False) -> Path:
+    """A file that a save of a process would write, on this host or on another one."""
+    digest, writer, suffix = staging_path(folder / "a.ckpt").name.lstrip(".").split(".")
+    host, _, random = writer.split("-")
+    number = f"{process:x}".translate(str.maketrans("0123456789abcdef", "abcdefghijklmnop"))
+    path = folder / f".{digest}.{host[::-1] if elsewhere else host}-{number}-{random}.{suffix}"
+    path.mkdir()
+    (path / "__0_0.distcp").touch()
+    return path
+
+
+def test_a_save_leaves_alone_what_other_jobs_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    dead, alive = _staged_by(tmp_path, ended.pid), _staged_by(tmp_path, os.getppid())
+    elsewhere = _staged_by(tmp_path, ended.pid, elsewhere=True)
+    users = tmp_path / ".notes.saving"
+    users.mkdir()
+    FileCheckpointIO().save_checkpoint({"epoch": 1}, tmp_path / "b.ckpt")
+    assert not dead.exists()
+    assert alive.exists() and elsewhere.exists() and users.exists()
+    # Other hosts' processes are not seen: what does not change for an hour is of none.
+    later = time.time() + 3700
+    monkeypatch.setattr(time, "time", lambda: later)
+    FileCheckpointIO().save_checkpoint({"epoch": 1}, tmp_path / "b.ckpt")
+    assert not elsewhere.exists() and alive.exists() and users.exists()
