@@ -99,7 +99,7 @@ def _write(
             if is_global_zero:
                 _make_room(staged)
         try:
-            metadata = _save(states, staged, group)
+            _save(states, staged, group)
         except CheckpointException as error:  # on all ranks
             _log.debug("%s failed", action, exc_info=error)
             failure = None
@@ -110,7 +110,7 @@ def _write(
         with raise_together(action, group):
             if is_global_zero:
                 try:
-                    _finish(staged, target, metadata, meta)
+                    _finish(staged, target, meta)
                 except OSError as error:
                     _discard(staged)
                     if target is None or (full := no_space_in(error)) is None:
@@ -140,15 +140,18 @@ def _discard(staged: str | os.PathLike[str]) -> None:
         _log.warning("The incomplete checkpoint %s could not be removed: %s", os.fspath(staged), error)
 
 
-def _save(states: dict[str, Any], staged: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Metadata:
+def _save(states: dict[str, Any], staged: str | os.PathLike[str], group: dist.ProcessGroup | None) -> None:
     if isinstance(staged, Path):
-        return dcp.save(states, storage_writer=_Writer(staged), process_group=group)
-    return dcp.save(states, checkpoint_id=staged, process_group=group)
+        dcp.save(states, storage_writer=_Writer(staged), process_group=group)
+    else:
+        dcp.save(states, checkpoint_id=staged, process_group=group)
 
 
-def _finish(staged: str | os.PathLike[str], target: Path | None, metadata: Metadata, meta: bytes) -> None:
+def _finish(staged: str | os.PathLike[str], target: Path | None, meta: bytes) -> None:
     """Makes a checkpoint of what all ranks have written."""
     fs, folder = url_to_fs(os.fspath(staged))
+    # Of the metadata that `save` returns, PyTorch 2.11 leaves out where things are.
+    metadata = _Reader(staged, weights_only=True).read_metadata()
     if (damage := _find_damage(fs, folder, metadata)) is not None:
         raise OSError(f"{damage}. All ranks must write to one file system.")
     if isinstance(staged, Path) and target is not None:
