@@ -103,8 +103,12 @@ def _asides(target: Path) -> Iterator[tuple[Path, re.Match[str]]]:
     if target.parent.is_dir():
         for path in target.parent.iterdir():
             name = _ASIDE.fullmatch(path.name)
-            if name is not None and f"{name['stem']}{name['suffix'] or ''}" == target.name:
+            if name is not None and _target(path, name) == target:
                 yield path, name
+
+
+def _target(aside: Path, name: re.Match[str]) -> Path:
+    return aside.with_name(f"{name['stem']}{name['suffix'] or ''}")
 
 
 def _newest(paths: list[Path]) -> Path | None:
@@ -118,10 +122,12 @@ def _newest(paths: list[Path]) -> Path | None:
 
 
 def resolve(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """`path`, or the newest checkpoint that a save put aside if it was interrupted between two renames."""
+    """`path`, or where its checkpoint lies: aside, if a save was interrupted, or no longer, if one has ended since."""
     local = local_path(path)
     if local is None or os.path.lexists(local):
         return path
+    if (name := _ASIDE.fullmatch(local.name)) is not None:
+        return _target(local, name)
     return _newest([aside for aside, _ in _asides(local)]) or path
 
 
@@ -142,7 +148,7 @@ def clear_leftovers(folder: Path) -> None:
                 with _saying(path):
                     discard(path)
         elif (name := _ASIDE.fullmatch(path.name)) is not None and _is_abandoned(path, name):
-            asides.setdefault(folder / f"{name['stem']}{name['suffix'] or ''}", []).append(path)
+            asides.setdefault(_target(path, name), []).append(path)
     for target, paths in asides.items():
         if not os.path.lexists(target):
             put_back = _newest(paths) or paths[0]

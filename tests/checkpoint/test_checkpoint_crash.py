@@ -119,6 +119,7 @@ def test_a_killed_save_leaves_the_old_checkpoint_or_the_new(
         # Also by Lightning's search for the last checkpoint, and without a moment without one.
         visible = [p for p in tmp_path.iterdir() if p.name.startswith("last") and p.suffix == ".ckpt"]
         assert _read(max(visible, key=lambda p: p.stat().st_mtime_ns)) in (1.0, 2.0)
+        assert all(resolve(p) == p for p in visible)
         assert path in visible or not (exchanges or first is second is _save_full)
         # Whatever is left over, saving again works, also elsewhere in the folder, and leaves nothing behind.
         second(tmp_path / "other.ckpt", 4.0)
@@ -127,6 +128,7 @@ def test_a_killed_save_leaves_the_old_checkpoint_or_the_new(
         second(path, 3.0)
         assert _read(path) == 3.0
         assert list(tmp_path.iterdir()) == [path]
+        assert all(resolve(p) == path for p in visible)  # also a name that was found in the middle of a save
         assert not directories or (path / "notes.txt").exists()
         if not killed:
             break

@@ -154,7 +154,7 @@ class Killer(threading.Thread):
             time.sleep(0.0005)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "moment", [pytest.param(i, marks=[] if i in EVERYDAY else [pytest.mark.extensive]) for i in range(MOMENTS)]
 )
