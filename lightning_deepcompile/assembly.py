@@ -27,8 +27,9 @@ from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.replay import Replays
-from lightning_deepcompile.ranks.exchange import AnyRank, alike, on_any
+from lightning_deepcompile.ranks.exchange import alike, from_first, on_any
 from lightning_deepcompile.ranks.failures import Failures
+from lightning_deepcompile.ranks.meetings import Meetings, Where
 from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.runtime import load_extension
@@ -36,6 +37,7 @@ from lightning_deepcompile.runtime.multiprocessors import PAIR, Multiprocessors
 from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.shards import ReadRows, ShardedModel, shard_module
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
+from lightning_deepcompile.step.evaluation import Evaluation
 from lightning_deepcompile.step.prefetch import StepPrefetch
 from lightning_deepcompile.step.timeline import Timeline
 from lightning_deepcompile.tuning.shortages import MemoryRetry, Shortages, ShortageWatch
@@ -154,8 +156,10 @@ class Assembly:
         config, device, stage, group = self._config, self.device, self._stage, self._ranks.group
         rank = dist.get_rank(group)
         store = compat.store()
-        # Engines are made in the same order on all ranks; a number of its own keeps one's keys from another's.
-        number = store.add(f"lightning_deepcompile/engines/{dist.get_rank()}", 1)
+        # A number of its own keeps one engine's keys from another's. The first rank counts for all: where another one
+        # has failed half-way, and all try again, it has begun less often.
+        count = store.add("lightning_deepcompile/engines", 1) if rank == 0 else 0
+        number = from_first(count, group)
         meeting = (store, rank, self._ranks.world_size, self._timeout, f"lightning_deepcompile/engine{number}")
         order = Agreement(*meeting, self.host_group, model.names)
         leaving = ActivationOffload(config, model, device, stage, self._host_bytes)
@@ -187,18 +191,19 @@ class Assembly:
         shortages = Shortages(retry, ShortageWatch(*meeting))
         tuner = Tuner(capture, runtime, group, device, self.memory, shortages, trade, room)
         prefetch = StepPrefetch(config, capture, runtime, self.host_group, device, stage)
+        meetings = Meetings(self._ranks.new_host_group(alone=True, timeout=self._timeout), questions=7)
         uncompiled = model.state.path = Uncompiled(
             model.parameters,
             stays=stage < 3,
             compare=compat.held_weakly(order.check_uncompiled),
             written=prefetch.rewritten,
             noticed=self.fallbacks.noticed,
+            outside=lambda: meetings.meet(Where.OUTSIDE)(),
         )
-        questions = "whether parameters were written to", "whether training is to stop", "which programs are graphs"
-        hosts = AnyRank(self.host_group, *questions, "where parameters are gathered to")
         timeline = Timeline(
             runtime=runtime,
-            hosts=hosts,
+            meetings=meetings,
+            evaluation=Evaluation(meetings, order, prefetch, uncompiled, rank),
             order=order,
             tuner=tuner,
             residency=residency,

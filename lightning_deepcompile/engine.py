@@ -131,9 +131,10 @@ class Engine:
         if self.timeline.begin(name):
             self._steps.forget(name)
         self.uncompiled.hands_out_plain = self.mentions(name).transforms
+        uneven = self.timeline.evaluation.behind is not None
         try:
             with (
-                self._steps.running(name) as step,
+                self._steps.running(name, compiled=not uneven) as step,
                 self.timeline.prefetch.watching(),
                 self.uncompiled.in_step(),
                 self.capture.preparing(self.uncompiled.settle),
@@ -197,7 +198,7 @@ class Engine:
                 self.model,
                 self.gradients,
                 ways,
-                self.parameters_changed,
+                self.timeline.optimizer_stepped,
                 self.uncompiled.inside,
                 parts,
                 direct,
@@ -378,7 +379,7 @@ class Engine:
         """
         if not self.ended:
             write_flight_record(self.runtime.history(), self.model.ranks, self.runtime.communicator)
-        self.ended = True
+        self.ended = self.timeline.meetings.over = True
         self.runtime.abort()
 
     def close(self) -> None:
@@ -387,7 +388,7 @@ class Engine:
             self.capture.replays.forget()  # before the communicators that graphs use
         if not self.ended:  # else there are no peers to wait for
             self.runtime.close()
-        self.ended = True
+        self.ended = self.timeline.meetings.over = True
         self.timeline.order.rest()
         for shards in self._local_shards.values():
             shards.detach()

@@ -55,14 +55,22 @@ class CompiledSteps:
         return self._mentions[name]
 
     @contextlib.contextmanager
-    def running(self, name: str) -> Iterator[Callable[..., Any]]:
+    def running(self, name: str, *, compiled: bool = True) -> Iterator[Callable[..., Any]]:
         """Gives the compiled step `name`, which runs under Dynamo's settings and tells of what is left uncompiled.
 
         Under PyTorch's anomaly mode, a training step runs as it is: every operation's gradient is looked at then, and
         a graph has none that could be.
+
+        Args:
+            name: The step's.
+            compiled: Whether it runs compiled; else as it is, and so does what a user has compiled inside of it.
         """
         if torch.is_anomaly_enabled() and name == "training_step":
             yield getattr(self._module, name)
+            return
+        if not compiled:
+            with torch.compiler.set_stance("force_eager"):
+                yield getattr(self._module, name)
             return
         if name not in self._compiled:
             self._compiled[name] = self._compile(name)

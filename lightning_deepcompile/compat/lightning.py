@@ -18,7 +18,9 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimi
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.core.optimizer import _MockOptimizer as NoOptimizer
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop as PredictionLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
 from lightning.pytorch.profilers import PyTorchProfiler
@@ -30,7 +32,9 @@ from torch.optim import Optimizer
 __all__ = [
     "DataFetcher",
     "DefaultDtype",
+    "EvaluationLoop",
     "NoOptimizer",
+    "PredictionLoop",
     "SignalConnector",
     "SubprocessLauncher",
     "TrainingEpochLoop",

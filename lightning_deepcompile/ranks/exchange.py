@@ -17,7 +17,18 @@ import torch.distributed as dist
 
 from lightning_deepcompile import compat
 
-__all__ = ["AnyRank", "alike", "attempt", "exchange", "from_first", "maxima", "number_of", "on_any", "raise_together"]
+__all__ = [
+    "AnyRank",
+    "Asked",
+    "alike",
+    "attempt",
+    "exchange",
+    "from_first",
+    "maxima",
+    "number_of",
+    "on_any",
+    "raise_together",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +104,22 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, str]:
         return None, f"{type(error).__name__}: {error}"
 
 
+class Asked:
+    """A question to the ranks' hosts that is under way; calling it waits for the answers.
+
+    Args:
+        wait: Waits, and returns the answers.
+        is_there: Whether they are there.
+    """
+
+    def __init__(self, wait: Callable[[], list[int]], is_there: Callable[[], bool] = lambda: True) -> None:
+        self._wait, self.is_there = wait, is_there
+
+    def __call__(self) -> list[int]:
+        """The answers."""
+        return self._wait()
+
+
 class AnyRank:
     """Asks whether things are so on any rank, or how many they are at most, as often as every batch.
 
@@ -101,27 +128,26 @@ class AnyRank:
 
     Args:
         group: Of the ranks' CPUs.
-        *questions: What is asked, for errors: "whether ...".
     """
 
-    def __init__(self, group: dist.ProcessGroup, *questions: str) -> None:
-        self._group, self._questions = group, questions
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
 
-    def ask(self, *mine: int) -> Callable[[], list[int]]:
+    def ask(self, *mine: int) -> Asked:
         """Asks all questions at once. Call on all ranks.
 
         Args:
             *mine: To each question, this rank's answer.
 
         Returns:
-            A function that waits for the other ranks' hosts, and returns to each question the greatest answer.
+            To each question the greatest answer, to wait for.
 
         Raises:
             RuntimeError: If another rank has failed; so does what is returned.
         """
         if self._group.size() == 1:
-            return lambda: list(mine)
-        answers = torch.tensor(mine, dtype=torch.int32, device="cpu")
+            return Asked(lambda: list(mine))
+        answers = torch.tensor(mine, dtype=torch.int64, device="cpu")
         with self._naming(), compat.unrecorded():
             asked = dist.all_reduce(answers, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
@@ -130,7 +156,7 @@ class AnyRank:
                 asked.wait()
             return list(answers.tolist())
 
-        return wait
+        return Asked(wait, asked.is_completed)
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:
@@ -138,8 +164,8 @@ class AnyRank:
             yield
         except RuntimeError as error:
             raise RuntimeError(
-                f"Asking the other ranks {' and '.join(self._questions)} failed on rank {self._group.rank()} of "
-                f"{self._group.size()}: {error} If another rank failed, look at its error first."
+                f"The host of rank {self._group.rank()} of {self._group.size()} waited for those of the other ranks, "
+                f"and communication failed: {error} If another rank failed, look at its error first."
             ) from error
 
 

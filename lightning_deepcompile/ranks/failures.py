@@ -55,7 +55,7 @@ class Failures:
         number = store.add(f"lightning_deepcompile/setups/{rank}", 1)
         return cls(store, rank, dist.get_world_size(), f"lightning_deepcompile/setup{number}")
 
-    def explain(self, error: BaseException) -> None:
+    def explain(self, error: BaseException, why_alone: str = "") -> None:
         """Call before communication is ended: tells others of `error`; where it follows from another's, it says so.
 
         Args:
@@ -63,7 +63,11 @@ class Failures:
                 message becomes a line with that rank's error, and its traceback goes. If the first rank fails with the
                 same, that one prints it in full, and here it is one line. Where nobody failed with anything else, the
                 ranks that say nothing are named: they are late.
+            why_alone: What this rank knows of why communication failed; its traceback stays, which says where it was.
         """
+        if why_alone and _is_of_communication(error):
+            error.args = (why_alone,)
+            error.__cause__, error.__suppress_context__ = None, True
         text = f"{type(error).__name__}: {str(error).strip()}"[:_LONGEST]
         mine = f"rank {self._rank}: {text}"
         try:

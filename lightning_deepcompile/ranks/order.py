@@ -105,10 +105,20 @@ class Agreement:
             self._lookout.start()
             # At the interpreter's end, too: a thread that comes back from the store then would abort the process.
             self._end_lookout = weakref.finalize(self, _end, stop, self._lookout)
-        if self._place is not None:
-            self._go_on(_END)
+        self.end()
         self._at = (self._at[0] + 1, 0)
         self._place = self._steps.setdefault(name, _Place())
+
+    def end(self) -> None:
+        """Ends the step, if one has begun; call on all ranks. Raises as `begin`."""
+        if self._place is not None:
+            self._go_on(_END)
+            self._place = None
+
+    @property
+    def compares_end(self) -> bool:
+        """Whether the next `begin` compares the end of the step before with other ranks'; the same on all of them."""
+        return self._place is not None and set(self._place.next) != {_END}
 
     def check(self, signature: str) -> None:
         """Raises unless all ranks are about to run a program with the same collectives.

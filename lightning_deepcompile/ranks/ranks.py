@@ -85,16 +85,17 @@ class Ranks:
             found += [g for g, row in zip(groups, rows, strict=True) if dist.get_rank() in row]
         return found
 
-    def new_host_group(self, **settings: Any) -> dist.ProcessGroup:
+    def new_host_group(self, *, alone: bool = False, **settings: Any) -> dist.ProcessGroup:
         """A process group of all the ranks' CPUs, made if `group` is not one; a collective.
 
         Args:
+            alone: Whether it is made in any case, so that nobody else communicates in it.
             **settings: As for ``torch.distributed.new_group``.
 
         Raises:
             RuntimeError: If the ranks do not reach each other.
         """
-        if self.mesh.device_type == "cpu" or self.world_size == 1:
+        if self.world_size == 1 or (self.mesh.device_type == "cpu" and not alone):
             return self.group
         try:
             return dist.new_group(dist.get_process_group_ranks(self.group), backend="gloo", **settings)

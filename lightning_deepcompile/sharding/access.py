@@ -124,14 +124,7 @@ def _call_gathering(module: nn.Module, own: Callable[..., Any] | None, *args: An
     path = module.__dict__[_STATE].path
     path.check_thread(type(module).__name__)
     run = own or compat.hooked_forward(module)
-    if not path.is_idle:
-        return path.call(module, run, args, kwargs)
-    path.clear()  # nobody says when parameters change outside of steps
-    try:
-        with path.in_step(stored=True):
-            return path.call(module, run, args, kwargs)
-    finally:
-        path.clear()
+    return (path.call_outside if path.is_idle else path.call)(module, run, args, kwargs)
 
 
 def property_codes() -> frozenset[types.CodeType]:

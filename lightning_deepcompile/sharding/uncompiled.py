@@ -129,11 +129,14 @@ class Uncompiled:
         compare: Called with what is about to communicate, ``"gather"`` or ``"reduce"`` and local ids; the ranks'.
         written: Called when code wrote to parameters: what programs have gathered is out of date.
         noticed: Called when code that is not compiled gathers a block for the first time.
+        outside: Called before a module is called outside of steps, which all ranks must do.
 
     Attributes:
         hands_out_plain: Whether all code gets plain whole tensors where it reads an attribute, for function transforms,
             which take neither subclasses nor hooks of autograd.
         gathered: How many blocks were gathered so far.
+        uneven: Called with the number of a block before it is gathered, while ranks gather at their own pace: it
+            returns when all ranks gather that block. None: ranks run the same code, and gather alike.
     """
 
     def __init__(
@@ -144,6 +147,7 @@ class Uncompiled:
         compare: Callable[[str, list[int]], None] | None = None,
         written: Callable[[], None] | None = None,
         noticed: Callable[[], None] | None = None,
+        outside: Callable[[], object] | None = None,
     ) -> None:
         self._by_tensor: dict[Tensor, _Parameter] = {p.dtensor: p for p in parameters}
         blocks: dict[str, list[_Parameter]] = {}
@@ -157,8 +161,9 @@ class Uncompiled:
         self._edges: dict[_Parameter, list[Any]] = {}
         self._calls: list[nn.Module] = []
         self._stored = False  # outside of steps parameters are gathered as they are stored
-        self._compare, self._written, self._tell = compare, written, noticed
+        self._compare, self._written, self._tell, self._before_outside = compare, written, noticed, outside
         self.gathered = 0
+        self.uneven: Callable[[int], None] | None = None
         self._noticed: set[_Parameter] = set()
         self.hands_out_plain = False
         self._accumulators: dict[_Parameter, Any] = {}  # nodes of autograd that live as long as somebody keeps them
@@ -265,6 +270,19 @@ class Uncompiled:
             "line that called the operation in the forward pass."
         )
 
+    def call_outside(
+        self, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Calls a module while no step runs; see `call`."""
+        if self._before_outside is not None and self.uneven is None:
+            self._before_outside()
+        self.clear()  # nobody says when parameters change outside of steps
+        try:
+            with self.in_step(stored=True):
+                return self.call(module, run, args, kwargs)
+        finally:
+            self.clear()
+
     def clear(self) -> None:
         """Forgets what is whole; call when parameters may have changed, on all ranks alike."""
         self._resident.clear()
@@ -353,15 +371,35 @@ class Uncompiled:
                 self._evict(next(iter(self._resident)))
             if self._keep_held(members) and self._written is not None:
                 self._written()
-            if self._tell is not None and not self._stored and members[0] not in self._noticed:
-                self._noticed.add(members[0])
-                self._tell()
-            if self._compare is not None:
-                self._compare("gather", [p.ds_id & LOCAL_ID for p in members])
+            if self.uneven is not None:
+                self.uneven(_number(members, stored))
+            else:
+                self._notice(members[0])
+                if self._compare is not None:
+                    self._compare("gather", [p.ds_id & LOCAL_ID for p in members])
             block = self._gather_block(members, stored)
             self.gathered += 1
         self._resident[key] = block  # the newest
         return block
+
+    def take_part(self, number: int) -> None:
+        """Gathers a block that another rank needs.
+
+        Args:
+            number: As `uneven` is called with on that rank.
+        """
+        members = next(m for m in self._members.values() if _number(m, False) == number & ~1)
+        stored = bool(number & 1)
+        with torch.no_grad(), compat.below_autograd():
+            for parameter in members:
+                dtype = parameter.leaf.dtype if stored else parameter.gather_dtype
+                if not _is_there(parameter, dtype):
+                    _gather(parameter, dtype)
+
+    def _notice(self, first: _Parameter) -> None:
+        if self._tell is not None and not self._stored and first not in self._noticed:
+            self._noticed.add(first)
+            self._tell()
 
     def _gather_block(self, members: list[_Parameter], stored: bool) -> _Block:
         dtypes = [p.leaf.dtype if stored else p.gather_dtype for p in members]
@@ -370,11 +408,13 @@ class Uncompiled:
             for parameter, dtype in zip(members, dtypes, strict=True):
                 held = self._held.get(parameter)
                 whole = held if held is not None and held.dtype == dtype else None
-                if whole is None and parameter.is_whole and dtype == parameter.leaf.dtype:
-                    whole = compat.alias(parameter.leaf)  # nothing to gather, and nothing to give back
+                if _is_there(parameter, dtype):
+                    whole = compat.alias(parameter.leaf) if whole is None else whole
                 elif whole is None:
-                    whole = torch.ops.dc.gather(parameter.leaf, parameter.ds_id, parameter.layout.spec.shape, dtype)
+                    whole = _gather(parameter, dtype)
                     self._owners[whole.untyped_storage()] = (parameter, stored)
+                elif self.uneven is not None:
+                    _gather(parameter, dtype)  # as other ranks do, which do not know that this one has it
                 block.whole[parameter] = whole
                 block.versions[parameter] = compat.version_of(whole)
         return block
@@ -417,6 +457,12 @@ class Uncompiled:
             grads: Their whole gradients; None of those that were not used.
         """
         wanted = [(p, grad) for p, grad in zip(parameters, grads, strict=True) if grad is not None]
+        if self.uneven is not None and wanted:
+            raise UnsupportedStepError(
+                f"A step computes gradients of parameters ({wanted[0][0].layout.spec.name!r}, ...) while other ranks "
+                "have no batches left: a gradient is the mean over all ranks. Give all ranks as many batches, or "
+                "switch gradients of parameters off in the step (`self.requires_grad_(False)`)."
+            )
         if self._compare is not None:
             self._compare("reduce", [p.ds_id & LOCAL_ID for p, _ in wanted])
         shards = {
@@ -547,6 +593,21 @@ class Uncompiled:
             node = torch.autograd.graph.get_gradient_edge(parameter.dtensor).node
         node.register_prehook(reduce)
         self._accumulators[parameter] = node
+
+
+def _number(members: Sequence[_Parameter], stored: bool) -> int:
+    """Of a block, as it is stored or as steps compute with it; never 0, and the same on all ranks."""
+    return (members[0].ds_id & LOCAL_ID) + 1 << 1 | stored
+
+
+def _is_there(parameter: _Parameter, dtype: torch.dtype) -> bool:
+    """Whether there is nothing to gather, and nothing to give back."""
+    return parameter.is_whole and dtype == parameter.leaf.dtype
+
+
+def _gather(parameter: _Parameter, dtype: torch.dtype) -> Tensor:
+    whole: Tensor = torch.ops.dc.gather(parameter.leaf, parameter.ds_id, parameter.layout.spec.shape, dtype)
+    return whole
 
 
 for _function in (_Whole.forward, _Whole.setup_context, _Whole.backward):

@@ -68,7 +68,7 @@ class OwnerStep:
         self._optimizer = weakref.ref(optimizer)
         self._model, self._gradients, self._ways, self._check = model, gradients, ways, check
         self._hosts = hosts
-        self._asks = AnyRank(hosts, "whether an optimizer's step failed", "whether it read tensors without gradients")
+        self._asks = AnyRank(hosts)  # whether a step failed, and whether it read tensors without gradients
         self._rows = RowExchange(model.ranks)
         self._owned: dict[Tensor, Owned] = {}
         self._loads = [0] * model.ranks.shards

@@ -9,17 +9,18 @@ alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.offload.residency import Residency
-from lightning_deepcompile.ranks.exchange import AnyRank
+from lightning_deepcompile.ranks.exchange import Asked
+from lightning_deepcompile.ranks.meetings import Meetings, RanksPartedError, Where
 from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
+from lightning_deepcompile.step.evaluation import Evaluation
 from lightning_deepcompile.step.prefetch import StepPrefetch
 from lightning_deepcompile.tuning.tuner import Tuner
 
@@ -34,8 +35,9 @@ class Timeline:
 
     Args:
         runtime: ``_C.Runtime`` that executes the programs.
-        hosts: Asks the other ranks' hosts, once a training step, whether parameters were written to between steps,
-            and whether a rank was told to stop.
+        meetings: Asks the other ranks' hosts, once a training step, where they are, whether parameters were written to
+            between steps, and whether a rank was told to stop.
+        evaluation: Lets ranks evaluate different numbers of batches.
         order: Compares the ranks' order of collectives.
         tuner: Measures steps and swaps their programs.
         residency: Keeps optimizer states in host memory; None if none leaves.
@@ -52,7 +54,8 @@ class Timeline:
     """
 
     runtime: Any
-    hosts: AnyRank
+    meetings: Meetings
+    evaluation: Evaluation
     order: Agreement
     tuner: Tuner
     residency: Residency | None
@@ -64,7 +67,7 @@ class Timeline:
     communicated: dict[str, int] = field(default_factory=dict)
     uncompiled_share: float = 0.0
     told_to_stop: bool = False
-    _answers: Callable[[], list[int]] | None = None  # of the last training step
+    _answers: Asked | None = None  # of the last training step
     _stops: bool = False
     _stale_gradients: bool = False
     _began: tuple[float, float] = (0.0, 0.0)  # the last forward pass: when, and what programs had taken by then
@@ -75,7 +78,10 @@ class Timeline:
         Returns:
             Whether what was compiled of the training step is to be compiled anew.
         """
-        self.order.begin(name)  # first: what follows communicates, and is compared as part of this step
+        if name == TRAINING and self.order.compares_end:  # else one of the questions below says where ranks are
+            self.meet(Where.TRAINING)
+        if self.evaluation.behind is None:
+            self.order.begin(name)  # first: what follows communicates, and is compared as part of this step
         anew = False
         if name == TRAINING:
             launched = {"early_gathers": self.prefetch.early, "head_start": self.prefetch.in_optimizer}
@@ -86,7 +92,7 @@ class Timeline:
                 self.residency.begin_step(self.capture.waits_for_states)
             self.prefetch.begin_training_step(self._ask())  # drops what is out of date
             self.capture.begin_step()  # after `prefetch`, which asks what the last step began with
-        else:
+        elif self.evaluation.behind is None:  # else nothing is gathered ahead
             self.prefetch.begin(name)
         self.uncompiled.clear()  # parameters may have changed between steps, and nobody says so
         self.gradients.follow_requires_grad()  # before guards of the compiled step look at it
@@ -100,7 +106,8 @@ class Timeline:
         replays = self.capture.replays
         failures = 0 if replays is None else replays.failures
         *_, taken = self.runtime.memory.windows()
-        answers = self.hosts.ask(
+        answers = self.meetings.meet(
+            Where.TRAINING,
             may_stay and self.prefetch.written(),
             self.told_to_stop,
             replays is not None and not replays.ready,
@@ -132,8 +139,14 @@ class Timeline:
         return self._stops
 
     def backward(self) -> None:
-        """Before a backward pass."""
+        """Before a backward pass.
+
+        Raises:
+            RanksPartedError: If another rank is not in a training step.
+        """
         self.order.passed()  # first: ranks that wait elsewhere learn that this one went on
+        if self._answers is not None:
+            self._answers()  # which are there by now
         self.tuner.begin_backward(self.gradients.update)
         if self.residency is not None:
             self.runtime.states.release()  # what the forward pass did not wait for
@@ -170,6 +183,11 @@ class Timeline:
         self._stale_gradients = self.leaving.has_states = True
         self.tuner.end_step()  # last: what it times includes the work of the others
 
+    def optimizer_stepped(self) -> None:
+        """An optimizer has stepped: as `stepped`, and all ranks must do so as often."""
+        self.meetings.steps += 1
+        self.stepped()
+
     def optimizer_left(self) -> None:
         """After the call that has stepped an optimizer, also where it failed."""
         self.prefetch.follows = False
@@ -184,6 +202,28 @@ class Timeline:
         """A backward pass has failed."""
         self.gradients.abandon()
 
+    def meet(self, where: Where) -> None:
+        """Waits for all ranks to come to a place outside of steps.
+
+        Args:
+            where: The place.
+
+        Raises:
+            RanksPartedError: If another rank is elsewhere.
+        """
+        self.meetings.meet(where)()
+
+    def why_alone(self) -> str:
+        """Why communication failed, as far as this rank has been told where others are; "" if it does not know."""
+        if self._answers is not None and self._answers.is_there():
+            try:
+                self._answers()
+            except RanksPartedError as error:
+                return str(error)
+            except RuntimeError:  # which is what failed
+                pass
+        return ""
+
     def drop_stale_gradients(self) -> None:
         """Frees gradients that an optimizer step has consumed, before a forward pass needs the memory."""
         if self._stale_gradients:
@@ -196,6 +236,7 @@ class Timeline:
             self.residency.retire()
         if self.capture.replays is not None:
             self.capture.replays.forget()
+        self.evaluation.forget()
         self.order.rest()  # ends its thread, also where communication has ended
         self._answers, self._stops, self.told_to_stop = None, False, False
 

@@ -6,7 +6,8 @@ next batch's first kernel. A rank that is told broadcasts that, too, from within
 itself when its batch is over: ranks that are told a moment later, in the next batch, wait for it in vain.
 
 Here a signal is only noted. When a training step begins, hosts ask each other (`Timeline`), and all stop before the
-next batch, or none.
+next batch, or none. They meet once more when they leave the epoch: a rank that has fewer batches than another would
+else leave that one waiting in its next step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_deepcompile.compat.lightning import DataFetcher, SignalConnector, TrainingEpochLoop, signal_connector
+from lightning_deepcompile.ranks.meetings import Where
 
 __all__ = ["let_host_run_ahead"]
 
@@ -35,11 +37,22 @@ class _SignalConnector(SignalConnector):
 
 
 class _BatchLoop(TrainingEpochLoop):
-    """Stops before a batch if any rank was told to before the step of the batch before."""
+    """Stops before a batch if any rank was told to before the step of the batch before, and leaves with all ranks."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What is read is Lightning's own loop, as it was before there were ranks to ask.
         return copyreg._reconstructor, (TrainingEpochLoop, object, None), vars(self)  # type: ignore[attr-defined]
+
+    def run(self, data_fetcher: DataFetcher) -> None:
+        """Runs the batches of an epoch.
+
+        Raises:
+            RanksPartedError: If another rank is in a batch when this one has no more.
+        """
+        super().run(data_fetcher)
+        strategy: Any = self.trainer.strategy
+        strategy.engine.timeline.meetings.batches = self.batch_progress.current.ready
+        strategy.engine.timeline.meet(Where.LEFT)
 
     def on_advance_end(self, data_fetcher: DataFetcher) -> None:
         """Ends the batch; a rank that was told to stop does so before a later one, where all do."""
@@ -65,6 +78,6 @@ def let_host_run_ahead(trainer: pl.Trainer, ranks: int) -> None:
     loop: Any = trainer.fit_loop.epoch_loop
     if type(loop) not in (TrainingEpochLoop, _BatchLoop) or ranks == 1:
         return
+    loop.__class__ = _BatchLoop
     if hasattr(loop, "_broadcast_sigterm_tensor"):  # versions of Lightning that do not ask need nothing
-        loop.__class__ = _BatchLoop
         signal_connector(trainer).__class__ = _SignalConnector

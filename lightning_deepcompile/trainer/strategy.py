@@ -35,6 +35,7 @@ from lightning_deepcompile.plan.pass_manager import resolve_passes
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.ranks.exchange import raise_together
 from lightning_deepcompile.ranks.failures import Failures, shorten
+from lightning_deepcompile.ranks.meetings import Where
 from lightning_deepcompile.ranks.mesh import MeshArgument, check_mesh
 from lightning_deepcompile.report.page import write_page
 from lightning_deepcompile.report.trace import write_trace
@@ -44,6 +45,7 @@ from lightning_deepcompile.trainer.activation_checkpointing import Checkpointing
 from lightning_deepcompile.trainer.averaging import distribute_states, is_averaged, shard_averages
 from lightning_deepcompile.trainer.batch_loop import let_host_run_ahead
 from lightning_deepcompile.trainer.checks import check_backward_inputs, check_trainer, may_drop_gradients
+from lightning_deepcompile.trainer.evaluation_loops import let_ranks_evaluate_unevenly
 from lightning_deepcompile.trainer.fsdp_arguments import (
     ShardingStrategyName,
     checkpointing_policy,
@@ -257,6 +259,7 @@ class DeepCompileStrategy(ProcessStrategy):
         # Inference tensors cannot enter a compiled graph that also serves training.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
+        let_ranks_evaluate_unevenly(trainer, self.world_size)
         self._failures = Failures.of_setup()
         self._shard(self.lightning_module)
         self.barrier("sharded")
@@ -367,7 +370,9 @@ class DeepCompileStrategy(ProcessStrategy):
         if may_drop_gradients(self.lightning_module) and not self.engine.mentions("training_step").gradients:
             self.engine.drop_stale_gradients()
         assert self.lightning_module is not None
-        self.engine.timeline.told_to_stop = self.lightning_module.trainer.received_sigterm
+        trainer, timeline = self.lightning_module.trainer, self.engine.timeline
+        timeline.told_to_stop = trainer.received_sigterm
+        timeline.meetings.batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         return self._run("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -441,7 +446,8 @@ class DeepCompileStrategy(ProcessStrategy):
             if self.engine.capture.replays is not None:
                 self.engine.capture.replays.explain(exception)
         if self._failures is not None:
-            self._failures.explain(exception)
+            why_alone = "" if self._sharded is None else self.engine.timeline.why_alone()
+            self._failures.explain(exception, why_alone)
         if self._sharded is not None:
             self.engine.abort()
         self.end_started_processes()
@@ -486,6 +492,7 @@ class DeepCompileStrategy(ProcessStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state dict: full on rank 0 and empty on others, or sharded; all ranks must call it."""
+        self.engine.timeline.meet(Where.STATE)
         return self._checkpoints.module_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -426,6 +426,8 @@ def test_parts_of_a_trainer() -> None:
     assert callback in compat_lightning.callbacks_of(trainer)
     assert type(compat_lightning.signal_connector(trainer)) is compat_lightning.SignalConnector
     assert type(trainer.fit_loop.epoch_loop) is compat_lightning.TrainingEpochLoop
+    assert type(trainer.validate_loop) is type(trainer.test_loop) is compat_lightning.EvaluationLoop
+    assert type(trainer.predict_loop) is compat_lightning.PredictionLoop
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     assert isinstance(compat_lightning.wrap_optimizer(Own, optimizer, trainer.strategy), Own)
 

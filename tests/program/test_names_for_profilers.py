@@ -59,7 +59,7 @@ def _profiler_stops_before_the_answer() -> set[str]:
     dist.init_process_group("gloo")
     group = dist.group.WORLD
     assert group is not None
-    asked = AnyRank(group, "whether it is so")
+    asked = AnyRank(group)
     if dist.get_rank() == 1:
         time.sleep(1)  # so that the operation of the first rank ends after its profiler
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:

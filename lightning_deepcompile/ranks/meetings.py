@@ -1,0 +1,154 @@
+"""Hosts of all ranks meet at certain places of a training, and learn at once if they are not at the same one.
+
+A rank that has one batch less than another leaves the epoch while the other begins a step; a rank that runs the model
+alone waits for others that have gone on. What they would communicate next has no partner, or a wrong one. So whatever
+all ranks must do together begins with a question between the hosts, and each says with it where it is.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from lightning_deepcompile.ranks.exchange import AnyRank, Asked
+
+__all__ = ["Meetings", "RanksPartedError", "Where"]
+
+_RANK_BITS, _COUNT_BITS = 20, 36
+
+
+class RanksPartedError(RuntimeError):
+    """Ranks are at different places, and would wait for each other."""
+
+
+class Where(enum.IntEnum):
+    """Places at which hosts meet."""
+
+    TRAINING = 1
+    LEFT = 2
+    EVALUATION = 3
+    EVALUATED = 4
+    OUTSIDE = 5
+    STATE = 6
+    ENDED = 7
+
+    def describe(self, count: int) -> str:
+        """What a rank does there, behind "Rank n".
+
+        Args:
+            count: Batches that it has begun.
+        """
+        batches = f"{count} batch{'' if count == 1 else 'es'}"
+        return {
+            Where.TRAINING: f"is in training batch {count} of the epoch",
+            Where.LEFT: f"has left the epoch after {batches}",
+            Where.EVALUATION: f"is in batch {count} of an evaluation",
+            Where.EVALUATED: f"has come to the end of an evaluation after {batches}",
+            Where.OUTSIDE: "calls a module of the model outside of the steps",
+            Where.STATE: "collects the model's state, for a checkpoint",
+            Where.ENDED: "has ended the training",
+        }[self]
+
+
+_ADVICE = {
+    frozenset({Where.TRAINING, Where.LEFT}): (
+        "A training step gathers parameters and reduces gradients, in which all ranks take part: give every rank as "
+        "many batches (`DistributedSampler` pads; `Trainer(limit_train_batches=...)` cuts off what only some have), "
+        "and let all ranks stop together (`trainer.strategy.reduce_boolean_decision`)."
+    ),
+    Where.OUTSIDE: (
+        "Calling the model gathers its parameters, in which all ranks take part: call it on all ranks, or let all "
+        "ranks enter `with trainer.strategy.full_parameters():`, in which one of them may call it alone."
+    ),
+    Where.STATE: (
+        "A state dict is gathered from all ranks: call `trainer.save_checkpoint` and "
+        "`trainer.strategy.lightning_module_state_dict` on all of them; rank 0 alone writes."
+    ),
+}
+
+
+class Meetings:
+    """Asks the other ranks' hosts, and compares where they are.
+
+    Args:
+        group: Of the ranks' CPUs; for nothing else, so that no other operation of a rank that is elsewhere answers.
+        questions: How many more numbers a meeting may exchange.
+
+    Attributes:
+        batches: Batches of the epoch, or evaluation, that this rank has begun.
+        steps: Steps of optimizers so far.
+        over: Whether communication has ended, and nobody is asked any more.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, questions: int) -> None:
+        self._hosts = AnyRank(group)
+        self._rank, self._questions = group.rank(), questions
+        self.batches = self.steps = 0
+        self.over = False
+
+    def meet(self, where: Where, *mine: int) -> Asked:
+        """Says where this rank is. Call on all ranks.
+
+        Args:
+            where: The place.
+            *mine: Questions whether something is so on any rank, or how many it are at most: this rank's answers.
+
+        Returns:
+            To each question the greatest answer, to wait for.
+
+        Raises:
+            RanksPartedError: Does what is returned, if another rank is elsewhere, or has made another number of
+                optimizer steps.
+            RuntimeError: If another rank has failed; so does what is returned.
+        """
+        if self.over:
+            return Asked(lambda: list(mine))
+        here = (where << _COUNT_BITS | self.batches) << _RANK_BITS | self._rank
+        steps = self.steps << _RANK_BITS | self._rank
+        unused = [0] * (self._questions - len(mine))
+        answers = self._hosts.ask(here, -here, steps, -steps, *mine, *unused)
+
+        def wait() -> list[int]:
+            last, first, most, least, *rest = answers()
+            _compare_places(-first, last)
+            if where not in (Where.EVALUATION, Where.EVALUATED):  # where nobody trains, and ranks go on at their pace
+                _compare_steps(-least, most)
+            return rest[: len(mine)]
+
+        return Asked(wait, answers.is_there)
+
+
+def _compare_places(*codes: int) -> None:
+    places = [Where(code >> _RANK_BITS + _COUNT_BITS) for code in codes]
+    if len({Where.EVALUATION if place == Where.EVALUATED else place for place in places}) == 1:
+        return
+    told = []
+    for place, code in zip(places, codes, strict=True):
+        rank, count = code % (1 << _RANK_BITS), (code >> _RANK_BITS) % (1 << _COUNT_BITS)
+        told.append(f"rank {rank} {place.describe(count)}")
+    text = f"{' and '.join(told)}: they would wait for each other. {_advice(places)}"
+    raise RanksPartedError(text[0].upper() + text[1:])
+
+
+def _advice(places: Sequence[Where]) -> str:
+    both = _ADVICE.get(frozenset(places))
+    return both or next(
+        (text for place in (Where.OUTSIDE, Where.STATE) if place in places for text in [_ADVICE[place]]),
+        "Ranks must do the same: look for conditions on the rank, and for loops whose length follows from its data.",
+    )
+
+
+def _compare_steps(least: int, most: int) -> None:
+    fewer, more = least >> _RANK_BITS, most >> _RANK_BITS
+    if fewer == more:
+        return
+    one, other = least % (1 << _RANK_BITS), most % (1 << _RANK_BITS)
+    raise RanksPartedError(
+        f"Rank {one} has made {fewer} optimizer steps, rank {other} {more}: a step was skipped on some ranks alone, so "
+        "that parts of the parameters differ by a step. Gradients are sharded: a check such as "
+        "`torch.isnan(parameter.grad).any()` sees this rank's part alone. Decide by what is equal on all ranks: "
+        "`trainer.strategy.grad_norm()`, or `trainer.strategy.reduce_boolean_decision(found, all=False)`. Go on from "
+        "the last checkpoint."
+    )

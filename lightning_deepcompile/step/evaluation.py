@@ -1,0 +1,102 @@
+"""Evaluation in which ranks have different numbers of batches.
+
+Each batch of an evaluation begins with a question between the hosts: of which loader is it? As long as it is the same
+on all ranks, compiled steps run. As soon as some ranks have come to the next loader, or to the end, the others evaluate
+what is left to them uncompiled, each at its own pace: whoever reads a block says so, and all ranks gather it, those
+that need nothing, too. When nobody needs anything any more, all go on together.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from lightning_deepcompile.ranks.meetings import Meetings, Where
+from lightning_deepcompile.ranks.order import Agreement
+from lightning_deepcompile.sharding.uncompiled import Uncompiled
+from lightning_deepcompile.step.prefetch import StepPrefetch
+
+__all__ = ["Evaluation"]
+
+_log = logging.getLogger(__name__)
+
+_END = sys.maxsize >> 1
+_NOTHING = 0
+
+
+class Evaluation:
+    """Lets ranks evaluate different numbers of batches; one per engine.
+
+    Args:
+        meetings: Of the ranks' hosts.
+        order: Compares ranks' paths, while they are the same.
+        prefetch: Follows what is gathered.
+        uncompiled: Gathers for what is not compiled.
+        rank: This rank; the first one says that steps run uncompiled.
+
+    Attributes:
+        behind: Where some ranks are while others have gone on; None while all are alike.
+    """
+
+    def __init__(
+        self, meetings: Meetings, order: Agreement, prefetch: StepPrefetch, uncompiled: Uncompiled, rank: int
+    ) -> None:
+        self._meetings, self._order, self._prefetch, self._uncompiled = meetings, order, prefetch, uncompiled
+        self._rank, self._told = rank, False
+        self._loader = 0
+        self.behind: int | None = None
+
+    def begin_batch(self, loader: int, number: int) -> None:
+        """Call before a batch, and the hooks that come before it.
+
+        Args:
+            loader: Which of the loaders it is from.
+            number: Which batch of all it is, for errors; from 1.
+        """
+        self._meetings.batches, self._loader = number, loader
+        self._come_to(2 * loader, Where.EVALUATION)
+
+    def end_loader(self) -> None:
+        """Call when this rank has no more batches of the loader that it read from, and before results are reduced."""
+        self._come_to(2 * self._loader + 1, Where.EVALUATED)
+
+    def end(self) -> None:
+        """Call when this rank has no more batches: takes part in what the others gather for theirs."""
+        self._come_to(_END, Where.EVALUATED)
+        self._loader = 0
+
+    def forget(self) -> None:
+        """Call after an evaluation that has failed."""
+        self.behind = self._uncompiled.uneven = None
+        self._loader = 0
+
+    def _come_to(self, place: int, where: Where) -> None:
+        while True:
+            if self.behind is not None:
+                if place == self.behind:
+                    return
+                self._gather_until(_NOTHING, where)
+                self._change(None)
+            last, first = self._meetings.meet(where, place, -place)()
+            if last == -first:
+                return
+            self._change(-first)
+
+    def _change(self, behind: int | None) -> None:
+        """All ranks are here: from now on they go on together, or each at its own pace."""
+        self._order.end()
+        self._prefetch.forget()
+        self._uncompiled.clear()
+        self.behind = behind
+        self._uncompiled.uneven = None if behind is None else self._gather
+        if behind is not None and self._rank == 0 and not self._told:
+            self._told = True
+            _log.info("Some ranks have fewer batches to evaluate than others, which go on uncompiled.")
+
+    def _gather(self, wanted: int) -> None:
+        self._gather_until(wanted, Where.EVALUATION)
+
+    def _gather_until(self, wanted: int, where: Where) -> None:
+        """Gathers what other ranks want, as long as that comes before what this one wants."""
+        while (chosen := self._meetings.meet(where, wanted)()[0]) != wanted:
+            self._uncompiled.take_part(chosen)
