@@ -32,7 +32,9 @@ from lightning_deepcompile.compat.autograd import (
     in_function_transform,
     is_accumulated,
     is_profiling,
+    is_view,
     keeps_graph,
+    name_of_operator,
     outside_transforms,
     plain_functions,
     stand_in,
@@ -41,6 +43,7 @@ from lightning_deepcompile.compat.autograd import (
     take_accumulation_hooks,
     unrecorded,
     version_of,
+    written_by,
 )
 from lightning_deepcompile.compat.distributed import (
     all_gather_into,
@@ -173,6 +176,9 @@ __all__ = [
     "storage_of",
     "storage_uses",
     "take_accumulation_hooks",
+    "written_by",
+    "name_of_operator",
+    "is_view",
     "store",
     "unhooked_step",
     "unscale",

@@ -6,6 +6,7 @@ Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,7 +22,9 @@ __all__ = [
     "assert_on_device",
     "is_accumulated",
     "is_profiling",
+    "is_view",
     "keeps_graph",
+    "name_of_operator",
     "stand_in",
     "version_of",
     "alias",
@@ -36,6 +39,7 @@ __all__ = [
     "storage_of",
     "storage_uses",
     "take_accumulation_hooks",
+    "written_by",
 ]
 
 
@@ -161,6 +165,35 @@ def take_accumulation_hooks(tensor: Tensor) -> dict[int, Callable[[Tensor], None
     if hooks:
         tensor._post_accumulate_grad_hooks = OrderedDict()  # type: ignore[attr-defined] # None would leave them
     return hooks or None
+
+
+def name_of_operator(function: Any) -> str:
+    """Name of an operator (``OpOverload``), without its overload."""
+    return function._schema.name.partition("::")[2]
+
+
+def written_by(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call of an operator (``OpOverload``) writes to, those in lists included."""
+    found: list[Tensor] = []
+    for place, name in _written(function):
+        value = args[place] if place < len(args) else kwargs.get(name)
+        found += value if isinstance(value, list | tuple) else [] if value is None else [value]
+    return found
+
+
+@functools.cache
+def _written(function: Any) -> tuple[tuple[int, str], ...]:
+    arguments = enumerate(function._schema.arguments)
+    return tuple(
+        (place, one.name) for place, one in arguments if one.alias_info is not None and one.alias_info.is_write
+    )
+
+
+@functools.cache
+def is_view(function: Any) -> bool:
+    """Whether an operator (``OpOverload``) returns views of its first argument, and writes to nothing."""
+    first, returns = next(iter(function._schema.arguments), None), function._schema.returns
+    return not _written(function) and bool(returns) and None not in (first and first.alias_info, returns[0].alias_info)
 
 
 @never_a_frame

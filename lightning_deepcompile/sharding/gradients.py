@@ -22,6 +22,7 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.sharding.access import renew_leaf
 from lightning_deepcompile.sharding.errors import UnsupportedStepError
 from lightning_deepcompile.sharding.parameter import GradBuffer, ShardedParameter
+from lightning_deepcompile.sharding.sharded_tensor import ShardedTensor
 from lightning_deepcompile.sharding.shards import ShardedModel
 
 __all__ = ["GradientSession"]
@@ -263,7 +264,8 @@ class GradientSession:
     def _merge(self, parameter: ShardedParameter, rows: Tensor) -> None:
         present = self.local_grad(parameter.dtensor)
         if present is None:
-            parameter.dtensor.grad = compat.with_local(cast(DTensor, parameter.dtensor), rows.to(parameter.local.dtype))
+            rows = rows.to(parameter.local.dtype)
+            parameter.dtensor.grad = ShardedTensor.of(compat.with_local(cast(DTensor, parameter.dtensor), rows))
         else:
             with torch.no_grad():
                 present.add_(rows)

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from lightning_deepcompile import compat
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.sharding.layout import ShardLayout
+from lightning_deepcompile.sharding.sharded_tensor import ShardedTensor
 
 __all__ = ["GradBuffer", "Owner", "ShardedParameter", "distribute_rows"]
 
@@ -132,7 +133,7 @@ class GradBuffer:
         piece = self.flat[parameter.grad_offset : parameter.grad_offset + layout.shard_numel]
         parameter.grad_padded = piece.view(layout.shard_shape)
         parameter.grad_local = parameter.grad_padded.narrow(0, 0, parameter.local.shape[0])
-        parameter.grad_dtensor = parameter.distribute(parameter.grad_local)
+        parameter.grad_dtensor = ShardedTensor.of(parameter.distribute(parameter.grad_local))
         parameter.grad_buffer = self
         if parameter not in self.parameters:
             self.parameters.append(parameter)

@@ -35,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_deepcompile import compat
 from lightning_deepcompile.program.program import LOCAL_ID
 from lightning_deepcompile.sharding.errors import UnsupportedStepError, hook_refused
+from lightning_deepcompile.sharding.sharded_tensor import ShardedTensor
 
 __all__ = ["HOOKS", "Uncompiled", "parameter_class"]
 
@@ -615,15 +616,16 @@ for _function in (_Whole.forward, _Whole.setup_context, _Whole.backward):
 compat.never_frames(Uncompiled)
 
 
-def hooked_class(path: Uncompiled) -> type[DTensor]:
+def hooked_class(path: Uncompiled, kind: type[DTensor]) -> type[DTensor]:
     """What the classes of a model's parameters have in common: which hooks may be registered.
 
     Args:
         path: What knows the parameters.
+        kind: What they are beside that.
     """
     held_weakly = weakref.ref(path)
 
-    class HookedParameter(DTensor):
+    class HookedParameter(kind):  # type: ignore[valid-type, misc]
         """A sharded parameter, or an alias of one."""
 
         __slots__ = ()
@@ -661,9 +663,9 @@ def resting_class(path: Uncompiled) -> type[DTensor]:
     """
     held_weakly = weakref.ref(path)
     data: Any = DTensor.data  # a descriptor
-    hooked: Any = hooked_class(path)
+    hooked: Any = hooked_class(path, ShardedTensor)
 
-    class ShardedTensor(hooked):  # type: ignore[misc]
+    class RestingParameter(hooked):  # type: ignore[misc]
         """A sharded parameter, or an alias of one."""
 
         __slots__ = ()
@@ -684,22 +686,11 @@ def resting_class(path: Uncompiled) -> type[DTensor]:
                 parameter.local.copy_(parameter.rows(value))
 
         def detach(self) -> Tensor:
-            alias = DTensor.detach(self)
-            alias.__class__ = ShardedTensor  # which ``nn.Parameter(...)`` asks for
-            return alias
+            alias = super().detach()
+            alias.__class__ = RestingParameter  # which ``nn.Parameter(...)`` asks for
+            return alias  # type: ignore[no-any-return] # of a class that is made here
 
-        # Copies, and what is pickled, know nothing of the path.
-        def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-            memo[id(self)] = twin = self._plain(DTensor.detach(self).clone())
-            return twin
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            return self._plain(DTensor.detach(self)).__reduce_ex__(protocol)
-
-        def _plain(self, value: Tensor) -> Tensor:
-            return nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value
-
-    return ShardedTensor
+    return RestingParameter
 
 
 def parameter_class(path: Uncompiled) -> type[DTensor]:
@@ -709,7 +700,7 @@ def parameter_class(path: Uncompiled) -> type[DTensor]:
         path: What gathers them.
     """
     held_weakly = weakref.ref(path)
-    hooked: Any = hooked_class(path)
+    hooked: Any = hooked_class(path, DTensor)
 
     class ParameterInStep(hooked):  # type: ignore[misc]
         """A sharded parameter in the hands of code inside of a step: computes as the whole one.

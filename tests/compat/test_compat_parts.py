@@ -151,6 +151,17 @@ def test_what_is_unrecorded_is_in_no_profile() -> None:
     assert "aten::sin" in names and "aten::cos" not in names
 
 
+def test_operators_say_what_they_write_to_and_view() -> None:
+    aten, (a, b) = torch.ops.aten, torch.ones(2, 3)
+    assert compat.name_of_operator(aten.add_.Tensor) == "add_"
+    assert [one is a for one in compat.written_by(aten.add_.Tensor, (a, b), {})] == [True]
+    assert [one is b for one in compat.written_by(aten.add.out, (a, a), {"out": b})] == [True]
+    assert len(compat.written_by(aten._foreach_mul_.Scalar, ([a, b], 2.0), {})) == 2
+    assert compat.written_by(aten.add.Tensor, (a, b), {}) == []
+    views = aten.slice.Tensor, aten.split.Tensor, aten.detach.default
+    assert all(map(compat.is_view, views)) and not any(map(compat.is_view, (aten.add.Tensor, aten.zero_.default)))
+
+
 def test_hooks_for_gradients_are_seen() -> None:
     plain, hooked, behind = (torch.ones(2, requires_grad=True) for _ in range(3))
     hooked.register_hook(lambda gradient: None)

@@ -1,0 +1,193 @@
+"""Sharded tensors in users' hands: what is computed of them is of the whole tensor, and indices are global.
+
+A DTensor leaves some of that to its user. Sums and norms stay a rank's part until somebody asks for all of it, and
+``.item()`` does not; a slice of rows is a copy, so that writing to it is lost. Gradients and parameters are of a class
+that asks, and that keeps what is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.experimental import implicit_replication
+
+from lightning_deepcompile import compat
+
+__all__ = ["ShardedTensor"]
+
+# What writes to places that are not the same on all ranks: DTensors refuse these.
+_BY_INDEX = frozenset(
+    """index_put_ index_fill_ index_copy_ index_add_ index_reduce_ put_ scatter_ scatter_add_ scatter_reduce_
+    masked_scatter_ tril_ triu_ renorm_ fill_diagonal_ cumsum_ cumprod_""".split()
+)
+_REFUSED = re.compile(r"DTensor|[Ss]hard|^aten\.|subclass")
+_HINT = (
+    "(The tensor is sharded. `tensor.full_tensor()`, on all ranks, is a plain copy of all of it; "
+    "`strategy.full_parameters()` has whole parameters in place, and keeps what is written to them.)"
+)
+
+
+class ShardedTensor(DTensor):
+    """A sharded parameter, its gradient, or what was computed of them, between steps.
+
+    All ranks must do alike what needs more than a rank's rows: reductions, rows by index, values for Python.
+    """
+
+    __slots__ = ()
+
+    @staticmethod
+    def of(tensor: DTensor) -> ShardedTensor:
+        """Makes `tensor` itself one."""
+        tensor.__class__ = ShardedTensor
+        return cast(ShardedTensor, tensor)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # its stub has no class
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name, written = compat.name_of_operator(function), compat.written_by(function, args, kwargs)
+        try:
+            if written and (name in _BY_INDEX or any(_origin(one) is not None for one in written)):
+                return _write_whole(function, args, kwargs, written)
+            if name == "_local_scalar_dense":
+                return function(_full(args[0]))
+            if name == "fill_":  # of which DTensor knows one overload alone
+                function(compat.local_of(args[0]), _full(args[1]))
+                return args[0]
+            # What is written to a parameter is the same on all ranks, or ranks would part wherever it is. What is
+            # computed with one, of a batch of their own, is not: there DTensor refuses plain tensors.
+            with _as_dtensors(args, kwargs), implicit_replication() if written else contextlib.nullcontext():
+                result = function(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            if _HINT in str(error) or not _REFUSED.search(str(error)):
+                raise
+            raise type(error)(f"{error} {_HINT}") from error
+        if written:
+            return None if result is None else written[0] if len(written) == 1 else tuple(written)
+        return _wrapped(result, function, args, kwargs)
+
+    # What PyTorch refuses for all subclasses.
+    def tolist(self) -> Any:
+        """All values, as nested lists."""
+        return _full(self).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """All values, as an array."""
+        return _full(self).numpy(force=force)
+
+    def __format__(self, spec: str) -> str:
+        return format(_full(self) if spec else self._as_it_is(_one_plain(self)), spec)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([self[index] for index in range(len(self))])
+
+    # Copies, and what is pickled, are of PyTorch's classes.
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = twin = self._as_it_is(_one_plain(self).clone())
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._as_it_is(_one_plain(self)).__reduce_ex__(protocol)
+
+    def _as_it_is(self, value: Tensor) -> Tensor:
+        return nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value
+
+
+def _one_plain(tensor: DTensor) -> DTensor:
+    return compat.with_local(tensor, compat.local_of(tensor))
+
+
+@contextlib.contextmanager
+def _as_dtensors(*arguments: Any) -> Iterator[None]:
+    """Inside, the tensors among `arguments` are of PyTorch's class: others than they would have other storages."""
+    worn: dict[ShardedTensor, type[ShardedTensor]] = {}
+
+    def undress(one: Any) -> Any:
+        if isinstance(one, ShardedTensor):
+            worn[one] = type(one)
+        return one
+
+    fx.node.map_aggregate(arguments, undress)
+    for one in worn:
+        one.__class__ = DTensor  # type: ignore[assignment] # a class above its own
+    try:
+        yield
+    finally:
+        for one, kind in worn.items():
+            one.__class__ = kind
+
+
+def _full(value: Any) -> Any:
+    return compat.full_tensor(_one_plain(value)) if isinstance(value, DTensor) else value
+
+
+def _origin(tensor: Any) -> Any:
+    """Of which tensor, and how, a copy of some of its rows was made; None if it was not, or shares its memory."""
+    return tensor.__dict__.get("_dc_origin") if isinstance(tensor, ShardedTensor) else None
+
+
+def _wrapped(result: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    views = compat.is_view(function) and isinstance(args[0], ShardedTensor)
+    copies = views and (_origin(args[0]) is not None or any(map(_is_sharded, args[0].placements)))
+
+    def wrap(one: Any, place: int | None) -> Any:
+        if type(one) is not DTensor:
+            return one
+        if any(placement.is_partial() for placement in one.placements):
+            one = one.redistribute(placements=[Replicate() if p.is_partial() else p for p in one.placements])
+        if one.dim() == 0 and not views:
+            return compat.local_of(one)  # a plain number, as loggers and ``torch.tensor([...])`` want it
+        one = ShardedTensor.of(one)
+        if copies and not any(map(_is_sharded, one.placements)):
+            one.__dict__["_dc_origin"] = (args[0], function, args[1:], kwargs, place)
+        return one
+
+    if isinstance(result, list | tuple):
+        return type(result)(wrap(one, place) for place, one in enumerate(result))
+    return wrap(result, None)
+
+
+def _is_sharded(placement: Any) -> bool:
+    return not placement.is_replicate()
+
+
+def _write_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]) -> Any:
+    """Writes to the whole tensor, of which this rank keeps its rows."""
+    if len(written) > 1:
+        raise NotImplementedError(f"{function} writes to several sharded tensors by index.")
+    (tensor,) = written
+    root, steps = tensor, []
+    while (origin := _origin(root)) is not None:
+        root, *step = origin
+        steps.append(step)
+    assert isinstance(root, DTensor)
+    whole = _full(root).clone()
+    target = whole
+    for view, rest, keywords, place in reversed(steps):
+        target = view(target, *rest, **keywords)
+        target = target if place is None else target[place]
+    call, named = fx.node.map_aggregate((args, kwargs), lambda one: target if one is tensor else _full(one))
+    function(*call, **named)
+    everywhere = [Replicate()] * root.device_mesh.ndim
+    rows = DTensor.from_local(whole, root.device_mesh, everywhere, run_check=False).redistribute(
+        placements=root.placements
+    )
+    _keep(root, rows.to_local())
+    if root is not tensor:
+        _keep(tensor, target)
+    return tensor
+
+
+def _keep(tensor: Tensor, rows: Tensor) -> None:
+    local = compat.local_of(tensor)
+    local.copy_(rows)
+    torch.autograd.graph.increment_version(local)  # PyTorch counts no writes below autograd
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
