@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lightning_deepcompile.plan.arena import group_bytes
+from lightning_deepcompile.plan.records import RecordError, parse, read_record
 from lightning_deepcompile.plan.topology import Topology, TopologyError
-from lightning_deepcompile.program.saved import Saved
 from lightning_deepcompile.program.schedule import Instruction, Schedule, ScheduleError, check_schedule
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "ProfileError",
     "RegionCost",
     "Resident",
-    "schedule_from_dict",
 ]
 
 PROFILE_VERSION = 2
@@ -367,9 +366,9 @@ class Profile:
             ProfileError: If the text is no profile, is of another version, or holds values that cannot be.
         """
         try:
-            data = json.loads(text)
+            data = parse(text)
             version = data.pop("version")
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (RecordError, KeyError, AttributeError, TypeError) as error:
             raise ProfileError(
                 f"This is no profile ({type(error).__name__}: {error}). Write one with `strategy.profile().to_json()`."
             ) from error
@@ -378,23 +377,12 @@ class Profile:
                 f"The profile has version {version!r}; this release reads version {PROFILE_VERSION}. Take a new one."
             )
         try:
-            data["schedules"] = tuple(schedule_from_dict(s) for s in data["schedules"])
-            data["regions"] = {name: RegionCost(**cost) for name, cost in data["regions"].items()}
-            for name in ("gather", "reduce", "copy_out", "copy_in"):
-                if name in data:
-                    data[name] = Link(**data[name])
-            data["state_chunks"] = tuple(data.get("state_chunks", ()))
-            data["contention"] = Contention(**data["contention"])
-            data["labels"] = Labels(**data.get("labels", {}))
-            data["resident"] = Resident(**data.get("resident", {}))
-            if data.get("topology") is not None:
-                data["topology"] = Topology(**data["topology"])
-            profile = cls(**data)
+            profile = read_record(cls, data, "profile")
             profile.check()
             for schedule in profile.schedules:
                 check_schedule(schedule)
-        except (KeyError, TypeError, AttributeError, ScheduleError, TopologyError) as error:
-            raise ProfileError(f"The profile is damaged ({type(error).__name__}: {error}). Take a new one.") from error
+        except (RecordError, KeyError, ScheduleError, TopologyError) as error:
+            raise ProfileError(f"The profile is damaged ({error}). Take a new one.") from error
         return profile
 
     def check(self) -> None:
@@ -427,13 +415,3 @@ class Profile:
         for schedule in self.schedules:
             for position in schedule.at("compute"):
                 self.cost(schedule, schedule.instructions[position].region)
-
-
-def schedule_from_dict(data: dict[str, Any]) -> Schedule:
-    """Reads what `dataclasses.asdict` made of a schedule, also after a way through JSON."""
-    instructions = tuple(
-        Instruction(i["op"], tuple(i["ids"]), tuple(i["sizes"]), i["region"], tuple(i.get("made", ())))
-        for i in data["instructions"]
-    )
-    saved = tuple(Saved(**one) for one in data.get("saved", ()))
-    return Schedule(**{**data, "instructions": instructions, "kept": tuple(data["kept"]), "saved": saved})

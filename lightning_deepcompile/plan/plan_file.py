@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_deepcompile.plan.costs import schedule_from_dict
 from lightning_deepcompile.plan.offload import StatePlaces
+from lightning_deepcompile.plan.records import RecordError, parse, read_record
 from lightning_deepcompile.plan.tracing import Tracing
 from lightning_deepcompile.program.schedule import Schedule, ScheduleError, check_schedule
 
@@ -41,8 +41,8 @@ class Setting:
     device_type: str
     memory_budget: int | float | str | None = None
     recompute: str = "always"
-    chunk_loss: int | str = False
-    chunk_mlp: int | str = False
+    chunk_loss: bool | int | str = False
+    chunk_mlp: bool | int | str = False
 
 
 @dataclass(frozen=True)
@@ -99,20 +99,21 @@ def read_plan(text: str, setting: Setting) -> Plan:
     if data["setting"] != wanted:
         raise PlanFileError(f"it was made for {data['setting']}, and this run has {wanted}")
     try:
-        schedules = {key: schedule_from_dict(one) for key, one in data["programs"].items()}
+        schedules = read_record(dict[str, Schedule], data["programs"], "programs")
         for key, schedule in schedules.items():
             if schedule.content != key:
                 raise PlanFileError(f"the program {key!r} calls itself {schedule.content!r}")
             check_schedule(schedule)
-        states = None if data["states"] is None else StatePlaces(**data["states"])
-        if states is not None and not (_is_count(states.away, 0) and _is_count(states.slots, 1)):
+        states = None if data["states"] is None else read_record(StatePlaces, data["states"], "states")
+        if states is not None and (states.away < 0 or states.slots < 1):
             raise PlanFileError(f"it has optimizer states in {states}")
-        tracing = Tracing(**data["tracing"])
-        flags = tracing.sparing, tracing.chunked_losses, tracing.chunked_mlps
-        if not (_is_count(tracing.uncheckpointed, 0) and all(type(flag) is bool for flag in flags)):
+        tracing = read_record(Tracing, data["tracing"], "tracing")
+        if tracing.uncheckpointed < 0:
             raise PlanFileError(f"it has a step traced by {tracing}")
-    except (AttributeError, KeyError, TypeError, ScheduleError) as error:
-        raise PlanFileError(f"it is damaged ({type(error).__name__}: {error})") from error
+    except KeyError as error:
+        raise PlanFileError(f"it is damaged (there is no {error})") from error
+    except (RecordError, ScheduleError) as error:
+        raise PlanFileError(f"it is damaged ({error})") from error
     return Plan(schedules, states, tracing)
 
 
@@ -126,22 +127,18 @@ def read_setting(text: str) -> Setting:
         PlanFileError: If the text is no plan, is damaged, or is of another version.
     """
     try:
-        return Setting(**_parse(text)["setting"])
-    except TypeError as error:
-        raise PlanFileError(f"it is damaged ({type(error).__name__}: {error})") from error
+        return read_record(Setting, _parse(text)["setting"], "setting")
+    except RecordError as error:
+        raise PlanFileError(f"it is damaged ({error})") from error
 
 
 def _parse(text: str) -> Mapping[str, Any]:
     try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise PlanFileError(f"it is no JSON ({error})") from error
+        data = parse(text)
+    except RecordError as error:
+        raise PlanFileError(f"it is {error}") from error
     if not isinstance(data, Mapping) or not {"version", "setting", "programs"} <= data.keys():
         raise PlanFileError("it has no `version`, `setting` and `programs`")
     if data["version"] != PLAN_VERSION:
         raise PlanFileError(f"it has version {data['version']!r}, and this release reads version {PLAN_VERSION}")
     return data
-
-
-def _is_count(value: object, least: int) -> bool:
-    return type(value) is int and value >= least

@@ -208,11 +208,13 @@ def test_the_commands_are_listed_and_files_that_cannot_be_read_end_in_one_line(
     broken = {
         "": "This is no profile",
         json.dumps({**good, "version": 99}): "has version 99; this release reads",
-        json.dumps({**good, "regions": {"forward/region_0": {"seconds": "long"}}}): "damaged (TypeError",
+        json.dumps(
+            {**good, "regions": {"forward/region_0": {"seconds": "long"}}}
+        ): "seconds is 'long'; expected a number",
         json.dumps({**good, "micro_batches": 0}): "micro_batches is 0; expected a positive integer",
         json.dumps(
             {**good, "schedules": [{**good["schedules"][0], "instructions": instructions}]}
-        ): "damaged (KeyError",
+        ): ".op is 'gather_all'; expected one of",
         json.dumps({**good, "regions": {}}): "no times of forward/region_0",
     }
     for text, message in broken.items():

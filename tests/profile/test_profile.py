@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -245,21 +246,30 @@ def test_plan_files(  # noqa: F811
 
     # Damaged and foreign plans are refused with the reason, and training goes on.
     text = path.read_text()
+    with_kept = re.sub(r'"kept": \[[^]]*\]', '"kept": [true]', text, count=1)
     for broken, reason in [
         ("{", "it is no JSON"),
         ("{}", "it has no `version`"),
         (text.replace(f'"version": {PLAN_VERSION}', '"version": 7'), "it has version 7"),
         (text.replace('"states": null', '"states": {"away": -1, "slots": 3}'), "optimizer states in"),
-        (text.replace('"states": null', '"states": {"away": 0}'), "it is damaged"),
+        (text.replace('"states": null', '"states": {"away": 0}'), "it is damaged (states.slots is missing)"),
         (text.replace('"world_size": 1', '"world_size": 64'), "'world_size': 64"),
         (text.replace('"stage": 3', '"stage": 1'), "'stage': 1"),
         (text.replace('"memory_budget": null', '"memory_budget": 64'), "'memory_budget': 64"),
         (text.replace('"recompute": "always"', '"recompute": "auto"'), "'recompute': 'auto'"),
         (text.replace('"chunk_loss": false', '"chunk_loss": "auto"'), "'chunk_loss': 'auto'"),
-        (text.replace('"chunked_mlps": false', '"chunked_mlps": 1'), "chunked_mlps=1"),
-        (text.replace('"tracing"', '"traced"'), "it is damaged"),
-        (text.replace('"instructions"', '"instruction"'), "it is damaged"),
+        (
+            text.replace('"chunked_mlps": false', '"chunked_mlps": 1'),
+            "tracing.chunked_mlps is 1; expected true or false",
+        ),
+        (text.replace('"tracing"', '"traced"'), "it is damaged (there is no 'tracing')"),
+        (text.replace('"instructions"', '"instruction"'), "has no field 'instruction'"),
         (text.replace('"op": "gather"', '"op": "wait"'), "it is damaged"),
+        (text.replace('"op": "gather"', '"op": "get"'), ".op is 'get'; expected one of 'gather'"),
+        (with_kept.replace('"kept": [true', '"kept": ["a"'), ".kept[0] is 'a'; expected an integer"),
+        (with_kept, ".kept[0] is True; expected an integer"),
+        (text.replace('"programs": {', '"programs": {"a": 3, '), "programs.a is 3; expected a mapping"),
+        ("[" * 100_000, "it is no JSON (maximum recursion depth"),
     ]:
         path.write_text(broken)
         caplog.clear()
