@@ -51,7 +51,7 @@ def read_record(hint: type[T], data: object, where: str) -> T:
 def _read(hint: Any, data: object, where: str) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
     if dataclasses.is_dataclass(hint):
-        return _read_dataclass(typing.cast(type[Any], hint), data, where)
+        return _read_dataclass(hint, data, where)
     if origin in (Union, types.UnionType):
         return _read_one_of(arguments, data, where)
     if origin is Literal:
@@ -82,7 +82,7 @@ def _read_one_of(alternatives: tuple[Any, ...], data: object, where: str) -> Any
     raise wrong
 
 
-def _read_dataclass(cls: type[Any], data: object, where: str) -> Any:
+def _read_dataclass(cls: Any, data: object, where: str) -> Any:
     values, hints = _mapping(data, where), _hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     if unknown := values.keys() - fields.keys():
@@ -94,7 +94,7 @@ def _read_dataclass(cls: type[Any], data: object, where: str) -> Any:
 
 
 @functools.cache
-def _hints(cls: type[Any]) -> dict[str, Any]:
+def _hints(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 

@@ -1,6 +1,8 @@
 """Errors of steps that shards cannot serve."""
 
-__all__ = ["UnsupportedStepError", "hook_refused"]
+__all__ = ["UnsupportedStepError", "explain_mixing", "hook_refused"]
+
+_MIXED = "mixed torch.Tensor and DTensor"  # PyTorch's words, in every release that we know
 
 
 class UnsupportedStepError(RuntimeError):
@@ -15,3 +17,17 @@ def hook_refused(name: str) -> ValueError:
         "called with the parameter when its reduced `.grad` is there, or change `parameter.grad` in "
         "`on_after_backward` or `on_before_optimizer_step`."
     )
+
+
+def explain_mixing(error: BaseException) -> None:
+    """Adds what to do to PyTorch's error of an operator that got a shard and a plain tensor.
+
+    Args:
+        error: Any error.
+    """
+    if _MIXED in str(error):
+        error.add_note(
+            "Parameters are sharded, since the first `fit` of the module, say. Compute with whole ones in `with "
+            "trainer.strategy.full_parameters():` (in `setup` they may also be replaced there, by resized ones), or "
+            "with `parameter.full_tensor()`; all ranks must call either."
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -108,7 +108,11 @@ class ShardedModel:
                 yield
         finally:
             for parameter, whole in wholes.items():
-                parameter.install(parameter.dtensor)
+                if whole.shape != parameter.dtensor.shape:
+                    continue  # resized by its ``.data``: it stays what the modules hold, and is sharded anew
+                for owner in parameter.owners:
+                    if owner.module._parameters.get(owner.name) is whole:  # else it was replaced
+                        owner.module._parameters[owner.name] = parameter.dtensor
                 if writeback:
                     with torch.no_grad():
                         parameter.local.copy_(parameter.rows(whole))
@@ -140,13 +144,18 @@ def is_sharded(parameter: Tensor) -> bool:
     return parameter.dim() > 0 and parameter.numel() > 0
 
 
+def _in_script(owners: Sequence[Owner]) -> bool:
+    """Whether TorchScript's C++ code reads a parameter, past any attribute of Python's."""
+    return any(isinstance(owner.module, torch.jit.ScriptModule) for owner in owners)
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where every parameter of a module is going to lie.
 
     Args:
         owners: Of each parameter that is sharded, by its name.
-        replicated: Owners of the others: without rows to distribute (0-dim or empty).
+        replicated: Owners of the others: without rows to distribute (0-dim or empty), or read by TorchScript.
         specs: Of each parameter that is sharded.
         chunks: Their places.
     """
@@ -160,7 +169,7 @@ class Layout:
 def lay_out(module: nn.Module, shards: int) -> Layout:
     """Plans the sharding of `module` among `shards` ranks; keeps no reference to a parameter."""
     found = collect_parameters(module)
-    sharded = {owners[0].fqn: (p, owners) for p, owners in found.items() if is_sharded(p)}
+    sharded = {owners[0].fqn: (p, owners) for p, owners in found.items() if is_sharded(p) and not _in_script(owners)}
     replicated = [owners[0] for owners in found.values() if owners[0].fqn not in sharded]
     blocks = assign_blocks(module, list(sharded))
     specs = [ParamSpec(n, tuple(p.shape), p.dtype, p.requires_grad, blocks[n]) for n, (p, _) in sharded.items()]
@@ -182,7 +191,7 @@ def shard_module(
 
     All ranks end up with rank 0's values (as with DDP): ranks that were seeded differently would otherwise train a
     patchwork. One full parameter at a time is on the device, of a model on the meta device one block, which is
-    initialised there. Parameters without rows to distribute (0-dim or empty) stay replicated.
+    initialised there. Parameters without rows to distribute (0-dim or empty) and those of TorchScript are replicated.
 
     Args:
         module: The model, on any device; its parameters may be DTensors of an earlier sharding.

@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeGuard, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from lightning_deepcompile import compat
@@ -654,7 +654,7 @@ def hooked_class(path: Uncompiled, kind: type[DTensor]) -> type[DTensor]:
 
 
 def resting_class(path: Uncompiled) -> type[DTensor]:
-    """The class that a model's parameters have while no step runs: DTensors whose values can be assigned, too.
+    """The class that a model's parameters have while no step runs: DTensors that take the values of whole tensors, too.
 
     PyTorch's ``parameter.data = ...`` would give a DTensor other storage and leave its values as they are.
 
@@ -672,7 +672,9 @@ def resting_class(path: Uncompiled) -> type[DTensor]:
 
         @property
         def data(self) -> Tensor:  # type: ignore[override]
-            return data.__get__(self)
+            alias = data.__get__(self)
+            alias.__class__ = ShardedTensor
+            return alias
 
         @data.setter
         def data(self, value: Tensor) -> None:
@@ -684,6 +686,16 @@ def resting_class(path: Uncompiled) -> type[DTensor]:
                 return
             with torch.no_grad():
                 parameter.local.copy_(parameter.rows(value))
+
+        def copy_(self, other: Tensor, non_blocking: bool = False) -> Tensor:
+            # As of state dicts of whole tensors; PyTorch refuses to mix the two.
+            return DTensor.copy_(self, other if isinstance(other, DTensor) else self._sharded(other), non_blocking)
+
+        def _sharded(self, whole: Tensor) -> DTensor:
+            """This rank's rows of `whole`, which all ranks have."""
+            whole, mesh = whole.detach().to(self.device).expand(self.shape), self.device_mesh
+            same = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            return same.redistribute(mesh, self.placements)
 
         def detach(self) -> Tensor:
             alias = super().detach()

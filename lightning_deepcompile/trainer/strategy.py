@@ -39,6 +39,7 @@ from lightning_deepcompile.ranks.meetings import Where
 from lightning_deepcompile.ranks.mesh import MeshArgument, check_mesh
 from lightning_deepcompile.report.page import write_page
 from lightning_deepcompile.report.trace import write_trace
+from lightning_deepcompile.sharding.errors import explain_mixing
 from lightning_deepcompile.sharding.shards import ReadRows
 from lightning_deepcompile.summary import Summary
 from lightning_deepcompile.trainer.activation_checkpointing import CheckpointingPolicy
@@ -445,6 +446,7 @@ class DeepCompileStrategy(ProcessStrategy):
             self.engine.tuner.explain(exception)
             if self.engine.capture.replays is not None:
                 self.engine.capture.replays.explain(exception)
+        explain_mixing(exception)
         if self._failures is not None:
             why_alone = "" if self._sharded is None else self.engine.timeline.why_alone()
             self._failures.explain(exception, why_alone)
@@ -605,13 +607,14 @@ class DeepCompileStrategy(ProcessStrategy):
     ) -> Generator[None, None, None]:
         """Inside, the parameters are whole, plain tensors (as under FSDP's ``summon_full_params``).
 
-        All ranks must enter and leave together. Calling a module needs no such context: it gathers for itself.
+        All ranks must enter and leave together. Calling a module needs no such context: it gathers for itself. A
+        parameter may be replaced by one of another shape in ``setup`` and ``configure_model``.
 
         Args:
             module: Whose parameters; by default the whole model's, which must then fit into memory.
             writeback: Keep what was written to them, each rank's own rows; else it is dropped.
         """
-        with self.engine.full_parameters(module, writeback=writeback):
+        with (self.engine_of_module or self.engine).full_parameters(module, writeback=writeback):
             yield
 
     def grad_norm(self, module: nn.Module | None = None) -> Tensor:
