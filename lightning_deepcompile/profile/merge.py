@@ -14,7 +14,7 @@ from typing import Any
 from lightning_deepcompile.plan.costs import Contention, Link, Profile, ProfileError, RegionCost
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["describe_spread", "frame_of", "merge_profiles", "numbers_of", "with_numbers"]
+__all__ = ["frame_of", "merge_profiles", "numbers_of", "with_numbers"]
 
 _MOST = ("optimizer_seconds", "launch_seconds", "hold_ratio", "step_seconds", "exposed_seconds")
 _MOST_BYTES = ("room", "micro_batches")
@@ -101,23 +101,6 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
                 f"{[s.name for s in other.schedules]}, which communicate differently."
             )
     return with_numbers(first, [max(column) for column in zip(*map(numbers_of, profiles), strict=True)])
-
-
-def describe_spread(slowest: int, most: float, least: float) -> str:
-    """Names a rank that computes much longer than another one, as plans follow it; "" if there is none.
-
-    Args:
-        slowest: The rank that computed longest in the measured steps.
-        most: Its seconds.
-        least: Those of the fastest.
-    """
-    if least <= 0 or most <= 1.2 * least:
-        return ""
-    return (
-        f"Rank {slowest} computes {most / least:.2f} times as long as the fastest, in the measured steps. "
-        "All wait for it, and plans are made for its times. If that stays so, look for uneven batches, or for other "
-        "work on that rank's device or host."
-    )
 
 
 def _regions(profile: Profile) -> list[tuple[Schedule, str]]:

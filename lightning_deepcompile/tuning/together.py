@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,9 +9,10 @@ import torch.distributed as dist
 
 from lightning_deepcompile.plan.costs import Profile, ProfileError
 from lightning_deepcompile.plan.recompute import Checkpoint
-from lightning_deepcompile.profile.merge import describe_spread, frame_of, merge_profiles, numbers_of, with_numbers
+from lightning_deepcompile.profile.merge import frame_of, merge_profiles, numbers_of, with_numbers
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import exchange, maxima, number_of
+from lightning_deepcompile.tuning.slow_ranks import MUCH
 
 __all__ = ["Seen", "put_together"]
 
@@ -26,14 +26,14 @@ class Seen:
         start: The schedules that planning starts from.
         new: Whether it ran programs that were not measured before; of all ranks: whether any did.
         checkpoints: Of each rank whose blocks differ from the others', what it computes again and could keep.
-        spread: Names a rank that computes much longer than another one.
+        unequal: Whether a rank computed much longer than another one, with the same programs.
     """
 
     profile: Profile
     start: tuple[Schedule, ...]
     new: bool
     checkpoints: Sequence[list[list[Checkpoint]]]
-    spread: str = ""
+    unequal: bool = False
 
     @property
     def seconds(self) -> float:
@@ -59,14 +59,10 @@ def put_together(mine: Seen | None, error: str, group: dist.ProcessGroup) -> See
     if mine is None or failed:
         errors = exchange(error, group)
         raise ProfileError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text))
-    slowest = 0
-    if describe_spread(slowest, most, -least):
-        slowest = int(-maxima([-dist.get_rank(group) if seconds == most else -math.inf], group)[0])
-    spread = describe_spread(slowest, most, -least)
     if most_digest == -least_digest:
         profile = with_numbers(mine.profile, maxima(numbers_of(mine.profile), group))
-        return Seen(profile, mine.start, new > 0, mine.checkpoints, spread)
+        return Seen(profile, mine.start, new > 0, mine.checkpoints, unequal=most > -least * MUCH > 0)
     everybody = exchange(mine, group)  # batches of different shapes
     checkpoints = [one for other in everybody for one in other.checkpoints]
     merged = merge_profiles([other.profile for other in everybody])
-    return Seen(merged, everybody[0].start, new > 0, checkpoints, spread)
+    return Seen(merged, everybody[0].start, new > 0, checkpoints)

@@ -42,6 +42,7 @@ from lightning_deepcompile.tuning.measuring import (
 from lightning_deepcompile.tuning.plan_store import PlanStore
 from lightning_deepcompile.tuning.retracing import Retracing
 from lightning_deepcompile.tuning.shortages import Shortages
+from lightning_deepcompile.tuning.slow_ranks import SlowRanks
 from lightning_deepcompile.tuning.together import Seen, put_together
 
 __all__ = ["Coverage", "Tuner", "pass_schedule"]
@@ -95,6 +96,7 @@ class Tuner:
         self._capture, self._runtime, self._group = capture, runtime, group
         self._device, self._memory = device, memory
         self._shortages, self._states = shortages, states
+        self._slow_ranks = SlowRanks(group, device, memory, self._training)
         self._retracing = Retracing(capture, states, group)
         self._config = capture.config
         ranks = capture.model.ranks
@@ -147,7 +149,7 @@ class Tuner:
             Whether the training step is to be compiled anew.
         """
         self._swapped = self._retraces = False
-        if self._round is None and self._recheck is None and not self._watches:
+        if self.settled and self._recheck is None and not self._watches:
             return False
         self._launched = launched
         if self._boundary:
@@ -177,8 +179,8 @@ class Tuner:
 
     @property
     def settled(self) -> bool:
-        """Whether no round is under way or about to be."""
-        return self._round is None
+        """Whether no step is measured, now or soon."""
+        return self._round is None and not self._slow_ranks.compares
 
     @property
     def isolates(self) -> bool:
@@ -198,6 +200,8 @@ class Tuner:
         if self._step == self._recheck:
             self._look_for_new_programs()
         if self._round is None:
+            if self._slow_ranks.compares:
+                self._compare_ranks()
             return
         moment = self._step - self._round.first
         if moment == PLANNED:
@@ -210,6 +214,11 @@ class Tuner:
                 self._say(f"Measuring steps {self._step} and {self._step + 1}, to plan with their times.", logging.INFO)
             if moment in (OBSERVED, ISOLATED) and self._capture.progress is not None:
                 self._capture.progress(f"measuring, step {moment + 1}/2")
+
+    def _compare_ranks(self) -> None:
+        self._probe, found = self._slow_ranks.next_step()
+        if found:
+            self._say(found, logging.WARNING)
 
     def _training(self) -> list[Executable]:
         return [e for e in self._capture.executables if e.program.kind != "inference"]
@@ -233,8 +242,8 @@ class Tuner:
         chosen = self._config.memory_budget
         profile, budget = agreed_profile(seen.profile, seen.start, chosen, self._limit, self._excess)
         self.profile = profile
-        if seen.spread:
-            self._say(seen.spread, logging.WARNING)
+        if seen.unequal:
+            self._slow_ranks.suspect()
         smallest = profile.schedules if self._host_room is None else offload_all(profile.schedules)
         least = least_budget(smallest, self._states.least(profile))
         if (anew := self._retracing.spare(self._step, profile, least)) is not None:
