@@ -228,11 +228,10 @@ def test_a_module_goes_on_as_alone(name: str) -> None:
 def test_a_module_that_is_refused_goes_on_once_it_is_mended() -> None:
     module = Mlp()
     fit(trainer_of(ours()), module)
-    hook = module.head.weight.register_hook(lambda gradient: gradient)
-    for strategy in (ours(stage=2), ours(activation_checkpointing_policy={nn.LSTM})):
-        with pytest.raises(ValueError, match="has a hook|chooses no module"):
-            fit(trainer_of(strategy), module)
-    hook.remove()
+    with pytest.raises(ValueError, match="has a hook"):
+        module.head.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(ValueError, match="chooses no module"):
+        fit(trainer_of(ours(activation_checkpointing_policy={nn.LSTM})), module)
     assert fit(trainer_of(ours(stage=2)), module).losses
 
 
