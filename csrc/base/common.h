@@ -15,6 +15,7 @@
 #include <c10/util/Exception.h>
 
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <string>
 #include <vector>
@@ -81,6 +82,34 @@ inline void order(Event& scratch, const Stream& before, const Stream& after) {
   scratch.record(before);
   scratch.block(after);
 }
+
+/// Makes a stream of the runtime's own the current one, as long as it lives.
+///
+/// If an exception ends it, the stream that was current before waits for what was queued: what the exception drops is
+/// memory of that stream's pool, which hands it out again at once. So whatever the work reads or writes must live longer
+/// than the detour, and no memory may be allocated within it but for the work itself: whoever is short of memory makes
+/// the current stream wait for what he gives back.
+class Detour {
+ public:
+  explicit Detour(const Stream& side)
+      : before_(current_stream(side.device())), side_(side), exceptions_(std::uncaught_exceptions()), guard_(side) {}
+  ~Detour() {
+    if (std::uncaught_exceptions() <= exceptions_ || before_ == side_) return;
+    try {
+      Event queued;
+      order(queued, side_, before_);
+    } catch (const std::exception& error) {
+      TORCH_WARN_ONCE("lightning_deepcompile: nobody waits for what a failed operation has queued: ", error.what());
+    }
+  }
+  Detour(const Detour&) = delete;
+  Detour& operator=(const Detour&) = delete;
+
+ private:
+  const Stream before_, side_;
+  const int exceptions_;
+  const c10::StreamGuard guard_;
+};
 
 /// State in which the runtime touches tensors: no autograd graph, and no inference tensors (a buffer made during
 /// validation is used again in training, where an inference tensor could not be saved for backward).

@@ -17,7 +17,7 @@ Engines::Engines(const Group& gather_group, const Group& reduce_group, const Gro
                                                    device, options)),
       host_memory(std::make_shared<HostMemory>(device, options.host_limit,
                                                NumaPlace{options.numa_node, options.numa_cpus})),
-      shard_slabs(host_memory, "parameter shards"),
+      shard_slabs(host_memory, "parameter shards", [device] { synchronize_device(device); }),
       registry(device, gather_communicator->world_size()),
       gathers(device, gather_communicator, registry, stats, options),
       reductions(device, reduce_communicator, registry, stats, options),

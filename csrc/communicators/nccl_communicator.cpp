@@ -101,6 +101,12 @@ int64_t ranks_per_id() {
   return number;
 }
 
+/// A communicator of NCCL's, shared with the threads that are inside NCCL with it: it is not freed before they leave.
+struct Handle {
+  std::atomic<ncclComm_t> comm = nullptr;  // abort() may take it while another thread is inside NCCL
+  std::timed_mutex calls;                  // held while a thread is inside NCCL with this communicator
+};
+
 /// An initialisation under way. It belongs to two threads, and whoever is the last to want it ends it.
 struct Creation {
   std::mutex mutex;
@@ -158,8 +164,11 @@ class NcclCommunicator final : public Communicator {
     std::function<ncclResult_t(ncclComm_t*)> create;
     if (like != nullptr) {
       // The ranks know each other by then: no unique id, and no rank to which all the others connect.
-      create = [parent = like->comm_.load(), own_rank, config](ncclComm_t* comm) mutable {
-        return ncclCommSplit(parent, 0, own_rank, comm, &config);
+      create = [parent = like->handle_, own_rank, config](ncclComm_t* comm) mutable {
+        const std::lock_guard lock(parent->calls);
+        ncclComm_t whole = parent->comm.load();
+        LDC_CHECK_WIRE(whole != nullptr, "the communicator that it begins with was aborted.");
+        return ncclCommSplit(whole, 0, own_rank, comm, &config);
       };
     } else {
       create = [ids = share_unique_ids(group), own_rank, ranks, config](ncclComm_t* comm) mutable {
@@ -170,14 +179,14 @@ class NcclCommunicator final : public Communicator {
 #endif
       };
     }
+    const char* call = like != nullptr ? "ncclCommSplit" : "ncclCommInitRank";
     const auto created = create_within(options.limit(), device_, std::move(create));
     LDC_CHECK_WIRE(created, "the communicators of ", world_size(), " ranks were not there within ",
-                   static_cast<double>(options.limit().count()) / 1000, " s on rank ", rank(),
-                   ". Another rank died, hangs, or creates no runtime; or raise `timeout`.");
-    const char* call = like != nullptr ? "ncclCommSplit" : "ncclCommInitRank";
+                   static_cast<double>(options.limit().count()) / 1000, " s on rank ", rank(), " (", call,
+                   "). Another rank died, hangs, or creates no runtime; or raise `timeout`.");
     LDC_CHECK(created->failure.empty(), call, ": ", created->failure);
     check(created->result, call, {});
-    comm_ = created->comm;
+    handle_->comm = created->comm;
   }
 
   ~NcclCommunicator() override { abort(); }  // after close() there is nothing left to abort
@@ -185,7 +194,7 @@ class NcclCommunicator final : public Communicator {
   Completion all_gather(const std::vector<Transfer>& group) override {
     return submit("gather", group, [this](const Transfer& transfer, cudaStream_t stream) {
       return ncclAllGather(transfer.in.const_data_ptr(), transfer.out.mutable_data_ptr(), transfer.in.nbytes(),
-                           ncclInt8, comm_, stream);
+                           ncclInt8, handle_->comm, stream);
     });
   }
 
@@ -193,7 +202,8 @@ class NcclCommunicator final : public Communicator {
     return submit("reduction", group, [this](const Transfer& transfer, cudaStream_t stream) {
       const Tensor out = transfer.out.is_complex() ? at::view_as_real(transfer.out) : transfer.out;
       return ncclReduceScatter(transfer.in.const_data_ptr(), out.mutable_data_ptr(),
-                               static_cast<size_t>(out.numel()), nccl_dtype(out.scalar_type()), ncclAvg, comm_, stream);
+                               static_cast<size_t>(out.numel()), nccl_dtype(out.scalar_type()), ncclAvg, handle_->comm,
+                               stream);
     });
   }
 
@@ -201,7 +211,7 @@ class NcclCommunicator final : public Communicator {
     return submit("reduction over replicas", group, [this](const Transfer& transfer, cudaStream_t stream) {
       const Tensor out = transfer.out.is_complex() ? at::view_as_real(transfer.out) : transfer.out;
       return ncclAllReduce(transfer.in.const_data_ptr(), out.mutable_data_ptr(), static_cast<size_t>(out.numel()),
-                           nccl_dtype(out.scalar_type()), ncclAvg, comm_, stream);
+                           nccl_dtype(out.scalar_type()), ncclAvg, handle_->comm, stream);
     });
   }
 
@@ -228,12 +238,13 @@ class NcclCommunicator final : public Communicator {
       }
       return {};
     }
-    const std::lock_guard lock(calls_);
-    LDC_CHECK_WIRE(!aborted_ && comm_ != nullptr, "the communicator of rank ", rank(), " was aborted.");
+    const std::lock_guard lock(handle_->calls);
+    LDC_CHECK_WIRE(!aborted_ && handle_->comm != nullptr, "the communicator of rank ", rank(), " was aborted.");
     ncclWindow_t window = nullptr;
     {
       const InFlight::Watched watched(*in_flight_, "registration of memory", {});  // waits for all ranks
-      check(ncclCommWindowRegister(comm_, memory.get(), static_cast<size_t>(bytes), &window, NCCL_WIN_COLL_SYMMETRIC),
+      check(ncclCommWindowRegister(handle_->comm, memory.get(), static_cast<size_t>(bytes), &window,
+                                   NCCL_WIN_COLL_SYMMETRIC),
             "ncclCommWindowRegister", {});
     }
     windows_.emplace(memory.get(), window);
@@ -246,27 +257,27 @@ class NcclCommunicator final : public Communicator {
 
   void drop_window([[maybe_unused]] const Tensor& window) override {
 #if LDC_WITH_WINDOWS
-    const std::lock_guard lock(calls_);
+    const std::lock_guard lock(handle_->calls);
     const auto found = windows_.find(window.const_data_ptr());
-    if (found == windows_.end() || comm_ == nullptr || aborted_) return;
-    check(ncclCommWindowDeregister(comm_, found->second), "ncclCommWindowDeregister", {});
+    if (found == windows_.end() || handle_->comm == nullptr || aborted_) return;
+    check(ncclCommWindowDeregister(handle_->comm, found->second), "ncclCommWindowDeregister", {});
     windows_.erase(found);
 #endif
   }
 
   void check_health() override {
-    const std::lock_guard lock(calls_);
+    const std::lock_guard lock(handle_->calls);
     ncclResult_t state = ncclSuccess;
-    if (ncclComm_t comm = comm_.load()) check(ncclCommGetAsyncError(comm, &state), "ncclCommGetAsyncError", {});
+    if (ncclComm_t comm = handle_->comm.load()) check(ncclCommGetAsyncError(comm, &state), "ncclCommGetAsyncError", {});
     check(state, "an earlier operation", {});
   }
 
   std::string diagnose(std::chrono::milliseconds limit) override {
     if (aborted_) return {};
     const BesideCaptures beside;
-    if (std::unique_lock lock(calls_, std::try_to_lock); lock.owns_lock()) {  // else a thread is inside: see below
+    if (std::unique_lock lock(handle_->calls, std::try_to_lock); lock.owns_lock()) {  // else a thread is inside: see below
       ncclResult_t state = ncclSuccess;
-      if (ncclComm_t comm = comm_.load(); comm != nullptr && ncclCommGetAsyncError(comm, &state) == ncclSuccess &&
+      if (ncclComm_t comm = handle_->comm.load(); comm != nullptr && ncclCommGetAsyncError(comm, &state) == ncclSuccess &&
                                           state != ncclSuccess && state != ncclInProgress) {
         return c10::str("communication failed on rank ", rank(), " of ", world_size(), ": ", ncclGetErrorString(state),
                         in_flight_text());
@@ -291,22 +302,33 @@ class NcclCommunicator final : public Communicator {
     if (copy_engines_) end_if_stuck();
     // A thread that has been inside a call for this long is stuck in NCCL, waiting for a peer (connections are made by
     // the first operations). One that is merely passing through leaves within the time.
-    std::unique_lock lock(calls_, 500ms);
-    ncclComm_t comm = comm_.exchange(nullptr);
+    std::unique_lock lock(handle_->calls, 500ms);
+    ncclComm_t comm = handle_->comm.exchange(nullptr);
     if (comm == nullptr) return;
     if (lock.owns_lock()) return warn_of(ncclCommAbort(comm), "ncclCommAbort");
     // NCCL tells that thread to return, and frees what it returns through: the second must wait for the first. Within
     // a group, as with every call that frees a communicator, it is left to the group's end.
-    const ncclResult_t grouped = ncclGroupStart();
-    warn_of(grouped, "ncclGroupStart");
-    warn_of(ncclCommAbort(comm), "ncclCommAbort");
-    // If the thread stays where it is, the communicator does, too; the open group is one of this thread alone.
-    if (grouped == ncclSuccess && lock.try_lock_for(10s)) warn_of(ncclGroupEnd(), "ncclGroupEnd");
+    const auto abort_behind = [comm, &handle = *handle_] {
+      const ncclResult_t grouped = ncclGroupStart();
+      warn_of(grouped, "ncclGroupStart");
+      if (grouped != ncclSuccess) return;
+      warn_of(ncclCommAbort(comm), "ncclCommAbort");
+      const std::unique_lock left(handle.calls, 10s);
+      if (left.owns_lock()) return warn_of(ncclGroupEnd(), "ncclGroupEnd");
+      warn_of("ncclCommAbort", "a thread stays inside NCCL, so its communicator is not freed");
+    };
+    try {
+      // By a thread of its own: if the other one stays where it is, the group stays open, and would swallow every later
+      // call of this one.
+      std::jthread(abort_behind).join();
+    } catch (const std::exception& error) {
+      warn_of("std::thread", error.what());
+    }
   }
 
   void close() override {
-    const std::lock_guard lock(calls_);
-    if (comm_ == nullptr) return;
+    const std::lock_guard lock(handle_->calls);
+    if (handle_->comm == nullptr) return;
     const c10::DeviceGuard guard(device_);
     deregister();
     ncclResult_t finalized = ncclSuccess;
@@ -314,9 +336,9 @@ class NcclCommunicator final : public Communicator {
       // All ranks come here, or have died. So it is an operation that a watchdog sees, and the communicator stays where
       // abort() finds it.
       const InFlight::Watched watched(*in_flight_, "the end of a communicator", {});
-      finalized = ncclCommFinalize(comm_);
+      finalized = ncclCommFinalize(handle_->comm);
     }
-    ncclComm_t comm = comm_.exchange(nullptr);
+    ncclComm_t comm = handle_->comm.exchange(nullptr);
     LDC_CHECK_WIRE(comm != nullptr, "the communicator of rank ", rank(), " of ", world_size(),
                    " was aborted while it was ended. Another rank died, hangs, or did not end it.");
     const ncclResult_t destroyed = ncclCommDestroy(comm);  // of this rank alone
@@ -325,9 +347,9 @@ class NcclCommunicator final : public Communicator {
   }
 
   void retire(std::vector<std::future<void>>& pending) override {
-    const std::lock_guard lock(calls_);
+    const std::lock_guard lock(handle_->calls);
     deregister();
-    ncclComm_t comm = comm_.exchange(nullptr);
+    ncclComm_t comm = handle_->comm.exchange(nullptr);
     if (comm == nullptr) return;
     // NCCL destroys a communicator when all ranks do. Where a rank does it at a time of its own (its garbage collector
     // ran), the thread that happens to be there must not wait for peers, who may be waiting for it.
@@ -396,7 +418,7 @@ class NcclCommunicator final : public Communicator {
   /// With the lock; the device is idle.
   void deregister() noexcept {
 #if LDC_WITH_WINDOWS
-    ncclComm_t comm = comm_.load();
+    ncclComm_t comm = handle_->comm.load();
     if (comm == nullptr || aborted_) return;
     for (const auto& [memory, window] : windows_) {
       warn_of(ncclCommWindowDeregister(comm, window), "ncclCommWindowDeregister");
@@ -434,8 +456,8 @@ class NcclCommunicator final : public Communicator {
 
   template <typename Call>
   Completion submit(std::string_view operation, const std::vector<Transfer>& group, Call call) {
-    const std::lock_guard lock(calls_);
-    LDC_CHECK_WIRE(!aborted_ && comm_ != nullptr, operation, " of ", names(group), ": the communicator of rank ",
+    const std::lock_guard lock(handle_->calls);
+    LDC_CHECK_WIRE(!aborted_ && handle_->comm != nullptr, operation, " of ", names(group), ": the communicator of rank ",
                    rank(), " was ", aborted_ ? "aborted." : "closed.");
     const auto stream = static_cast<cudaStream_t>(current_stream(device_).native_handle());
     InFlight::Watched watched(*in_flight_, operation, group);
@@ -451,7 +473,7 @@ class NcclCommunicator final : public Communicator {
 
   void check(ncclResult_t result, std::string_view operation, std::span<const Transfer> group) const {
     if (result == ncclSuccess) return;
-    const char* detail = ncclGetLastError(comm_);
+    const char* detail = ncclGetLastError(handle_->comm);
     LDC_CHECK_WIRE(false, operation, group.empty() ? "" : " of " + names({group.begin(), group.end()}),
                    " failed on rank ", rank(), " of ", world_size(), ": ", ncclGetErrorString(result), " (",
                    detail != nullptr && *detail != '\0' ? detail : "no detail; set NCCL_DEBUG=WARN", ").");
@@ -486,14 +508,13 @@ class NcclCommunicator final : public Communicator {
   }
 
   Device device_;
-  std::atomic<ncclComm_t> comm_ = nullptr;  // abort() may take it while another thread is inside NCCL
+  const std::shared_ptr<Handle> handle_ = std::make_shared<Handle>();
   std::atomic<bool> aborted_ = false;
   std::shared_ptr<InFlight> in_flight_;  // emptied by diagnose()
   bool copy_engines_ = false;
 #if LDC_WITH_WINDOWS
   std::map<const void*, ncclWindow_t> windows_;  // by their memory
 #endif
-  std::timed_mutex calls_;  // held while a thread is inside NCCL with this communicator
 };
 
 }  // namespace

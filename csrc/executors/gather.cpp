@@ -9,9 +9,7 @@
 #include <utility>
 
 #include "base/range.h"
-#include "communicators/packing.h"
 #include "memory/host_shards.h"
-#include "memory/views.h"
 
 namespace ldc {
 
@@ -77,13 +75,14 @@ std::vector<Tensor> GatherEngine::fetch_shards(const std::vector<Param*>& params
   fetched = arena_.acquire(bytes, copies_);
   release_fetched();
   {
-    const c10::StreamGuard guard(copies_);
+    const Detour detour(copies_);
     for (const Run& run : runs) {
       if (!dry_) run.in(fetched->bytes).copy_(run.over(hosts[run.members[0]]), /*non_blocking=*/true);
       for (const size_t member : run.members) shards[away[member]] = run.in(fetched->bytes, hosts[member]);
     }
   }
   order(compute_, copies_, stream_);
+  fetched->user = stream_;
   if (!dry_) stats_.fetched_bytes += bytes;
   return shards;
 }
@@ -128,14 +127,20 @@ void GatherEngine::launch(const Ids& ids, const std::vector<Dtype>& dtypes) {
     transfers.push_back({typed_view(group->slot->bytes, starts[i], {padded}, targets[i]), inputs[i], param.name});
     views.push_back(typed_view(group->slot->bytes, starts[i], param.shape, targets[i]));
   }
+  const bool symmetric = group->slot->window != nullptr;  // copy engines of other ranks read from there
+  std::vector<Copy> copies;
+  std::vector<Packing> packings;
+  if (!dry_) {
+    copies = place_shards(transfers, symmetric);
+    if (!symmetric) packings = pack(transfers, group->packed);
+  }
   {
-    const c10::StreamGuard guard(stream_);
+    const Detour detour(stream_);
     const Range range([&] { return "deepcompile: gather of " + Communicator::names(transfers); });
     if (!dry_) {
-      const bool symmetric = group->slot->window != nullptr;  // copy engines of other ranks read from there
-      place_shards(transfers, symmetric);
+      copy_all(copies);
+      group->completion = gather(std::move(transfers), std::move(packings), group->packed);
       stats_.symmetric_gathers += symmetric ? 1 : 0;
-      group->completion = gather(std::move(transfers), group->packed, symmetric ? 0 : pack_below_);
     }
     if (has_streams(device_)) {
       group->completion.wait();  // in stream order: the gather stream waits, not this thread
@@ -160,7 +165,7 @@ void GatherEngine::launch(const Ids& ids, const std::vector<Dtype>& dtypes) {
   stats_.gathered_bytes += bytes;
 }
 
-void GatherEngine::place_shards(std::vector<Transfer>& transfers, bool all) {
+std::vector<Copy> GatherEngine::place_shards(std::vector<Transfer>& transfers, bool all) const {
   std::vector<Copy> copies;
   for (Transfer& transfer : transfers) {
     const int64_t size = transfer.in.numel();
@@ -170,15 +175,20 @@ void GatherEngine::place_shards(std::vector<Transfer>& transfers, bool all) {
     Tensor part = typed_view(transfer.out, begin * item_size(dtype), {size}, dtype);
     copies.push_back({part, std::exchange(transfer.in, part)});
   }
-  copy_all(copies);
+  return copies;
 }
 
-Completion GatherEngine::gather(std::vector<Transfer> transfers, Arena::Lease& packed, int64_t pack_below) {
+std::vector<Packing> GatherEngine::pack(const std::vector<Transfer>& transfers, Arena::Lease& packed) {
   std::vector<Packing> packings =
-      Packing::of(Packing::Kind::gather, transfers, communicator_->world_size(), pack_below);
+      Packing::of(Packing::Kind::gather, transfers, communicator_->world_size(), pack_below_);
+  if (!packings.empty()) packed = arena_.acquire(packings[0].bytes(), stream_);
+  return packings;
+}
+
+Completion GatherEngine::gather(std::vector<Transfer> transfers, std::vector<Packing> packings,
+                                const Arena::Lease& packed) {
   if (packings.empty()) return communicator_->all_gather(transfers);
   Packing& packing = packings[0];
-  packed = arena_.acquire(packing.bytes(), stream_);
   packing.pack(transfers, packed->bytes);
   stats_.packed += packing.tensors();
   return then(communicator_->all_gather(transfers), [packing = std::move(packing)] { packing.unpack(); });
@@ -236,6 +246,7 @@ void GatherEngine::complete(Group& group) {
   if (group.waited) return;
   group.completion.wait();
   group.slot->ready.block(current_stream(device_));
+  group.slot->user = current_stream(device_);
   if (group.packed) arena_.release(std::move(group.packed), stream_);
   if (group.fetched) arena_.release(std::move(group.fetched), stream_);
   group.waited = true;
@@ -360,7 +371,7 @@ Tensor GatherEngine::gather_now(const Tensor& shard, Shape size, ScalarType dtyp
   const Stream compute = current_stream(device_);
   order(compute_, compute, stream_);
   {
-    const c10::StreamGuard guard(stream_);
+    const Detour detour(stream_);
     communicator_->all_gather({{full, input, name}}).wait();
   }
   order(compute_, stream_, compute);

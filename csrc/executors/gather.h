@@ -30,9 +30,10 @@
 
 #include "base/options.h"
 #include "base/stats.h"
-#include "communicators/communicator.h"
+#include "communicators/packing.h"
 #include "executors/registry.h"
 #include "memory/arena.h"
+#include "memory/views.h"
 
 namespace ldc {
 
@@ -166,11 +167,13 @@ class GatherEngine {
   void share(std::vector<Param*>& params, std::vector<ScalarType>& targets);
   /// The shards, on the device: copies of those that live in host memory, valid on the gather stream.
   std::vector<Tensor> fetch_shards(const std::vector<Param*>& params, Arena::Lease& fetched);
-  /// Puts shards that are to be cast, or all, into this rank's part of what is gathered, and makes that part what goes on
-  /// the wire. Runs on the gather stream.
-  void place_shards(std::vector<Transfer>& transfers, bool all);
-  /// The collectives of a group, on the gather stream. Small ones travel packed, in memory of `packed`.
-  Completion gather(std::vector<Transfer> transfers, Arena::Lease& packed, int64_t pack_below);
+  /// Makes this rank's part of what is gathered what goes on the wire, for shards that are to be cast, or for all; returns
+  /// the copies that put them there.
+  std::vector<Copy> place_shards(std::vector<Transfer>& transfers, bool all) const;
+  /// Decides which of a group are packed, and takes `packed` for them.
+  std::vector<Packing> pack(const std::vector<Transfer>& transfers, Arena::Lease& packed);
+  /// The collectives of a group, on the gather stream.
+  Completion gather(std::vector<Transfer> transfers, std::vector<Packing> packings, const Arena::Lease& packed);
   /// Gives the slot of the last copies from host memory back to the arena.
   void release_fetched();
   void complete(Group& group);

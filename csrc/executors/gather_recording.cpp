@@ -75,6 +75,10 @@ void GatherEngine::restore(const Left& left) {
 }
 
 void GatherEngine::cancel() {
+  for (const auto& [id, gathered] : gathered_) {
+    if (gathered.group->slot) gathered.group->slot->user.reset();
+  }
+  if (fetched_) fetched_->user.reset();
   gathered_.clear();
   fetched_.reset();
   arena_.drop_unused();

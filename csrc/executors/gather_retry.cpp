@@ -5,7 +5,6 @@
 #include <map>
 
 #include "executors/gather.h"
-#include "memory/views.h"
 
 namespace ldc {
 

@@ -22,7 +22,7 @@ OffloadEngine::OffloadEngine(Device device, Registry& registry, GatherEngine& ga
 
 void OffloadEngine::copy_out(const Tensor& source, HostPool::Lease& host, Event& done) {
   order(scratch_, current_stream(device_), out_);
-  const c10::StreamGuard guard(out_);
+  const Detour detour(out_);
   host.tensor.copy_(source, /*non_blocking=*/true);
   done.record(out_);
   host.buffer->used.record(out_);
@@ -32,7 +32,7 @@ void OffloadEngine::copy_out(const Tensor& source, HostPool::Lease& host, Event&
 void OffloadEngine::copy_in(const Tensor& target, HostPool::Lease& host, Event& done) {
   order(scratch_, current_stream(device_), in_);
   done.block(in_);
-  const c10::StreamGuard guard(in_);
+  const Detour detour(in_);
   target.copy_(host.tensor, /*non_blocking=*/true);
   done.record(in_);
   host.buffer->used.record(in_);
@@ -56,13 +56,13 @@ Tensor OffloadEngine::offload(const Tensor& tensor, int64_t id) {
   // Whoever made the tensor may have another use for its memory as soon as this returns.
   entry.source = tensor.detach();
   if (has_streams(device_)) entry.source = allocate_with_retry(give_back_, [&] { return tensor.detach().clone(); });
-  copy_out(entry.source, entry.host, entry.done);
-  if (!has_streams(device_)) entry.source.reset();
   // Memory that nobody touches costs nothing; the host tensor itself is what this call's result must not be, as whoever
   // compiles the caller takes it for free once wait_offload() has returned.
   const Tensor& host = entry.host.tensor;
   const Tensor promised = at::empty_strided(host.sizes(), host.strides(), host.options());
   entry.promised = promised.const_data_ptr();
+  copy_out(entry.source, entry.host, entry.done);
+  if (!has_streams(device_)) entry.source.reset();
   entries_.emplace(id, std::move(entry));
   return promised;
 }
@@ -119,7 +119,7 @@ bool OffloadEngine::owns(const c10::Storage& storage) const {
 std::vector<Tensor> OffloadEngine::offload_group(const std::vector<Tensor>& tensors) {
   const PlainTensors plain;
   order(scratch_, current_stream(device_), out_);
-  const c10::StreamGuard guard(out_);
+  const Detour detour(out_);
   std::vector<Tensor> hosts;
   hosts.reserve(tensors.size());
   for (const Tensor& tensor : tensors) {
@@ -158,7 +158,7 @@ std::vector<Tensor> OffloadEngine::reload_group(const std::vector<Tensor>& hosts
     }
   }
   order(scratch_, current_stream(device_), in_);
-  const c10::StreamGuard guard(in_);
+  const Detour detour(in_);
   for (size_t i = 0; i < hosts.size(); ++i) {
     HostPool::Buffer* buffer = HostPool::buffer_of(hosts[i]);
     if (buffer == nullptr) continue;

@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "base/range.h"
-#include "communicators/packing.h"
 #include "memory/views.h"
 
 namespace ldc {
@@ -178,41 +177,46 @@ void ReduceEngine::reduce_group(const std::vector<Gradient>& group) {
   order(compute_, current_stream(device_), stream_);
   if (plan.bytes > 0) pending.buffers = arena_.acquire(plan.bytes, stream_);
 
+  std::vector<Tensor> results;
+  for (const Gradient& gradient : group) results.push_back(gradient.param->grad);
+  for (const Run& run : plan.runs) {
+    const Tensor& buffer = pending.buffers->bytes;
+    const Tensor& first = results[plan.staged[run.members[0]]];
+    pending.merges.push_back({run.over(first), run.in(buffer), run.kind.add});
+    for (const size_t member : run.members) {
+      Tensor& result = results[plan.staged[member]];
+      result = run.in(buffer, result);
+    }
+  }
   int64_t sent = 0;
+  std::vector<Transfer> transfers;
+  for (size_t i = 0; i < group.size(); ++i) {
+    const Param& param = *group[i].param;
+    Tensor send = group[i].value.detach();
+    if (plan.sends[i] >= 0) {
+      const int64_t padded = param.shard.numel() * communicator_->world_size();
+      send = typed_view(pending.buffers->bytes, plan.sends[i], {padded}, group[i].wire);
+    }
+    sent += static_cast<int64_t>(send.nbytes());
+    transfers.push_back({results[i], send, param.name});
+  }
+  std::vector<Packing> packings;
+  if (!communicator_->is_alone()) packings = pack(transfers, pending.packed);
   {
-    const c10::StreamGuard guard(stream_);
-    std::vector<Tensor> results;
-    for (const Gradient& gradient : group) results.push_back(gradient.param->grad);
-    for (const Run& run : plan.runs) {
-      const Tensor& buffer = pending.buffers->bytes;
-      const Tensor& first = results[plan.staged[run.members[0]]];
-      pending.merges.push_back({run.over(first), run.in(buffer), run.kind.add});
-      for (const size_t member : run.members) {
-        Tensor& result = results[plan.staged[member]];
-        result = run.in(buffer, result);
-      }
-    }
-    std::vector<Transfer> transfers;
-    for (size_t i = 0; i < group.size(); ++i) {
-      const Param& param = *group[i].param;
-      Tensor send = group[i].value.detach();
-      if (plan.sends[i] >= 0) {
-        const int64_t padded = param.shard.numel() * communicator_->world_size();
-        send = typed_view(pending.buffers->bytes, plan.sends[i], {padded}, group[i].wire);
-        fill_send_buffer(send, group[i].value.detach());
-        stats_.copied_grads += 1;
-      }
-      sent += static_cast<int64_t>(send.nbytes());
-      transfers.push_back({results[i], send, param.name});
-    }
+    const Detour detour(stream_);
     const Range range([&] { return "deepcompile: reduction of " + Communicator::names(transfers); });
+    for (size_t i = 0; i < group.size(); ++i) {
+      if (plan.sends[i] < 0) continue;
+      fill_send_buffer(transfers[i].in, group[i].value.detach());
+      stats_.copied_grads += 1;
+    }
     if (communicator_->is_alone()) {
       for (size_t i = 0; i < group.size(); ++i) {
         if (transfers[i].in.numel() == 0) continue;
         pending.merges.push_back({flat(transfers[i].out), flat(transfers[i].in), group[i].param->has_grad});
       }
     } else {
-      pending.completion = scatter(std::move(transfers), pending.packed);
+      pending.completion = scatter(std::move(transfers), std::move(packings), pending.packed);
     }
     for (const Gradient& gradient : group) {
       pending.kept.push_back(gradient.value);
@@ -221,11 +225,11 @@ void ReduceEngine::reduce_group(const std::vector<Gradient>& group) {
     if (has_streams(device_)) {
       finish(pending);
       pending.done.record(stream_);
+      // They are touched on the reduce stream alone; a CPU backend uses them from its own threads until pop().
+      release_buffers(pending);
     }
+    pending_.push_back(std::move(pending));
   }
-  // Buffers are touched on the reduce stream alone; a CPU backend uses them from its own threads until pop().
-  if (has_streams(device_)) release_buffers(pending);
-  pending_.push_back(std::move(pending));
   while (!pending_.empty() && (sync_after_ || window_ == 0)) pop();
   if (sync_after_) synchronize_device(device_);
 
@@ -234,14 +238,19 @@ void ReduceEngine::reduce_group(const std::vector<Gradient>& group) {
   stats_.reduced_bytes += sent;
 }
 
-Completion ReduceEngine::scatter(std::vector<Transfer> transfers, std::vector<Arena::Lease>& packed) {
+std::vector<Packing> ReduceEngine::pack(const std::vector<Transfer>& transfers, std::vector<Arena::Lease>& packed) {
   std::vector<Packing> packings =
       Packing::of(Packing::Kind::reduction, transfers, communicator_->world_size(), pack_below_);
+  for (const Packing& packing : packings) packed.push_back(arena_.acquire(packing.bytes(), stream_));
+  return packings;
+}
+
+Completion ReduceEngine::scatter(std::vector<Transfer> transfers, std::vector<Packing> packings,
+                                 const std::vector<Arena::Lease>& packed) {
   if (packings.empty()) return communicator_->reduce_scatter_mean(transfers);
-  for (Packing& packing : packings) {
-    packed.push_back(arena_.acquire(packing.bytes(), stream_));
-    packing.pack(transfers, packed.back()->bytes);
-    stats_.packed += packing.tensors();
+  for (size_t i = 0; i < packings.size(); ++i) {
+    packings[i].pack(transfers, packed[i]->bytes);
+    stats_.packed += packings[i].tensors();
   }
   return then(communicator_->reduce_scatter_mean(transfers), [packings = std::move(packings)] {
     for (const Packing& packing : packings) packing.unpack();
@@ -299,9 +308,24 @@ void ReduceEngine::drain() {
     flush();
     while (!pending_.empty()) pop();
   } catch (...) {
-    pending_.clear();  // their sums are void too; the wire keeps alive what it still writes
+    drop_pending();  // their sums are void too
     throw;
   }
+}
+
+/// The wire keeps alive what its own threads still write.
+void ReduceEngine::drop_pending() {
+  if (pending_.empty()) return;
+  try {
+    order(compute_, stream_, current_stream(device_));
+  } catch (const std::exception& error) {
+    TORCH_WARN_ONCE("lightning_deepcompile: gradients stay allocated, as nobody knows whether the device is done with "
+                    "them: ", message_of(error));
+    for (Pending& pending : pending_) {
+      for (Tensor& gradient : pending.kept) static_cast<void>(gradient.unsafeReleaseTensorImpl());
+    }
+  }
+  pending_.clear();
 }
 
 void ReduceEngine::reset() noexcept {
@@ -366,7 +390,7 @@ Tensor ReduceEngine::reduce_now(const Tensor& grad, Shape shard_size, ScalarType
   const Stream compute = current_stream(device_);
   order(compute_, compute, stream_);
   {
-    const c10::StreamGuard guard(stream_);
+    const Detour detour(stream_);
     communicator_->reduce_scatter_mean({{shard, send, name}}).wait();
   }
   order(compute_, stream_, compute);
@@ -391,7 +415,7 @@ void ReduceEngine::cancel() {
 }
 
 void ReduceEngine::clear() {
-  pending_.clear();
+  drop_pending();
   bucket_.clear();
   bucket_elements_ = 0;
   held_.clear();

@@ -29,7 +29,7 @@
 
 #include "base/options.h"
 #include "base/stats.h"
-#include "communicators/communicator.h"
+#include "communicators/packing.h"
 #include "executors/gradient_merge.h"
 #include "executors/registry.h"
 #include "executors/whole_gradients.h"
@@ -119,11 +119,15 @@ class ReduceEngine {
   void reduce(std::vector<Gradient> gradients);
   void reduce_group(const std::vector<Gradient>& group);
   Plan make_plan(const std::vector<Gradient>& group) const;
-  /// The collectives of a group, on the reduce stream. Small ones travel packed, in memory of `packed`.
-  Completion scatter(std::vector<Transfer> transfers, std::vector<Arena::Lease>& packed);
+  /// Decides which of a group are packed, and takes `packed` for them.
+  std::vector<Packing> pack(const std::vector<Transfer>& transfers, std::vector<Arena::Lease>& packed);
+  /// The collectives of a group, on the reduce stream.
+  Completion scatter(std::vector<Transfer> transfers, std::vector<Packing> packings,
+                     const std::vector<Arena::Lease>& packed);
   void finish(Pending& pending);  // completes the wire and merges, on the current stream
   void release_buffers(Pending& pending);
   void pop();
+  void drop_pending();  // their results are not wanted
 
   Device device_;
   std::shared_ptr<Communicator> communicator_;

@@ -14,7 +14,7 @@ StateCopies::StateCopies(Device device, Stats& stats, std::shared_ptr<HostMemory
       stats_(stats),
       out_(pool_stream(device, /*high_priority=*/false)),
       in_(pool_stream(device, /*high_priority=*/false)),
-      slabs_(std::move(memory), "optimizer states") {}
+      slabs_(std::move(memory), "optimizer states", [this] { wait_for_copies(); }) {}
 
 namespace {
 
@@ -86,7 +86,7 @@ std::vector<Tensor> StateCopies::copy_in(Slot& target, const std::vector<Tensor>
   }
   target.left.block(in_);
   std::vector<Tensor> arriving;
-  const c10::StreamGuard guard(in_);
+  const Detour detour(in_);
   int64_t offset = 0;
   for (const Tensor& host_buffer : host_buffers) {
     const auto size = static_cast<int64_t>(host_buffer.nbytes());
@@ -112,7 +112,7 @@ void StateCopies::stow(int64_t slot, const std::vector<Tensor>& sources, const s
   // Also with nothing to copy: the slot may have been read, and what was stowed before may still be leaving.
   const PlainTensors plain;
   order(scratch_, current_stream(device_), out_);
-  const c10::StreamGuard guard(out_);
+  const Detour detour(out_);
   for (size_t i = 0; i < sources.size(); ++i) {
     host_buffers[i].copy_(sources[i], /*non_blocking=*/true);
     stats_.offloaded_bytes += static_cast<int64_t>(sources[i].nbytes());
@@ -172,11 +172,15 @@ void StateCopies::release() {
   }
 }
 
-void StateCopies::synchronize() {
+void StateCopies::wait_for_copies() const {
   for (const auto& [number, slot] : slots_) {
     slot.arrived.synchronize();
     slot.left.synchronize();
   }
+}
+
+void StateCopies::synchronize() {
+  wait_for_copies();
   slabs_.free_unused();
 }
 

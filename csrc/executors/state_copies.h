@@ -83,6 +83,7 @@ class StateCopies {
   void settle(Slot& slot);
   void release(Slot& slot);
   void release_held(Slot& slot);
+  void wait_for_copies() const;  // of the host
   void note_device_bytes();
 
   Device device_;

@@ -11,6 +11,19 @@ Arena::Slot::Slot(Tensor memory, Stream allocated_on, std::shared_ptr<int64_t> t
   *this->total += capacity();
 }
 
+Arena::Slot::~Slot() {
+  *total -= capacity();
+  if (!user || recorded || window || !has_streams(allocated_on.device())) return;
+  try {
+    order(released, *user, allocated_on);
+    order(released, current_stream(allocated_on.device()), allocated_on);
+  } catch (const std::exception& error) {
+    static_cast<void>(bytes.unsafeReleaseTensorImpl());  // is never freed
+    TORCH_WARN_ONCE("lightning_deepcompile: a buffer stays allocated, as nobody knows whether the device is done with "
+                    "it: ", message_of(error));
+  }
+}
+
 Arena::Lease Arena::acquire(int64_t need, const Stream& user) {
   need = align_up(std::max<int64_t>(need, 1), kAlignment);
   const int64_t limit = need + need / 4 + (int64_t{1} << 20);
@@ -21,9 +34,10 @@ Arena::Lease Arena::acquire(int64_t need, const Stream& user) {
   }
   // A little spare room lets groups of almost the same size (an embedding, and a head with its norm) share a slot.
   if (best == free_.end()) return allocate(align_up(need + need / 64, kAlignment), user);
+  (*best)->released.block(user);
   Lease slot = std::move(*best);
   free_.erase(best);
-  slot->released.block(user);
+  slot->user = user;
   return slot;
 }
 
@@ -40,6 +54,7 @@ Arena::Lease Arena::allocate(int64_t capacity, const Stream& user) {
   // Torch's allocator hands out memory that is free in the order of the current stream, which may still be using it.
   order(scratch_, allocated_on, user);
   auto slot = std::make_unique<Slot>(std::move(memory), allocated_on, bytes_);
+  slot->user = user;
   peak_bytes_ = std::max(peak_bytes_, *bytes_);
   return slot;
 }
@@ -53,8 +68,10 @@ Arena::Lease Arena::over(std::unique_ptr<Windows::Use> window, const Stream& use
 void Arena::release(Lease slot, const Stream& last_user) {
   if (slot->recorded) return;
   if (slot->window) return slot->window->release(last_user);
+  slot->user = last_user;
   slot->released.record(last_user);
   free_.push_back(std::move(slot));
+  free_.back()->user.reset();
 }
 
 int64_t Arena::free_unused() {

@@ -6,8 +6,11 @@
 //
 // What makes a slot safe to use again: `release` records the slot's event on the stream that used it last, and
 // `acquire` makes the next user's stream wait for that event. Without it, a gather would overwrite weights that a
-// kernel of the previous block still reads. Memory returns to torch's allocator only in `free_unused`, which first
-// orders the stream that it was allocated on behind the last use; so `record_stream` is never needed.
+// kernel of the previous block still reads. Memory returns to torch's allocator in `free_unused`, which first orders the
+// stream that it was allocated on behind the last use; so `record_stream` is never needed. A slot that an exception
+// drops does the same by itself: what was queued for its last user may still read or write it.
+//
+// Slots are acquired on the compute stream, whoever uses them: memory that is given back for them is free in its order.
 #pragma once
 
 #include <memory>
@@ -22,7 +25,7 @@ class Arena {
  public:
   struct Slot {
     Slot(Tensor memory, Stream allocated_on, std::shared_ptr<int64_t> total);
-    ~Slot() { *total -= capacity(); }
+    ~Slot();
     Slot(const Slot&) = delete;
     Slot& operator=(const Slot&) = delete;
     int64_t capacity() const { return bytes.numel(); }
@@ -30,6 +33,7 @@ class Arena {
     Tensor bytes;         // uint8
     bool recorded = false;  // its memory belongs to a device graph, whose replays write to it: nobody else gets it
     Stream allocated_on;  // current when the memory was allocated; torch hands freed memory out again in its order
+    std::optional<Stream> user;  // that uses it, as long as nobody has released it
     Event released;       // the last use of the slot
     Event ready;          // free for the owner of the slot; kept here so that it is created once
     std::unique_ptr<Windows::Use> window;  // whose memory it is, if that is not torch's

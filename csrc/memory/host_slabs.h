@@ -2,10 +2,15 @@
 //
 // Allocations of pinned memory are powers of two (HostMemory::round_up); one for each tensor would waste up to half of it.
 // Slabs grow on demand with what is held already, and take tensors of any size one behind the other. A tensor keeps its
-// slab alive. Each has a storage of its own, as Python may hold on to a
-// storage for as long as anybody uses it, so nobody could tell when a shared one is needed no more.
+// slab alive. Each has a storage of its own, as Python may hold on to a storage for as long as anybody uses it, so nobody
+// could tell when a shared one is needed no more.
+//
+// Where a tensor has gone another one may lie, once no copy uses that memory any more. That is looked for only when the
+// slabs are full, as it takes a wait for the device.
 #pragma once
 
+#include <functional>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -15,8 +20,10 @@ namespace ldc {
 
 class HostSlabs {
  public:
-  /// `what` lies here, for messages.
-  HostSlabs(std::shared_ptr<HostMemory> memory, const char* what) : memory_(std::move(memory)), what_(what) {}
+  /// `what` lies here, for messages. `wait_for_copies` returns when all copies that were queued from or to tensors of
+  /// these slabs are done.
+  HostSlabs(std::shared_ptr<HostMemory> memory, const char* what, std::function<void()> wait_for_copies)
+      : memory_(std::move(memory)), what_(what), wait_for_copies_(std::move(wait_for_copies)) {}
 
   /// An uninitialised host tensor with the shape and dtype of `like`, which is contiguous.
   Tensor place(const Tensor& like);
@@ -30,14 +37,39 @@ class HostSlabs {
   void free_unused();
 
  private:
-  struct Slab {
-    std::shared_ptr<const HostMemory::Block> memory;  // shared with the tensors that lie in it
-    int64_t used = 0;
+  /// Ranges of a slab that hold nothing, by where they begin. Neighbours are one.
+  class Gaps {
+   public:
+    explicit Gaps(int64_t bytes) : ranges_{{0, bytes}} {}
+    /// Where `need` bytes begin, which are a gap no more; -1 if no gap is so large.
+    int64_t take(int64_t need);
+    void give(int64_t begin, int64_t bytes);
+
+   private:
+    std::map<int64_t, int64_t> ranges_;  // bytes, by begin
   };
-  Slab& slab_for(int64_t need);
+  /// A tensor's part of a slab: shared by the slab and, as long as it lives, by the tensor.
+  struct Part {
+    std::shared_ptr<const HostMemory::Block> memory;
+    int64_t begin = 0;
+    int64_t bytes = 0;
+    bool placed = false;  // a tensor lies here, or did: it may have been copied
+  };
+  struct Slab {
+    std::shared_ptr<const HostMemory::Block> memory;
+    Gaps gaps;
+    std::vector<std::shared_ptr<Part>> parts;
+  };
+
+  static bool has_gone(const std::shared_ptr<Part>& part) { return part.use_count() == 1; }
+  std::shared_ptr<Part> take(int64_t need);
+  std::shared_ptr<Part> take_from_gaps(int64_t need);  // null if no gap is large enough
+  /// Makes gaps of the parts that nobody has any more; unless no copies are under way, not of those of tensors.
+  void reclaim(bool copies_are_done);
 
   const std::shared_ptr<HostMemory> memory_;
   const char* const what_;
+  const std::function<void()> wait_for_copies_;
   std::vector<Slab> slabs_;
   int64_t reserved_ = 0;  // bytes of slabs that stay
 };

@@ -192,10 +192,14 @@ class StateOffload:
     def _forget_replaced(self) -> None:
         """Forgets host buffers that the optimizer does not hold any more, as where somebody has cleared its states."""
         state = self._held().state
+        replaced = False
         for p, buffers in list(self._host_buffers.items()):
             held = {name: buffer for name, buffer in buffers.items() if p in state and state[p].get(name) is buffer}
             if len(held) < len(buffers):
                 self._host_buffers[p] = held
+                replaced = True
+        if replaced:
+            self._expect([])  # it holds them, too, and their memory is for the states that this step makes
 
     def _buffers_of(self, chunk: Chunk) -> list[Tensor]:
         return [buffer for params in chunk.params for p in params for buffer in self._host_buffers.get(p, {}).values()]

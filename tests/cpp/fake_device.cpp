@@ -1,5 +1,6 @@
 #include "fake_device.h"
 
+#include <ATen/InferSize.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
@@ -7,8 +8,9 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
+
+#include "memory/views.h"
 
 namespace ldc::testing {
 
@@ -72,23 +74,36 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                  std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat>) {
+  fake().allocations.push_back(fake().current);
   return at::empty(size, at::TensorOptions().dtype(dtype));
 }
 
 at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
                          std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+  fake().allocations.push_back(fake().current);
   return at::empty_strided(size, stride, at::TensorOptions().dtype(dtype));
 }
 
+/// The same memory as a tensor of the host.
+at::Tensor on_host(const at::Tensor& tensor) {
+  return at::from_blob(tensor.mutable_data_ptr(), tensor.sizes(), tensor.strides(),
+                       tensor.options().device(c10::DeviceType::CPU));
+}
+
 at::Tensor& copy(at::Tensor& target, const at::Tensor& source, bool) {
-  TORCH_CHECK(target.is_contiguous() && source.is_contiguous() && target.dtype() == source.dtype() &&
-              target.sizes() == source.sizes());
-  std::memcpy(target.mutable_data_ptr(), source.const_data_ptr(), source.nbytes());
+  on_host(target).copy_(on_host(source));
   fake().copies.push_back(fake().queue(fake().current));
   return target;
 }
 
+/// Of contiguous tensors.
+at::Tensor view(const at::Tensor& tensor, c10::SymIntArrayRef sizes) {
+  const auto shape = at::infer_size_dv(C10_AS_INTARRAYREF_SLOW(sizes), tensor.numel());
+  return typed_view(tensor, tensor.storage_offset() * tensor.element_size(), shape, tensor.scalar_type());
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("view", &view);
   m.impl("copy_", &copy);
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);

@@ -41,6 +41,7 @@ struct FakeDevice {
   c10::StreamId current = 0;
   c10::StreamId made = 0;
   std::vector<Work> copies;  // from and to tensors of the device
+  std::vector<c10::StreamId> allocations;  // where memory of the device was taken
   bool lost = false;         // every wait of the host fails
 };
 

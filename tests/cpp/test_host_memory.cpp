@@ -51,7 +51,7 @@ void test_a_refusal_says_what_to_do() {
 void test_states_are_reserved_or_not_at_all() {
   Host host{.left = 2 * kMiB};
   const auto memory = host.memory();
-  HostSlabs slabs(memory, "tests");
+  HostSlabs slabs(memory, "tests", [] {});
   slabs.reserve({100, 700'000, 700'000});
   EXPECT(slabs.bytes() == 2 * kMiB && memory->held() == 2 * kMiB);
   slabs.place(at::empty({1'000'000}, c10::kByte));

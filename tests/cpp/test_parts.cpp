@@ -286,7 +286,7 @@ void test_offload() {
 }
 
 void test_host_slabs() {
-  HostSlabs slabs(host_memory(3 << 20), "things");
+  HostSlabs slabs(host_memory(3 << 20), "things", [] {});
   const Tensor like = at::empty({100, 7}, at::TensorOptions().device(c10::kMeta));
   Tensor first = slabs.place(like), second = slabs.place(like);
   const auto apart = static_cast<const char*>(second.const_data_ptr()) - static_cast<const char*>(first.const_data_ptr());
@@ -305,8 +305,34 @@ void test_host_slabs() {
   EXPECT(slabs.bytes() == 1 << 20);  // a view still lies in it
 }
 
+/// Tensors that go make room for others of any size, once the copies that use their memory are done.
+void test_host_slabs_are_used_again() {
+  int64_t waited = 0;
+  HostSlabs slabs(host_memory(2 << 20), "things", [&] { ++waited; });
+  const auto place = [&](int64_t bytes, double value) { return slabs.place(at::empty({bytes}, c10::kByte)).fill_(value); };
+  const Tensor stays = place(5000, 7);
+  for (int round = 0; round < 10; ++round) {
+    std::vector<Tensor> states;
+    for (int i = 0; i < 10; ++i) states.push_back(place(100'000 - 1000 * i, i));
+    EXPECT(slabs.bytes() == 1 << 20 && waited == round);  // only those that need the memory of others wait
+    for (int i = 0; i < 10; ++i) EXPECT(states[static_cast<size_t>(i)].eq(i).all().item<bool>());
+    std::swap(states[0], states[static_cast<size_t>(round)]);  // they go in another order than they came
+  }
+  Tensor whole = place((1 << 20) - 10 * kAlignment, 1);  // gaps that touch are one
+  EXPECT(slabs.bytes() == 1 << 20 && waited == 10 && stays.eq(7).all().item<bool>());
+  EXPECT(refuses("no host memory", [&] { place(1 << 21, 1); }));
+  EXPECT(waited == 10);  // nothing has gone
+  whole.reset();
+  slabs.free_unused();
+  EXPECT(slabs.bytes() == 1 << 20 && waited == 10);  // the caller has waited
+  slabs.reserve({500'000, 500'000});
+  EXPECT(slabs.bytes() == 1 << 20);
+  const Tensor first = place(500'000, 1), second = place(500'000, 2);  // what is reserved, without a wait
+  EXPECT(slabs.bytes() == 1 << 20 && waited == 10 && first.eq(1).all().item<bool>());
+}
+
 void test_host_shards() {
-  HostSlabs slabs(host_memory(0), "shards");
+  HostSlabs slabs(host_memory(0), "shards", [] {});
   Tensor flat = place_host_shard(slabs, 200, at::kFloat, kCpu).fill_(1);
   const Tensor shard = flat.narrow(0, 128, 6).view({2, 3});
   EXPECT(host_of(shard).const_data_ptr() == shard.const_data_ptr());
@@ -359,6 +385,7 @@ int main() {
   test_host_pool();
   test_offload();
   test_host_slabs();
+  test_host_slabs_are_used_again();
   test_host_shards();
   test_host_memory();
   test_state_copies();

@@ -2,11 +2,9 @@
 #include <ATen/ops/arange.h>
 #include <c10/core/CPUAllocator.h>
 
-#include "executors/offload.h"
 #include "executors/state_copies.h"
-#include "fake_device.h"
+#include "fake_streams.h"
 #include "memory/host_shards.h"
-#include "support.h"
 
 namespace ldc::testing {
 namespace {
@@ -34,14 +32,20 @@ class Scarce final : public c10::Allocator {
   template <typename Call>
   int64_t refuse_each(const Call& call) {
     for (int64_t nth = 0;; ++nth) {
-      refused_ = false;
       asked_ = 0;
-      left_ = nth;
-      call();
-      left_ = -1;
-      EXPECT(asked_ == (refused_ ? 1 : 0));
-      if (!refused_) return nth;
+      const bool refused = refuse(nth, call);
+      EXPECT(asked_ == (refused ? 1 : 0));
+      if (!refused) return nth;
     }
+  }
+  /// Whether `call` makes more than `nth` allocations, of which that one is refused.
+  template <typename Call>
+  bool refuse(int64_t nth, const Call& call) {
+    refused_ = false;
+    left_ = nth;
+    call();
+    left_ = -1;
+    return refused_;
   }
   GiveBack give_back() {
     return [this] { return ++asked_; };
@@ -58,7 +62,7 @@ void test_gathers_and_reductions_outside_programs(Scarce& scarce) {
   Bench bench;
   bench.gathers.retry_with(scarce.give_back());
   bench.reductions.retry_with(scarce.give_back());
-  HostSlabs slabs(host_memory(), "shards");
+  HostSlabs slabs(host_memory(), "shards", [] {});
   const Tensor shard = place_host_shard(slabs, 4, c10::kFloat, kCpu).fill_(3).view({2, 2});
   Tensor full;
   EXPECT(scarce.refuse_each([&] { full = bench.gathers.gather_now(shard, {4, 2}, c10::kHalf, "w"); }) == 3);
@@ -111,6 +115,60 @@ void test_states_that_come_and_go(Scarce& scarce) {
   EXPECT(scarce.refuse_each(come_early) == 1);
 }
 
+/// Whoever needs the memory may be about to work on a stream of the runtime's own. What is given back for him was
+/// compute's, so it is compute that waits.
+void test_what_is_given_back_is_waited_for(Scarce& scarce) {
+  RuntimeOptions options;
+  options.pack_below = 1 << 20;
+  options.pack_reductions = true;
+  const auto refused_allocations = [&](const auto& call) {
+    for (int64_t nth = 0;; ++nth) {
+      Streams streams(options);
+      const GiveBack give_back = [&] { return streams.reductions.give_back(); };
+      streams.gathers.retry_with(give_back);
+      streams.reductions.retry_with(give_back);
+      const Tensor grad = streams.fake.tensor(ones({4, 2}));
+      streams.reductions.reduce({3}, {grad});
+      const FakeDevice::Work reads = streams.wire->last;
+      const Tensor one = streams.fake.tensor(ones({4, 2})), two = streams.fake.tensor(ones({4, 2}));
+      EXPECT(!streams.compute_waits_for(reads) && streams.reductions.owns(grad.storage()));
+      if (!scarce.refuse(nth, [&] { call(streams, one, two); })) return nth;
+      EXPECT(streams.compute_waits_for(reads) && !streams.reductions.owns(grad.storage()));
+    }
+  };
+  const auto gather = [](Streams& streams, const Tensor&, const Tensor&) { streams.gathers.launch({0, 1}, {}); };
+  EXPECT(refused_allocations(gather) == 2);  // what is gathered, and what it is packed in
+  const auto reduce = [](Streams& streams, const Tensor& one, const Tensor& two) {
+    streams.reductions.reduce({0, 1}, {one, two});
+  };
+  EXPECT(refused_allocations(reduce) == 1);  // what it is packed in
+}
+
+/// Those on their way when a later group finds no memory.
+void test_reductions_that_are_given_up_are_waited_for(Scarce& scarce) {
+  RuntimeOptions options;
+  options.reduce_bucket_size = 100;
+  Streams streams(options);
+  streams.reductions.reduce({3}, {streams.fake.tensor(ones({4, 2}))});
+  const FakeDevice::Work reads = streams.wire->last;
+  streams.reductions.collect(0, streams.fake.tensor(ones({4, 2})));
+  streams.reductions.free_grads({});
+  EXPECT(streams.compute_waits_for(reads));
+  streams.reductions.reduce({2}, {streams.fake.tensor(ones({4, 2}))});
+  const FakeDevice::Work again = streams.wire->last;
+  streams.reductions.collect(0, streams.fake.tensor(ones({4, 2})));  // is added, out of a buffer
+  EXPECT(!streams.compute_waits_for(again));
+  bool raised = false;
+  EXPECT(scarce.refuse(0, [&] {
+    try {
+      streams.reductions.drain();
+    } catch (const c10::OutOfMemoryError&) {
+      raised = true;
+    }
+  }));
+  EXPECT(raised && !streams.reductions.in_flight() && streams.compute_waits_for(again));
+}
+
 }  // namespace
 
 void test_shortage() {
@@ -118,6 +176,8 @@ void test_shortage() {
   test_gathers_and_reductions_outside_programs(scarce);
   test_shards_and_tensors_that_come_back(scarce);
   test_states_that_come_and_go(scarce);
+  test_what_is_given_back_is_waited_for(scarce);
+  test_reductions_that_are_given_up_are_waited_for(scarce);
 }
 
 }  // namespace ldc::testing

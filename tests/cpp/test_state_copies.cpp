@@ -33,6 +33,25 @@ void test_order_of_a_slot() {
   states.settle();
 }
 
+/// A state that is dropped may still be on its way: its memory is another's when it has arrived.
+void test_dropped_states_make_room() {
+  FakeDevice& fake = FakeDevice::instance();
+  Stats stats;
+  StateCopies states(fake.device(), stats, host_memory(1 << 20));
+  Tensor buffer = states.host_buffer(at::empty({600'000}, c10::kByte));
+  const void* address = buffer.const_data_ptr();
+  states.stow(0, {fake.tensor(at::zeros({600'000}, c10::kByte))}, {buffer});
+  const auto again = [&] { return states.host_buffer(at::empty({700'000}, c10::kByte)); };
+  EXPECT(refuses("no host memory", again));
+  buffer.reset();
+  fake.lost = true;
+  EXPECT(refuses("the device is lost", again));
+  fake.lost = false;
+  buffer = again();
+  EXPECT(buffer.const_data_ptr() == address && states.host_bytes() == 1 << 20);
+  states.settle();
+}
+
 void test_values() {
   Stats stats;
   StateCopies states(kCpu, stats, host_memory());
@@ -108,6 +127,7 @@ void test_values() {
 void test_state_copies() {
   test_values();
   test_order_of_a_slot();
+  test_dropped_states_make_room();
 }
 
 }  // namespace ldc::testing

@@ -3,62 +3,13 @@
 //
 // Fresh memory orders its user behind the compute stream by itself (Arena::acquire). So each order is looked at where
 // nothing else could make it: with slots that have been used before, and with as few waits as the call allows.
-#include "executors/offload.h"
 #include "executors/recorder.h"
-
-#include "fake_device.h"
+#include "executors/state_copies.h"
+#include "fake_streams.h"
 #include "memory/host_shards.h"
-#include "support.h"
 
 namespace ldc::testing {
 namespace {
-
-using Work = FakeDevice::Work;
-constexpr c10::StreamId kCompute = 0;
-
-/// Remembers where collectives were queued. Nothing travels.
-class Wire final : public Communicator {
- public:
-  Wire() : Communicator(0, 2) {}
-  Completion all_gather(const std::vector<Transfer>&) override { return note(); }
-  Completion reduce_scatter_mean(const std::vector<Transfer>&) override { return note(); }
-  Completion all_reduce_mean(const std::vector<Transfer>&) override { return note(); }
-
-  bool has_windows() const override { return true; }
-  Tensor make_window(int64_t bytes) override { return FakeDevice::instance().tensor(at::zeros({bytes}, c10::kByte)); }
-
-  Work last;
-
- private:
-  Completion note() {
-    FakeDevice& fake = FakeDevice::instance();
-    last = fake.queue(fake.current);
-    return {};
-  }
-};
-
-/// Engines of the fake device. Parameters lie in the host's memory, which is the device's.
-struct Streams {
-  explicit Streams(RuntimeOptions options = {}) : options(std::move(options)) {
-    for (int64_t id = 0; id < 4; ++id) {
-      registry.add(id, c10::str("p", id), {4, 2}, ones({2, 2}), at::zeros({2, 2}), {}, false);
-    }
-  }
-  Work compute() { return fake.queue(kCompute); }
-  bool compute_waits_for(const Work& work) { return fake.is_behind(kCompute, work); }
-
-  FakeDevice& fake = FakeDevice::instance();
-  RuntimeOptions options;
-  Stats stats;
-  Registry registry{kCpu, 2};
-  std::shared_ptr<Wire> wire = std::make_shared<Wire>();
-  GatherEngine gathers{fake.device(), wire, registry, stats, options};
-  const c10::StreamId gathering = fake.made - 1, fetching = fake.made;
-  ReduceEngine reductions{fake.device(), wire, registry, stats, options};
-  const c10::StreamId reducing = fake.made;
-  OffloadEngine offloads{fake.device(), registry, gathers, stats, host_memory()};
-  const c10::StreamId out = fake.made - 1, in = fake.made;
-};
 
 void test_gathers() {
   Streams streams;
@@ -120,7 +71,7 @@ void test_gathers_to_windows() {
 void test_gathers_out_of_host_memory() {
   Streams streams;
   constexpr int64_t kRow = 512 * 1024;  // so large that gathers and copies do not share slots
-  HostSlabs slabs(host_memory(), "shards");
+  HostSlabs slabs(host_memory(), "shards", [] {});
   for (const int64_t id : {10, 11}) {
     const Tensor shard = place_host_shard(slabs, kRow, c10::kFloat, kCpu).fill_(1).view({1, kRow});
     streams.registry.add(id, c10::str("h", id), {2, kRow}, shard, {}, {}, false);
@@ -328,6 +279,62 @@ void test_recordings() {
   EXPECT(streams.registry.at(0).grad.storage().nbytes() == 0);
 }
 
+/// An operation that fails may have been queued in part: compute waits for that, as what it drops is compute's.
+void test_failures_are_waited_for() {
+  RuntimeOptions options;
+  options.pack_below = 1 << 20;
+  options.pack_reductions = true;
+  Streams streams(options);
+  GatherEngine& gathers = streams.gathers;
+  ReduceEngine& reductions = streams.reductions;
+  HostSlabs slabs(host_memory(), "shards", [] {});
+  const Tensor shard = place_host_shard(slabs, 4, c10::kFloat, kCpu).fill_(1).view({2, 2});
+  streams.registry.add(4, "h", {4, 2}, shard, {}, {}, false);
+  const Tensor grad = streams.fake.tensor(ones({4, 2}));
+  const auto fails = [&](const auto& call) {
+    streams.wire->last = {};
+    streams.wire->broken = true;
+    EXPECT(refuses("the wire is cut", call));
+    streams.wire->broken = false;
+    EXPECT(streams.wire->last.point > 0 && streams.compute_waits_for(streams.wire->last));
+    EXPECT(gathers.arena().bytes() == 0 && reductions.arena().bytes() == 0 && !reductions.owns(grad.storage()));
+  };
+  fails([&] { gathers.launch({0, 1}, {}); });
+  const Work fetched = streams.fake.queue(streams.fetching);
+  fails([&] { gathers.launch({4}, {}); });
+  EXPECT(streams.compute_waits_for(fetched) && !gathers.is_gathered(0) && !gathers.in_flight());
+  fails([&] { gathers.gather_now(streams.fake.tensor(ones({2, 2})), {4, 2}, c10::kFloat, "w"); });
+  fails([&] { reductions.reduce({0, 1}, {grad, grad}); });
+  fails([&] { reductions.reduce({0}, {streams.fake.tensor(ones({2, 4}).t())}); });  // has a buffer
+  fails([&] { reductions.reduce_now(grad, {2, 2}, c10::kFloat, {}, "w"); });
+}
+
+/// Slots and copies that an exception drops.
+void test_what_is_dropped_is_waited_for() {
+  Streams streams;
+  Arena arena(streams.fake.device());
+  const Stream side = pool_stream(streams.fake.device(), false);
+  for (const bool used_before : {false, true}) {
+    Arena::Lease slot = arena.acquire(100, side);
+    const Work written = streams.fake.queue(side.id());
+    if (used_before) {
+      arena.release(std::move(slot), side);
+      EXPECT(!streams.compute_waits_for(written));
+      slot = arena.acquire(100, side);
+    }
+    const Work again = streams.fake.queue(side.id());
+    slot.reset();
+    EXPECT(streams.compute_waits_for(again) && arena.bytes() == 0);
+  }
+  StateCopies states(streams.fake.device(), streams.stats, host_memory());
+  const c10::StreamId out = streams.fake.made - 1;
+  const std::vector<Tensor> buffers{states.host_buffer(ones({8})), states.host_buffer(ones({9}))};
+  const Tensor state = streams.fake.tensor(ones({8}));
+  const Work left = streams.fake.queue(out);
+  EXPECT(refuses("size", [&] { states.stow(0, {state, state}, buffers); }));
+  EXPECT(streams.compute_waits_for(left));
+}
+
 }  // namespace
 
 void test_stream_order() {
@@ -339,6 +346,11 @@ void test_stream_order() {
   test_groups_of_tensors_that_leave();
   test_a_tensor_that_leaves();
   test_a_shard_that_leaves();
+  test_failures_are_waited_for();
+  test_what_is_dropped_is_waited_for();
+  // Memory of the device is taken, and what is given back for it is waited for, on the compute stream alone.
+  const std::vector<c10::StreamId>& taken = FakeDevice::instance().allocations;
+  EXPECT(!taken.empty() && std::all_of(taken.begin(), taken.end(), [](c10::StreamId on) { return on == kCompute; }));
 }
 
 }  // namespace ldc::testing

@@ -127,6 +127,7 @@ def fit(
     strategy: dict[str, Any] | None = None,
     build: Callable[[], Model] | None = None,
     watch: pl.Callback | None = None,
+    steps: int = STEPS,
 ) -> tuple[dict[str, Any], pl.Trainer]:
     """Trains; returns everything that must not depend on where states live."""
     make, options = CASES[case]
@@ -140,11 +141,11 @@ def fit(
         strategy=DeepCompileStrategy(
             compile=CompileConfig(region_backend="eager", **offload), precision_plugin=plugin, **(strategy or {})
         ),
-        accelerator="cpu", devices=WORLD, max_steps=STEPS, callbacks=[recorder, *filter(None, [watch])], logger=False,
+        accelerator="cpu", devices=WORLD, max_steps=steps, callbacks=[recorder, *filter(None, [watch])], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False, **options,
     )  # fmt: skip
-    batches = STEPS * options.get("accumulate_grad_batches", 1) + 1
+    batches = steps * options.get("accumulate_grad_batches", 1) + 1
     data = Tokens(batches, ROWS * WORLD, int(os.environ["RANK"]), WORLD)
     done = 2 * ROWS * options.get("accumulate_grad_batches", 1)
     data.data = data.data.roll(-done, 0) if resume is not None else data.data
@@ -381,9 +382,41 @@ def _meddled() -> None:
     assert max(watch.chunks) > 0
 
 
+class Reset(pl.Callback):
+    """Drops all states before each step but the first, as low-rank updates that start anew do."""
+
+    def __init__(self) -> None:
+        self.host_bytes: list[int] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        trainer.optimizers[0].state.clear()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.host_bytes.append(trainer.strategy.engine.runtime.stats()["host_bytes"])
+
+
+class Wide(Model):
+    """States of more than a slab of host memory."""
+
+    def __init__(self) -> None:
+        super().__init__(CASES["adamw_foreach"][0])
+        self.layers.append(nn.Sequential(nn.Linear(WIDTH, 2048), nn.Linear(2048, WIDTH)))
+
+
+def _reset() -> None:
+    """Host memory of states that are dropped is that of the next ones."""
+    expected, _ = fit("adamw_foreach", {}, build=Wide, watch=Reset(), steps=11)
+    watch = Reset()
+    actual, trainer = fit("adamw_foreach", EVERYTHING, build=Wide, watch=watch, steps=11)
+    same(actual, expected, "reset")
+    away = trainer.strategy.summary().offloaded_bytes
+    assert away > 1 << 20 and len(watch.host_bytes) == 33, (away, watch.host_bytes)
+    assert max(watch.host_bytes) <= 2 * away, (away, watch.host_bytes)
+
+
 def _others() -> dict[str, str]:
     failures = {}
-    for check in (_manual, _refused, _roomy, _again, _meddled):
+    for check in (_manual, _refused, _roomy, _again, _meddled, _reset):
         try:
             check()
         except Exception:

@@ -8,8 +8,10 @@ import os
 import queue
 import random
 import signal
+import subprocess
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -253,6 +255,62 @@ def _alone() -> str:
 def test_communicators_wait_for_no_rank_that_creates_none() -> None:
     message, _ = run_ranks(_alone, 2)
     assert "of 2 ranks were not there within 3 s on rank 0" in message, message
+
+
+STOPS = """
+#include <signal.h>
+
+int ncclCommSplit(void) {
+  raise(SIGSTOP);
+  return 1;
+}
+"""
+
+
+def _creates(rank: int, port: int, results: Any) -> None:
+    os.environ.update(own_environment(rank, 2), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    faulthandler.enable()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    results.put("begins")
+    answer = "no error"
+    try:
+        _open(rank, 2, device, TIMEOUT)
+    except RuntimeError as error:
+        answer = f"{type(error).__name__} {error}"
+    assert torch.ones(1000, device=device).sum().item() == 1000  # the device is as it was
+    results.put(answer)
+    results.close()
+    results.join_thread()
+
+
+@pytest.mark.gpu
+def test_a_rank_that_stops_between_two_communicators_crashes_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stops.c").write_text(STOPS)
+    library = tmp_path / "stops.so"
+    subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", tmp_path / "stops.c", "-o", library], check=True)
+    context, port = mp.get_context("spawn"), _free_port()
+    results = [context.Queue() for _ in range(2)]
+    processes = [context.Process(target=_creates, args=(rank, port, results[rank]), daemon=True) for rank in range(2)]
+    try:
+        processes[0].start()
+        monkeypatch.setenv("LD_PRELOAD", str(library))  # its function is found before NCCL's
+        processes[1].start()
+        monkeypatch.delenv("LD_PRELOAD")
+        for rank in range(2):
+            assert _answer(processes[rank], results[rank], 120) == "begins"
+        answer = _answer(processes[0], results[0], TIMEOUT + 60)
+        assert answer.startswith("DistBackendError") and "ncclCommSplit" in answer, answer
+        assert f"of 2 ranks were not there within {TIMEOUT:.0f} s on rank 0" in answer, answer
+        processes[0].join(30)
+        assert processes[0].exitcode == 0
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
 
 
 def _forks(device_type: str) -> None:
