@@ -33,7 +33,6 @@ from lightning_deepcompile.ranks.meetings import Meetings, Where
 from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.runtime import load_extension
-from lightning_deepcompile.runtime.multiprocessors import PAIR, Multiprocessors
 from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.shards import ReadRows, ShardedModel, shard_module
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
@@ -118,8 +117,7 @@ class Assembly:
             device,
             replica_group=ranks.replica_group,
             reduce_window=config.reduce_window,
-            max_ctas=config.communication_sms or config.max_ctas,
-            cta_cluster=PAIR if config.communication_sms else 0,
+            max_ctas=config.max_ctas,
             symmetric_threshold=threshold,
             pack_below=config.pack_below(device.type, ranks.shards),
             pack_reductions=config.packs_reductions(device.type, max(ranks.shards, ranks.replicas)),
@@ -163,7 +161,6 @@ class Assembly:
         meeting = (store, rank, self._ranks.world_size, self._timeout, f"lightning_deepcompile/engine{number}")
         order = Agreement(*meeting, self.host_group, model.names)
         leaving = ActivationOffload(config, model, device, stage, self._host_bytes)
-        divides = config.communication_sms and device.type == "cuda"
         replays = None
         if config.replays and self._graphs:
             limit = None if config.memory_budget is None else memory_limit(device, config.memory_budget)
@@ -179,7 +176,6 @@ class Assembly:
             choose_activations=leaving.choose,
             lookups=exchange_lookups(config, model, stage, self._reduce_dtype, self.host_group),
             guard=compat.held_weakly(retry.guard),
-            divider=Multiprocessors(device, config.communication_sms, runtime) if divides else None,
             replays=replays,
             nothing_moves=self._shares and self._mesh.size() == 1 and config.schedule in (None, "auto"),
         )

@@ -20,7 +20,7 @@ __all__ = ["CompileConfig"]
 
 Schedule = Annotated[list[dict[str, Any]], PassSchedule()]
 
-_NO_GRAPHS = ("symmetric_memory", "communication_sms", "offload_parameters")
+_NO_GRAPHS = ("symmetric_memory", "offload_parameters")
 """Settings with which programs are no CUDA graphs: they count, or move, what a graph would have as it was."""
 
 _OFF = (False, "none")
@@ -65,11 +65,6 @@ class CompileConfig:
             Python, as right as ever and about as fast as eager FSDP, with one warning that says which and why.
             ``"error"``: that ends training.
         max_ctas: Upper limit of GPU thread blocks that a NCCL collective may occupy; 0 leaves the choice to NCCL.
-        communication_sms: Multiprocessors of a GPU that are left to communication: a collective takes no more, and
-            cuBLAS divides matrix products that may run beside one so that they fit onto the others. Without it each
-            takes what it finds, and such products take up to twice as long; with it all of them take about a sixth
-            longer. So it is worth trying where most of a backward pass has communication beside it, with some thousand
-            tokens per GPU or fewer; 24 is what NCCL takes of an H200. cuBLAS may add in another order. 0: not divided.
         symmetric_memory: Leave gathers of large groups of parameters to the GPUs' copy engines, which write straight to
             where the other GPUs of the host gather to. They take about as long as NCCL's kernels, and no thread blocks
             from compute that runs beside them. NCCL does it, from 2.28 on. What is gathered so stays allocated until
@@ -185,7 +180,6 @@ class CompileConfig:
     recompile_limit: Annotated[int, AtLeast(1)] = 16
     fallback: Literal["warn", "error"] = "warn"
     max_ctas: Annotated[int, AtLeast(0)] = 0
-    communication_sms: Annotated[int, AtLeast(0)] = 0
     symmetric_memory: Literal["auto"] | bool | ByteCount = "auto"
     pack_shards: Literal["auto", False] | ByteCount = "auto"
     embedding: Literal["auto", "gather", "exchange"] = "auto"
@@ -206,11 +200,6 @@ class CompileConfig:
     log_level: LogLevel | None = field(default=None, compare=False)  # a module is not sharded anew for it
 
     def __post_init__(self) -> None:
-        if self.max_ctas and self.communication_sms:
-            raise ValueError(
-                f"CompileConfig(max_ctas={self.max_ctas}, communication_sms={self.communication_sms}): both limit the "
-                "thread blocks of collectives; give one of them."
-            )
         if self.cuda_graphs is True and (others := self._without_graphs):
             raise ValueError(
                 f"CompileConfig(cuda_graphs=True, {others[0]}={getattr(self, others[0])!r}): what runs at such a "

@@ -15,7 +15,6 @@ struct RuntimeOptions {
   int64_t reduce_bucket_size = 0;     // elements that are collected or copied for one group of reductions; 0: no bound,
                                       // and single gradients travel at once
   int64_t max_ctas = 0;               // NCCL: most thread blocks per collective; 0 leaves it to NCCL
-  int64_t cta_cluster = 0;            // NCCL: thread blocks per cluster, which lie side by side; 0 leaves it to NCCL
   int64_t symmetric_threshold = 0;    // bytes of a gathered group from which on it goes through symmetric memory; 0: none
   int64_t pack_below = 0;        // bytes of a shard up to which it is gathered packed with others; 0: each by itself
   bool pack_reductions = false;  // the same for gradients; the order in which they are added up may change

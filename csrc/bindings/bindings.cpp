@@ -199,7 +199,7 @@ void bind_memory(py::module_& m) {
 
 void bind_runtime(py::class_<Runtime, std::shared_ptr<Runtime>>& runtime) {
   bind_constructor(runtime, LDC_OPTION(communicator), LDC_OPTION(reduce_window), LDC_OPTION(reduce_bucket_size),
-                   LDC_OPTION(max_ctas), LDC_OPTION(cta_cluster), LDC_OPTION(symmetric_threshold), LDC_OPTION(pack_below),
+                   LDC_OPTION(max_ctas), LDC_OPTION(symmetric_threshold), LDC_OPTION(pack_below),
                    LDC_OPTION(pack_reductions), LDC_OPTION(timeout),
                    LDC_OPTION(free_activation_threshold), LDC_OPTION(host_limit), LDC_OPTION(numa_node),
                    LDC_OPTION(numa_cpus), LDC_OPTION(sync_before_reduce), LDC_OPTION(sync_after_reduce),
@@ -215,8 +215,6 @@ void bind_runtime(py::class_<Runtime, std::shared_ptr<Runtime>>& runtime) {
       .def_property_readonly("states", face<&Runtime::states>())
       .def_property_readonly("graphs", face<&Runtime::graphs>())
       .def_property_readonly("memory", face<&Runtime::memory>())
-      .def("communicates", &Runtime::communicates, NoGil(),
-           "Whether a collective was launched that the compute stream has not been ordered behind.")
       .def("stats", &Runtime::stats, NoGil(), "Counters since the last reset_stats().")
       .def("history",
            [](const Runtime& self) {

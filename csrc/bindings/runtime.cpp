@@ -30,8 +30,6 @@ std::shared_ptr<Runtime> Runtime::create(Group gather_group, Group reduce_group,
   }
   LDC_CHECK_ARG(options.timeout >= 0 && options.timeout < 1e9, "Runtime: `timeout` must be in [0, 1e9) seconds, got ",
                 options.timeout, ".");
-  LDC_CHECK_ARG(options.cta_cluster >= 0 && options.cta_cluster <= 8, "Runtime: `cta_cluster` must be 0 to 8, got ",
-                options.cta_cluster, ".");
   const int64_t serial = reserve_serial(options.serial);
   try {
     auto runtime = std::make_shared<Runtime>(gather_group, reduce_group, replica_group, with_index(device), options,
@@ -73,11 +71,6 @@ Turn Runtime::enter() {
                    failure_);
   }
   return turn;
-}
-
-bool Runtime::communicates() {
-  const Turn turn = enter();
-  return turn->gathers.in_flight() || turn->reductions.in_flight();
 }
 
 std::map<std::string, int64_t> Runtime::stats() {

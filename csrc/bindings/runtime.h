@@ -80,8 +80,6 @@ class Runtime {
   /// Whether the dry mode is on (Passes::enable_profiling). Does not wait.
   bool is_profiling() const { return engines_.profiling; }
 
-  /// Whether a collective was launched that the compute stream has not been ordered behind: it may run beside what comes.
-  bool communicates();
   std::map<std::string, int64_t> stats();  // readable after the end, too
   void reset_stats();
 

@@ -295,10 +295,6 @@ std::vector<GatherEngine::Request> GatherEngine::kept_groups() const {
   return requests;
 }
 
-bool GatherEngine::in_flight() const {
-  return std::any_of(gathered_.begin(), gathered_.end(), [](const auto& entry) { return !entry.second.group->waited; });
-}
-
 void GatherEngine::invalidate() {
   refresh_ = true;
   release_fetched();

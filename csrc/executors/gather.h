@@ -75,8 +75,6 @@ class GatherEngine {
   void forget_kept() { refetch_.clear(); }
 
   bool is_gathered(int64_t id) const { return gathered_.contains(id); }
-  /// Whether a group was launched that nobody has waited for.
-  bool in_flight() const;
   /// What is queued on `stream` from now on runs after all gathers so far have read their shards.
   /// CPU: they have, when this returns.
   void order_behind_gathers(const Stream& stream);

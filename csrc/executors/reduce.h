@@ -60,9 +60,6 @@ class ReduceEngine {
   /// The parameter gets other tensors: nothing of it is pending or held afterwards.
   void forget(int64_t id);
 
-  /// Whether a group was handed over that nobody has waited for.
-  bool in_flight() const { return !pending_.empty(); }
-
   /// Whether a gradient that reduce() keeps lies in this storage.
   bool owns(const c10::Storage& storage) const;
 

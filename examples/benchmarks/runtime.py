@@ -6,9 +6,8 @@
 Each number is the median over the repetitions on the slowest rank. ``of flat`` compares with one collective of torch's
 process group over the same bytes in one tensor; ``of plain`` with a plain copy from and to pinned memory. On GPUs,
 tables compare gathers by NCCL's kernels and by copy engines, and copies to and from host memory, alone and beside
-matmuls; ways to widen gradients; and matmuls beside reductions, with multiprocessors divided and not. On several ranks
-a table compares groups whose tensors travel one by one with packed ones, for layers of several sizes. ``--only copies``
-prints one table alone.
+matmuls; and ways to widen gradients. On several ranks a table compares groups whose tensors travel one by one with
+packed ones, for layers of several sizes. ``--only copies`` prints one table alone.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from statistics import median
 from typing import Any
 
 import copying
-import dividing
 import merging
 import symmetric
 import torch
@@ -34,7 +32,6 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from lightning_deepcompile.runtime import load_extension
-from lightning_deepcompile.runtime.multiprocessors import PAIR
 
 LAYER = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
 LAYER += [(4096,), (4096,)]
@@ -226,16 +223,8 @@ def gpu_tables(
     layer: Layer, watch: Stopwatch, device: torch.device, world: int, divide: int
 ) -> dict[str, Callable[[], list[str]]]:
     """What measures each table, by the name that ``--only`` takes."""
-
-    def divided() -> list[str]:
-        own = {"max_ctas": dividing.COMMUNICATION, "cta_cluster": PAIR}
-        paired = load_extension().Runtime(dist.group.WORLD, dist.group.WORLD, device, **own)
-        lines = dividing.table(layer.reduce, Layer(paired, device, world, divide).reduce, device)
-        paired.close()
-        return lines
-
     shapes = [tuple(size // divide for size in shape) for shape in LAYER]
-    between = {"products": divided, "gathers": lambda: symmetric.table(shapes, device, watch.milliseconds)}
+    between = {"gathers": lambda: symmetric.table(shapes, device, watch.milliseconds)}
     return (between if world > 1 else {}) | {
         "copies": lambda: copying.table(layer.graph, device, watch.milliseconds),
         "merges": lambda: merging.table(layer.numel // world, device, watch.milliseconds),
@@ -250,13 +239,11 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=torch.cuda.device_count() if cuda else 2, help="number of ranks")
     parser.add_argument("--divide", type=int, default=1, help="divide every size of the layer by this")
     parser.add_argument("--repeat", type=int, default=30, help="measured repetitions")
-    parser.add_argument(
-        "--only", choices=["packing", "products", "gathers", "copies", "merges"], help="print one table"
-    )
+    parser.add_argument("--only", choices=["packing", "gathers", "copies", "merges"], help="print one table")
     args = parser.parse_args()
     if args.only and args.only != "packing" and args.device != "cuda":
         parser.error(f"--only {args.only} needs GPUs")
-    if args.only in ("packing", "products", "gathers") and args.world == 1:
+    if args.only in ("packing", "gathers") and args.world == 1:
         parser.error(f"--only {args.only} needs more than one rank")
     if args.world < 1 or args.divide < 1 or args.repeat < 1 or args.divide > 1024:
         parser.error("--world and --repeat must be positive, --divide between 1 and 1024")

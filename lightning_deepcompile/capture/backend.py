@@ -41,7 +41,7 @@ from lightning_deepcompile.plan.recompute import Checkpoint
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.tracing import Chunkable, Tracing
 from lightning_deepcompile.program import replay
-from lightning_deepcompile.program.codegen import Divider, Guard
+from lightning_deepcompile.program.codegen import Guard
 from lightning_deepcompile.program.executable import UNCHECKPOINTED, WHOLE, Executable
 from lightning_deepcompile.program.graph import is_gather, is_reduce, nbytes, output_node
 from lightning_deepcompile.program.lower import RegionCompiler, lower
@@ -112,7 +112,6 @@ class Capture:
             that it saves; by default none.
         lookups: Which embeddings are looked up by exchange; None: none.
         guard: What planned programs call for a region; see `Executable`.
-        divider: Told where programs compute; see `Executable`.
         nothing_moves: Whether parameters are read where they are, and gradients stay where they are written, if they
             are whole: graphs without equal blocks are not cut then.
         replays: Replays programs as CUDA graphs; None: they run.
@@ -137,7 +136,6 @@ class Capture:
     choose_activations: Callable[[Schedule, int], frozenset[int]] | None = None
     lookups: LookupExchange | None = None
     guard: Guard | None = None
-    divider: Divider | None = None
     nothing_moves: bool = False
     replays: replay.Replays | None = None
     executables: list[Executable] = field(default_factory=list)
@@ -401,7 +399,7 @@ class Capture:
             graphs = None
             if self.replays is not None and examined is not None and kind != "inference":
                 graphs = self.replays.of(frame.replayed, base, frame.outputs, examined)
-            executable = Executable(base, plan, before, enter, self.guard, self.divider, graphs)
+            executable = Executable(base, plan, before, enter, self.guard, graphs)
         self._flops[name] = flops
         self.executables.append(executable)
         frame.executables.append(executable)

@@ -29,7 +29,7 @@ from lightning_deepcompile.program.graph import (
 from lightning_deepcompile.program.program import LOCAL_ID, Program, RegionModule
 from lightning_deepcompile.program.schedule import COPIES, REDUCTIONS, Instruction
 
-__all__ = ["Divider", "Guard", "Marks", "generate"]
+__all__ = ["Guard", "Marks", "generate"]
 
 Guard = Callable[[str, str, RegionModule], Callable[[list[Any]], Sequence[Any]]]
 """What a program calls for a region, by the names of both: the region's own function, or one around it."""
@@ -48,18 +48,8 @@ class Marks(Protocol):
         """A reduction was launched; the compute stream shall wait for it."""
 
 
-class Divider(Protocol):
-    """What is told where a program computes."""
-
-    def divide(self) -> None:
-        """A region is called next."""
-
-    def end(self) -> None:
-        """The program is over."""
-
-
 def generate(
-    program: Program, marks: Marks | None = None, guard: Guard | None = None, divider: Divider | None = None
+    program: Program, marks: Marks | None = None, guard: Guard | None = None
 ) -> tuple[Callable[[list[Any]], Sequence[Any]], str]:
     """Compiles `program` to a function.
 
@@ -67,12 +57,11 @@ def generate(
         program: The program.
         marks: Called at the start and behind every instruction; None for code that does nothing but its work.
         guard: Gives what is called for a region; None for the region itself.
-        divider: Told of every region, but not of the end; None: nobody is.
 
     Returns:
         The function, which takes all placeholders as one list and empties it, and its source for people to read.
     """
-    return _Writer(program, marks, guard, divider).write()
+    return _Writer(program, marks, guard).write()
 
 
 class _Name(str):
@@ -105,10 +94,9 @@ class _Line:
 class _Writer:
     """Lines up all calls first: only then it is known what is read last, and what never."""
 
-    def __init__(self, program: Program, marks: Marks | None, guard: Guard | None, divider: Divider | None) -> None:
+    def __init__(self, program: Program, marks: Marks | None, guard: Guard | None) -> None:
         self._program = program
         self._marks, self._guard = marks, guard
-        self._divide = None if divider is None else divider.divide
         self._globals: dict[str, Any] = {}
         self._lines: list[_Line] = []
         self._nodes = list(program.gm.graph.nodes)
@@ -249,8 +237,6 @@ class _Writer:
         dropped = [f"del {', '.join(dead)}"] if dead else []
         call = line.call
         if line.inputs is not None:
-            if self._divide is not None:
-                result.append(f"{self._bind('divide', self._divide)}()")
             result += [f"{self._inputs} = {line.inputs}", *dropped]
             call = f"{call}({self._inputs})"
         names = [name if name in later else self._unread for name in line.makes]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.program.codegen import Divider, Guard, Marks, generate
+from lightning_deepcompile.program.codegen import Guard, Marks, generate
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import Gathers, Program, RegionModule
 from lightning_deepcompile.program.replay import ProgramGraphs
@@ -40,7 +40,6 @@ class Executable:
         check: Called with the program before every run; compares it with the other ranks'.
         guard: What programs call for a region that are planned, profiled, computed without the checkpoints that the
             model asks for, or with a whole loss that could be in pieces; by default the region itself.
-        divider: Told where programs compute; None: nobody is.
         graphs: Replays the program as a CUDA graph; None: it always runs.
 
     Attributes:
@@ -55,7 +54,6 @@ class Executable:
     before: Callable[[], None]
     check: Callable[[Program], None]
     guard: Guard | None = None
-    divider: Divider | None = None
     graphs: ProgramGraphs | None = None
     calls: int = 0
     seconds: float = 0.0
@@ -84,9 +82,9 @@ class Executable:
             raise ValueError(f"The program {program.name!r} belongs to another graph than {self.base.name!r}.")
         self.program = self._running = program
         self._guard = None if _GUARDED.isdisjoint(program.history) else self.guard
-        self._run, self.source = generate(program, guard=self._guard, divider=self.divider)
+        self._run, self.source = generate(program, guard=self._guard)
         self._with_names = None
-        self._replay = None if self.divider is not None else self.graphs
+        self._replay = self.graphs
         if self._replay is not None:
             self._replay.swapped(program)
         self.first_gathers = program.first_gathers()
@@ -101,7 +99,7 @@ class Executable:
             program: A schedule planned from `base`.
             marks: What it calls while it runs.
         """
-        self._run, _ = generate(program, marks, self.guard, self.divider)
+        self._run, _ = generate(program, marks, self.guard)
         self._replay = None
         self._running = program
         self.waits_for_states = program.schedule.waits_for_states
@@ -126,7 +124,7 @@ class Executable:
 
                 return call
 
-            self._with_names, _ = generate(self.program, guard=named, divider=self.divider)
+            self._with_names, _ = generate(self.program, guard=named)
         return self._with_names
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
@@ -142,5 +140,3 @@ class Executable:
             return self._call(args, self._run)
         finally:
             self.seconds += time.perf_counter() - start
-            if self.divider is not None:
-                self.divider.end()

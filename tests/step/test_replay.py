@@ -470,5 +470,4 @@ def test_settings_that_exclude_graphs_are_named() -> None:
     with pytest.raises(ValueError, match=r"cuda_graphs=True, offload_parameters='all'"):
         CompileConfig(cuda_graphs=True, offload_parameters="all")
     assert CompileConfig(cuda_graphs="auto", symmetric_memory="64MiB").replays is False
-    assert CompileConfig(cuda_graphs="auto", communication_sms=24).replays is False
     assert CompileConfig(cuda_graphs="auto").replays == "auto" and CompileConfig(cuda_graphs=True).replays is True
