@@ -158,23 +158,11 @@ def _devices(torch: ModuleType | None) -> Report:
     try:
         for index in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(index)
-            text = f"{p.name}, {p.total_memory / 2**30:.0f} GiB, capability {p.major}.{p.minor}"
-            devices[f"cuda:{index}"] = text + _numa(p)
+            memory = f"{p.total_memory / 2**30:.0f} GiB"
+            devices[f"cuda:{index}"] = f"{p.name}, {memory}, capability {p.major}.{p.minor}"
     except Exception as error:  # a driver that does not match the build
         devices["cuda"] = f"{type(error).__name__}: {error}"
     return devices
-
-
-def _numa(properties: Any) -> str:
-    """The NUMA node of a GPU, and why pinned memory may not lie there; "" where the platform does not say."""
-    from lightning_deepcompile.offload.numa import node_of_pci, pci_address
-
-    node = node_of_pci(pci_address(properties))
-    if node is None:
-        return ""
-    extension, _ = _import("lightning_deepcompile._C")
-    refusal = extension.numa_refusal(node.number, list(node.cpus)) if extension else ""
-    return f", NUMA node {node.number}" + (f" (pinned memory may lie elsewhere: {refusal})" if refusal else "")
 
 
 def _host_memory() -> Report:

@@ -20,7 +20,7 @@ from lightning_deepcompile.capture.fallback import Fallbacks
 from lightning_deepcompile.capture.lookups import exchange_lookups
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.offload.activations import ActivationOffload
-from lightning_deepcompile.offload.host_memory import host_limit, host_options
+from lightning_deepcompile.offload.host_memory import host_limit
 from lightning_deepcompile.offload.parameters import HostedShards, decide_hosted
 from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.offload.trade import StateTrade
@@ -122,7 +122,7 @@ class Assembly:
             pack_below=config.pack_below(device.type, ranks.shards),
             pack_reductions=config.packs_reductions(device.type, max(ranks.shards, ranks.replicas)),
             timeout=self._timeout.total_seconds(),
-            **host_options(limit, device, ranks.group),
+            host_limit=limit,
         )
         if self._shares:
             runtime.setup.share_shards()

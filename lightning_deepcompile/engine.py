@@ -355,7 +355,6 @@ class Engine:
             offload_moved_bytes=0 if self.residency is None else self.residency.moved_bytes,
             offload_reason="" if decision is None else decision.reason,
             offloaded_activation_bytes=last.get("offloaded_bytes", 0),
-            host_node=self.runtime.stats()["host_node"],
             offloaded_parameter_bytes=self._hosted.bytes,
             fetched_parameter_bytes=last.get("fetched_bytes", 0),
             offload_parameters_reason=self._hosted.reason,

@@ -39,7 +39,6 @@ class Summary:
         symmetric_gathers_per_step: Of the groups that were gathered, those that copy engines moved.
         symmetric_bytes: Device memory that these are gathered to; PyTorch's allocator does not count it.
         offloaded_activation_bytes: Saved tensors that the last training step copied to host memory, and back.
-        host_node: NUMA node of this rank's device, from which pinned memory is taken; -1 where that is not known.
         offloaded_parameter_bytes: Of the shards on this rank, those in host memory, padding included.
         fetched_parameter_bytes: What the last training step copied of them to the device for gathers.
         offload_parameters_reason: Why so many; empty where none may leave.
@@ -77,7 +76,6 @@ class Summary:
     offloaded_activation_bytes: int = 0
     symmetric_gathers_per_step: int = 0
     symmetric_bytes: int = 0
-    host_node: int = -1
     offloaded_parameter_bytes: int = 0
     fetched_parameter_bytes: int = 0
     offload_parameters_reason: str = ""
@@ -132,8 +130,6 @@ class Summary:
             rows.append(("offloaded states", f"{format_bytes(self.offloaded_bytes)}, {moved} ({self.offload_reason})"))
         if self.offloaded_activation_bytes:
             rows.append(("offloaded activations", f"{format_bytes(self.offloaded_activation_bytes)} a step"))
-        if self.host_node >= 0:
-            rows.append(("pinned memory", f"on NUMA node {self.host_node}, the device's"))
         if self.offload_parameters_reason:
             moved = f"{format_bytes(self.fetched_parameter_bytes)} gathered a step"
             reason = self.offload_parameters_reason

@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
-#include <vector>
 
 namespace ldc {
 
@@ -25,8 +24,6 @@ struct RuntimeOptions {
   }
   int64_t free_activation_threshold = 0;  // elements; free_tensors leaves smaller tensors alone
   int64_t host_limit = 0;  // most bytes of host memory for all that leaves the device; 0: half of the host's memory
-  int64_t numa_node = -1;  // from which host memory should come; -1: any
-  std::vector<int64_t> numa_cpus;  // of that node
   // For debugging: wait for the device (CPU: for the operation) before or after each group.
   bool sync_before_reduce = false;
   bool sync_after_reduce = false;

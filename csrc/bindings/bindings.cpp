@@ -201,8 +201,8 @@ void bind_runtime(py::class_<Runtime, std::shared_ptr<Runtime>>& runtime) {
   bind_constructor(runtime, LDC_OPTION(communicator), LDC_OPTION(reduce_window), LDC_OPTION(reduce_bucket_size),
                    LDC_OPTION(max_ctas), LDC_OPTION(symmetric_threshold), LDC_OPTION(pack_below),
                    LDC_OPTION(pack_reductions), LDC_OPTION(timeout),
-                   LDC_OPTION(free_activation_threshold), LDC_OPTION(host_limit), LDC_OPTION(numa_node),
-                   LDC_OPTION(numa_cpus), LDC_OPTION(sync_before_reduce), LDC_OPTION(sync_after_reduce),
+                   LDC_OPTION(free_activation_threshold), LDC_OPTION(host_limit), LDC_OPTION(sync_before_reduce),
+                   LDC_OPTION(sync_after_reduce),
                    LDC_OPTION(sync_before_allgather), LDC_OPTION(sync_after_allgather), LDC_OPTION(serial));
   runtime.def_property_readonly("serial", &Runtime::serial, "Upper 32 bits of every parameter and graph id.")
       .def_property_readonly("world_size", &Runtime::world_size)
@@ -276,13 +276,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           },
           "grad"_a, "sum"_a, "add"_a, NoGil(),
           "Queue grad = sum, or grad += sum. Both are contiguous and have as many elements.");
-
-  m.def(
-      "numa_refusal",
-      [](int64_t node, std::vector<int64_t> cpus) {
-        return ldc::near_node({.node = node, .cpus = std::move(cpus)}, [] {});
-      },
-      "node"_a, "cpus"_a, "Why host memory may come from any NUMA node; empty where `node` is preferred.");
 
   bind_setup(m);
   bind_parameters(m);

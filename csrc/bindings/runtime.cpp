@@ -98,7 +98,6 @@ std::map<std::string, int64_t> Runtime::stats() {
       {"reloaded_bytes", counts.reloaded_bytes},
       {"host_bytes", turn->offloads.host_bytes() + turn->states.host_bytes()},
       {"stayed_tensors", counts.stayed_tensors},
-      {"host_node", turn->host_memory->node()},
       {"host_shard_bytes", turn->shard_slabs.bytes()},
       {"state_bytes", turn->states.device_bytes()},
       {"state_peak_bytes", counts.state_peak_bytes},

@@ -32,12 +32,8 @@ void forget_device_error([[maybe_unused]] Device device) {
 
 }  // namespace
 
-HostMemory::HostMemory(Device device, int64_t limit, NumaPlace place, Allocate allocate)
-    : device_(device),
-      limit_(limit > 0 ? limit : half_of_memory()),
-      place_(std::move(place)),
-      node_(near_node(place_, [] {}).empty() ? place_.node : -1),
-      allocate_(std::move(allocate)) {
+HostMemory::HostMemory(Device device, int64_t limit, Allocate allocate)
+    : device_(device), limit_(limit > 0 ? limit : half_of_memory()), allocate_(std::move(allocate)) {
   if (!allocate_) {
     const auto options = at::TensorOptions().dtype(c10::kByte).pinned_memory(has_streams(device));
     allocate_ = [options](int64_t bytes) { return at::empty({bytes}, options); };
@@ -66,12 +62,8 @@ std::unique_ptr<HostMemory::Block> HostMemory::try_take(int64_t bytes, std::stri
   std::string reason;
   for (const bool last : {false, true}) {
     try {
-      Tensor memory;
-      near_node(place_, [&] {
-        const c10::DeviceGuard guard(device_);  // perhaps on another thread, whose current device is another one
-        memory = allocate_(bytes);
-      });
-      return std::make_unique<Block>(std::move(memory), shared_from_this());
+      const c10::DeviceGuard guard(device_);  // this may be a thread whose current device is another one
+      return std::make_unique<Block>(allocate_(bytes), shared_from_this());
     } catch (const std::exception& error) {
       reason = first_line(message_of(error));
     }

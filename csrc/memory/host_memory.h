@@ -1,4 +1,4 @@
-// Where pools and slabs get host memory: pinned where the device has streams, near the device, within one limit.
+// Where pools and slabs get host memory: pinned where the device has streams, within one limit.
 //
 // What may hold less than was promised: a container's limit, the driver's own, or memory that others have taken since.
 // Then nothing is lost: what nobody uses is given back first, and whoever asked is told how much was missing.
@@ -11,7 +11,6 @@
 #include <string>
 
 #include "base/common.h"
-#include "memory/numa.h"
 
 namespace ldc {
 
@@ -39,7 +38,7 @@ class HostMemory : public std::enable_shared_from_this<HostMemory> {
 
   /// `limit`: most bytes held at a time; 0: half of the host's memory. `allocate` is torch's allocator unless a test has
   /// another. Make it shared: its blocks keep it alive.
-  HostMemory(Device device, int64_t limit, NumaPlace place = {}, Allocate allocate = {});
+  HostMemory(Device device, int64_t limit, Allocate allocate = {});
 
   /// What to ask for instead of `bytes`, at least as much: torch's allocator of pinned memory rounds up to powers of two
   /// anyway, and so the limit counts what is really held.
@@ -57,8 +56,6 @@ class HostMemory : public std::enable_shared_from_this<HostMemory> {
   /// Whether the limit allows so much more, after making room if it must.
   bool can_allow(int64_t bytes) const;
   int64_t held() const { return held_; }
-  /// The NUMA node that memory comes from; -1: any.
-  int64_t node() const { return node_; }
 
  private:
   bool allows(int64_t bytes) const { return held_ + bytes <= limit_; }
@@ -66,8 +63,6 @@ class HostMemory : public std::enable_shared_from_this<HostMemory> {
 
   const Device device_;
   const int64_t limit_;
-  const NumaPlace place_;
-  const int64_t node_;
   Allocate allocate_;
   std::function<void()> make_room_;
   std::atomic<int64_t> held_ = 0;  // bytes of all blocks

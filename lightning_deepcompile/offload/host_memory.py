@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from lightning_deepcompile.offload.numa import node_of_device
 from lightning_deepcompile.plan.budget import parse_budget
 from lightning_deepcompile.ranks.exchange import exchange
-from lightning_deepcompile.runtime import load_extension
 
-__all__ = ["available_host_memory", "host_limit", "host_options"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["available_host_memory", "host_limit"]
 
 _DEFAULT = 0.8
 
@@ -40,22 +33,6 @@ def host_limit(budget: int | float | str | None, group: dist.ProcessGroup) -> in
 def parse_host_budget(value: int | float | str | None, total: int) -> int:
     """Bytes of `CompileConfig.host_memory_budget`, of which a fraction means `total`; see `parse_budget`."""
     return parse_budget(value, total, name="host_memory_budget", default=_DEFAULT)
-
-
-def host_options(limit: int, device: torch.device, group: dist.ProcessGroup) -> dict[str, Any]:
-    """What the runtime is told about host memory; an INFO line if it cannot lie near the device.
-
-    Args:
-        limit: Bytes that this rank may take; 0 if nothing leaves the device.
-        device: Where tensors leave.
-        group: The ranks.
-    """
-    node = node_of_device(device) if limit else None
-    if node is None:
-        return {"host_limit": limit}
-    if reason := load_extension().numa_refusal(node.number, list(node.cpus)):
-        _log.info("Pinned memory of rank %d may lie on any NUMA node: %s.", dist.get_rank(group), reason)
-    return {"host_limit": limit, "numa_node": node.number, "numa_cpus": list(node.cpus)}
 
 
 def available_host_memory(root: Path = Path("/")) -> int:

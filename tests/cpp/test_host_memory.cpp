@@ -1,12 +1,7 @@
-// Hosts that give less than they promised, and where their memory lies.
+// Hosts that give less than they promised.
 #include "support.h"
 
 #include <ATen/ops/empty.h>
-#include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include <cerrno>
 
 #include "executors/offload.h"
 #include "executors/state_copies.h"
@@ -20,7 +15,7 @@ constexpr int64_t kMiB = int64_t{1} << 20;
 /// A host that has so many bytes and refuses more, as a driver does.
 struct Host {
   std::shared_ptr<HostMemory> memory(int64_t limit = 0) {
-    return std::make_shared<HostMemory>(kCpu, limit, NumaPlace{}, [this](int64_t bytes) {
+    return std::make_shared<HostMemory>(kCpu, limit, [this](int64_t bytes) {
       ++asked;
       TORCH_CHECK(bytes <= left, "CUDA error: out of memory\nCUDA kernel errors might be ...");
       return at::empty({bytes}, c10::kByte);
@@ -110,50 +105,6 @@ void test_one_limit_for_tensors_and_states() {
   EXPECT(HostPool::buffer_of(offloads.offload_group({large})[0]) != nullptr);
 }
 
-std::vector<int64_t> allowed_processors() {
-  cpu_set_t set;
-  std::vector<int64_t> result;
-  if (sched_getaffinity(0, sizeof(set), &set) != 0) return result;
-  for (int64_t cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-    if (CPU_ISSET(static_cast<size_t>(cpu), &set)) result.push_back(cpu);
-  }
-  return result;
-}
-
-int policy() {
-  int mode = -1;
-  return syscall(SYS_get_mempolicy, &mode, nullptr, 0, nullptr, 0) == 0 ? mode : -1;
-}
-
-/// Calls of sched_setaffinity that succeed before all fail; negative: no limit.
-int moves_left = -1;
-
-void test_memory_near_a_node() {
-  constexpr int kDefault = 0, kPreferred = 1;
-  const int before = policy();
-  const auto processors = allowed_processors();
-  std::string inner = "policy of its own";
-  const std::string refusal = near_node({.node = 0, .cpus = processors}, [&] {
-    EXPECT(policy() == kPreferred || policy() == before);
-    if (policy() == kPreferred) inner = near_node({.node = 0, .cpus = processors}, [] {});
-  });
-  EXPECT(refusal.empty() || before > kDefault);  // with a policy of the user's own it stays
-  EXPECT(inner.find("policy of its own") != std::string::npos);
-  if (before == kDefault) {
-    // A node that is not there: the thread moves to its processors, or it is said that there are none.
-    EXPECT(near_node({.node = 1000, .cpus = {}}, [] {}).find("no processor of node 1000") != std::string::npos);
-    moves_left = 1;  // there is no way back
-    EXPECT(near_node({.node = 1000, .cpus = {processors.at(0), 16000, -1}}, [&] {
-             EXPECT(allowed_processors() == std::vector{processors.at(0)});
-           }).empty());
-    moves_left = -1;
-  }
-  EXPECT(policy() == before && allowed_processors() == processors);
-  EXPECT(refuses("from there", [] { near_node({.node = 0}, [] { throw std::runtime_error("from there"); }); }));
-  bool called = false;
-  EXPECT(near_node({}, [&] { called = true; }).empty() && called);
-}
-
 /// A tensor may go, and with it what is copied there, when the device does not answer any more.
 void test_a_lost_device_ends_no_process() {
   FakeDevice& fake = FakeDevice::instance();
@@ -179,19 +130,7 @@ void test_host_memory() {
   test_states_are_reserved_or_not_at_all();
   test_tensors_stay_where_the_host_refuses();
   test_one_limit_for_tensors_and_states();
-  test_memory_near_a_node();
   test_a_lost_device_ends_no_process();
 }
 
 }  // namespace ldc::testing
-
-/// The system's, unless a test makes it fail.
-extern "C" int sched_setaffinity(pid_t pid, size_t size, const cpu_set_t* set) noexcept {
-  using ldc::testing::moves_left;
-  if (moves_left == 0) {
-    errno = EINVAL;
-    return -1;
-  }
-  if (moves_left > 0) --moves_left;
-  return syscall(SYS_sched_setaffinity, pid, size, set) < 0 ? -1 : 0;
-}

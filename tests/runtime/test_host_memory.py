@@ -1,11 +1,10 @@
-"""Host memory that is missing, refused or far away: said on all ranks before anything waits for it."""
+"""Host memory that is missing or refused: said on all ranks before anything waits for it."""
 
 from __future__ import annotations
 
 import os
 import resource
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,14 +14,12 @@ from cases import ROWS, VOCAB, Base, Tokens
 from multiprocess import run_ranks, said
 from test_engine import make_engine, one_step, sgd
 from test_offload_activations import BATCH
-from test_offload_plan import write
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.__main__ import collect
-from lightning_deepcompile.offload.numa import NumaNode, node_of_device, node_of_pci, pci_address
 from lightning_deepcompile.runtime import load_extension
 
 # Refusals -------------------------------------------------------------------------------------------------------------
@@ -121,39 +118,6 @@ def test_saved_tensors_stay_where_others_hold_the_memory(mesh: DeviceMesh) -> No
     assert engine.runtime.stats()["stayed_tensors"] == stats["stayed_tensors"], "all leave again"
     assert losses == expected
     engine.close()
-
-
-# Where it lies --------------------------------------------------------------------------------------------------------
-
-
-def test_the_node_of_a_gpu_is_read_from_sysfs(tmp_path: Path) -> None:
-    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
-    assert pci_address(properties) == "0000:1b:00.0" and pci_address(SimpleNamespace()) == ""
-    write(
-        tmp_path,
-        {
-            "sys/bus/pci/devices/0000:1b:00.0/numa_node": "1\n",
-            "sys/bus/pci/devices/0000:1c:00.0/numa_node": "-1\n",
-            "sys/bus/pci/devices/0000:1d:00.0/numa_node": "7\n",
-            "sys/devices/system/node/node1/cpulist": "2-4,10,12-13\n",
-        },
-    )
-    assert node_of_pci("0000:1b:00.0", tmp_path) == NumaNode(1, (2, 3, 4, 10, 12, 13))
-    for nowhere in ("0000:1c:00.0", "0000:1d:00.0", "0000:1e:00.0", ""):
-        assert node_of_pci(nowhere, tmp_path) is None
-    assert node_of_device(torch.device("cpu"), tmp_path) is None
-
-
-def test_a_preference_leaves_the_thread_as_it_was(mesh: DeviceMesh) -> None:
-    extension, before = load_extension(), os.sched_getaffinity(0)
-    refusal = extension.numa_refusal(1000, [])
-    assert "no processor of node 1000" in refusal or "policy of its own" in refusal, refusal
-    group = torch.distributed.group.WORLD
-    runtime = extension.Runtime(group, group, torch.device("cpu"), numa_node=1000, numa_cpus=sorted(before)[:1])
-    assert runtime.stats()["host_node"] in (1000, -1)
-    runtime.states.host_buffer(torch.empty(100, device="meta")).fill_(1)
-    assert os.sched_getaffinity(0) == before
-    runtime.close()
 
 
 def test_the_report_tells_of_host_memory() -> None:
