@@ -32,6 +32,7 @@ from lightning_deepcompile.ranks.failures import Failures
 from lightning_deepcompile.ranks.meetings import Meetings, Where
 from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.ranks.ranks import Ranks
+from lightning_deepcompile.ranks.watch import Watch
 from lightning_deepcompile.runtime import load_extension
 from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.shards import ReadRows, ShardedModel, shard_module
@@ -187,7 +188,8 @@ class Assembly:
         shortages = Shortages(retry, ShortageWatch(*meeting))
         tuner = Tuner(capture, runtime, group, device, self.memory, shortages, trade, room)
         prefetch = StepPrefetch(config, capture, runtime, self.host_group, device, stage)
-        meetings = Meetings(self._ranks.new_host_group(alone=True, timeout=self._timeout), questions=7)
+        watch = Watch(store, rank, self._ranks.world_size, meeting[-1])
+        meetings = Meetings(self._ranks.new_host_group(alone=True, timeout=self._timeout), questions=7, watch=watch)
         uncompiled = model.state.path = Uncompiled(
             model.parameters,
             stays=stage < 3,

@@ -379,6 +379,7 @@ class Engine:
         if not self.ended:
             write_flight_record(self.runtime.history(), self.model.ranks, self.runtime.communicator)
         self.ended = self.timeline.meetings.over = True
+        self.timeline.meetings.watch.rest()
         self.runtime.abort()
 
     def close(self) -> None:
@@ -389,6 +390,7 @@ class Engine:
             self.runtime.close()
         self.ended = self.timeline.meetings.over = True
         self.timeline.order.rest()
+        self.timeline.meetings.watch.rest()
         for shards in self._local_shards.values():
             shards.detach()
         self._retire()

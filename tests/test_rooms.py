@@ -35,6 +35,7 @@ ORDER = (
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 # nn.Module's own dictionaries, which pickles and state dicts rely on, and what Python's standard library hides.
 ALLOWED = {"_parameters", "_buffers", "_modules", "_apply", "_metadata", "_reconstructor", "_getframe", "_init_weights"}
+ALLOWED |= {"_current_frames"}
 
 
 def files() -> list[Path]:

@@ -18,7 +18,12 @@ import torch.distributed as dist
 
 from lightning_deepcompile import compat
 
-__all__ = ["Failures", "failure_key", "shorten"]
+__all__ = ["STORE_GONE", "Failures", "failure_key", "is_of_library", "shorten"]
+
+STORE_GONE = (
+    "the process that keeps the ranks' store has gone (rank 0, or torchrun's agent on the first node): look at its "
+    "error first, or whether it was killed."
+)
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = (*(os.path.dirname(str(file)) + os.sep for file in (torch.__file__, lightning.__file__)), _PACKAGE)
@@ -27,6 +32,7 @@ _LONGEST = 4000  # characters of an error that others are told
 _MOMENT = 1.0  # seconds in which ranks fail with the same error
 _SILENCE = 3.0  # seconds after which a rank that says nothing while others fail to reach it is taken to hang
 # As processes tell each other: of gloo's and NCCL's errors PyTorch passes some on as plain RuntimeErrors.
+_CLOSED = re.compile(r"closed by peer|reset by peer|broken pipe", re.IGNORECASE)
 _COMMUNICATION = re.compile(r"gloo|nccl|process group|connection (closed|reset)|broken pipe|communicat", re.IGNORECASE)
 
 
@@ -66,31 +72,35 @@ class Failures:
             why_alone: What this rank knows of why communication failed; its traceback stays, which says where it was.
         """
         if why_alone and _is_of_communication(error):
-            error.args = (why_alone,)
-            error.__cause__, error.__suppress_context__ = None, True
+            _replace(error, why_alone, stays=True)
         text = f"{type(error).__name__}: {str(error).strip()}"[:_LONGEST]
         mine = f"rank {self._rank}: {text}"
         try:
             self._store.set(f"{self._key}/{self._rank}", text)
             first = self._store.compare_set(self._key, "", mine).decode()
             if first == mine and _is_of_communication(error):
-                silent = self._silent_ranks()
+                silent = self._silent_ranks(gone=_CLOSED.search(text) is not None)
                 self._store.set(f"{self._key}/silent", silent)
                 if silent:
-                    error.args = (f"{str(error).strip()} {silent}",)
+                    error.args = (f"{silent} This rank fails with: {str(error).strip()}",)
             elif _is_of_communication(error):
                 silent = self._said("silent") if _COMMUNICATION.search(first) else ""
                 text = f"Rank {self._rank} was left alone. The error of the rank that failed first, {first}"
-                _replace(error, f"{text} {silent}".strip())
+                # Where nobody failed with anything else, what this rank did alone may be the cause.
+                _replace(error, f"{silent} {text}".strip(), stays=_COMMUNICATION.search(first) is not None)
             elif self._rank != 0 and self._said("0", _MOMENT) == text:
                 _replace(error, f"As on rank 0, which prints it in full: {str(error).strip().partition(chr(10))[0]}")
-        except (RuntimeError, dist.DistError):  # whoever kept the store has ended, and cannot be asked
-            return
+        except (RuntimeError, dist.DistError):
+            if _is_of_communication(error) and STORE_GONE not in str(error):
+                error.args = (f"Rank {self._rank} was left alone: {STORE_GONE} {str(error).strip()}",)
 
-    def _silent_ranks(self) -> str:
+    def _silent_ranks(self, gone: bool) -> str:
         """A sentence on the ranks that do not fail, too, while this one cannot reach them; "" if there are none.
 
         The first rank that fails asks, so that one rank looks for all others, and not each.
+
+        Args:
+            gone: Whether another process has closed a connection.
         """
         silent, deadline = [rank for rank in range(self._world_size) if rank != self._rank], time.monotonic() + _SILENCE
         while silent and time.monotonic() < deadline:
@@ -100,6 +110,8 @@ class Failures:
             return ""
         shown = ", ".join(map(str, silent[:8])) + (f" and {len(silent) - 8} more" if len(silent) > 8 else "")
         many = len(silent) > 1
+        if gone:
+            return f"{'One of the ranks' if many else 'Rank'} {shown} has gone (killed, or out of host memory?)."
         return (
             f"{'Ranks' if many else 'Rank'} {shown} {'have' if many else 'has'} not failed and said nothing since: "
             "late, hanging or dead. Look there first (`py-spy dump --pid` shows where a process is)."
@@ -115,10 +127,11 @@ class Failures:
         return self._store.get(key).decode()
 
 
-def _replace(error: BaseException, text: str) -> None:
+def _replace(error: BaseException, text: str, *, stays: bool = False) -> None:
     error.args = (text,)
     error.__cause__, error.__suppress_context__ = None, True
-    error.__traceback__ = None
+    if not stays:
+        error.__traceback__ = None
 
 
 def failure_key(prefix: str) -> str:
@@ -140,7 +153,7 @@ def shorten(error: BaseException) -> None:
     while entry is not None:
         frames.append(entry)
         entry = entry.tb_next
-    own = [index for index, entry in enumerate(frames) if not _is_of_library(entry.tb_frame.f_code.co_filename)]
+    own = [index for index, entry in enumerate(frames) if not is_of_library(entry.tb_frame.f_code.co_filename)]
     called = frames[own[-1] + 1 :] if own else frames
     ours = bool(called) and called[-1].tb_frame.f_code.co_filename.startswith(_PACKAGE)
     if ours and not isinstance(error, _DEFECTS):
@@ -159,6 +172,7 @@ def _is_of_communication(error: BaseException) -> bool:
     return type(error) is RuntimeError and _COMMUNICATION.search(str(error)) is not None
 
 
-def _is_of_library(file: str) -> bool:
+def is_of_library(file: str) -> bool:
+    """Whether code of PyTorch, Lightning or this package stands in `file`, or generated code."""
     generated = file.startswith("<") and not file.startswith("<ipython")
     return generated or file.startswith(_LIBRARIES)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from lightning_deepcompile.ranks.exchange import AnyRank, Asked
+from lightning_deepcompile.ranks.watch import Watch
 
 __all__ = ["Meetings", "RanksPartedError", "Where"]
 
@@ -32,7 +33,6 @@ class Where(enum.IntEnum):
     EVALUATED = 4
     OUTSIDE = 5
     STATE = 6
-    ENDED = 7
 
     def describe(self, count: int) -> str:
         """What a rank does there, behind "Rank n".
@@ -48,11 +48,10 @@ class Where(enum.IntEnum):
             Where.EVALUATED: f"has come to the end of an evaluation after {batches}",
             Where.OUTSIDE: "calls a module of the model outside of the steps",
             Where.STATE: "collects the model's state, for a checkpoint",
-            Where.ENDED: "has ended the training",
         }[self]
 
 
-_ADVICE = {
+_ADVICE: dict[Where | frozenset[Where], str] = {
     frozenset({Where.TRAINING, Where.LEFT}): (
         "A training step gathers parameters and reduces gradients, in which all ranks take part: give every rank as "
         "many batches (`DistributedSampler` pads; `Trainer(limit_train_batches=...)` cuts off what only some have), "
@@ -75,15 +74,17 @@ class Meetings:
     Args:
         group: Of the ranks' CPUs; for nothing else, so that no other operation of a rank that is elsewhere answers.
         questions: How many more numbers a meeting may exchange.
+        watch: Says where ranks are if one waits for long.
 
     Attributes:
+        watch: The same.
         batches: Batches of the epoch, or evaluation, that this rank has begun.
         steps: Steps of optimizers so far.
         over: Whether communication has ended, and nobody is asked any more.
     """
 
-    def __init__(self, group: dist.ProcessGroup, questions: int) -> None:
-        self._hosts = AnyRank(group)
+    def __init__(self, group: dist.ProcessGroup, questions: int, watch: Watch) -> None:
+        self._hosts, self.watch = AnyRank(group), watch
         self._rank, self._questions = group.rank(), questions
         self.batches = self.steps = 0
         self.over = False
@@ -105,6 +106,7 @@ class Meetings:
         """
         if self.over:
             return Asked(lambda: list(mine))
+        self.watch.come_to(where.describe(self.batches), _ADVICE.get(where, ""))
         here = (where << _COUNT_BITS | self.batches) << _RANK_BITS | self._rank
         steps = self.steps << _RANK_BITS | self._rank
         unused = [0] * (self._questions - len(mine))

@@ -9,17 +9,16 @@ store, without collectives; a rank that has gone on the usual way meanwhile says
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.ranks.exchange import alike, exchange
-from lightning_deepcompile.ranks.failures import failure_key
+from lightning_deepcompile.ranks.failures import STORE_GONE, failure_key
+from lightning_deepcompile.ranks.lookout import Lookout
 
 __all__ = ["Agreement", "ProgramMismatchError"]
 
@@ -82,8 +81,7 @@ class Agreement:
         self._at = (0, 0)  # steps begun, and how far this one has come: one tuple, as a thread reads it
         self._rounds = 0
         self._waits = False
-        self._lookout: threading.Thread | None = None
-        self._end_lookout: Callable[[], object] = lambda: None
+        self._lookout: Lookout | None = None
 
     def begin(self, name: str) -> None:
         """Call when a step begins, on all ranks.
@@ -98,13 +96,7 @@ class Agreement:
         if self._world_size == 1:
             return
         if self._lookout is None:
-            stop = threading.Event()
-            self._lookout = threading.Thread(
-                target=_look_out, args=(weakref.ref(self), stop), daemon=True, name="deepcompile paths"
-            )
-            self._lookout.start()
-            # At the interpreter's end, too: a thread that comes back from the store then would abort the process.
-            self._end_lookout = weakref.finalize(self, _end, stop, self._lookout)
+            self._lookout = Lookout(self.tell, _ASK_SECONDS, "paths")
         self.end()
         self._at = (self._at[0] + 1, 0)
         self._place = self._steps.setdefault(name, _Place())
@@ -156,7 +148,7 @@ class Agreement:
         """Ends the thread; call when there are no more steps for now."""
         if self._lookout is None:
             return
-        self._end_lookout()
+        self._lookout.end()
         self._lookout = None
         with contextlib.suppress(RuntimeError, dist.DistError):  # the store has ended, and so has who would look
             self._say_where()  # to a rank that is not that far, and is going to ask
@@ -215,14 +207,15 @@ class Agreement:
                 other = self._first_missing(key)
                 failed, gone_on = self._store.check([failure_key(self._prefix)]), self._has_gone_on(key, other)
             except (RuntimeError, dist.DistError) as error:
-                raise self._left(other, text, "has ended") from error
+                raise self._left(text, STORE_GONE) from error
             if differs:
                 other, theirs = self._told(differs)
                 raise self._mismatch(text, theirs, other)
             if gone_on:
                 raise self._mismatch(text, next(iter(place.next), "something else"), other)
             if failed or left <= _ASK_SECONDS:
-                raise self._left(other, text, "has failed" if failed else f"did not do so within {self._timeout}")
+                what = "has failed" if failed else f"did not do so within {self._timeout}"
+                raise self._left(text, f"rank {other} {what}.")
 
     def _appears(self, wanted: str, unwanted: str, seconds: float) -> bool:
         """Whether `wanted` comes in time; not if `unwanted` does.
@@ -254,11 +247,11 @@ class Agreement:
         rank, _, text = value.decode().partition(" ")
         return int(rank), text
 
-    def _left(self, other: int, text: str, what: str) -> TimeoutError:
+    def _left(self, text: str, why: str) -> TimeoutError:
         return TimeoutError(
-            f"Rank {self._rank} has come to `{_first(text, self._names)}`, which is new here; rank {other} "
-            f"{what}. Ranks must take the same path through the model: look for conditions on the rank or on its data, "
-            "and at the other rank's error first, if there is one."
+            f"Rank {self._rank} has come to `{_first(text, self._names)}`, which is new here; {why} Ranks must take "
+            "the same path through the model: look for conditions on the rank or on its data, and at the other rank's "
+            "error first, if there is one."
         )
 
     def _has_gone_on(self, key: str, other: int) -> bool:
@@ -287,24 +280,6 @@ class Agreement:
             "plan: look for conditions on the rank or on its data, also for loops whose length follows from it. "
             "Compute such a part on all ranks, and mask what is not wanted (multiply by 0, `torch.where`)."
         )
-
-
-def _look_out(reference: weakref.ref[Agreement], stop: threading.Event) -> None:
-    while not stop.wait(_ASK_SECONDS):
-        agreement = reference()
-        if agreement is None:
-            return
-        try:
-            agreement.tell()
-        except (RuntimeError, dist.DistError):  # the store has ended, and with it all that could be asked
-            return
-        del agreement
-
-
-def _end(stop: threading.Event, thread: threading.Thread) -> None:
-    stop.set()
-    if thread is not threading.current_thread():  # which may be the last to know the agreement
-        thread.join(_ASK_SECONDS)
 
 
 def _first(text: str, names: Mapping[int, str]) -> str:

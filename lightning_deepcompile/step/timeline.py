@@ -238,6 +238,7 @@ class Timeline:
             self.capture.replays.forget()
         self.evaluation.forget()
         self.order.rest()  # ends its thread, also where communication has ended
+        self.meetings.watch.rest()
         self._answers, self._stops, self.told_to_stop = None, False, False
 
     def release_memory(self) -> None:

@@ -83,6 +83,8 @@ class DeepCompileStrategy(ProcessStrategy):
         precision_plugin: Set by the Trainer from ``precision=``; see `DeepCompilePrecision`.
         process_group_backend: Backend of torch.distributed; by default NCCL for GPUs and gloo for CPUs.
         timeout: How long a rank waits for the others.
+        wait_report: After how long a wait every rank's place is told in one line: its batch, or what else it does, and
+            the line of the user's code. Zero: never.
         mixed_precision: Dtypes instead of those that follow from ``precision=``: ``param_dtype`` in which parameters
             are gathered and computed with, ``reduce_dtype`` of gradients on the wire, ``buffer_dtype`` of buffers.
         activation_checkpointing_policy: Classes of modules that keep only their inputs and run again in backward; or
@@ -139,6 +141,7 @@ class DeepCompileStrategy(ProcessStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
+        wait_report: timedelta = timedelta(seconds=30),
         mixed_precision: MixedPrecision | None = None,
         activation_checkpointing_policy: CheckpointingPolicy | None = None,
         activation_checkpointing: type[nn.Module] | list[type[nn.Module]] | None = None,
@@ -176,7 +179,7 @@ class DeepCompileStrategy(ProcessStrategy):
         hybrid = self._hybrid if isinstance(device_mesh, str) else self._hybrid or device_mesh is not None
         self.sharding_strategy = sharding_strategy_of(self.stage, hybrid=hybrid)
         check_mesh(device_mesh, hybrid=self._hybrid)
-        self._device_mesh = device_mesh
+        self._device_mesh, self._wait_report = device_mesh, wait_report
         warn_about_ignored(
             {
                 "auto_wrap_policy": auto_wrap_policy,
@@ -268,6 +271,7 @@ class DeepCompileStrategy(ProcessStrategy):
             let_host_run_ahead(trainer, self.world_size)
             shard_averages(trainer, self.engine.model, self.root_device, self.engine.runtime.memory.host_shard)
             self.setup_optimizers(trainer)
+        self.engine.timeline.meetings.watch.after = self._wait_report.total_seconds()
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             optimizers_to_device(self.optimizers, self.root_device)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -31,6 +32,7 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.plan.leaner import Shortage
 from lightning_deepcompile.program.program import RegionModule
 from lightning_deepcompile.program.replay import Replays
+from lightning_deepcompile.ranks.failures import STORE_GONE
 
 __all__ = ["MemoryRetry", "ShortageWatch", "Shortages"]
 
@@ -177,9 +179,15 @@ class ShortageWatch:
 
     def _read(self, turn: int) -> list[Shortage]:
         key = self._key(turn)
+        begun = time.monotonic()
         try:
             self.store.wait([f"{key}/all"], self.timeout)
         except (RuntimeError, dist.DistError) as error:
+            waited = time.monotonic() - begun
+            if waited < self.timeout.total_seconds() * 0.9:
+                raise RuntimeError(
+                    f"Rank {self.rank} waited {waited:.0f} s for other ranks, then {STORE_GONE}"
+                ) from error
             raise RuntimeError(
                 f"Rank {self.rank} waited {self.timeout} for other ranks, which are more than {self.every} optimizer "
                 "steps behind. See what they report; one may have ended or be stuck."

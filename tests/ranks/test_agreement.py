@@ -155,8 +155,9 @@ def test_a_rank_learns_that_the_others_have_gone_on_as_usual(paths: tuple[list[P
 def test_the_thread_ends_with_its_agreement_and_with_the_interpreter() -> None:
     members = ranks(2, 20)
     members[0].begin("training_step")
-    thread = members[0]._lookout
-    assert thread is not None and thread.is_alive()
+    assert members[0]._lookout is not None
+    thread = members[0]._lookout.thread
+    assert thread.is_alive()
     members.clear()
     gc.collect()
     assert not thread.is_alive()
@@ -169,7 +170,7 @@ import torch.distributed as dist
 from lightning_deepcompile.ranks.order import Agreement
 agreement = Agreement(dist.HashStore(), 0, 2, datetime.timedelta(seconds=5), "x")
 agreement.begin("training_step")
-threads.append(agreement._lookout)
+threads.append(agreement._lookout.thread)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert run.stdout.split() == ["False"], (run.stdout, run.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -13,9 +14,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch.distributed as dist
 from cases import CASES, train
 from interpreters import clean_environment, python_path
-from multiprocess import run_ranks
+from multiprocess import RankError, run_ranks
+
+from lightning_deepcompile.ranks.failures import Failures
+from lightning_deepcompile.tuning.shortages import ShortageWatch
 
 
 @pytest.mark.parametrize("ranks", ["01", pytest.param("1", marks=pytest.mark.extensive), "01,0"])
@@ -84,3 +89,55 @@ def _analysed(folder: Path) -> str:
     done = subprocess.run([*analyser, "--prefix", "fr_deepcompile_"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
+
+
+class _Dies(pl.Callback):
+    """The system kills the last rank."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _killed() -> None:
+    from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+
+    strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager", schedule=None))
+    train(CASES["mlp"], strategy, world_size=2, rank=int(os.environ["RANK"]), callbacks=[_Dies()])
+
+
+def test_a_rank_that_was_killed_is_named_first() -> None:
+    with pytest.raises(RankError, match=r"Error: Rank 1 has gone \(killed, or out of host memory\?\)"):
+        run_ranks(_killed, 2, timeout=60)
+
+
+def _fails(failures: Failures, error: BaseException) -> BaseException:
+    try:
+        raise error
+    except type(error) as caught:
+        failures.explain(caught)
+        return caught
+
+
+def test_the_place_of_a_rank_that_was_left_alone_stays_unless_another_one_failed_by_itself() -> None:
+    for first, stays in ((RuntimeError("gloo: timed out"), True), (ValueError("mine"), False)):
+        store = dist.HashStore()
+        ranks = [Failures(store, rank, 2, "test") for rank in range(2)]
+        store.set("test/failure/1", "")  # it is not silent
+        _fails(ranks[0], first)
+        alone = _fails(ranks[1], RuntimeError("gloo: timed out"))
+        assert "Rank 1 was left alone" in str(alone) and (alone.__traceback__ is not None) is stays
+
+
+class _Gone(dist.HashStore):
+    """Its process has ended."""
+
+    def wait(self, *args: Any) -> None:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+
+def test_the_time_that_a_rank_has_waited_is_the_true_one() -> None:
+    watch = ShortageWatch(_Gone(), 1, 2, timedelta(minutes=30), "test")
+    watch.turn([])
+    with pytest.raises(RuntimeError, match="Rank 1 waited 0 s for other ranks, then the process that keeps"):
+        watch.turn([])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from cases import Mlp, Tokens
+from cases import Mlp, Tokens, train
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop as PredictionLoop
 from lightning.pytorch.strategies import DDPStrategy
@@ -209,3 +211,38 @@ def test_evaluation_of_uneven_loaders_is_that_of_ddp(
 ) -> None:
     for actual, expected in run_ranks(_both, WORLD, stage, by_rank, iterable, fits, timeout=90):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+class _IsLate(pl.Callback):
+    """The host of the last rank is in a hook for a while; what is logged meanwhile is kept."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, batch: Any, output: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and trainer.global_rank == 1:
+            time.sleep(6)
+
+    def __call__(self, record: logging.LogRecord) -> bool:
+        self.told.append(record.getMessage())
+        return True
+
+
+def _late() -> list[str]:
+    from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+
+    late = _IsLate()
+    logging.getLogger("lightning_deepcompile.ranks.watch").addFilter(late)
+    config = CompileConfig(region_backend="eager", schedule=None)
+    strategy = DeepCompileStrategy(compile=config, wait_report=timedelta(seconds=2))
+    train(Mlp, strategy, world_size=WORLD, rank=int(os.environ["RANK"]), steps=4, callbacks=[late])
+    return late.told
+
+
+def test_where_ranks_are_is_told_after_a_while() -> None:
+    messages = [message for told in run_ranks(_late, WORLD, timeout=60) for message in told]
+    assert messages  # by one rank, or by both if they ask at the same time
+    for message in messages:
+        assert "rank 0 is in training batch 4 of the epoch" in message, messages
+        assert "rank 1 is in training batch 3 of the epoch, at " in message
+        assert "test_uneven.py" in message and "in `on_train_batch_end`" in message
