@@ -9,6 +9,7 @@ is collected, and the one before is sent back.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -192,7 +193,7 @@ class OwnerStep:
         self._params, self._moved, self._gradless = [], [], []
         if self._agrees:
             self._agrees = False
-            self._told(RuntimeError(f"{type(optimizer).__name__}.step raised"))
+            self._told(sys.exc_info()[1] or RuntimeError("it was left"))
         self._settle(0)
         for one in self._last:
             one.empty()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from cases import Base, Frozen, Mlp, Record, Tokens, assert_close, assert_same_training, full, gpt, train
+from cases import VOCAB, Base, Frozen, Mlp, Record, Tokens, assert_close, assert_same_training, full, gpt, train
 from multiprocess import run_ranks
 from torch import Tensor
 from torch.nn import functional as F
@@ -37,8 +38,9 @@ RUNS: dict[int, list[Run]] = {
 class Lars(Optimizer):
     """Steps by the ratio of two norms of each tensor, counts steps in its groups, and keeps states of odd shapes."""
 
-    def __init__(self, params: Any, lr: float = 0.05, momentum: float = 0.9) -> None:
+    def __init__(self, params: Any, lr: float = 0.05, momentum: float = 0.9, fails: bool = False) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "count": 0})
+        self.fails = fails
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -49,8 +51,10 @@ class Lars(Optimizer):
         for group in self.param_groups:
             group["count"] += 1
             for p in group["params"]:
-                if p.grad is None:
+                if p.grad is None or p.numel() == 0:
                     continue
+                if self.fails and group["count"] == 3 and p.shape == (VOCAB, 13):
+                    raise ArithmeticError("the embedding cannot be stepped on")
                 state = self.state[p]
                 if not state:
                     state["momentum"] = torch.zeros_like(p)
@@ -285,3 +289,145 @@ def test_checkpoints_have_states_of_owners_for_any_number_of_ranks(tmp_path: Pat
             _assert_same_states(states, expected_states)
             for name in expected:
                 assert_close(parameters[name], expected[name], name)
+
+
+class Stepped(Mlp):
+    """Its optimizer has stepped before there was a trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = Lars(self.parameters())
+        for parameter in self.parameters():
+            parameter.grad = torch.full_like(parameter, 0.01)
+        self.early.step()
+        self.early.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return self.early
+
+
+class Grows(Mlp):
+    """A layer that was frozen is trained from the third step on, in a group of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return Lars([p for p in self.parameters() if p.requires_grad])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.layers[2].requires_grad_(True)
+            self.optimizers().add_param_group({"params": list(self.layers[2].parameters()), "lr": 0.01})
+            self.optimizers().param_groups[0]["lr"] = 0.03
+
+
+class Resets(Mlp):
+    """Changes states between steps: the owner has them, the others have none."""
+
+    def configure_optimizers(self) -> Any:
+        return Lars(self.parameters())
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        held = self.optimizers().optimizer.state
+        for parameter in list(held):
+            assert parameter in set(self.parameters())
+            assert held[parameter]["momentum"].shape == parameter.shape
+            if parameter.dim():
+                held[parameter]["momentum"][:1] = 0
+
+
+class Counts(Mlp):
+    """Its loss is not finite once, on one rank."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        bad = batch_idx == 2 and int(os.environ.get("RANK", 0)) == 1
+        return super().training_step(batch, batch_idx) * (float("inf") if bad else 1.0)
+
+    def configure_optimizers(self) -> Any:
+        return Lars(self.parameters())
+
+
+class WithFailure(Mlp):
+    """Its optimizer fails on one rank."""
+
+    def configure_optimizers(self) -> Any:
+        return Lars([self.embed.weight, *self.layers.parameters()], fails=True)
+
+
+class OnOneRank(Mlp):
+    """Ranks hold other parameters."""
+
+    def configure_optimizers(self) -> Any:
+        held = list(self.layers.parameters())
+        return Lars(held[1:] if os.environ["RANK"] == "1" else held)
+
+
+USES: dict[str, tuple[type[Mlp], dict[str, Any]]] = {
+    "stepped": (Stepped, {}),
+    "grows": (Grows, {}),
+    "resets": (Resets, {}),
+    "value": (WithLars, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "accumulate": 2}),
+}
+
+
+def _use_all(mesh: tuple[int, int] | None) -> dict[str, Any]:
+    from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    results: dict[str, Any] = {}
+    for name, (build, options) in USES.items():
+        strategy = DeepCompileStrategy(device_mesh=mesh, compile=CompileConfig(region_backend="eager"))
+        results[name] = train(build, strategy, world_size=world, rank=rank, inspect=_states, **options)
+    return results
+
+
+@pytest.mark.parametrize("mesh", [None, pytest.param((2, 2), marks=pytest.mark.extensive)])
+def test_uses_of_optimizers_equal_unsharded_ones(mesh: tuple[int, int] | None) -> None:
+    world_size = 2 if mesh is None else 4
+    sharded = run_ranks(_use_all, world_size, mesh)
+    for name, (build, options) in USES.items():
+        expected = train(build, "auto", world_size=1, rank=0, data_world=world_size, inspect=_states, **options)
+        for results in sharded:
+            assert_same_training(results[name], expected, params=True)
+        _assert_same_states(sharded[0][name].extra[1], expected.extra[1])
+
+
+def _fail(build: Any, precision: Any = None) -> Any:
+    from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+    from lightning_deepcompile.trainer.precision import DeepCompilePrecision
+
+    strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    options: dict[str, Any] = {}
+    if precision is not None:
+        options = {"precision": None, "plugins": [DeepCompilePrecision(precision)]}
+    began = time.monotonic()
+    try:
+        record = train(build, strategy, world_size=world, rank=rank, inspect=lambda t: t.optimizers[0], **options)
+    except Exception as error:
+        return str(error), time.monotonic() - began
+    return record.params, record.extra.param_groups[0]["count"]
+
+
+def test_a_class_that_raises_on_one_rank_raises_on_all() -> None:
+    results = run_ranks(_fail, 3, WithFailure)
+    messages = [message for message, _ in results]
+    own = [message for message in messages if message.startswith("the embedding cannot")]
+    assert len(own) == 1
+    failed = messages.index(own[0])
+    assert sum(f"rank {failed}" in m and "the embedding cannot be stepped on" in m for m in messages) == 2, messages
+
+
+def test_ranks_that_hold_other_parameters_are_told_so() -> None:
+    for message, _ in run_ranks(_fail, 2, OnOneRank):
+        assert "collect layers.0.0." in message and "Ranks must take the same path" in message
+
+
+def test_a_step_whose_gradients_overflow_on_one_rank_is_skipped_on_all() -> None:
+    (first, count), (second, other) = run_ranks(_fail, 2, Counts, "16-mixed")
+    assert count == other == 4
+    for name, value in first.items():
+        assert value.isfinite().all()
+        torch.testing.assert_close(value, second[name], rtol=0, atol=0)
