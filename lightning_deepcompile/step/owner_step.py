@@ -34,8 +34,8 @@ from lightning_deepcompile.step.ways import OptimizerWays, Way
 
 __all__ = ["OwnerStep"]
 
-_AHEAD = 2
-"""Chunks that are collected ahead of the one that is stepped on: ranks whose chunks are dearer are not waited for."""
+_AHEAD = 1
+"""Chunks that are collected ahead of the one that is stepped on; each takes its tensors twice, while they are sent."""
 
 
 @compat.never_frames
