@@ -6,6 +6,7 @@ import os
 import socket
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -88,11 +89,11 @@ class Assembly:
         self.memory = PeakMemory(self.device)
         self.host_group = ranks.new_host_group(timeout=timeout)
         self.fallbacks = Fallbacks(config.fallback, dist.get_rank(ranks.group))
-        # Without a budget nobody counts on the memory of gathers: where nothing moves, shards are used as they are.
-        self._shares = config.memory_budget is None and not config.offloads
+        self._shares = False
         self.hosted: HostedShards
         self._host_bytes = 0
         self._graphs = False
+        self._pack_below = 0
 
     def runtime(self, module: nn.Module) -> Any:
         """The ``_C.Runtime``; decides which shards of `module` live in host memory."""
@@ -104,13 +105,20 @@ class Assembly:
             gather_group, reduce_group = ranks.new_shard_groups(2, timeout=self._timeout)
         if config.region_backend == "inductor" and device.type == "cuda":
             compat.start_compile_workers()  # they are there when the step is traced
-        limit = host_limit(config.host_memory_budget, ranks.group) if config.offloads else 0
+        may_offload = any(m != "none" for m in (config.offload, config.offload_activations, config.offload_parameters))
+        limit = host_limit(config.host_memory_budget, ranks.group) if may_offload else 0
         self.hosted = decide_hosted(
             config, module, ranks, device, stage=self._stage, gather_dtype=self._gather_dtype, host_bytes=limit
         )
-        self._host_bytes = max(limit - self.hosted.bytes, 1) if config.offloads else 0
+        # From here on, settings say what sizes leave open.
+        config = self._config = replace(config, offload=self.hosted.states, offload_parameters=self.hosted.parameters)
+        tight = config.offload != "none" or config.offload_parameters != "none"
+        # Without a budget nobody counts on the memory of gathers: where nothing moves, shards are used as they are.
+        self._shares = config.memory_budget is None and not tight and config.offload_activations != "all"
+        self._host_bytes = max(limit - self.hosted.bytes, 1) if may_offload else 0
         large = sum(parameter.numel() for parameter in module.parameters()) >= _LARGE
-        threshold = config.symmetric_threshold(large and self._on_one_host())
+        threshold = config.symmetric_threshold(large and self._on_one_host(), tight)
+        self._pack_below = config.pack_below(device.type, ranks.shards, tight)
         self._graphs = device.type == "cuda" and threshold == 0  # ranks record at different times: see `_LARGE`
         runtime = extension.Runtime(
             gather_group,
@@ -120,7 +128,7 @@ class Assembly:
             reduce_window=config.reduce_window,
             max_ctas=config.max_ctas,
             symmetric_threshold=threshold,
-            pack_below=config.pack_below(device.type, ranks.shards),
+            pack_below=self._pack_below,
             pack_reductions=config.packs_reductions(device.type, max(ranks.shards, ranks.replicas)),
             timeout=self._timeout.total_seconds(),
             host_limit=limit,
@@ -175,6 +183,7 @@ class Assembly:
             order,
             stage,
             choose_activations=leaving.choose,
+            pack_below=self._pack_below,
             lookups=exchange_lookups(config, model, stage, self._reduce_dtype, self.host_group),
             guard=compat.held_weakly(retry.guard),
             replays=replays,
@@ -186,7 +195,7 @@ class Assembly:
         trade = StateTrade(residency, self.hosted.describe)
         room = self._room_for_activations(residency)
         shortages = Shortages(retry, ShortageWatch(*meeting))
-        tuner = Tuner(capture, runtime, group, device, self.memory, shortages, trade, room)
+        tuner = Tuner(capture, runtime, group, device, self.memory, shortages, trade, leaving, room)
         prefetch = StepPrefetch(config, capture, runtime, self.host_group, device, stage)
         watch = Watch(store, rank, self._ranks.world_size, meeting[-1])
         meetings = Meetings(self._ranks.new_host_group(alone=True, timeout=self._timeout), questions=7, watch=watch)

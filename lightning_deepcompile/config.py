@@ -23,9 +23,7 @@ Schedule = Annotated[list[dict[str, Any]], PassSchedule()]
 _NO_GRAPHS = ("symmetric_memory", "offload_parameters")
 """Settings with which programs are no CUDA graphs: they count, or move, what a graph would have as it was."""
 
-_OFF = (False, "none")
-
-_GIVES_WAY = ("symmetric_memory", "auto")
+_OFF = (False, "none", "auto")
 
 _PACK_BELOW, _MANY_RANKS = 128 * 2**10, 64
 """Bytes of the largest shards that travel packed, and from how many GPUs on. Measured on CPU (docs/benchmarks.md): the
@@ -95,19 +93,16 @@ class CompileConfig:
             with the loss, and added up in fp32, in another order than that of one product: last bits of losses and
             gradients may change. Each piece adds a pass over that gradient; take so many that one piece's logits, 2
             to 6 bytes an element, are small. A step that needs its logits otherwise keeps them whole, and one line says
-            why; so does one in float16. ``"auto"``: whole as long as there is memory for that. If no plan fits into the
-            memory budget, or a rank was short of memory, the step is traced once more, with 8 pieces wherever there are
-            32 768 classes or more; validation stays as it is compiled. Until then logits are whole: where that takes
-            more than the device has, give a number. At stages 1 and 2, and with a ``schedule`` that plans nothing, no
-            step is measured: then only a shortage decides, and a warning says so. False: whole.
+            why; so does one in float16. ``"auto"``: whole as long as there is memory for that. If sizes say before the
+            first run that the step does not fit otherwise, or a rank was short of memory, it is traced once more, with
+            8 pieces wherever there are 32 768 classes or more; validation stays as it is compiled. False: whole.
         chunk_mlp: Compute feed-forward layers in so many pieces of tokens, so that what is wide in them (a linear layer
             with more outputs than inputs, and what follows row by row until rows are narrow again) never exists whole.
             Backward computes each piece again: 1/3 more time in these layers, none where the model runs them under
             activation checkpointing. Gradients of their weights are added up in fp32, in another order than that of one
             product: last bits may change. Layers that draw random numbers while they are wide, and mixtures of experts,
-            stay whole. ``"auto"``: whole until no plan fits otherwise, also not with what ``chunk_loss`` and
-            ``recompute`` allow for, or a rank was short of memory again; then in 8 pieces. What is said of
-            ``chunk_loss="auto"`` holds here, too. False: whole.
+            stay whole. ``"auto"``: whole unless the step does not fit otherwise, also not with what ``chunk_loss``
+            and ``recompute`` allow for, or a rank was short of memory again; then in 8 pieces. False: whole.
         cuda_graphs: Record each program of a training step, with its gathers and reductions, clipping by norm and the
             step of a fused optimizer as CUDA graphs, and launch each as a whole: the host of a small model is slower
             than its device. They are recorded when they have run a few times and planning is done. They keep their
@@ -133,11 +128,12 @@ class CompileConfig:
         offload: Optimizer states in host memory: they come to the device, and leave again, chunk by chunk while the
             optimizer steps. ``"none"``: they stay on the device. ``"auto"``: as many bytes leave as exceed the memory
             budget, decided in the first optimizer step by the memory that its forward and backward passes took (CPU:
-            by the size of shards, gradients and states). ``"all"``: all leave.
+            by the size of shards, gradients and states); none while shards, gradients and states take less than half of
+            it, or where the optimizer cannot step chunk by chunk. ``"all"``: all leave.
         offload_activations: Saved tensors in host memory: they leave when forward has made them and come back before
             backward reads them, while the device computes. ``"none"``: they stay on the device. ``"auto"``: as many
-            leave as exceed the memory budget, decided by planning; until then all do, if sizes say that they may not
-            fit. ``"all"``: all leave.
+            leave as exceed the memory budget, decided by planning; until then all do, if sizes say before the first run
+            that the step does not fit. ``"all"``: all leave.
         offload_parameters: Shards of parameters in host memory, at stage 3: gathers copy them to the device, and they
             come and go with the optimizer's states if these may leave, too (``offload``); else the optimizer reads and
             writes them where they are. ``"none"``: they stay on the device. ``"auto"``: as few leave as it takes to fit
@@ -149,14 +145,13 @@ class CompileConfig:
         offload_chunk: Most bytes of states (and shards) that step together. Three such buffers are on the device while
             the optimizer steps, or more if a plan finds memory for them. A parameter whose states are larger is a chunk
             of its own, and the last to leave.
-        recompute: What is computed again in backward: ``"always"`` what the model runs under activation checkpointing,
-            and what is faster to compute than to read; ``"auto"`` as much as memory asks for. Then planning decides, by
-            time and memory, how many of the last of its equal blocks (see `trace_blocks_once`) keep their activations;
-            and if no plan fits into the memory budget, nor one with losses in pieces where `chunk_loss` allows for
-            them, all is computed again that costs little: norms, activation functions, casts. The step is traced once
-            more for either. Other operators are fused, which may change last bits of results. At stages 1 and 2, and
-            with a ``schedule`` that plans nothing, no step is measured: then it is as with ``"always"``, and a warning
-            says so.
+        recompute: What is computed again in backward. ``"always"``: what the model runs under activation checkpointing,
+            and what is faster to compute than to read. ``"needed"``: where sizes say before the first run that the step
+            does not fit otherwise, all that costs little, too: norms, activation functions, casts. ``"auto"``: as that,
+            and where there is memory, planning decides by time and memory how many of the last of its equal blocks (see
+            `trace_blocks_once`) keep the activations that the model would compute again. The step is traced once more
+            for either. Other operators are fused, which may change last bits of results. At stages 1 and 2, and with a
+            ``schedule`` that plans nothing, no step is measured: then ``"auto"`` is as ``"needed"``.
         plan: File of a plan. If it exists and fits, training starts with it, and with optimizer states where it has
             them, and does not profile; the plan of a run that did profile is written to it. ``"auto"``:
             ``deepcompile_plan.json`` in the Trainer's root directory.
@@ -184,17 +179,17 @@ class CompileConfig:
     pack_shards: Literal["auto", False] | ByteCount = "auto"
     embedding: Literal["auto", "gather", "exchange"] = "auto"
     recognize_causal_masks: bool = True
-    chunk_loss: Literal["auto", False] | Annotated[int, AtLeast(2)] = False
-    chunk_mlp: Literal["auto", False] | Annotated[int, AtLeast(2)] = False
+    chunk_loss: Literal["auto", False] | Annotated[int, AtLeast(2)] = "auto"
+    chunk_mlp: Literal["auto", False] | Annotated[int, AtLeast(2)] = "auto"
     cuda_graphs: Literal["auto"] | bool = "auto"
     trace_blocks_once: bool = True
     schedule: Schedule | Literal["auto"] | None = "auto"
     memory_budget: Budget | None = None
-    recompute: Literal["always", "auto"] = "always"
+    recompute: Literal["needed", "always", "auto"] = "needed"
     plan: str | Path | None = None
-    offload: OffloadMode = "none"
-    offload_activations: OffloadMode = "none"
-    offload_parameters: OffloadMode = "none"
+    offload: OffloadMode = "auto"
+    offload_activations: OffloadMode = "auto"
+    offload_parameters: OffloadMode = "auto"
     host_memory_budget: Budget | None = None
     offload_chunk: ByteCount = "256MiB"
     log_level: LogLevel | None = field(default=None, compare=False)  # a module is not sharded anew for it
@@ -225,30 +220,27 @@ class CompileConfig:
         """The entries of a `schedule` of the user's own."""
         return self.schedule if isinstance(self.schedule, list) else []
 
-    @property
-    def offloads(self) -> bool:
-        """Whether anything may wait in host memory."""
-        return any(mode != "none" for mode in (self.offload, self.offload_activations, self.offload_parameters))
-
-    def symmetric_threshold(self, pays: bool) -> int:
+    def symmetric_threshold(self, pays: bool, tight: bool) -> int:
         """Bytes of a gathered group from which on copy engines move it; 0: none.
 
         Args:
+            tight: Whether shards or optimizer states may wait in host memory.
             pays: Whether the ranks that share parameters are GPUs of one host, with an NCCL that can do it, and the
                 module is large.
         """
         if self.symmetric_memory == "auto":
-            wanted = pays and self.memory_budget is None and not self.offloads and self.cuda_graphs is not True
+            wanted = pays and self.memory_budget is None and not tight and self.cuda_graphs is not True
         elif isinstance(self.symmetric_memory, bool):
             wanted = self.symmetric_memory
         else:
             return parse_budget(self.symmetric_memory, total=1, name="symmetric_memory")
         return SYMMETRIC_THRESHOLD if wanted else 0
 
-    def pack_below(self, device_type: str, ranks: int) -> int:
+    def pack_below(self, device_type: str, ranks: int, tight: bool) -> int:
         """Bytes of the largest shard that travels packed with others; 0: none does.
 
         Args:
+            tight: As for `symmetric_threshold`.
             device_type: ``"cuda"`` or ``"cpu"``.
             ranks: That share the parameters.
         """
@@ -256,7 +248,7 @@ class CompileConfig:
             return 0
         if self.pack_shards != "auto":
             return parse_budget(self.pack_shards, total=1, name="pack_shards")
-        if self.memory_budget is not None or self.offloads:
+        if self.memory_budget is not None or tight:
             return 0
         return _PACK_BELOW if device_type == "cpu" or ranks >= _MANY_RANKS else 0
 
@@ -280,9 +272,8 @@ class CompileConfig:
 
     @property
     def _without_graphs(self) -> list[str]:
-        # By itself, `symmetric_memory` gives way to graphs that are asked for.
-        chosen = {name: getattr(self, name) for name in _NO_GRAPHS if (name, getattr(self, name)) != _GIVES_WAY}
-        return [name for name, value in chosen.items() if value not in _OFF]
+        # What is decided by itself gives way to graphs that are asked for.
+        return [name for name in _NO_GRAPHS if getattr(self, name) not in _OFF]
 
     def in_folder(self, root: str) -> CompileConfig:
         """The settings of a run whose root directory is `root`, in which what is ``"auto"`` has its place."""

@@ -45,6 +45,7 @@ from lightning_deepcompile.step.optimizers import LocalShards, check_optimizer, 
 from lightning_deepcompile.step.owner_step import OwnerStep
 from lightning_deepcompile.step.ways import OptimizerWays, Way, is_elementwise
 from lightning_deepcompile.summary import Summary
+from lightning_deepcompile.tuning.foresight import StepRetracedError
 
 __all__ = ["Engine"]
 
@@ -128,22 +129,25 @@ class Engine:
         """
         if not self.model.state.whole:
             self.model.check_installed()
-        if self.timeline.begin(name):
-            self._steps.forget(name)
-        self.uncompiled.hands_out_plain = self.mentions(name).transforms
-        uneven = self.timeline.evaluation.behind is not None
-        try:
-            with (
-                self._steps.running(name, compiled=not uneven) as step,
-                self.timeline.prefetch.watching(),
-                self.uncompiled.in_step(),
-                self.capture.preparing(self.uncompiled.settle),
-            ):
-                return step(*args, **kwargs)
-        except RuntimeError as error:
-            if (explained := explain(error)) is None:
-                raise
-            raise explained from error
+        while True:
+            if self.timeline.begin(name):
+                self._steps.forget(name)
+            self.uncompiled.hands_out_plain = self.mentions(name).transforms
+            uneven = self.timeline.evaluation.behind is not None
+            try:
+                with (
+                    self._steps.running(name, compiled=not uneven) as step,
+                    self.timeline.prefetch.watching(),
+                    self.uncompiled.in_step(),
+                    self.capture.preparing(self.uncompiled.settle),
+                ):
+                    return step(*args, **kwargs)
+            except StepRetracedError:  # on all ranks
+                self._steps.forget(name)
+            except RuntimeError as error:
+                if (explained := explain(error)) is None:
+                    raise
+                raise explained from error
 
     def mentions(self, name: str) -> Mentions:
         """What the code of the step `name` mentions."""
@@ -179,19 +183,13 @@ class Engine:
         """
         if optimizer not in self._local_shards:
             taken = take_over(optimizer, self.model, self.successors)
-            if taken and self.residency is not None:
-                raise ValueError(
-                    f"{type(optimizer).__name__} has stepped before the module was sharded, so its states cannot be "
-                    f"offloaded (CompileConfig(offload={self.config.offload!r})). Build it in `configure_optimizers`, "
-                    "or use offload='none'."
-                )
             check_optimizer(optimizer, self.model)
             ways = OptimizerWays(optimizer, self.model)
-            parts = self._parts_of(optimizer, ways)
+            parts = self._parts_of(optimizer, ways, has_stepped=bool(taken))
             owner_of = parts.owner_of if isinstance(parts, OwnerStep) else None
             share_states(optimizer, self.model, taken, owner_of)
             direct = None
-            if self.residency is None:
+            if not isinstance(parts, StateOffload):
                 direct = DirectStep.of(optimizer, self.model, self.timeline.prefetch, self.capture.replays)
             self._local_shards[optimizer] = LocalShards(
                 optimizer,
@@ -204,7 +202,7 @@ class Engine:
                 direct,
             )
 
-    def _parts_of(self, optimizer: Optimizer, ways: OptimizerWays) -> Parts | None:
+    def _parts_of(self, optimizer: Optimizer, ways: OptimizerWays, *, has_stepped: bool) -> Parts | None:
         """Returns what divides the steps of `optimizer`, if anything does."""
         owners = Way.OWNERS in ways.ways()
         if owners and self.config.offload == "all":
@@ -214,7 +212,9 @@ class Engine:
                 "element-wise optimizer."
             )
         if self.residency is not None and not owners:
-            return self.residency.attach(optimizer, HeadStart.of(optimizer, self.timeline.prefetch))
+            otherwise = HeadStart.of(optimizer, self.timeline.prefetch)
+            if (offload := self.residency.attach(optimizer, otherwise, has_stepped=has_stepped)) is not None:
+                return offload
         if is_elementwise(optimizer) or self.model.ranks.shards == 1:
             return HeadStart.of(optimizer, self.timeline.prefetch)
         return OwnerStep(optimizer, self.model, self.gradients, self.host_group, ways, self.timeline.order.check)

@@ -23,6 +23,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 VOCAB, LENGTH, ROWS = 61, 12, 2  # ROWS per rank and micro-batch
 
+ONLY: dict[str, Any] = {
+    "offload": "none",
+    "offload_activations": "none",
+    "offload_parameters": "none",
+    "recompute": "always",
+    "chunk_loss": False,
+    "chunk_mlp": False,
+}
+"""Settings with which memory is kept by what a test asks for alone."""
+
 
 class Tokens(Dataset[Tensor]):
     """Random token rows. A rank reads its part of every global batch; the reference (world 1) reads all of it."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import ONLY
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
@@ -42,7 +43,7 @@ class Net(nn.Module):
 
 
 def make_engine(mesh: DeviceMesh, stage: int = 3, **settings: object) -> Engine:
-    config = CompileConfig(**{"region_backend": "eager", **settings})  # type: ignore[arg-type]
+    config = CompileConfig(**{"region_backend": "eager", **ONLY, **settings})  # type: ignore[arg-type]
     return Engine(Net(), mesh, config, stage=stage)
 
 

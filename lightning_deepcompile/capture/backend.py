@@ -115,6 +115,7 @@ class Capture:
         nothing_moves: Whether parameters are read where they are, and gradients stay where they are written, if they
             are whole: graphs without equal blocks are not cut then.
         replays: Replays programs as CUDA graphs; None: they run.
+        pack_below: Bytes of the largest shard that travels packed with others.
 
     Attributes:
         executables: One per program, in order of compilation.
@@ -123,6 +124,7 @@ class Capture:
         blocks: Blocks that were not traced by themselves but with their equals.
         tracing: How the step is traced, from its next trace on.
         several_backward_passes: Whether a step has several, with optimizers' steps in between.
+        before_first_run: Called on all ranks at the same place, when a training step is compiled and before it runs.
         seconds: Time spent in compilation after Dynamo: tracing with AOTAutograd, partitioning, regions.
     """
 
@@ -138,6 +140,7 @@ class Capture:
     guard: Guard | None = None
     nothing_moves: bool = False
     replays: replay.Replays | None = None
+    pack_below: int = 0
     executables: list[Executable] = field(default_factory=list)
     saved_parameters: int = 0
     causal_masks: int = 0
@@ -146,6 +149,8 @@ class Capture:
     seconds: float = 0.0
     tracing: Tracing = field(default_factory=Tracing)
     several_backward_passes: bool = False
+    before_first_run: Callable[[], None] | None = None
+    _looked: bool = False
     _prepare: Callable[[], None] | None = None
     _frames: list[_Frame] = field(default_factory=list)
     _captured: int = 0  # numbers of graphs and of programs: those of forgotten ones are not given again
@@ -156,10 +161,12 @@ class Capture:
 
     def __post_init__(self) -> None:
         self.regions = RegionCompiler(self.config.region_backend)
+        activations = self.config.offload_activations
         self.settings = PlanSettings(
             self.config.prefetch_blocks,
             self.config.keep_last_block,
-            self.config.offload_activations,
+            # By itself, nothing is offloaded before sizes say that it must.
+            "none" if self.config.memory_budget is None and activations == "auto" else activations,
             self.config.reduction(self.stage),
         )
         self.passes: tuple[Pass, ...] = DEFAULT_PASSES
@@ -270,7 +277,7 @@ class Capture:
         self.tracing = tracing
         self._frames = [f for f in self._frames if all(e.program.kind == "inference" for e in f.executables)]
         self.executables = [executable for frame in self._frames for executable in frame.executables]
-        self._first_frame, self.plan = None, {}
+        self._first_frame, self.plan, self._looked = None, {}, False
         self.agreement.forget()
         self.runtime.parameters.invalidate()
 
@@ -314,6 +321,9 @@ class Capture:
         if self._prepare is not None:
             self._prepare()
         self.agreement.check(program.signature)
+        if program.kind == "forward" and not self._looked and self.before_first_run is not None:
+            self._looked = True
+            self.before_first_run()
 
     @property
     def program_seconds(self) -> float:
@@ -342,6 +352,18 @@ class Capture:
         self.runtime.parameters.invalidate()
         for frame in self._frames:
             for executable in frame.executables:
+                executable.swap(self._plan(frame, executable.base))
+
+    def offload_more(self, choose: Callable[[Schedule], frozenset[int]]) -> None:
+        """Lets saved tensors of training steps be offloaded; call before these run.
+
+        Args:
+            choose: Which tensors leave, by a forward program's schedule.
+        """
+        for frame in self._frames:
+            for executable in frame.executables:
+                if executable.program.kind == "forward":
+                    frame.chosen = choose(executable.program.schedule)
                 executable.swap(self._plan(frame, executable.base))
 
     def _inline(self, frame: _Frame, kind: ProgramKind, gm: fx.GraphModule) -> None:
@@ -378,6 +400,7 @@ class Capture:
                 compile_region=self.regions,
                 progress=self.progress,
                 cuts=self._cuts(frame),
+                fuses=self.regions.backend == "inductor",
                 frame=frame.index,
             )
             if self.tracing.uncheckpointed:

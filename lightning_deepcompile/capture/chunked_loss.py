@@ -72,7 +72,7 @@ def chunk_losses(gm: fx.GraphModule, pieces: int | str, *, look: bool = False) -
         try:
             found.follow()
         except _NotByRows as reason:
-            if found.losses:
+            if found.losses and not look:
                 _log.info("The loss of %d classes is computed whole: %s.", classes, reason)
             continue
         if found.losses and found.result is not None:

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import torch
 
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.plan.offload import pinned_bytes
+from lightning_deepcompile.plan.offload import OffloadMode, pinned_bytes
 from lightning_deepcompile.plan.simulate import arena_bytes
 from lightning_deepcompile.profile.memory import memory_limit
-from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.sharding.shards import ShardedModel
 
 __all__ = ["ActivationOffload"]
 
-_log = logging.getLogger(__name__)
-
 
 @dataclass
 class ActivationOffload:
-    """Decides for each captured graph, when its forward program is compiled.
+    """Decides for each captured graph which of its saved tensors are offloaded while no plan says so.
 
-    With ``"auto"`` all of a graph's tensors, or as many as host memory holds, leave if they might not fit: the first
-    steps, and those with larger batches than the plan knows, run with more copies than they need rather than out of
-    memory; planning takes back what fits. Nothing is exchanged, as copies concern no other rank.
+    With ``"auto"`` all do, or as many as host memory holds, where the training step was found not to fit otherwise
+    before it ran, or a graph that is captured later saves more than there is room for: steps run with more copies than
+    they need rather than out of memory, and planning takes back what fits. Nothing is exchanged, as copies concern no
+    other rank.
 
     Args:
         config: ``offload_activations``, and what memory may be used.
@@ -35,6 +32,7 @@ class ActivationOffload:
         stage: ZeRO stage; below 3 whole parameters stay.
         host_bytes: What this rank may take of host memory.
         has_states: Whether optimizers have made their states.
+        needed: Whether the step needs it, where the settings leave that open.
     """
 
     config: CompileConfig
@@ -43,6 +41,33 @@ class ActivationOffload:
     stage: int
     host_bytes: int
     has_states: bool = False
+    needed: bool = False
+
+    @property
+    def mode(self) -> OffloadMode:
+        """As `CompileConfig.offload_activations`."""
+        return self.config.offload_activations
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of whole parameters that stay on the device from step to step: all of them below stage 3."""
+        if self.stage == 3:
+            return 0
+        shards = sum(p.layout.shard_numel * p.gather_dtype.itemsize for p in self.model.parameters)
+        return shards * self.model.ranks.shards
+
+    def as_many_as_fit(self, forward: Schedule) -> frozenset[int]:
+        """Returns the numbers of the saved tensors that host memory has room for.
+
+        Args:
+            forward: Of the program.
+        """
+        leaving, total = set(), 0
+        for one in forward.saved:
+            total += pinned_bytes(one.size)
+            if one.size > 0 and (self.mode == "all" or total <= self.host_bytes):
+                leaving.add(one.number)
+        return frozenset(leaving)
 
     def choose(self, forward: Schedule, saved_bytes: int) -> frozenset[int]:
         """The numbers of the tensors that leave.
@@ -51,21 +76,8 @@ class ActivationOffload:
             forward: Of the program, as it will run but for copies.
             saved_bytes: Bytes of everything that it saves.
         """
-        mode = self.config.offload_activations
-        if mode == "none" or (mode == "auto" and saved_bytes <= self._room(forward)):
-            return frozenset()
-        leaving, total = set(), 0
-        for one in forward.saved:
-            total += pinned_bytes(one.size)
-            if one.size > 0 and (mode == "all" or total <= self.host_bytes):
-                leaving.add(one.number)
-        if mode == "auto" and self.model.ranks.group.rank() == 0:
-            _log.info(
-                "Saved tensors of %s, %s, might not fit: they wait in host memory unless a plan says otherwise.",
-                forward.name,
-                format_bytes(saved_bytes),
-            )
-        return frozenset(leaving)
+        fits = self.mode == "auto" and not self.needed and saved_bytes <= self._room(forward)
+        return frozenset() if self.mode == "none" or fits else self.as_many_as_fit(forward)
 
     def _room(self, forward: Schedule) -> int:
         """Bytes that saved tensors may take of the budget, as far as sizes tell."""
@@ -80,7 +92,6 @@ class ActivationOffload:
         if self.stage == 3:
             gathered = max(arena_bytes([forward])[0], default=0)
         else:
-            shards = sum(p.layout.shard_numel * p.gather_dtype.itemsize for p in self.model.parameters)
-            gathered = shards * self.model.ranks.shards
+            gathered = self.whole_bytes
         coming = max(trained - present, 0) + states
         return memory_limit(self.device, self.config.memory_budget) - used - coming - gathered

@@ -1,4 +1,4 @@
-"""Which shards of parameters live in host memory: decided by sizes, before the model is sharded."""
+"""Decides by sizes, before the model is sharded, which shards live in host memory, and whether states may have to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.plan.budget import parse_budget
 from lightning_deepcompile.plan.host_shards import ShardNeed, choose_shards
-from lightning_deepcompile.plan.offload import check_host
+from lightning_deepcompile.plan.offload import OffloadMode, check_host
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.ranks.exchange import maxima
@@ -24,6 +24,9 @@ from lightning_deepcompile.sharding.shards import lay_out
 __all__ = ["HostedShards", "decide_hosted"]
 
 _log = logging.getLogger(__name__)
+
+_ROOMY = 1 / 2
+"""Part of the budget up to which shards, gradients and states stay in any case: activations leave before them."""
 
 _ACTIVATIONS = 1 / 8
 """Part of the budget that is left for activations, of which nothing is known before the step is traced."""
@@ -37,11 +40,15 @@ class HostedShards:
         chunks: Indices of the chunks of shards that live in host memory.
         bytes: Of them, of each rank.
         reason: Why, in words.
+        parameters: As `CompileConfig.offload_parameters`; ``"none"`` where all may stay and do.
+        states: As `CompileConfig.offload`; ``"none"`` where sizes say that all may stay.
     """
 
     chunks: frozenset[int] = frozenset()
     bytes: int = 0
     reason: str = ""
+    parameters: OffloadMode = "none"
+    states: OffloadMode = "none"
 
     def describe(self) -> str:
         """What is in host memory and why; "" for nothing."""
@@ -74,15 +81,22 @@ def decide_hosted(
         MemoryBudgetError: If what leaves does not fit into host memory.
     """
     mode = config.offload_parameters
-    if mode == "none":
-        return HostedShards()
-    if stage != 3:
+    if mode == "all" and stage != 3:
         raise ValueError(
             f"CompileConfig(offload_parameters={mode!r}) needs stage 3: at stage {stage} the device holds whole "
             "parameters, beside which shards are small. Use stage=3, or offload_parameters='none'."
         )
+    if mode == "none" and config.offload != "auto":
+        return HostedShards(states=config.offload)
     chunks = lay_out(module, ranks.shards).chunks
-    need = _need(config, chunks, ranks, device, gather_dtype)
+    (least,) = maxima([-memory_limit(device, config.memory_budget)], ranks.group)
+    budget = int(-least)
+    states = config.offload
+    if states == "auto" and _standing(config, chunks, ranks, stage, gather_dtype) <= _ROOMY * budget:
+        states = "none"
+    need = _need(config, chunks, ranks, gather_dtype, int(budget * (1 - _ACTIVATIONS)))
+    if mode == "none" or stage != 3:
+        return HostedShards(states=states)
     if mode == "all":
         hosted, reason = frozenset(range(len(chunks))), "offload_parameters='all'"
     else:
@@ -91,10 +105,12 @@ def decide_hosted(
         reason = "{} with all parameters on the device {} {}".format(
             numbers[0], "exceed" if hosted else "fit into", numbers[1]
         )
-    decided = HostedShards(hosted, sum(need.shards[index] for index in hosted), reason)
+    bytes_ = sum(need.shards[index] for index in hosted)
+    decided = HostedShards(hosted, bytes_, reason, mode if hosted else "none", states)
     check_host(decided.bytes, host_bytes, config.host_memory_budget, "parameters")
     if ranks.group.rank() == 0:
-        _log.info("%s", decided.describe() or f"All parameters stay on the device: {reason}")
+        level = logging.INFO if hosted else logging.DEBUG
+        _log.log(level, "%s", decided.describe() or f"All parameters stay on the device: {reason}")
     return decided
 
 
@@ -102,16 +118,28 @@ def _need(
     config: CompileConfig,
     chunks: Sequence[ChunkLayout],
     ranks: Ranks,
-    device: torch.device,
     gather_dtype: torch.dtype | None,
+    budget: int,
 ) -> ShardNeed:
     shards = tuple(chunk.nbytes for chunk in chunks)
     gradients = sum(chunk.nbytes for chunk in chunks if chunk.is_trained)
     states, stepping = 2 * gradients, 0  # Adam's
     if config.offload != "none":  # they are copied to the device with their parameters, through three buffers
-        largest = max(shard.shard_numel * chunk.dtype.itemsize for chunk in chunks for shard in chunk.shards)
+        sizes = [shard.shard_numel * chunk.dtype.itemsize for chunk in chunks for shard in chunk.shards]
         chunk_bytes = parse_budget(config.offload_chunk, total=1, name="offload_chunk")
-        states, stepping = 0, 3 * min(max(chunk_bytes, 3 * largest), gradients)
+        states, stepping = 0, 3 * min(max(chunk_bytes, 3 * max(sizes, default=0)), gradients)
     working = max(moving_bytes(config, chunks, ranks.shards, stage=3, gather_dtype=gather_dtype), stepping)
-    (least,) = maxima([-memory_limit(device, config.memory_budget)], ranks.group)
-    return ShardNeed(shards, gradients + states + working, int(-least * (1 - _ACTIVATIONS)))
+    return ShardNeed(shards, gradients + states + working, budget)
+
+
+def _standing(
+    config: CompileConfig,
+    chunks: Sequence[ChunkLayout],
+    ranks: Ranks,
+    stage: int,
+    gather_dtype: torch.dtype | None,
+) -> int:
+    """Bytes of shards, gradients and Adam's states, and of what is gathered and reduced at a time."""
+    shards = sum(chunk.nbytes for chunk in chunks)
+    trained = sum(chunk.nbytes for chunk in chunks if chunk.is_trained)
+    return shards + 3 * trained + moving_bytes(config, chunks, ranks.shards, stage=stage, gather_dtype=gather_dtype)

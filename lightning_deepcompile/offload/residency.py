@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.offload.chunks import Parts
-from lightning_deepcompile.offload.probe import probe_states
+from lightning_deepcompile.offload.probe import StateSizes, probe_states
 from lightning_deepcompile.offload.reserve import reserve
 from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.plan.budget import parse_budget
@@ -87,23 +87,31 @@ class Residency:
         self.decision: OffloadDecision | None = None
         self.expected: StatePlaces | None = None
 
-    def attach(self, optimizer: Optimizer, otherwise: Parts | None = None) -> StateOffload:
+    def attach(
+        self, optimizer: Optimizer, otherwise: Parts | None = None, *, has_stepped: bool = False
+    ) -> StateOffload | None:
         """Takes charge of an optimizer's states.
 
         Args:
             optimizer: Before its first step, and before states are loaded into it.
             otherwise: Divides its steps while nothing is in host memory.
+            has_stepped: Whether it has stepped before the module was sharded.
+
+        Returns:
+            What lets it step chunk by chunk; None if it cannot, and its states need not leave: then they stay.
 
         Raises:
-            ValueError: If it cannot step chunk by chunk.
+            ValueError: If it cannot step chunk by chunk, with ``offload="all"``.
             MemoryBudgetError: If all its states shall leave, and host memory does not hold them.
         """
-        if "closure" not in inspect.signature(type(optimizer).step).parameters:
-            raise ValueError(
-                f"CompileConfig(offload={self._config.offload!r}): `{type(optimizer).__name__}.step` takes no closure, "
-                "as PyTorch's optimizers do. Add the argument, or use offload='none'."
-            )
-        sizes = probe_states(optimizer, self._device)
+        try:
+            sizes = self._probed(optimizer, has_stepped)
+        except ValueError as error:
+            if self._config.offload == "all":
+                raise
+            if self._group.rank() == 0:
+                _log.info("All states of %s stay on the device. %s", type(optimizer).__name__, error)
+            return None
         offload = StateOffload(
             optimizer,
             self._runtime,
@@ -125,6 +133,20 @@ class Residency:
             check_host(sum(size for *_, size in self._sizes()), self._limit, self._config.host_memory_budget)
             self._take_host_memory(list(self._sizes()))
         return offload
+
+    def _probed(self, optimizer: Optimizer, has_stepped: bool) -> StateSizes:
+        name, setting = type(optimizer).__name__, f"CompileConfig(offload={self._config.offload!r})"
+        if has_stepped:
+            raise ValueError(
+                f"{name} has stepped before the module was sharded, so its states cannot be offloaded ({setting}). "
+                "Build it in `configure_optimizers`, or use offload='none'."
+            )
+        if "closure" not in inspect.signature(type(optimizer).step).parameters:
+            raise ValueError(
+                f"{setting}: `{name}.step` takes no closure, as PyTorch's optimizers do. Add the argument, or use "
+                "offload='none'."
+            )
+        return probe_states(optimizer, self._device)
 
     def begin_step(self, waits: bool) -> None:
         """Call before a training step's forward pass: it gets the memory of the optimizer's buffers, as they empty.

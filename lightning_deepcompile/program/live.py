@@ -18,13 +18,13 @@ from lightning_deepcompile.program.program import Program
 __all__ = ["live_bytes"]
 
 
-def live_bytes(program: Program) -> dict[str, tuple[int, int, int]]:
+def live_bytes(program: Program, *, inside: bool = False) -> dict[str, tuple[int, int, int]]:
     """Estimates what values take before, during and after every region; gathered parameters and shards do not count.
-
-    What a region allocates and frees by itself is not seen, so the peak is a lower bound.
 
     Args:
         program: The program; its schedule does not matter.
+        inside: Whether the peak includes what a region is predicted to allocate and free by itself; else it is a lower
+            bound.
 
     Returns:
         Bytes before, at the peak and after, by region name, as if no saved tensor left the device, and every gradient
@@ -45,7 +45,10 @@ def live_bytes(program: Program) -> dict[str, tuple[int, int, int]]:
         earlier = [node for node in last_use if position[node] < here]
         before = sum(nbytes(node) for node in earlier if last_use[node] >= here)
         after = sum(nbytes(node) for node in earlier if last_use[node] > here) + sum(nbytes(node) for node in made)
-        result[str(call.target)] = (before, before + sum(nbytes(node) for node in made), after)
+        own = sum(nbytes(node) for node in made)
+        if inside:
+            own = max(own, program.region(str(call.target)).info.memory.peak)
+        result[str(call.target)] = (before, before + own, after)
     return result
 
 

@@ -24,6 +24,7 @@ from lightning_deepcompile.program.graph import (
 )
 from lightning_deepcompile.program.normalize import normalize
 from lightning_deepcompile.program.program import ParamInfo, Program, RegionInfo, RegionModule
+from lightning_deepcompile.program.region_memory import region_memory
 from lightning_deepcompile.program.regions import Region, cut_regions
 from lightning_deepcompile.program.repeatable import is_repeatable
 from lightning_deepcompile.program.schedule import ProgramKind
@@ -91,6 +92,7 @@ def lower(
     compile_region: Callable[[ExtractedRegion, ProgramKind], compat.BoxedCallable],
     progress: Callable[[str], None] | None = None,
     cuts: bool = True,
+    fuses: bool = True,
     frame: int = 0,
 ) -> Program:
     """Lowers `gm` to a program in its functional form: every gather and reduction blocks.
@@ -104,6 +106,7 @@ def lower(
         compile_region: Compiles a region, usually a `RegionCompiler`.
         progress: Told which region is being compiled.
         cuts: Whether the graph is cut between blocks. If not, it is one region, which the compiler sees whole.
+        fuses: Whether `compile_region` fuses element-wise operators, for predictions of memory.
         frame: Number of the captured graph; a forward and its backward program share it.
 
     Returns:
@@ -124,7 +127,14 @@ def lower(
             progress(f"compiling {name}, region {index + 1}/{len(regions)}")
         extracted = extract_region(gm, region)
         lookups = tuple((_brief(node), named[looked_up_name(node)].ds_id) for node in region.nodes if is_lookup(node))
-        info = RegionInfo(extracted.key, tuple(region.blocks), len(region.nodes), is_repeatable(region.nodes), lookups)
+        info = RegionInfo(
+            extracted.key,
+            tuple(region.blocks),
+            len(region.nodes),
+            is_repeatable(region.nodes),
+            lookups,
+            region_memory(region.nodes, region.outputs, compiled=fuses),
+        )
         compiled.append(RegionModule(compile_region(extracted, kind), info))
     program = _Builder(gm, name).build(regions, compiled)
     return functional_program(program, name=name, kind=kind, graph_id=graph_id, params=params, frame=frame)

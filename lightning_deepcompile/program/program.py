@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from lightning_deepcompile.program.instructions import AT_BOUNDARY
+from lightning_deepcompile.program.region_memory import RegionMemory
 from lightning_deepcompile.program.schedule import Instruction, ProgramKind, Schedule, first_gather_positions
 
 __all__ = ["LOCAL_ID", "Gathers", "ParamInfo", "Program", "RegionInfo", "RegionModule", "collective_sequence"]
@@ -51,6 +52,7 @@ class RegionInfo:
         nodes: Number of operators before compilation.
         repeatable: Whether it may be called again with the same inputs; see `is_repeatable`.
         lookups: What it exchanges with other ranks: of each look-up in a table its part in it, and the table's id.
+        memory: Of values that it makes, as predicted.
     """
 
     key: str
@@ -58,6 +60,7 @@ class RegionInfo:
     nodes: int
     repeatable: bool = False
     lookups: tuple[tuple[str, int], ...] = ()
+    memory: RegionMemory = RegionMemory()
 
 
 class RegionModule(nn.Module):

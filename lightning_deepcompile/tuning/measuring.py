@@ -119,7 +119,7 @@ class Measurement:
             hold_ratio=hold_ratio(dtypes),
             reduce_window=config.reduce_window,
             window_from=window_from,
-            pack_below=config.pack_below(device.type, model.ranks.shards),
+            pack_below=capture.pack_below,
             packs_reductions=config.packs_reductions(device.type, max(model.ranks.shards, model.ranks.replicas)),
             budget=memory_limit(device, config.memory_budget, window_size),
             step_seconds=step_seconds,

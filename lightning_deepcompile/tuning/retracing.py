@@ -42,6 +42,12 @@ class Retracing:
         self._decided = capture.config.recompute != "auto"
 
     @property
+    def _may_spare(self) -> bool:
+        """Whether more may be computed again, where memory needs it."""
+        tracing = self._capture.tracing
+        return self._capture.config.recompute != "always" and not tracing.sparing and not tracing.uncheckpointed
+
+    @property
     def pending(self) -> bool:
         """Whether the next round of planning decides what is computed again."""
         return not self._decided
@@ -62,33 +68,11 @@ class Retracing:
         """How the step is traced with `what` in pieces, and a clause that says so."""
         return self._capture.tracing.chunking(what), f"{_NAMES[what][0]} are computed in pieces"
 
-    def unplanned(self) -> list[str]:
-        """What to know where no round of planning comes, for each setting that waits for one; it waits no more."""
-        said, waiting = [], []
-        if not self._decided:
-            state = "All that the model checkpoints is computed again."
-            waiting.append((state, "recompute", "checkpoint less in the model"))
-        for what, (name, setting) in _NAMES.items():
-            if self._may_chunk(what):
-                state = f"{name[0].upper()}{name[1:]} are computed whole until a rank is short of memory."
-                waiting.append((state, setting, f"say in how many pieces ({setting}=8)"))
-        self._decided = True
-        stage = self._capture.stage
-        for state, name, other in waiting:
-            setting = f"CompileConfig({name}='auto')"
-            if stage == 3:
-                why = f"{setting} needs a measured step, and CompileConfig(schedule=...) plans nothing: leave it 'auto'"
-            else:
-                why = f"{setting} is decided at stage 3, and this is stage {stage}: use stage 3"
-            said.append(f"{state} {why}, or {other}.")
-        return said
-
     def note(self) -> str:
         """What to know of the step when its memory does not do; "" if nothing."""
         notes = [
-            f"CompileConfig({setting}='auto') computes {name} whole until a measured step shows that memory is short, "
-            f"or a rank was short of it and could go on. With {setting}=8, or another number, they are computed in "
-            "pieces from the first step on."
+            f"CompileConfig({setting}='auto') computes {name} whole where the sizes of a step say that they fit. With "
+            f"{setting}=8, or another number, they are computed in pieces in any case."
             for what, (name, setting) in _NAMES.items()
             if self._may_chunk(what) and self._capture.whole(what)
         ]
@@ -122,7 +106,7 @@ class Retracing:
         tracing = self._capture.tracing
         if self._is_whole("losses"):  # in the order of the time that it takes
             tracing, done = self._chunk("losses")
-        elif not self._decided:
+        elif self._may_spare:
             self._decided = True
             tracing, done = replace(tracing, sparing=True), "what is cheap is computed again"
         elif self._is_whole("mlps"):

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_deepcompile import compat
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.plan.admit import admitted
 from lightning_deepcompile.plan.budget import check_budget, check_plan
@@ -30,6 +32,7 @@ from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import attempt, maxima, on_any
+from lightning_deepcompile.tuning.foresight import Foresight, StepRetracedError
 from lightning_deepcompile.tuning.measuring import (
     ISOLATED,
     OBSERVED,
@@ -71,6 +74,7 @@ class Tuner:
         memory: Of that device.
         shortages: Knows whether a rank was short of memory.
         states: Places optimizer states together with plans.
+        leaving: Decides which saved tensors are offloaded where nothing was measured.
         host_room: Bytes of host memory that saved tensors may take; None where none may leave.
 
     Attributes:
@@ -91,6 +95,7 @@ class Tuner:
         memory: PeakMemory,
         shortages: Shortages,
         states: StateTrade,
+        leaving: ActivationOffload,
         host_room: Callable[[], int] | None = None,
     ) -> None:
         self._capture, self._runtime, self._group = capture, runtime, group
@@ -98,6 +103,10 @@ class Tuner:
         self._shortages, self._states = shortages, states
         self._slow_ranks = SlowRanks(group, device, memory, self._training)
         self._retracing = Retracing(capture, states, group)
+        self._foresight = Foresight(
+            capture, self._retracing, leaving, memory, group, states=capture.config.offload != "none"
+        )
+        capture.before_first_run = compat.held_weakly(self.before_first_run)
         self._config = capture.config
         ranks = capture.model.ranks
         self._world = ranks.shards
@@ -115,7 +124,8 @@ class Tuner:
         first, *self._entries = pass_schedule(self._config, capture.stage, self._world)
         capture.passes = self._start = first[1]
         self._passes: tuple[Pass, ...] = self._entries[-1][1] if self._entries else ()
-        self._host_room = host_room
+        self._host_room = host_room if config.offload_activations == "all" or config.memory_budget else None
+        self._leaving, self._room_if_needed = leaving, host_room
         self._launched: dict[str, bool] = {}
         self._retraces = False  # whether the training step is to be compiled anew
         self.rounds: list[Round] = []
@@ -133,9 +143,8 @@ class Tuner:
         self._excess = 0  # bytes that steps took beyond the budget, which their plan had kept
         self._swapped = False  # whether programs were swapped right before the step under way
         self._leanest = False  # the plan in use needs the least memory of all
-        if not self._load() and not self._next_entry():
-            for text in self._retracing.unplanned():
-                self._say(text, logging.WARNING)
+        if not self._load():
+            self._next_entry()
 
     # What the engine calls --------------------------------------------------------------------------------------------
 
@@ -160,6 +169,31 @@ class Tuner:
             self._probe.begin_micro_batch()
         return self._retraces
 
+    def before_first_run(self) -> None:
+        """Call on all ranks at the same place, when a training step is compiled and before it runs.
+
+        Raises:
+            StepRetracedError: If the step is to be traced once more, so that it fits into memory.
+        """
+        if self._planned:
+            return  # a plan that was read knows
+        forwards = [e.program for e in self._training() if e.program.kind == "forward"]
+        backwards = [e.program for e in self._training() if e.program.kind == "backward"]
+        if (anew := self._foresight.look(self._step, [*forwards, *reversed(backwards)], self._say)) is not None:
+            self.rounds.append(anew)
+            self._say(anew.headline(), logging.WARNING)
+            raise StepRetracedError
+        if self._leaving.needed:
+            self._plan_copies()
+
+    def _plan_copies(self) -> None:
+        """Lets plans decide which saved tensors are offloaded."""
+        self._host_room = self._room_if_needed
+        if self._capture.settings.offload_activations == "none":
+            self._capture.settings = replace(self._capture.settings, offload_activations="auto")
+        if self._config.schedule == "auto" and self._capture.stage == 3 and not self._passes:
+            self._passes = resolve_passes(DEFAULT_SCHEDULE[-1]["passes"], profiled=True)
+
     def begin_backward(self, update: bool) -> None:
         """Call before a backward pass; `update` says whether the optimizer may step behind it."""
         if self._probe is not None:
@@ -174,7 +208,8 @@ class Tuner:
     def explain(self, error: BaseException) -> None:
         """Adds to an out-of-memory error what a plan has to do with it: it was made for the batches of a few steps."""
         if isinstance(error, torch.OutOfMemoryError):
-            for note in filter(None, (shortage_note(self.rounds), self._retracing.note())):
+            notes = shortage_note(self.rounds), self._retracing.note(), self._foresight.shortfall()
+            for note in filter(None, notes):
                 error.add_note(note)
 
     @property
@@ -454,7 +489,7 @@ def pass_schedule(config: CompileConfig, stage: int, shards: int) -> list[PassEn
     if schedule is None or schedule == "auto":
         schedule = list(DEFAULT_SCHEDULE)
         # One rank has nothing to wait for, but a budget is held to.
-        nothing_travels = shards == 1 and config.offload_activations == "none" and config.memory_budget is None
+        nothing_travels = shards == 1 and config.offload_activations != "all" and config.memory_budget is None
         nothing_to_plan = nothing_travels or stage != 3  # there parameters stay whole anyway
         measures = nothing_to_plan and stage == 3 and config.schedule == "auto"
         if nothing_to_plan or config.schedule is None:

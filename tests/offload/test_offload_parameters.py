@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from cases import Mlp, Tokens, full
+from cases import ONLY, Mlp, Tokens, full
 from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
 from multiprocess import run_ranks
 from test_checkpoint import Resumable, SaveAt
@@ -94,7 +94,7 @@ def fit(
     """Trains; returns everything that must not depend on where anything lives."""
     torch.manual_seed(3)
     module = build()
-    config = CompileConfig(**{"region_backend": "eager", "schedule": None, **settings})
+    config = CompileConfig(**{"region_backend": "eager", "schedule": None, **ONLY, **settings})
     trainer = pl.Trainer(
         strategy=DeepCompileStrategy(compile=config, **(arguments or {})), callbacks=list(callbacks),
         accelerator="cpu", devices=WORLD, logger=False, enable_checkpointing=False, enable_progress_bar=False,

@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from cases import CASES, Record, assert_same_training, train
+from cases import CASES, ONLY, Record, assert_same_training, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from multiprocess import run_ranks
@@ -217,7 +217,9 @@ def _fit(model: str, stage: int = 3, accelerator: str = "cpu", **settings_: Any)
 
     return train(
         CASES[model],
-        DeepCompileStrategy(stage=stage, timeout=LIMIT, compile=CompileConfig(region_backend="eager", **settings_)),
+        DeepCompileStrategy(
+            stage=stage, timeout=LIMIT, compile=CompileConfig(region_backend="eager", **{**ONLY, **settings_})
+        ),
         world_size=2,
         rank=int(os.environ["RANK"]),
         accumulate=ACCUMULATE,

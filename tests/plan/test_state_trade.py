@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from cases import Tokens, full
+from cases import ONLY, Tokens, full
 from multiprocess import run_ranks
 from test_offload_states import CASES, ROWS, WORLD, Model
 from torch.utils.data import DataLoader
@@ -147,7 +147,9 @@ class Watch(pl.Callback):
 def _fit(*, gives_up: bool = True, **settings: Any) -> tuple[Watch, dict[str, Any], pl.Trainer]:
     torch.manual_seed(3)
     module, watch = Model(CASES["adamw_foreach"][0]), Watch(gives_up)
-    strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager", offload_chunk="16KiB", **settings))
+    strategy = DeepCompileStrategy(
+        compile=CompileConfig(region_backend="eager", **{**ONLY, "offload_chunk": "16KiB", **settings})
+    )
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=WORLD, max_steps=14, callbacks=[watch], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

@@ -181,11 +181,11 @@ def test_bounds() -> None:
     from lightning_deepcompile import CompileConfig
 
     auto = CompileConfig()
-    assert (auto.pack_below("cpu", 2), auto.pack_below("cuda", 8), auto.pack_below("cuda", 512)) == (2**17, 0, 2**17)
-    assert CompileConfig(memory_budget="1GiB").pack_below("cpu", 2) == 0
-    assert CompileConfig(offload="auto").pack_below("cuda", 512) == 0
-    assert CompileConfig(pack_shards="1MiB", offload="auto").pack_below("cuda", 512) == 2**20
-    assert CompileConfig(pack_shards="1MiB").pack_below("cuda", 2) == 2**20
-    assert CompileConfig(pack_shards=False).pack_below("cpu", 2) == 0
+    assert [auto.pack_below(*on, tight=False) for on in (("cpu", 2), ("cuda", 8), ("cuda", 512))] == [2**17, 0, 2**17]
+    assert CompileConfig(memory_budget="1GiB").pack_below("cpu", 2, tight=False) == 0
+    assert auto.pack_below("cuda", 512, tight=True) == 0
+    assert CompileConfig(pack_shards="1MiB").pack_below("cuda", 512, tight=True) == 2**20
+    assert CompileConfig(pack_shards="1MiB").pack_below("cuda", 2, tight=False) == 2**20
+    assert CompileConfig(pack_shards=False).pack_below("cpu", 2, tight=False) == 0
     assert auto.packs_reductions("cpu", 2) and not auto.packs_reductions("cpu", 3)
     assert auto.packs_reductions("cuda", 3) and CompileConfig(reduce="auto").packs_reductions("cpu", 3)

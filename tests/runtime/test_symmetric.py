@@ -73,15 +73,15 @@ def test_without_gpus_one_line_says_why() -> None:
     ("value", "threshold"), [(False, 0), (True, 32 << 20), (4096, 4096), ("1.5MiB", 3 << 19), ("64 MiB", 64 << 20)]
 )
 def test_the_bound(value: Any, threshold: int) -> None:
-    assert CompileConfig(symmetric_memory=value).symmetric_threshold(False) == threshold
+    assert CompileConfig(symmetric_memory=value).symmetric_threshold(False, tight=False) == threshold
 
 
 def test_by_default_on_one_host_that_has_memory() -> None:
-    assert CompileConfig().symmetric_threshold(True) == 32 << 20
-    assert CompileConfig().symmetric_threshold(False) == 0
-    assert CompileConfig(memory_budget="8GiB").symmetric_threshold(True) == 0
-    assert CompileConfig(offload="auto").symmetric_threshold(True) == 0
-    assert CompileConfig(cuda_graphs=True).symmetric_threshold(True) == 0
+    assert CompileConfig().symmetric_threshold(True, tight=False) == 32 << 20
+    assert CompileConfig().symmetric_threshold(False, tight=False) == 0
+    assert CompileConfig(memory_budget="8GiB").symmetric_threshold(True, tight=False) == 0
+    assert CompileConfig().symmetric_threshold(True, tight=True) == 0
+    assert CompileConfig(cuda_graphs=True).symmetric_threshold(True, tight=False) == 0
 
 
 def test_a_bound_below_zero_is_refused() -> None:

@@ -55,8 +55,8 @@ def test_refused(arguments: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "offload", "activations"),
     [
-        ({}, "none", "none"),
-        ({"cpu_offload": False}, "none", "none"),
+        ({}, "auto", "auto"),
+        ({"cpu_offload": True, "compile": CompileConfig(offload="none")}, "auto", "auto"),
         ({"cpu_offload": True}, "auto", "auto"),
         ({"cpu_offload": CPUOffload(offload_params=True)}, "auto", "auto"),
         ({"cpu_offload": True, "compile": CompileConfig(offload="all")}, "all", "auto"),

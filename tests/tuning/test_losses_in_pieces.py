@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from cases import full
+from cases import ONLY, full
 from multiprocess import run_ranks
 from test_engine import one_step, sgd
 from test_oom import Regions, Shortages
@@ -74,7 +74,7 @@ def tokens(number: int) -> Tensor:
 
 def _fit(steps: int = STEPS, module: Net | None = None, **settings: Any) -> tuple[list[float], list[Tensor], Any]:
     seen, module = Losses(), module or Net()
-    strategy = DeepCompileStrategy(compile=CompileConfig(**{"region_backend": "eager", **settings}))
+    strategy = DeepCompileStrategy(compile=CompileConfig(**{"region_backend": "eager", **ONLY, **settings}))
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), max_steps=steps, callbacks=[seen],
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -107,11 +107,11 @@ def _trains(folder: Path, backend: str) -> None:
     settings: dict[str, Any] = {"region_backend": backend, "chunk_loss": "auto", "plan": str(path)}
     settings["memory_budget"] = f"{budget}B"
     losses, values, strategy = _fit(**settings)
-    assert losses[:5] == plain[:5] and losses == pytest.approx(plain, rel=1e-6)
+    assert losses == pytest.approx(plain, rel=1e-6)
     assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(values, expected, strict=True))
     anew, done = strategy.report()
-    assert anew.outcome == "traced anew" and anew.step == 5 and anew.reason.startswith("The leanest plan needs ")
-    assert anew.reason.endswith(" too much, so losses are computed in pieces from step 5 on."), anew.reason
+    assert anew.outcome == "traced anew" and anew.step == 0 and anew.reason.startswith("The leanest plan needs ")
+    assert anew.reason.endswith(" too much, so losses are computed in pieces from step 0 on."), anew.reason
     assert done.outcome in ("kept", "unchanged") and done.passes[-1].peak_bytes <= budget, str(done)
     summary = strategy.summary()
     assert (summary.chunked_losses, summary.graphs, strategy.engine.capture.whole("losses")) == (1, 1, 0)
@@ -140,8 +140,8 @@ def _saves_more() -> None:
     budget = least - (least >> 6)
     losses, _, strategy = _fit(20, chunk_loss="auto", recompute="auto", memory_budget=f"{budget}B")
     first, second, done = strategy.report()
-    assert "losses are computed in pieces from step 5 on" in first.reason, first
-    assert "what is cheap is computed again from step 10 on" in second.reason, second
+    assert "losses are computed in pieces from step 0 on" in first.reason, first
+    assert "what is cheap is computed again from step 0 on" in second.reason, second
     assert done.passes[-1].peak_bytes <= budget, str(done)
     assert strategy.engine.capture.tracing.chunked_losses and strategy.engine.capture.tracing.sparing
     assert losses == pytest.approx(plain, rel=1e-6) and strategy.summary().chunked_losses == 1
@@ -150,7 +150,7 @@ def _saves_more() -> None:
     least = _least(module=Net(whole=True), chunk_loss="auto")
     _, _, strategy = _fit(module=Net(whole=True), memory_budget=f"{least - 10_000}B", **settings)
     assert [done.outcome for done in strategy.report()][0] == "traced anew", strategy.report()
-    assert "what is cheap is computed again from step 5 on" in strategy.report()[0].reason
+    assert "what is cheap is computed again from step 0 on" in strategy.report()[0].reason
     assert strategy.summary().chunked_losses == 0 and not strategy.engine.capture.tracing.chunked_losses
 
 
@@ -162,7 +162,7 @@ def test_what_is_cheap_is_computed_again_only_if_that_is_not_enough() -> None:
 
 
 def _engine(mesh: DeviceMesh, module: nn.Module | None = None, stage: int = 3, **settings: Any) -> Engine:
-    config = CompileConfig(**{"region_backend": "eager", "chunk_loss": "auto", **settings})
+    config = CompileConfig(**{"region_backend": "eager", **ONLY, "chunk_loss": "auto", **settings})
     engine = Engine(module or Net(), mesh, config, stage=stage)
     engine.capture.regions = Regions("eager")
     engine.tuner._fastest = lambda *_: 0.001  # type: ignore[method-assign]
@@ -219,25 +219,6 @@ def test_a_shortage_finds_no_loss(mesh: DeviceMesh) -> None:
 
 
 # One process ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("stage", "settings", "warning"),
-    [
-        (1, {}, "this is stage 1: use stage 3"),
-        (2, {}, "this is stage 2: use stage 3"),
-        (3, {"schedule": None}, "plans nothing: leave it 'auto'"),
-        (3, {}, ""),
-        (1, {"chunk_loss": 4}, ""),
-        (1, {"chunk_loss": False}, ""),
-    ],
-)
-def test_it_is_said_where_no_step_is_measured(
-    mesh: DeviceMesh, stage: int, settings: dict[str, Any], warning: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    _engine(mesh, stage=stage, **settings).close()
-    said = [text for text in caplog.messages if "Losses are computed whole until a rank is short of memory" in text]
-    assert len(said) == bool(warning) and warning in "".join(said)
 
 
 def test_without_a_budget_both_are_decided_on_one_rank(

@@ -60,10 +60,10 @@ def _trains(folder: Path, backend: str) -> None:
     settings: dict[str, Any] = {"region_backend": backend, "chunk_mlp": "auto", "plan": str(path)}
     settings["memory_budget"] = f"{budget}B"
     losses, values, strategy = _fit(module=Wide(), **settings)
-    assert losses[:5] == plain[:5] and losses == pytest.approx(plain, rel=1e-6)
+    assert losses == pytest.approx(plain, rel=1e-6)
     assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(values, expected, strict=True))
     anew, done = strategy.report()
-    assert anew.outcome == "traced anew" and anew.reason.endswith("so MLPs are computed in pieces from step 5 on.")
+    assert anew.outcome == "traced anew" and anew.reason.endswith("so MLPs are computed in pieces from step 0 on.")
     assert done.outcome in ("kept", "unchanged") and done.passes[-1].peak_bytes <= budget, str(done)
     assert (strategy.summary().chunked_mlps, strategy.engine.capture.whole("mlps")) == (3, 0)
     assert json.loads(path.read_text())["tracing"]["chunked_mlps"] is True
@@ -91,9 +91,9 @@ def _in_order() -> None:
     *anew, done = strategy.report()
     done_so = [one.reason.partition(" so ")[2] for one in anew]
     assert done_so == [
-        "losses are computed in pieces from step 5 on.",
-        "what is cheap is computed again from step 10 on.",
-        "MLPs are computed in pieces from step 15 on.",
+        "losses are computed in pieces from step 0 on.",
+        "what is cheap is computed again from step 0 on.",
+        "MLPs are computed in pieces from step 0 on.",
     ]
     assert done.passes[-1].peak_bytes <= budget, str(done)
     assert losses == pytest.approx(plain, rel=1e-6)

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Tokens, full, llama
+from cases import ONLY, Tokens, full, llama
 from multiprocess import run_ranks
 from test_oom import FAILS, Regions, Shortages
 from torch.utils.data import DataLoader
@@ -95,7 +95,7 @@ def _fit(
         settings["schedule"] = [{"step": 0, "passes": start}, {"step": 3, "passes": [*start, *passes]}]
     torch.manual_seed(5)
     module = llama(checkpointing=checkpointing, layers=LAYERS)()
-    strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager", **settings))
+    strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager", **{**ONLY, **settings}))
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), max_steps=steps, callbacks=[seen],
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

@@ -73,26 +73,6 @@ def test_what_is_traced_anew_where_nothing_is_planned_is_scheduled_as_ever(mesh:
     assert [done.outcome for done in engine.report()] == ["leaner"], "nothing is measured"
 
 
-@pytest.mark.parametrize(
-    ("stage", "settings", "warning"),
-    [
-        (1, {}, "this is stage 1: use stage 3"),
-        (2, {}, "this is stage 2: use stage 3"),
-        (3, {"schedule": None}, "plans nothing: leave it 'auto'"),
-        (3, {"schedule": EARLY[:1]}, "plans nothing: leave it 'auto'"),
-        (3, {}, ""),
-        (3, {"schedule": EARLY}, ""),
-        (1, {"recompute": "always"}, ""),
-    ],
-)
-def test_it_is_said_where_nothing_decides_what_is_computed_again(
-    mesh: DeviceMesh, stage: int, settings: dict[str, Any], warning: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_engine(mesh, stage=stage, **{"recompute": "auto", **settings}).close()
-    said = [text for text in caplog.messages if "CompileConfig(recompute='auto')" in text]
-    assert len(said) == bool(warning) and warning in "".join(said)
-
-
 def test_a_single_odd_batch_uses_up_no_attempt(mesh: DeviceMesh) -> None:
     engine = make_engine(mesh, schedule=EARLY)
     optimizer = sgd(engine)

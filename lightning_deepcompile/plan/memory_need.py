@@ -1,0 +1,97 @@
+"""The memory that a training step needs, by what takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.simulate import simulate
+from lightning_deepcompile.program.printer import format_bytes
+from lightning_deepcompile.program.schedule import Schedule
+
+__all__ = ["MemoryNeed", "Standing", "memory_need"]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Bytes of one rank's device that are there all through a step.
+
+    Args:
+        shards: Of parameters, without those in host memory; below stage 3 with the whole parameters.
+        gradients: Shards of gradients.
+        states: Of optimizers, without those that may wait in host memory.
+        other: What else the allocator has handed out: buffers of the module, the batch.
+    """
+
+    shards: int = 0
+    gradients: int = 0
+    states: int = 0
+    other: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.shards + self.gradients + self.states + self.other
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """What takes the memory at the moment at which a step needs the most.
+
+    Args:
+        standing: What is there all the time.
+        gathered: Bytes of gathered parameters, and of gradients on their way.
+        saved: Bytes of values between regions: saved tensors, activations.
+        region: Bytes of what the largest region makes while it runs.
+        where: That region, by program and name.
+        spare: Bytes of the largest value: as much may be free in pieces that are too small for it.
+    """
+
+    standing: Standing
+    gathered: int
+    saved: int
+    region: int
+    where: str
+    spare: int
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return self.standing.total + self.gathered + self.saved + self.region + self.spare
+
+    def __str__(self) -> str:
+        """The need as a table."""
+        rows = {
+            "shards of parameters": self.standing.shards,
+            "shards of gradients": self.standing.gradients,
+            "optimizer states": self.standing.states,
+            "buffers and batch": self.standing.other,
+            "gathered parameters, whole gradients": self.gathered,
+            "saved tensors": self.saved,
+            f"largest region ({self.where})": self.region,
+            "too scattered for the largest value": self.spare,
+            "in all": self.total,
+        }
+        return "\n".join(f"  {name:<44}{format_bytes(size):>12}" for name, size in rows.items() if size)
+
+
+def memory_need(schedules: Sequence[Schedule], profile: Profile, standing: Standing, spare: int) -> MemoryNeed:
+    """Returns the memory at the peak of a step.
+
+    Args:
+        schedules: The programs of a micro-batch, in order.
+        profile: Its regions' memory includes `standing`.
+        standing: What is there all the time.
+        spare: As of the `MemoryNeed`.
+    """
+    point = max(simulate(schedules, profile).memory, key=lambda point: point.bytes)
+    schedule = schedules[point.schedule]
+    name = schedule.instructions[point.instruction].region
+    own = 0
+    if name:
+        cost = profile.cost(schedule, name)
+        own = max(cost.peak, cost.after) - cost.before
+    moving = point.arena + point.gradients + point.states
+    saved = point.bytes - standing.total - moving - own
+    return MemoryNeed(standing, moving, max(saved, 0), own, f"{schedule.name}/{name}" if name else schedule.name, spare)

@@ -1,0 +1,159 @@
+"""Predicts how much memory a region takes while it runs, from its operators and sizes, before anything has run.
+
+A compiler does not make every value of a graph: it computes element-wise operators where they are read. A value takes
+memory if it leaves the region, if a kernel of a library reads or writes it, if a reduction makes it, or if many
+operators read it. It lives until its last reader, through element-wise operators that are computed with that reader.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.program.graph import args_of, is_element, is_view, nbytes
+
+__all__ = ["RegionMemory", "region_memory"]
+
+_ELEMENTWISE = frozenset(
+    [
+        "_log_softmax",
+        "_softmax",
+        "_to_copy",
+        "arange",
+        "clone",
+        "constant_pad_nd",
+        "convert_element_type",
+        "embedding",
+        "full",
+        "full_like",
+        "gather",
+        "index",
+        "index_select",
+        "iota",
+        "scalar_tensor",
+    ]
+)
+"""Operators without the tag ``pointwise`` that Inductor computes where their results are read."""
+
+_REDUCTIONS = frozenset(
+    ["all", "amax", "amin", "any", "argmax", "argmin", "max", "mean", "min", "prod", "sum", "var", "var_mean"]
+)
+
+_MANY_READERS = 4
+"""Readers from which on Inductor keeps a value (its ``realize_reads_threshold``)."""
+
+
+class RegionMemory(NamedTuple):
+    """Memory of values that a region makes; its inputs do not count.
+
+    Args:
+        peak: The most bytes at one time, without workspace of libraries.
+        largest: Bytes of the largest value.
+    """
+
+    peak: int = 0
+    largest: int = 0
+
+
+def region_memory(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], *, compiled: bool) -> RegionMemory:
+    """Returns the memory that a region takes by itself; symbolic sizes count with their hints.
+
+    Args:
+        nodes: The region's operators, in order, with ``meta["val"]``.
+        outputs: Those whose values leave the region.
+        compiled: Whether a compiler computes element-wise operators where they are read; else each runs by itself.
+    """
+    values = _Values(nodes, outputs, compiled)
+    dying: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in values.made:
+        dying[values.ends[node]].append(node)
+    alive = peak = 0
+    for place, node in enumerate(nodes):
+        for made in values.made_at[node]:
+            size = nbytes(made)
+            if compiled and _is_elementwise(made):
+                # Its kernel may write to where it reads for the last time.
+                reused = next((one for one in dying[place] if nbytes(one) == size and one is not made), None)
+                if reused is not None:
+                    dying[place].remove(reused)
+                    continue
+            alive += size
+        peak = max(peak, alive)
+        alive -= sum(nbytes(one) for one in dying[place])
+    return RegionMemory(peak, max(map(nbytes, values.made), default=0))
+
+
+@dataclass(eq=False)
+class _Values:
+    """Which values of a region take memory, and until when.
+
+    Args:
+        nodes: Operators, in order.
+        outputs: Those whose values leave.
+        compiled: As for `region_memory`.
+
+    Attributes:
+        ends: Place of a value's last reader; the number of nodes for what leaves.
+        made: Values that take memory.
+        made_at: Those that each node makes.
+    """
+
+    nodes: Sequence[fx.Node]
+    outputs: Sequence[fx.Node]
+    compiled: bool
+    ends: dict[fx.Node, int] = field(default_factory=dict)
+    made: list[fx.Node] = field(default_factory=list)
+    made_at: dict[fx.Node, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        position = {node: place for place, node in enumerate(self.nodes)}
+        leaving = {_storage(node) for node in self.outputs}
+        fused: set[fx.Node] = set()
+        kernels: dict[fx.Node, bool] = {}  # whether a kernel of a library reads it
+        readers: dict[fx.Node, int] = {}
+        for node in reversed(self.nodes):
+            end, kernel, count = position[node], False, 0
+            for user in node.users:
+                if user not in position:
+                    continue
+                if is_view(user) or is_element(user):
+                    end, kernel, count = max(end, self.ends[user]), kernel or kernels[user], count + readers[user]
+                    continue
+                end = max(end, self.ends[user] if user in fused else position[user])
+                kernel, count = kernel or not _is_generated(user), count + 1
+            self.ends[node] = len(self.nodes) if node in leaving else end
+            kernels[node], readers[node] = kernel, count
+            if self.compiled and _is_elementwise(node) and node not in leaving and not kernel and count < _MANY_READERS:
+                fused.add(node)
+            elif not is_view(node) and nbytes(node):
+                self.made.append(node)
+                self.made_at[args_of(node)[0] if is_element(node) else node].append(node)
+
+
+def _storage(node: fx.Node) -> fx.Node:
+    """The node whose memory `node` is a view of."""
+    while is_view(node):
+        node = args_of(node)[0]
+    return node
+
+
+def _name(node: fx.Node) -> str:
+    """The operator's name, without its library and overload."""
+    if not isinstance(node.target, compat.OpOverload):
+        return ""
+    return compat.schema_of(node.target).name.partition("::")[2]
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or _name(node) in _ELEMENTWISE
+
+
+def _is_generated(node: fx.Node) -> bool:
+    """Whether the compiler writes the kernel: it is element-wise, or a reduction."""
+    return _is_elementwise(node) or _name(node) in _REDUCTIONS
