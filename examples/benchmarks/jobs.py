@@ -31,7 +31,7 @@ SYSTEMS = {
 }
 OPTIMIZERS = {
     "adamw": "fused AdamW for all parameters",
-    "muon": "torch.optim.Muon for the blocks' matrices, fused AdamW for the rest, in one class",
+    "muon": "torch.optim.Muon for the blocks' matrices, AdamW (not fused) for the rest, in one class",
 }
 DEEPSPEED = ("deepspeed", "deepspeed-deepcompile")
 WITH_OPTIONS = ("deepcompile", "deepcompile-uncompiled", "fsdp2-pieces", *DEEPSPEED)

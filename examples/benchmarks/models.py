@@ -108,8 +108,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def __init__(self, matrices: Iterable[nn.Parameter], others: Iterable[nn.Parameter]) -> None:
         groups = [
             _settings(torch.optim.Muon, lr=LEARNING_RATE, weight_decay=0.0) | {"params": list(matrices), "muon": True},
-            _settings(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
-            | {"params": list(others), "muon": False},
+            _settings(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=0.0) | {"params": list(others), "muon": False},
         ]
         super().__init__(groups, {})
 
