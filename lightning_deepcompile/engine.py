@@ -43,7 +43,7 @@ from lightning_deepcompile.step.direct import DirectStep
 from lightning_deepcompile.step.head_start import HeadStart
 from lightning_deepcompile.step.optimizers import LocalShards, check_optimizer, share_states, state_bytes, take_over
 from lightning_deepcompile.step.owner_step import OwnerStep
-from lightning_deepcompile.step.ways import OptimizerWays, Way, is_elementwise
+from lightning_deepcompile.step.ways import OptimizerWays, Way, couples_tensors, is_elementwise
 from lightning_deepcompile.summary import Summary
 from lightning_deepcompile.tuning.foresight import StepRetracedError
 
@@ -197,6 +197,7 @@ class Engine:
                 self.gradients,
                 ways,
                 self.timeline.optimizer_stepped,
+                self.timeline.written,
                 self.uncompiled.inside,
                 parts,
                 direct,
@@ -204,14 +205,15 @@ class Engine:
 
     def _parts_of(self, optimizer: Optimizer, ways: OptimizerWays, *, has_stepped: bool) -> Parts | None:
         """Returns what divides the steps of `optimizer`, if anything does."""
-        owners = Way.OWNERS in ways.ways()
-        if owners and self.config.offload == "all":
+        alone = self.model.ranks.shards == 1
+        stay = set(ways.ways()) != {Way.SHARDS} or (self.residency is not None and alone and couples_tensors(optimizer))
+        if stay and self.config.offload == "all":
             raise ValueError(
-                f"CompileConfig(offload='all'): {type(optimizer).__name__} steps on unsharded tensors, each on the "
-                "rank that owns it, where their states stay on the device. Use offload='auto' or 'none', or an "
-                "element-wise optimizer."
+                f"CompileConfig(offload='all'): {type(optimizer).__name__} steps on unsharded tensors, or on all "
+                "together, so their states stay on the device. Use offload='auto' or 'none', or an element-wise "
+                "optimizer."
             )
-        if self.residency is not None and not owners:
+        if self.residency is not None and not stay:
             otherwise = HeadStart.of(optimizer, self.timeline.prefetch)
             if (offload := self.residency.attach(optimizer, otherwise, has_stepped=has_stepped)) is not None:
                 return offload
@@ -246,6 +248,13 @@ class Engine:
             self.timeline.optimizer_left()
             if optimizer in self._local_shards:
                 self._local_shards[optimizer].restore()
+
+    @contextlib.contextmanager
+    def calling(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around a method of an optimizer's class other than ``step``."""
+        shards = self._local_shards.get(optimizer)
+        with self.stepping(optimizer), contextlib.nullcontext() if shards is None else shards.calling():
+            yield
 
     def local_shards(self, optimizer: Optimizer) -> LocalShards:
         """The context in which `optimizer`, which was attached, holds plain shards."""
@@ -361,6 +370,7 @@ class Engine:
             peak_bytes=self._memory.highest,
             replayed=0 if (replays := self.capture.replays) is None else len(replays.replayed),
             not_replayed=() if replays is None else tuple(f"{name}: {why}" for name, why in replays.reasons.items()),
+            optimizers=tuple(shards.ways.describe() for shards in self._local_shards.values()),
             uncompiled=tuple(f"{function}: {reason}" for function, reason in self.fallbacks.reasons.items()),
             uncompiled_share=self.timeline.uncompiled_share if self.fallbacks.reasons else 0.0,
         )

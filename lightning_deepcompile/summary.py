@@ -46,6 +46,7 @@ class Summary:
             anew when it measures: ``torch.cuda.max_memory_allocated()`` is of the time since then. 0 on CPUs.
         replayed: Programs, optimizers' steps and pieces of clipping that were replayed as CUDA graphs.
         not_replayed: Those that were not, though they should have been, ``name: reason``.
+        optimizers: How each optimizer steps, and why.
         uncompiled: Functions that run as Python, ``name (file:line): reason``.
         uncompiled_share: Part of the host's time in the last training step (forward and backward) that was not spent in
             compiled programs; 0 where all is compiled.
@@ -82,6 +83,7 @@ class Summary:
     peak_bytes: int = 0
     replayed: int = 0
     not_replayed: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()
     uncompiled: tuple[str, ...] = ()
     uncompiled_share: float = 0.0
 
@@ -105,6 +107,7 @@ class Summary:
             ("sharded bytes per rank", format_bytes(self.sharded_bytes_per_rank)),
             ("compile time", f"{self.compile_seconds:.1f} s ({self.region_compile_seconds:.1f} s in regions)"),
         ]
+        rows += [("optimizer steps", text) for text in self.optimizers]
         if self.peak_bytes:
             rows.append(("most device memory", format_bytes(self.peak_bytes)))
         if self.uncompiled:

@@ -1,7 +1,7 @@
 """Optimizer states: this rank's rows of every parameter's state, as DTensors or whole, and the way back.
 
-Optimizers hold plain tensors, one row for each of this rank's rows of the parameter. A state of another shape (a step
-counter) belongs to the whole parameter. Where one rank steps on a parameter, it alone has its states, unsharded.
+Optimizers show states of a parameter's shape as DTensors. A state of another shape (a step counter) belongs to the
+whole parameter. Where one rank steps on a parameter, it alone has its states, unsharded.
 """
 
 from __future__ import annotations
@@ -233,9 +233,11 @@ def _distributed_states(
                 table |= {(index, key): _on_owner(value, owner) for key, value in entries.items()}
             continue
         for key, value in entries.items():
-            if isinstance(value, DTensor) and parameter is not None:
-                # Someone stepped on the DTensors themselves; the next step will make its state plain.
-                entries[key] = value = parameter.rows(value)
+            if isinstance(value, DTensor):
+                of_parameter = parameter is not None and value.shape == parameter.dtensor.shape
+                # Others are of groups that step on DTensors, on all ranks alike.
+                value = parameter.rows(value) if of_parameter and parameter else compat.full_tensor(value)
+                entries[key] = value
             if parameter is not None and isinstance(value, Tensor) and value.shape == parameter.local.shape:
                 table[index, key] = _Rows(value.dtype)
             else:
@@ -261,7 +263,11 @@ def _distributed_states(
             local = plain.get(index, {}).get(key)
             value = _distributed(parameter, local, value.dtype)
         states.setdefault(index, {})[key] = value
-    return dict(sorted(states.items())), packed["param_groups"]
+    groups = [
+        {key: compat.full_tensor(value) if isinstance(value, DTensor) else value for key, value in group.items()}
+        for group in packed["param_groups"]
+    ]
+    return dict(sorted(states.items())), groups
 
 
 def _distributed(parameter: ShardedParameter, local: Tensor | None, dtype: torch.dtype) -> DTensor:

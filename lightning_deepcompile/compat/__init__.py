@@ -22,6 +22,7 @@ from lightning_deepcompile.compat.aot import (
 )
 from lightning_deepcompile.compat.autograd import (
     NO_TORCH_FUNCTION,
+    TorchDispatchMode,
     after_backward,
     alias,
     assert_on_device,
@@ -46,6 +47,7 @@ from lightning_deepcompile.compat.autograd import (
     written_by,
 )
 from lightning_deepcompile.compat.distributed import (
+    AssignableDTensor,
     all_gather_into,
     all_to_all_into,
     all_to_all_uneven,
@@ -105,6 +107,8 @@ from lightning_deepcompile.compat.optim import (
 )
 
 __all__ = [
+    "TorchDispatchMode",
+    "AssignableDTensor",
     "BatchNorm",
     "BoxedCallable",
     "ENTER_AUTOCAST",

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_deepcompile.compat.dynamo import never_a_frame
 
 __all__ = [
+    "TorchDispatchMode",
     "NO_TORCH_FUNCTION",
     "after_backward",
     "assert_on_device",

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 __all__ = [
+    "AssignableDTensor",
     "all_gather_into",
     "all_to_all_into",
     "all_to_all_uneven",
@@ -33,6 +34,29 @@ def with_local(tensor: DTensor, local: Tensor) -> DTensor:
     ``DTensor.from_local`` would copy it to the mesh's device.
     """
     return DTensor(local, tensor._spec, requires_grad=False)
+
+
+class AssignableDTensor(DTensor):
+    """A DTensor whose ``.data`` can be assigned, as optimizers do: the values are copied to its memory.
+
+    PyTorch gives a DTensor other storage then, and leaves its local tensor as it is.
+    """
+
+    @classmethod
+    def like(cls, tensor: Tensor) -> AssignableDTensor:
+        """One of the same local tensor, a leaf that requires a gradient."""
+        assert isinstance(tensor, DTensor)
+        return cls(tensor._local_tensor, tensor._spec, requires_grad=tensor.is_floating_point())
+
+    @property  # type: ignore[override]
+    def data(self) -> Tensor:
+        """A DTensor of the same memory, outside of autograd."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        with torch.no_grad():
+            self.detach().copy_(value)
 
 
 def local_of(tensor: Tensor) -> Tensor:

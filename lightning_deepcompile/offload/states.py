@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_deepcompile import compat
@@ -369,8 +370,9 @@ class StateOffload:
             if self.holds(local) or not self.leaving(local):
                 continue
             for name, value in entries.items():
-                if can_leave(value, local):
-                    entries[name] = self.load(parameter, name, value.dtype, value)
+                rows = compat.local_of(value) if isinstance(value, DTensor) else value
+                if can_leave(rows, local):
+                    entries[name] = _as_shown(value, self.load(parameter, name, rows.dtype, rows))
 
     def forget(self) -> None:
         """Call when the optimizer has got another state: what was in host memory is freed."""
@@ -388,13 +390,19 @@ class StateOffload:
         self._runtime.states.synchronize()
         for parameter, entries in optimizer.state.items():
             for name, buffer in buffers.pop(self._local_of(parameter), {}).items():
-                if entries.get(name) is buffer:
-                    entries[name] = buffer.clone()
+                value = entries.get(name)
+                if (compat.local_of(value) if isinstance(value, DTensor) else value) is buffer:
+                    entries[name] = _as_shown(value, buffer.clone())
 
     def _held(self) -> Optimizer:
         optimizer = self._optimizer()
         assert optimizer is not None  # it is stepping
         return optimizer
+
+
+def _as_shown(value: Any, rows: Tensor) -> Tensor:
+    """Returns `rows` as a DTensor if `value` is one."""
+    return compat.with_local(value, rows) if isinstance(value, DTensor) else rows
 
 
 @compat.never_a_frame

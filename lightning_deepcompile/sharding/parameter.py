@@ -85,6 +85,14 @@ class ShardedParameter:
         here = mine.data_ptr() == self.local.data_ptr() and mine.device == self.local.device
         return mine.dtype == self.local.dtype and (here or mine.numel() == 0)
 
+    def keep_in_place(self) -> None:
+        """Copies what was assigned to ``local.data`` to the memory that is the parameter's, which `local` is again."""
+        if self.local.data_ptr() != self.leaf.data_ptr():
+            rows = self.leaf.detach().narrow(0, 0, self.local.shape[0])
+            if rows.numel():
+                rows.copy_(self.local.detach())
+                self.local.data = rows
+
     @property
     def is_whole(self) -> bool:
         """Whether this rank holds all of it, on the device, as steps compute with it."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 from lightning_deepcompile import compat
@@ -144,7 +145,7 @@ class DirectStep:
                 gradients.append(gradient)
                 if names:
                     entries.append(optimizer.state.get(parameter, {}))  # which makes one for whoever asks otherwise
-            states: dict[str, list[Any]] = {name: [entry.get(name) for entry in entries] for name in names}
+            states: dict[str, list[Any]] = {name: [_rows(entry.get(name)) for entry in entries] for name in names}
             # Others are made by the class, or are what only it knows to handle.
             if any(set(map(type, column)) - {Tensor} for column in states.values()):
                 return None
@@ -183,6 +184,10 @@ class DirectStep:
         optimizer = self._optimizer()
         assert optimizer is not None  # it is stepping
         return optimizer
+
+
+def _rows(value: Any) -> Any:
+    return compat.local_of(value) if isinstance(value, DTensor) else value
 
 
 def _reads(groups: list[_Group], found: Found, tensors: list[Tensor]) -> Reads:

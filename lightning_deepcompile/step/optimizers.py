@@ -7,12 +7,14 @@ same memory: elementwise arithmetic needs no more, and DTensor's dispatch would 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
@@ -26,7 +28,9 @@ from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.shards import ShardedModel
 from lightning_deepcompile.sharding.successors import Successors
 from lightning_deepcompile.step.direct import DirectStep
+from lightning_deepcompile.step.dtensor_steps import replicated
 from lightning_deepcompile.step.owner_step import OwnerStep
+from lightning_deepcompile.step.shown_states import ShownStates
 from lightning_deepcompile.step.ways import OptimizerWays, Way
 
 __all__ = ["LocalShards", "check_optimizer", "share_states", "state_bytes", "take_over"]
@@ -134,6 +138,7 @@ class LocalShards:
         gradients: Knows their gradients.
         ways: Says which groups step on shards.
         after_step: Called after each step, however it was started.
+        written: Called where a step that is not over has written to parameters.
         around_closure: In which a user's closure runs.
         parts: Divides the optimizer's steps, if they are divided.
         direct: Steps in place of the optimizer where it can; None: the optimizer steps.
@@ -146,6 +151,7 @@ class LocalShards:
         gradients: GradientSession,
         ways: OptimizerWays,
         after_step: Callable[[], None],
+        written: Callable[[], None],
         around_closure: Callable[[], AbstractContextManager[None]],
         parts: Parts | None = None,
         direct: DirectStep | None = None,
@@ -154,13 +160,15 @@ class LocalShards:
         self._direct = direct
         self._model = model
         self._gradients = gradients
-        self._ways = ways
-        self._after_step, self._around_closure = after_step, around_closure
+        self.ways = ways
+        self._after_step, self._written, self._around_closure = after_step, written, around_closure
         self._parts = parts
         self._stepped = False  # with a closure: whether the step under way has called its closure
         self._inner = 0  # calls of ``super().step(closure)`` under way
         self._swapped: dict[Tensor, Tensor] = {}
-        self._plain_state = False  # some make their states before they step, from the module's parameters
+        self._given: dict[Tensor, Tensor | None] = {}  # gradients, by the module's parameters
+        self._states = ShownStates(model.ranks)
+        self._dtensors: dict[Tensor, Tensor] = {}
         self._hooks = (
             optimizer.register_step_pre_hook(self._on_step),
             # Users' hooks shall see their parameters.
@@ -188,28 +196,64 @@ class LocalShards:
         """Lets the optimizer hold the shards of all its parameters, for work on gradients."""
         self._enter([Way.SHARDS] * len(self._held().param_groups))
 
+    def __exit__(self, *exc_info: object) -> None:
+        self.restore()
+
     def _enter(self, ways: Sequence[Way]) -> None:
-        """Lets groups that step on shards hold them; the other groups hold the module's parameters."""
+        """Lets groups hold what they step on; those of owners hold the module's parameters."""
         self.restore()
         if Way.OWNERS in ways and self.owner_step is None:
             raise RuntimeError(
                 f"A parameter group was added to {type(self._held()).__name__} that it steps on unsharded, while the "
                 "states of its other groups are offloaded. Use CompileConfig(offload='none')."
             )
-        by_parameter = self._model.by_parameter
         for group, way in zip(self._held().param_groups, ways, strict=True):
-            for parameter in group["params"] if way is Way.SHARDS else ():
-                if parameter in by_parameter:
-                    local = by_parameter[parameter].local
-                    local.grad = self._gradients.local_grad(parameter)
-                    self._swapped[parameter] = local
-        if not self._plain_state:
-            _make_plain(self._held())
-            self._plain_state = True
+            for parameter in group["params"]:
+                sharded = self._model.by_parameter.get(parameter)
+                if way is Way.DTENSORS:
+                    self._swap(parameter, self._dtensor_of(parameter), self._dtensor_gradient(parameter))
+                elif way is Way.SHARDS and sharded is not None:
+                    self._swap(parameter, sharded.local, self._gradients.local_grad(parameter))
         self._exchange(self._swapped)
+        state = self._held().state
+        for parameter, replacement in self._swapped.items():
+            if replacement in state:
+                sharded = self._model.by_parameter.get(parameter)
+                if isinstance(replacement, DTensor):
+                    self._states.show_all(sharded, state[replacement])
+                elif sharded is not None:
+                    self._states.hide(sharded, state[replacement])
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.restore()
+    def _swap(self, parameter: Tensor, replacement: Tensor, gradient: Tensor | None) -> None:
+        replacement.grad = gradient
+        self._swapped[parameter] = replacement
+        self._given[parameter] = gradient
+
+    def _dtensor_of(self, parameter: Tensor) -> Tensor:
+        """The DTensor that a group holds in a parameter's place, of the same memory."""
+        if parameter not in self._dtensors:
+            own = parameter if isinstance(parameter, DTensor) else replicated(parameter, self._model.ranks)
+            self._dtensors[parameter] = compat.AssignableDTensor.like(own)
+        return self._dtensors[parameter]
+
+    def _dtensor_gradient(self, parameter: Tensor) -> Tensor | None:
+        gradient = parameter.grad
+        if gradient is None or isinstance(gradient, DTensor):
+            return gradient
+        return replicated(gradient, self._model.ranks)
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """Around a method of the optimizer's class other than `step`: it sees what `step` does."""
+        if self._swapped:  # called by `step`
+            yield
+            return
+        self._enter(self.ways.ways())
+        try:
+            yield
+        finally:
+            self.restore()
+        self._after_step()
 
     def restore(self) -> None:
         """Puts the parameters back; does nothing where they are in place, so it also mends what an error left."""
@@ -220,9 +264,30 @@ class LocalShards:
         if not self._swapped:
             return
         swapped, self._swapped = self._swapped, {}
-        self._exchange({local: parameter for parameter, local in swapped.items()})
-        for local in swapped.values():
-            local.grad = None
+        given, self._given = self._given, {}
+        self._exchange({replacement: parameter for parameter, replacement in swapped.items()})
+        state = self._held().state
+        cleared: list[Tensor] = []
+        for parameter, replacement in swapped.items():
+            sharded = self._model.by_parameter.get(parameter)
+            if sharded is not None:
+                if replacement is sharded.local:
+                    sharded.keep_in_place()
+            elif parameter in state:
+                self._states.hide_replicated(state[parameter])
+            gradient, replacement.grad = replacement.grad, None
+            if gradient is None and given[parameter] is not None:
+                parameter.grad = None
+                cleared.append(parameter)
+            elif gradient is not None and gradient is not given[parameter]:
+                parameter.grad = self._as_gradient(gradient, sharded)
+        if cleared:  # by the class
+            self._gradients.forget(cleared)
+
+    def _as_gradient(self, gradient: Tensor, sharded: ShardedParameter | None) -> Tensor:
+        if sharded is None:
+            return compat.full_tensor(gradient) if isinstance(gradient, DTensor) else gradient
+        return gradient if isinstance(gradient, DTensor) else sharded.distribute(gradient)
 
     def _on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs["closure"] if "closure" in kwargs else args[1] if len(args) > 1 else None
@@ -232,7 +297,7 @@ class LocalShards:
         self._inner = 0
         needs_closure = self._usable is not None or (self._parts is not None and self._parts.needs_closure)
         if closure is None and not needs_closure:
-            self._enter(self._ways.ways())
+            self._enter(self.ways.ways())
             if self._parts is not None and self._parts.begins_without_closure:
                 self._parts.begin(*args[1:], **{key: value for key, value in kwargs.items() if key != "closure"})
             return None
@@ -253,6 +318,8 @@ class LocalShards:
             )
         # It runs the forward and the backward pass and users' hooks, which shall see the parameters.
         self.restore()
+        if self._stepped:
+            self._written()  # an evaluation elsewhere, as SAM's
         result = None
         if closure is not None:
             with self._around_closure():
@@ -261,7 +328,10 @@ class LocalShards:
         direct = self._usable if not kwargs and all(a is None for a in args) else None
         if direct is not None and direct.begin(divided=closure is not None):
             return result
-        self._enter(self._ways.ways())
+        ways = self.ways.ways()
+        if Way.DTENSORS in ways and isinstance(result, Tensor):
+            result = self._mean(result)  # a class that looks at it shall see the same on all ranks
+        self._enter(ways)
         if self._parts is not None and (closure is not None or self._parts.needs_closure):
             self._parts.begin(*args, **kwargs)
         return result
@@ -286,10 +356,13 @@ class LocalShards:
             )
         if self._parts is not None:
             self._parts.finish()
-        # Whoever does not call the closure has stepped on DTensors, and made its state of them.
-        self._plain_state = bool(self._swapped) or (self._direct is not None and self._direct.stepped)
         self.restore()
         self._after_step()
+
+    def _mean(self, loss: Tensor) -> Tensor:
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, group=self._model.ranks.group)
+        return mean / self._model.ranks.world_size
 
     def _held(self) -> Optimizer:
         optimizer = self._optimizer()
@@ -320,10 +393,3 @@ class _Closure:
 
     def __call__(self) -> Any:
         return self._shards._run(self._closure, self._args, self._kwargs)
-
-
-def _make_plain(optimizer: Optimizer) -> None:
-    for entries in optimizer.state.values():
-        for key, value in entries.items():
-            if isinstance(value, DTensor):
-                entries[key] = value.to_local()

@@ -117,7 +117,7 @@ class OwnerStep:
         if Way.OWNERS not in self._ways.ways():
             return
         if self._divides is None:
-            self._divides = _steps_in_parts(optimizer, self._model)
+            self._divides = not self._ways.together and _steps_in_parts(optimizer, self._model)
         owned = self._assign()
         gradients = {one: self._gradients.local_grad(p) for p, one in owned.items()}
         moving = [one for one in owned.values() if not self._skips or gradients[one] is not None]
@@ -168,6 +168,7 @@ class OwnerStep:
         self._agree(error)
         self._send_back(self._last)
         self._settle(0)
+        self._share_replicated()
         self.restore()
 
     @torch.no_grad()
@@ -220,6 +221,8 @@ class OwnerStep:
             new.sort(key=lambda parameter: order[parameter])
             candidates = [_candidate(by_parameter[parameter]) for parameter in new]
             owners = assign_owners(candidates, self._model.ranks.shards, self._loads)
+            if self._ways.together:
+                owners = [0] * len(candidates)
             for parameter, candidate, owner in zip(new, candidates, owners, strict=True):
                 sharded = by_parameter[parameter]
                 whole = sharded.local.detach().new_empty(0).requires_grad_(parameter.requires_grad)
@@ -262,7 +265,7 @@ class OwnerStep:
             for parameter in params:
                 one = self._owned.get(parameter) if ways[index] is Way.OWNERS else None
                 if one is None:
-                    held += [parameter] if last else []
+                    held += [parameter] if last and self._steps_on_replicated else []
                 elif one in inside and one.owner == mine:
                     held.append(one.whole)
             narrowed.append(held)
@@ -274,10 +277,23 @@ class OwnerStep:
             self._chunk = Chunk(narrowed, offloaded=False)
             optimizer.param_groups = self._chunk.narrow(self._groups)
 
+    @property
+    def _steps_on_replicated(self) -> bool:
+        """Whether this rank steps on parameters that are not sharded: all do, unless one steps on everything."""
+        return not self._ways.together or self._model.ranks.shard_rank == 0
+
+    def _share_replicated(self) -> None:
+        """Sends parameters that are not sharded from the rank that steps on everything to the others."""
+        if self._ways.together:
+            replicated = [p for params in self._params for p in params if p not in self._model.by_parameter]
+            for parameter in replicated:
+                if parameter.numel():
+                    dist.broadcast(parameter.detach(), group=self._model.ranks.shard_group, group_src=0)
+
     def _owns_none(self, params: list[Tensor]) -> bool:
         """Returns whether this rank steps on no tensor of a group, though it has some."""
         mine = self._model.ranks.shard_rank
-        owned = [self._owned.get(parameter) for parameter in params]
+        owned = [self._owned.get(parameter) for parameter in params if parameter in self._model.by_parameter]
         return bool(owned) and all(one is not None and one.owner != mine for one in owned)
 
     def _stand_in(
@@ -287,6 +303,7 @@ class OwnerStep:
 
         What a class counts in the group itself goes on with it, and it may fail on empty groups.
         """
+        params = [parameter for parameter in params if parameter in self._owned]
         example = self._owned[params[0]].parameter
         if index not in self._stand_ins:
             sizes = [min(size, 2) for size in example.layout.spec.shape]

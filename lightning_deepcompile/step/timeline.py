@@ -176,6 +176,11 @@ class Timeline:
         self.order.passed()
         self.prefetch.follows = follows
 
+    def written(self) -> None:
+        """An optimizer that goes on stepping has written to parameters: what is gathered of them is out of date."""
+        self.uncompiled.clear()
+        self.prefetch.rewritten()
+
     def stepped(self) -> None:
         """An optimizer has stepped, or parameters were written to: what is gathered of them is out of date."""
         self.uncompiled.clear()

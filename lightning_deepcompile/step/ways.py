@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import inspect
+import logging
+import time
 import weakref
 from dataclasses import dataclass
 
@@ -12,8 +14,13 @@ from torch.optim import Optimizer
 
 from lightning_deepcompile.ranks.exchange import exchange
 from lightning_deepcompile.sharding.shards import ShardedModel
+from lightning_deepcompile.step.dtensor_steps import dtensor_problem
+from lightning_deepcompile.step.probe import probe
 
-__all__ = ["Decision", "OptimizerWays", "Way", "is_elementwise", "ways_of"]
+__all__ = ["Decision", "OptimizerWays", "Way", "couples_tensors", "is_elementwise", "ways_of"]
+
+
+_log = logging.getLogger(__name__)
 
 
 class Way(enum.Enum):
@@ -36,10 +43,12 @@ class Decision:
     Args:
         way: How.
         reason: Why, in words.
+        together: With `Way.OWNERS`: one rank owns all tensors, as they affect each other.
     """
 
     way: Way
     reason: str
+    together: bool = False
 
 
 # Each element of their parameters is updated by itself. Subclasses may do anything.
@@ -59,10 +68,6 @@ _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     }
 )
 
-_WHOLE_TENSOR_OPTIMIZERS = frozenset(
-    {"adafactor", "distributedshampoo", "galoreadamw", "lamb", "lars", "muon", "shampoo", "soap"}
-)
-
 
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Returns whether the class is one of PyTorch's own that update every element by itself, and unchanged."""
@@ -70,20 +75,54 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return kind in _ELEMENTWISE and inspect.unwrap(kind.step).__module__.startswith("torch.optim.")
 
 
-def ways_of(optimizer: Optimizer) -> list[Decision]:
+def _inherits_steps(kind: type[Optimizer]) -> bool:
+    """Returns whether a class steps by the code of one of PyTorch's element-wise ones."""
+    base = next((one for one in kind.__mro__ if one in _ELEMENTWISE), None)
+    if base is None:
+        return False
+    below = kind.__mro__[: kind.__mro__.index(base)]
+    own = ((name, value) for one in below for name, value in vars(one).items() if not name.startswith("__"))
+    # PyTorch wraps `step` of each class anew.
+    return all(not hasattr(base, name) or _same(value, getattr(base, name)) for name, value in own)
+
+
+def _same(value: object, other: object) -> bool:
+    return callable(value) and callable(other) and inspect.unwrap(value) is inspect.unwrap(other)
+
+
+def ways_of(optimizer: Optimizer, shards: int = 2) -> list[Decision]:
     """Decides how each parameter group of `optimizer` steps; the optimizer is left as it is.
 
     Args:
         optimizer: Before its first step, or later.
+        shards: Number of ranks that share its parameters.
 
     Returns:
         One decision for each of its parameter groups.
+
+    Raises:
+        ValueError: If its steps communicate.
     """
-    name = type(optimizer).__name__
-    decision = Decision(Way.SHARDS, f"{name} is element-wise")
-    if not is_elementwise(optimizer) and name.lower() in _WHOLE_TENSOR_OPTIMIZERS:
-        decision = Decision(Way.OWNERS, f"{name} needs unsharded tensors")
-    return [decision] * len(optimizer.param_groups)
+    if _inherits_steps(type(optimizer)):
+        return [Decision(Way.SHARDS, "element-wise, by PyTorch's own code")] * len(optimizer.param_groups)
+    findings = probe(optimizer, shards)
+    if not all(finding.elementwise or finding.by_tensor for finding in findings):
+        reasons = dict.fromkeys(finding.why_not[-1] for finding in findings if not finding.by_tensor)
+        return [Decision(Way.DTENSORS, "; ".join(reasons))] * len(findings)
+    return [
+        Decision(Way.SHARDS, "element-wise, as its steps on small tensors show")
+        if finding.elementwise
+        else Decision(Way.OWNERS, finding.why_not[0])
+        for finding in findings
+    ]
+
+
+def couples_tensors(optimizer: Optimizer) -> bool:
+    """Returns whether a step on some of the parameters is another than that on all; also of one rank."""
+    try:
+        return any(decision.way is Way.DTENSORS for decision in ways_of(optimizer))
+    except ValueError:
+        return True
 
 
 class OptimizerWays:
@@ -105,18 +144,49 @@ class OptimizerWays:
         assert optimizer is not None  # it is attached, or steps
         if len(self._decisions) != len(optimizer.param_groups):
             self._decisions = self._decide(optimizer)
+            if self._ranks.group.rank() == 0:
+                _log.log(logging.WARNING if self.together else logging.INFO, "Steps of %s.", self.describe())
         return self._decisions
 
     def ways(self) -> list[Way]:
         """Returns the way of each parameter group; see `decisions`."""
         return [decision.way for decision in self.decisions()]
 
+    @property
+    def together(self) -> bool:
+        """Whether one rank owns all tensors."""
+        return any(decision.together for decision in self.decisions())
+
+    def describe(self) -> str:
+        """Returns how the optimizer steps and why, in one line."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return ""
+        places: dict[Decision, list[int]] = {}
+        for index, decision in enumerate(self._decisions):
+            places.setdefault(decision, []).append(index)
+        texts = [f"{decision.way.value} ({decision.reason})" for decision in places]
+        if len(texts) > 1:
+            numbers = (", ".join(map(str, indices)) for indices in places.values())
+            texts = [f"groups {those} {text}" for those, text in zip(numbers, texts, strict=True)]
+        return f"{type(optimizer).__name__} {'; '.join(texts)}"
+
     def _decide(self, optimizer: Optimizer) -> list[Decision]:
         if self._ranks.shards == 1:
             return [Decision(Way.SHARDS, "each rank holds all rows")] * len(optimizer.param_groups)
-        mine = ways_of(optimizer)
+        began = time.perf_counter()
+        mine = ways_of(optimizer, self._ranks.shards)
+        seconds = time.perf_counter() - began
+        if seconds > 1:
+            _log.info("Probing how %s steps took %.1f s.", type(optimizer).__name__, seconds)
         everybody = exchange(mine, self._ranks.group)
-        return [
-            Decision(Way.DTENSORS, "ranks found different ways") if len({d.way for d in found}) > 1 else found[0]
-            for found in zip(*everybody, strict=True)
-        ]
+        decisions = everybody[0]
+        if any([d.way for d in one] != [d.way for d in decisions] for one in everybody):
+            decisions = [Decision(Way.DTENSORS, "ranks found different ways")] * len(mine)
+        if any(decision.way is Way.DTENSORS for decision in decisions):
+            reason = decisions[0].reason
+            problem = dtensor_problem(optimizer, self._ranks)
+            if problem:
+                why = f"{reason}; on DTensors {problem}; so the first of {self._ranks.shards} ranks steps on all"
+                decisions = [Decision(Way.OWNERS, why, together=True)] * len(mine)
+        return decisions

@@ -12,6 +12,8 @@ part of a graph some results are wrong (``MeanMetric()(loss)``), and each metric
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +21,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
+from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
 __all__ = ["HostCalls", "HostOptimizer"]
@@ -29,7 +32,20 @@ _CALLS = ("manual_backward", "optimizers", "lr_schedulers", "clip_gradients", *_
 
 
 class HostOptimizer(LightningOptimizer):
-    """What ``self.optimizers()`` gives to users; its step is not traced."""
+    """What ``self.optimizers()`` gives to users; its step is not traced, nor are other methods of the class.
+
+    Methods of the class that are not PyTorch's, such as SAM's ``first_step``, see of parameters what its step sees.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        for name in _own_methods(type(optimizer)):
+            vars(self)[name] = _untraced(functools.partial(self._call, name))
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        strategy: Any = self._strategy
+        with strategy.engine.calling(self._optimizer):
+            return getattr(self._optimizer, name)(*args, **kwargs)
 
     @torch.compiler.disable
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -43,6 +59,13 @@ class HostOptimizer(LightningOptimizer):
         engine = strategy.engine
         if engine.gradients.holds_back:
             engine.gradients.forget(p for group in self._optimizer.param_groups for p in group["params"])
+
+
+def _own_methods(kind: type[Optimizer]) -> list[str]:
+    """Returns the names of public methods that PyTorch's base class of optimizers does not have."""
+    bases = kind.__mro__[: kind.__mro__.index(Optimizer)]
+    names = {name: None for base in bases for name, value in vars(base).items() if inspect.isfunction(value)}
+    return [name for name in names if not name.startswith("_") and not hasattr(Optimizer, name)]
 
 
 class HostCalls:

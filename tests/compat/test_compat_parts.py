@@ -381,6 +381,27 @@ def test_local_tensors_are_the_ones_inside(mesh: DeviceMesh) -> None:
     assert sharded.to_local().tolist() == [2, 2] and compat.local_of(sharded) is compat.local_of(sharded)
 
 
+def test_data_of_dtensors_can_be_assigned(mesh: DeviceMesh) -> None:
+    sharded = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+    assignable = compat.AssignableDTensor.like(sharded)
+    assert compat.local_of(assignable) is compat.local_of(sharded) and assignable.requires_grad and assignable.is_leaf
+    assignable.data = assignable.data * 3
+    assert sharded.to_local().tolist() == [3, 3] and type(assignable.data + 1) is DTensor
+
+
+def test_modes_see_operations_and_collectives(mesh: DeviceMesh) -> None:
+    seen: list[str] = []
+
+    class Seeing(compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.namespace)
+            return func(*args, **(kwargs or {}))
+
+    with Seeing():
+        torch.distributed.all_reduce(torch.ones(2) * 2, group=mesh.get_group())
+    assert {"aten", "c10d"} <= set(seen)
+
+
 # Modules, optimizers, files -------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,110 @@
+"""States of an optimizer as users see them, and as its class does while it steps.
+
+A state of a parameter's shape is a DTensor, as the parameter is: indices, means and norms are those of one process.
+While groups step on shards they are this rank's rows, plain tensors of the same memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.ranks.ranks import Ranks
+from lightning_deepcompile.sharding.parameter import ShardedParameter
+from lightning_deepcompile.step.dtensor_steps import replicated
+
+__all__ = ["ShownStates"]
+
+
+class ShownStates:
+    """Turns states into DTensors and back; one for each optimizer.
+
+    Args:
+        ranks: Among which parameters are sharded.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        # DTensors of states that a class updates in place, by parameter and name; of others they would keep old states.
+        self._kept: dict[tuple[ShardedParameter, str], DTensor] = {}
+        self._last: dict[tuple[ShardedParameter, str], weakref.ref[Tensor]] = {}
+        self._replaced: set[tuple[ShardedParameter, str]] = set()
+        self._templates: dict[tuple[ShardedParameter, torch.dtype], DTensor] = {}
+
+    def hide(self, parameter: ShardedParameter, entries: dict[str, Any]) -> None:
+        """Replaces DTensors by this rank's rows.
+
+        Args:
+            parameter: Whose states they are.
+            entries: By name; changed in place.
+        """
+        for name, value in entries.items():
+            if isinstance(value, DTensor):
+                same = value.shape == parameter.dtensor.shape and value.placements == self._ranks.placements
+                entries[name] = compat.local_of(value) if same else self._rows(parameter, value)
+            elif isinstance(value, Tensor) and self._is_full(parameter, value):
+                entries[name] = parameter.rows(value).clone()  # a user's
+
+    def show(self, parameter: ShardedParameter, entries: dict[str, Any]) -> None:
+        """Replaces this rank's rows by DTensors of the same memory; arguments as of `hide`."""
+        shape = parameter.local.shape
+        for name, value in entries.items():
+            if isinstance(value, Tensor) and value.shape == shape and not isinstance(value, DTensor):
+                entries[name] = self._shown(parameter, name, value)
+
+    def show_all(self, parameter: ShardedParameter | None, entries: dict[str, Any]) -> None:
+        """Makes DTensors of all states that are not: for groups that step on DTensors.
+
+        Args:
+            parameter: Whose states they are; None: of one that is not sharded.
+            entries: By name; changed in place.
+        """
+        if parameter is not None:
+            for name, value in entries.items():
+                if isinstance(value, Tensor) and self._is_full(parameter, value):
+                    entries[name] = parameter.distribute(parameter.rows(value).clone())
+            self.show(parameter, entries)
+        for name, value in entries.items():
+            replicates = isinstance(value, Tensor) and (value.dim() > 0 or parameter is None)
+            if replicates and not isinstance(value, DTensor):
+                entries[name] = replicated(value, self._ranks)
+
+    def hide_replicated(self, entries: dict[str, Any]) -> None:
+        """Replaces DTensors of a parameter that is not sharded by plain tensors; arguments as of `hide`."""
+        for name, value in entries.items():
+            if isinstance(value, DTensor):
+                entries[name] = compat.full_tensor(value)
+
+    def _is_full(self, parameter: ShardedParameter, value: Tensor) -> bool:
+        full = value.dim() > 0 and value.shape == parameter.dtensor.shape and value.shape != parameter.local.shape
+        return full and not isinstance(value, DTensor)
+
+    def _rows(self, parameter: ShardedParameter, value: DTensor) -> Any:
+        return parameter.rows(value) if value.shape == parameter.dtensor.shape else compat.full_tensor(value)
+
+    def _shown(self, parameter: ShardedParameter, name: str, rows: Tensor) -> DTensor:
+        key = parameter, name
+        kept = self._kept.get(key)
+        if kept is not None and compat.local_of(kept) is rows:
+            return kept
+        shown = self._distributed(parameter, rows)
+        if kept is not None:
+            del self._kept[key]
+            self._replaced.add(key)
+        elif key in self._last and self._last[key]() is rows and key not in self._replaced:
+            self._kept[key] = shown
+        self._last[key] = weakref.ref(rows)
+        return shown
+
+    def _distributed(self, parameter: ShardedParameter, rows: Tensor) -> DTensor:
+        key = parameter, rows.dtype
+        if key not in self._templates:
+            # Without memory: states in host memory stay there.
+            empty = torch.empty(rows.shape, dtype=rows.dtype, device="meta")
+            self._templates[key] = parameter.distribute(empty)
+        return compat.with_local(self._templates[key], rows)

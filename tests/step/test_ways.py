@@ -1,0 +1,104 @@
+"""Optimizers of every kind train as one process does, each in the way that the probe finds for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import Base, Mlp, assert_close, assert_same_training, train
+from multiprocess import run_ranks
+from optimizers import GlobalClip, Lion, Sam, SignSam
+from torch import Tensor
+
+from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+from lightning_deepcompile.step.ways import Way
+
+
+def with_optimizer(make: Callable[[Any], Any]) -> Callable[[], Base]:
+    class Own(Mlp):
+        def configure_optimizers(self) -> Any:
+            return make(self)
+
+    return Own
+
+
+def prodigy(module: Any) -> Any:
+    from prodigyopt import Prodigy
+
+    return Prodigy(module.parameters(), lr=1.0, d0=1e-2)
+
+
+MAKERS: dict[str, tuple[Callable[[Any], Any], Way, bool]] = {
+    "lion": (lambda m: Lion(m.parameters()), Way.SHARDS, True),
+    "sign sam": (lambda m: SignSam(m.parameters()), Way.SHARDS, True),
+    "global clip": (lambda m: GlobalClip(m.parameters()), Way.DTENSORS, True),
+    "sam": (lambda m: Sam(m.parameters(), lr=0.1, momentum=0.9), Way.DTENSORS, True),
+    "prodigy": (prodigy, Way.OWNERS, False),
+}
+
+
+def trained(names: list[str], stage: int, world_size: int, rank: int) -> dict[str, Any]:
+    records = {}
+    for name in names:
+        strategy = DeepCompileStrategy(stage=stage, compile=CompileConfig(region_backend="eager"))
+
+        def ways(trainer: Any) -> Any:
+            return [shards.ways.ways() for shards in trainer.strategy.engine._local_shards.values()]
+
+        records[name] = train(
+            with_optimizer(MAKERS[name][0]), strategy, world_size=world_size, rank=rank, steps=6, inspect=ways
+        )
+    return records
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(3, 2), (1, 3)])
+def test_optimizers_train_as_in_one_process(stage: int, world_size: int) -> None:
+    names = [*MAKERS]
+    results = run_ranks(rank_main, world_size, names, stage, world_size)
+    for name in names:
+        make, way, params = MAKERS[name]
+        alone = train(with_optimizer(make), "auto", world_size=1, rank=0, steps=6, data_world=world_size)
+        for result in results:
+            assert result[name].extra == [[way]], name
+            assert_same_training(result[name], alone, params=params)
+
+
+def rank_main(names: list[str], stage: int, world_size: int) -> Any:
+    return trained(names, stage, world_size, int(os.environ["RANK"]))
+
+
+class SamByHand(Mlp):
+    """As its README shows it for Lightning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        first = super().training_step(batch, batch_idx)
+        self.manual_backward(first)
+        optimizer.first_step(zero_grad=True)
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.second_step(zero_grad=True)
+        return {"loss": first.detach()}
+
+    def configure_optimizers(self) -> Any:
+        return Sam(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def by_hand(stage: int, world_size: int) -> Any:
+    strategy = DeepCompileStrategy(stage=stage, compile=CompileConfig(region_backend="eager"))
+    return train(SamByHand, strategy, world_size=world_size, rank=int(os.environ["RANK"]), steps=5)
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.extensive)])
+def test_sam_in_a_manual_step(stage: int) -> None:
+    alone = train(SamByHand, "auto", world_size=1, rank=0, steps=5, data_world=2)
+    for record in run_ranks(by_hand, 2, stage, 2):
+        assert_close(torch.tensor(record.losses), torch.tensor(alone.losses), "losses")
+        for name, value in alone.params.items():
+            assert_close(record.params[name], value, name)
