@@ -194,13 +194,18 @@ class LocalShards:
 
     def __enter__(self) -> None:
         """Lets the optimizer hold the shards of all its parameters, for work on gradients."""
-        self._enter([Way.SHARDS] * len(self._held().param_groups))
+        self._enter([Way.SHARDS] * len(self._held().param_groups), states=False)
 
     def __exit__(self, *exc_info: object) -> None:
         self.restore()
 
-    def _enter(self, ways: Sequence[Way]) -> None:
-        """Lets groups hold what they step on; those of owners hold the module's parameters."""
+    def _enter(self, ways: Sequence[Way], *, states: bool = True) -> None:
+        """Lets groups hold what they step on; those of owners hold the module's parameters.
+
+        Args:
+            ways: Of each group.
+            states: Whether states come along; those of owners are no rows, whatever their groups hold meanwhile.
+        """
         self.restore()
         if Way.OWNERS in ways and self.owner_step is None:
             raise RuntimeError(
@@ -214,7 +219,7 @@ class LocalShards:
                     self._swap(parameter, self._dtensor_of(parameter), self._dtensor_gradient(parameter))
                 elif way is Way.SHARDS and sharded is not None:
                     self._swap(parameter, sharded.local, self._gradients.local_grad(parameter))
-        self._exchange(self._swapped)
+        self._exchange(self._swapped, states=states)
         state = self._held().state
         for parameter, replacement in self._swapped.items():
             if replacement in state:
@@ -369,12 +374,12 @@ class LocalShards:
         assert optimizer is not None  # it is stepping
         return optimizer
 
-    def _exchange(self, replacements: dict[Tensor, Tensor]) -> None:
+    def _exchange(self, replacements: dict[Tensor, Tensor], *, states: bool = True) -> None:
         optimizer = self._held()
         for group in optimizer.param_groups:
             group["params"][:] = [replacements.get(p, p) for p in group["params"]]
         state = optimizer.state
-        for parameter, replacement in replacements.items():
+        for parameter, replacement in replacements.items() if states else ():
             if parameter in state:
                 state[replacement] = state.pop(parameter)
 
