@@ -250,10 +250,16 @@ class Engine:
                 self._local_shards[optimizer].restore()
 
     @contextlib.contextmanager
-    def calling(self, optimizer: Optimizer) -> Iterator[None]:
-        """Around a method of an optimizer's class other than ``step``."""
+    def calling(self, optimizer: Optimizer, *, may_step: bool) -> Iterator[None]:
+        """Around a method of an optimizer's class other than ``step``.
+
+        Args:
+            optimizer: One that was attached, or any other.
+            may_step: Whether the method may be a step, or a part of one.
+        """
         shards = self._local_shards.get(optimizer)
-        with self.stepping(optimizer), contextlib.nullcontext() if shards is None else shards.calling():
+        after = self.timeline.optimizer_stepped if may_step else self.timeline.optimizer_called
+        with self.stepping(optimizer), contextlib.nullcontext() if shards is None else shards.calling(after):
             yield
 
     def local_shards(self, optimizer: Optimizer) -> LocalShards:

@@ -79,7 +79,7 @@ class Meetings:
     Attributes:
         watch: The same.
         batches: Batches of the epoch, or evaluation, that this rank has begun.
-        steps: Steps of optimizers so far.
+        steps: Steps of optimizers so far, and calls of other methods of their classes.
         over: Whether communication has ended, and nobody is asked any more.
     """
 

@@ -248,8 +248,12 @@ class LocalShards:
         return replicated(gradient, self._model.ranks)
 
     @contextlib.contextmanager
-    def calling(self) -> Iterator[None]:
-        """Around a method of the optimizer's class other than `step`: it sees what `step` does."""
+    def calling(self, after: Callable[[], None]) -> Iterator[None]:
+        """Around a method of the optimizer's class other than `step`: it sees what `step` does.
+
+        Args:
+            after: Called when the method has returned, unless `step` called it.
+        """
         if self._swapped:  # called by `step`
             yield
             return
@@ -258,7 +262,7 @@ class LocalShards:
             yield
         finally:
             self.restore()
-        self._after_step()
+        after()
 
     def restore(self) -> None:
         """Puts the parameters back; does nothing where they are in place, so it also mends what an error left."""

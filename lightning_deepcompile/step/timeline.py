@@ -177,7 +177,7 @@ class Timeline:
         self.prefetch.follows = follows
 
     def written(self) -> None:
-        """An optimizer that goes on stepping has written to parameters: what is gathered of them is out of date."""
+        """An optimizer has written to parameters, and gradients are still needed: what is gathered is out of date."""
         self.uncompiled.clear()
         self.prefetch.rewritten()
 
@@ -192,6 +192,11 @@ class Timeline:
         """An optimizer has stepped: as `stepped`, and all ranks must do so as often."""
         self.meetings.steps += 1
         self.stepped()
+
+    def optimizer_called(self) -> None:
+        """A method of an optimizer's class that is no step may have written to parameters; gradients are as before."""
+        self.meetings.steps += 1  # what is gathered goes where it was called: all ranks must
+        self.written()
 
     def optimizer_left(self) -> None:
         """After the call that has stepped an optimizer, also where it failed."""

@@ -44,7 +44,8 @@ class HostOptimizer(LightningOptimizer):
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         strategy: Any = self._strategy
-        with strategy.engine.calling(self._optimizer):
+        may_step = not strategy.lightning_module.automatic_optimization  # else `step` alone is one
+        with strategy.engine.calling(self._optimizer, may_step=may_step):
             return getattr(self._optimizer, name)(*args, **kwargs)
 
     @torch.compiler.disable

@@ -102,3 +102,30 @@ def test_sam_in_a_manual_step(stage: int) -> None:
         assert_close(torch.tensor(record.losses), torch.tensor(alone.losses), "losses")
         for name, value in alone.params.items():
             assert_close(record.params[name], value, name)
+
+
+class Noting(torch.optim.SGD):
+    """Has a method that is no step."""
+
+    def note(self) -> None:
+        """Does nothing to gradients."""
+
+
+class NotesBetweenMicroBatches(Mlp):
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.optimizers().note()
+
+    def configure_optimizers(self) -> Any:
+        return Noting(self.parameters(), lr=0.1)
+
+
+def noting(stage: int, world_size: int) -> Any:
+    strategy = DeepCompileStrategy(stage=stage, compile=CompileConfig(region_backend="eager"))
+    rank = int(os.environ["RANK"])
+    return train(NotesBetweenMicroBatches, strategy, world_size=world_size, rank=rank, steps=3, accumulate=2)
+
+
+def test_a_method_between_micro_batches_leaves_gradients() -> None:
+    alone = train(NotesBetweenMicroBatches, "auto", world_size=1, rank=0, steps=3, accumulate=2, data_world=2)
+    for record in run_ranks(noting, 2, 3, 2):
+        assert_same_training(record, alone, params=True)
