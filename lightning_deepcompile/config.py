@@ -224,9 +224,9 @@ class CompileConfig:
         """Bytes of a gathered group from which on copy engines move it; 0: none.
 
         Args:
-            tight: Whether shards or optimizer states may wait in host memory.
             pays: Whether the ranks that share parameters are GPUs of one host, with an NCCL that can do it, and the
                 module is large.
+            tight: Whether shards or optimizer states may wait in host memory.
         """
         if self.symmetric_memory == "auto":
             wanted = pays and self.memory_budget is None and not tight and self.cuda_graphs is not True
@@ -240,9 +240,9 @@ class CompileConfig:
         """Bytes of the largest shard that travels packed with others; 0: none does.
 
         Args:
-            tight: As for `symmetric_threshold`.
             device_type: ``"cuda"`` or ``"cpu"``.
             ranks: That share the parameters.
+            tight: As for `symmetric_threshold`.
         """
         if self.pack_shards is False:
             return 0

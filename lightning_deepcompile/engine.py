@@ -177,8 +177,9 @@ class Engine:
             optimizer: Built from the module's parameters, sharded or as they were before.
 
         Raises:
-            ValueError: For optimizers that need whole tensors, and for parameters that are not the module's; with
-                offloading, for those that cannot step on a part of their parameters at a time, or have states already.
+            ValueError: For LBFGS, for steps that communicate or that no way serves, and for parameters that are not the
+                module's; with ``offload="all"``, for those that cannot step on a part of their parameters at a time, or
+                have states already.
             MemoryBudgetError: If their states shall live in host memory, which does not hold them.
         """
         if optimizer not in self._local_shards:

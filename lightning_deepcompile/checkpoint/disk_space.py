@@ -31,7 +31,7 @@ def bytes_of(state: Any) -> int:
 
 
 def no_space_in(error: BaseException | None) -> OSError | None:
-    """What the system said if `error` comes of a full disk, an exhausted quota or a limit of files' sizes.
+    """Returns what the system said if `error` comes of a full disk, an exhausted quota or a limit of files' sizes.
 
     Args:
         error: As it was raised here: pickling loses the errors that led to it, and ``torch.save`` raises another one.

@@ -127,7 +127,7 @@ class FileCheckpointIO(TorchCheckpointIO):
 
 
 def can_resume(checkpoint: Any) -> bool:
-    """Whether training can go on from a checkpoint, which may hold weights alone."""
+    """Returns whether training can go on from a checkpoint, which may hold weights alone."""
     return isinstance(checkpoint, dict) and "optimizer_states" in checkpoint
 
 

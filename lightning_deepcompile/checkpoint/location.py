@@ -33,5 +33,5 @@ def find_kind(path: str | os.PathLike[str]) -> Literal["file", "sharded", "direc
 
 
 def is_part_of_checkpoint(name: str) -> bool:
-    """Whether a file of this name in a directory belongs to a sharded checkpoint, and not to the user."""
+    """Returns whether a file of this name in a directory belongs to a sharded checkpoint, and not to the user."""
     return name in (META, ".metadata", ".metadata.tmp") or name.endswith(".distcp")

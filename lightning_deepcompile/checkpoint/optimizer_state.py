@@ -57,7 +57,7 @@ class _OnOwner:
     mine: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What ranks exchange of it."""
+        """Returns the part that ranks exchange."""
         return self.__dict__ | {"mine": None}
 
 

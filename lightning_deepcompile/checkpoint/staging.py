@@ -78,7 +78,7 @@ def _host() -> str:
 
 
 def _is_abandoned(path: Path, name: re.Match[str]) -> bool:
-    """Whether the process that wrote what lies at `path` has ended, as far as this process can tell."""
+    """Returns whether the process that wrote what lies at `path` has ended, as far as this process can tell."""
     if name["host"].translate(_DIGITS) == _host():
         try:
             os.kill(int(name["process"].translate(_DIGITS), 16), 0)
@@ -99,7 +99,7 @@ def _is_own(name: re.Match[str]) -> bool:
 
 
 def _asides(target: Path) -> Iterator[tuple[Path, re.Match[str]]]:
-    """What was put aside for `target`, and its name's parts."""
+    """Yields the files that were put aside for `target`, with the parts of their names."""
     if target.parent.is_dir():
         for path in target.parent.iterdir():
             name = _ASIDE.fullmatch(path.name)

@@ -96,7 +96,7 @@ def keeps_graph() -> bool:
 
 @never_a_frame
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass of autograd's."""
+    """Returns whether this thread runs a backward pass of autograd's."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -150,7 +150,7 @@ def after_backward(call: Callable[[], None]) -> None:
 
 
 def has_hooks(tensor: Tensor) -> bool:
-    """Whether somebody has registered a hook for the gradient of a tensor (``register_hook``)."""
+    """Returns whether somebody has registered a hook for the gradient of a tensor (``register_hook``)."""
     return bool(tensor._backward_hooks)
 
 
@@ -193,7 +193,7 @@ def _written(function: Any) -> tuple[tuple[int, str], ...]:
 
 @functools.cache
 def is_view(function: Any) -> bool:
-    """Whether an operator (``OpOverload``) returns views of its first argument, and writes to nothing."""
+    """Returns whether an operator (``OpOverload``) returns views of its first argument, and writes to nothing."""
     first, returns = next(iter(function._schema.arguments), None), function._schema.returns
     return not _written(function) and bool(returns) and None not in (first and first.alias_info, returns[0].alias_info)
 

@@ -65,7 +65,7 @@ def decide_hosted(
     gather_dtype: torch.dtype | None,
     host_bytes: int,
 ) -> HostedShards:
-    """Decides for a model that is about to be sharded; a collective if ``offload_parameters="auto"``.
+    """Decides for a model that is about to be sharded; a collective unless the settings say it all.
 
     Args:
         config: ``offload_parameters``, what else may leave, and what memory may be used.
@@ -77,7 +77,7 @@ def decide_hosted(
         host_bytes: What this rank may take of host memory.
 
     Raises:
-        ValueError: Below stage 3, where whole parameters are on the device in any case.
+        ValueError: With ``offload_parameters="all"`` below stage 3, where the device has whole parameters in any case.
         MemoryBudgetError: If what leaves does not fit into host memory.
     """
     mode = config.offload_parameters

@@ -108,8 +108,7 @@ def check_budget(least: int, budget: int, chosen: object) -> None:
         raise MemoryBudgetError(
             f"CompileConfig(memory_budget={chosen!r}) allows {budget} bytes, but this model and batch need {least} "
             f"({least / 2**30:.2f} GiB) even with one block gathered at a time. Raise the budget to at least that, use "
-            "a smaller batch, CompileConfig(chunk_loss='auto', recompute='auto', chunk_mlp='auto'), or activation "
-            "checkpointing."
+            "a smaller batch, or activation checkpointing."
         )
 
 

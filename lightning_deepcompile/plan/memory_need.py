@@ -37,7 +37,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """What takes the memory at the moment at which a step needs the most.
+    """Memory by its use, at the moment at which a step needs the most.
 
     Args:
         standing: What is there all the time.

@@ -23,7 +23,7 @@ class RecordError(ValueError):
 
 
 def parse(text: str) -> Any:
-    """What a text of JSON stands for.
+    """Reads a text of JSON.
 
     Raises:
         RecordError: If it is none.

@@ -122,8 +122,7 @@ def shortage_note(rounds: Sequence[Round]) -> str:
     return (
         f"Since step {kept[-1].step} a plan uses memory that was free until then, for a peak of {format_bytes(peak)} "
         f"with the batches seen before it{'' if budget is None else f', of {format_bytes(budget)}'}. Limit it with "
-        "CompileConfig(memory_budget=...), let larger batches' activations go to host memory with "
-        "CompileConfig(offload_activations='auto'), or plan nothing with CompileConfig(schedule=None)."
+        "CompileConfig(memory_budget=...), or plan nothing with CompileConfig(schedule=None)."
     )
 
 

@@ -155,5 +155,5 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def _is_generated(node: fx.Node) -> bool:
-    """Whether the compiler writes the kernel: it is element-wise, or a reduction."""
+    """Returns whether the compiler writes the kernel: it is element-wise, or a reduction."""
     return _is_elementwise(node) or _name(node) in _REDUCTIONS

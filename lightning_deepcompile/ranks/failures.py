@@ -173,6 +173,6 @@ def _is_of_communication(error: BaseException) -> bool:
 
 
 def is_of_library(file: str) -> bool:
-    """Whether code of PyTorch, Lightning or this package stands in `file`, or generated code."""
+    """Returns whether code of PyTorch, Lightning or this package stands in `file`, or generated code."""
     generated = file.startswith("<") and not file.startswith("<ipython")
     return generated or file.startswith(_LIBRARIES)

@@ -35,7 +35,7 @@ class Where(enum.IntEnum):
     STATE = 6
 
     def describe(self, count: int) -> str:
-        """What a rank does there, behind "Rank n".
+        """Returns what a rank does there, to follow "Rank n".
 
         Args:
             count: Batches that it has begun.

@@ -109,7 +109,7 @@ class Agreement:
 
     @property
     def compares_end(self) -> bool:
-        """Whether the next `begin` compares the end of the step before with other ranks'; the same on all of them."""
+        """Returns whether the next `begin` compares the end of the last step with other ranks'; the same on all."""
         return self._place is not None and set(self._place.next) != {_END}
 
     def check(self, signature: str) -> None:

@@ -140,12 +140,12 @@ def collect_parameters(module: nn.Module) -> dict[nn.Parameter, list[Owner]]:
 
 
 def is_sharded(parameter: Tensor) -> bool:
-    """Whether a parameter is sharded where it is trained: others (0-dim or empty) have no rows to distribute."""
+    """Returns whether a parameter is sharded where it is trained: others (0-dim or empty) have no rows."""
     return parameter.dim() > 0 and parameter.numel() > 0
 
 
 def _in_script(owners: Sequence[Owner]) -> bool:
-    """Whether TorchScript's C++ code reads a parameter, past any attribute of Python's."""
+    """Returns whether TorchScript's C++ code reads a parameter, past any attribute of Python's."""
     return any(isinstance(owner.module, torch.jit.ScriptModule) for owner in owners)
 
 

@@ -255,7 +255,7 @@ class Uncompiled:
         fx.node.map_aggregate(result, mark)
 
     def explain(self, error: BaseException) -> BaseException | None:
-        """What to raise for an anomaly that PyTorch found in a backward pass; None for any other error.
+        """Returns the error for an anomaly that PyTorch found in a backward pass; None for any other error.
 
         Args:
             error: What the pass raised.
@@ -511,7 +511,7 @@ class Uncompiled:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether a step runs, on another thread than this one: autograd's threads run its backward pass."""
+        """Returns whether a step runs, on another thread than this one: autograd's threads run its backward pass."""
         return not self.is_idle and threading.get_ident() != self._thread and not compat.in_backward()
 
     def check_thread(self, what: str) -> None:
@@ -602,7 +602,7 @@ def _number(members: Sequence[_Parameter], stored: bool) -> int:
 
 
 def _is_there(parameter: _Parameter, dtype: torch.dtype) -> bool:
-    """Whether there is nothing to gather, and nothing to give back."""
+    """Returns whether there is nothing to gather, and nothing to give back."""
     return parameter.is_whole and dtype == parameter.leaf.dtype
 
 
@@ -617,7 +617,7 @@ compat.never_frames(Uncompiled)
 
 
 def hooked_class(path: Uncompiled, kind: type[DTensor]) -> type[DTensor]:
-    """What the classes of a model's parameters have in common: which hooks may be registered.
+    """Returns a base of the classes of a model's parameters, which decides which hooks may be registered.
 
     Args:
         path: What knows the parameters.

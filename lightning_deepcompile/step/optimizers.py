@@ -182,7 +182,7 @@ class LocalShards:
 
     @property
     def owner_step(self) -> OwnerStep | None:
-        """What steps on unsharded tensors, if the optimizer's groups may have owners."""
+        """The part that steps on unsharded tensors, if the optimizer's groups may have owners."""
         return self._parts if isinstance(self._parts, OwnerStep) else None
 
     def detach(self) -> None:

@@ -89,7 +89,7 @@ class OwnerStep:
 
     @property
     def stepping(self) -> bool:
-        """Whether a step is under way, so that calls of `step` are parts of it."""
+        """Returns whether a step is under way, so that calls of `step` are parts of it."""
         return self._groups is not None
 
     @property
@@ -279,7 +279,7 @@ class OwnerStep:
 
     @property
     def _steps_on_replicated(self) -> bool:
-        """Whether this rank steps on parameters that are not sharded: all do, unless one steps on everything."""
+        """Returns whether this rank steps on unsharded parameters: all do, unless one steps on everything."""
         return not self._ways.together or self._model.ranks.shard_rank == 0
 
     def _share_replicated(self) -> None:

@@ -53,7 +53,7 @@ Cut = Callable[[Tensor], Tensor]
 
 @dataclass
 class Findings:
-    """What is known of one parameter group.
+    """Knowledge of one parameter group.
 
     Args:
         elementwise: Steps on rows come to the same as those on tensors.

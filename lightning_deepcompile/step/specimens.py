@@ -51,7 +51,7 @@ class Specimen:
 
 @dataclass
 class Watch:
-    """What steps did.
+    """Record of the operations of steps.
 
     Attributes:
         operations: Names of the operations, in order.

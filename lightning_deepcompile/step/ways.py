@@ -154,7 +154,7 @@ class OptimizerWays:
 
     @property
     def together(self) -> bool:
-        """Whether one rank owns all tensors."""
+        """Returns whether one rank owns all tensors."""
         return any(decision.together for decision in self.decisions())
 
     def describe(self) -> str:

@@ -139,7 +139,9 @@ def _described(groups: Sequence[int], chosen: int, needs: Sequence[_Need], room:
     )
     if fits:
         return f"{text}."
-    return f"{text}, which is not enough; with CompileConfig(offload='auto'), optimizer states may leave for the host."
+    return (
+        f"{text}, which is not enough; optimizer states may leave for the host, unless CompileConfig(offload='none')."
+    )
 
 
 def _why_all(world: int, per_node: int) -> str:

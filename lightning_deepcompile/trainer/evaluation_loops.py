@@ -13,7 +13,7 @@ __all__ = ["let_ranks_evaluate_unevenly"]
 
 
 class _Uneven:
-    """What the loops have in common; before Lightning's own class in the order of bases."""
+    """Base of the loops; before Lightning's own class in the order of bases."""
 
     trainer: Any
     skip: bool

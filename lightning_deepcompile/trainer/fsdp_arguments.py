@@ -116,10 +116,10 @@ def _name(sharding_strategy: Any) -> str:
 
 
 def with_cpu_offload(config: CompileConfig, cpu_offload: Any, stage: int) -> CompileConfig:
-    """The settings with what FSDP's argument means here: as many activations, states and parameters leave as must.
+    """Returns settings with which as many activations, states and parameters leave the device as must.
 
     Args:
-        config: The user's settings; what is chosen there stays.
+        config: The user's settings; ``"none"`` becomes ``"auto"``, the default, and ``"all"`` stays.
         cpu_offload: A bool, or ``torch.distributed.fsdp.CPUOffload``; None if not given.
         stage: ZeRO stage; parameters can leave at stage 3 alone.
     """

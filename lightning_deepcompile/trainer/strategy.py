@@ -101,9 +101,8 @@ class DeepCompileStrategy(ProcessStrategy):
             ``CompileConfig(memory_budget=...)`` allows on the smallest device (CPU: of the available host memory, a
             rank's part). What may leave for host memory is counted, too. None: all ranks share, or those of a node
             under ``"HYBRID_SHARD"``.
-        cpu_offload: Of FSDP; True means ``"auto"`` for ``offload``, ``offload_activations`` and, at stage 3,
-            ``offload_parameters`` of `CompileConfig`: as far as the device's memory does not suffice, they live in host
-            memory.
+        cpu_offload: Of FSDP; True makes ``"auto"``, the default, of ``"none"`` in ``offload``, ``offload_activations``
+            and, at stage 3, ``offload_parameters`` of `CompileConfig`.
         auto_wrap_policy: Of FSDP; ignored with a warning, as are the next ones.
         use_orig_params: Of FSDP; ignored.
         backward_prefetch: Of FSDP; ignored.

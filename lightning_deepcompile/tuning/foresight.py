@@ -112,7 +112,7 @@ class Foresight:
         return None
 
     def shortfall(self) -> str:
-        """What the step needs where it is not expected to fit; "" where it is."""
+        """Returns what the step needs, where it is not expected to fit; "" where it is."""
         if self.need is None or self.least <= self.budget:
             return ""
         return (
@@ -122,7 +122,7 @@ class Foresight:
         )
 
     def _standing(self, first: Program) -> Standing:
-        """What is there when the first program is about to run, and what the step will add to it for good."""
+        """Returns what is there before the first program runs, with what the step will add to it for good."""
         model, device = self._leaving.model, self._leaving.device
         trained = sum(p.local.nbytes for p in model.parameters if p.dtensor.requires_grad)
         states = 0 if self._leaving.has_states else 2 * trained  # Adam's

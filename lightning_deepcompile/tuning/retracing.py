@@ -43,7 +43,7 @@ class Retracing:
 
     @property
     def _may_spare(self) -> bool:
-        """Whether more may be computed again, where memory needs it."""
+        """Returns whether more may be computed again, where memory needs it."""
         tracing = self._capture.tracing
         return self._capture.config.recompute != "always" and not tracing.sparing and not tracing.uncheckpointed
 

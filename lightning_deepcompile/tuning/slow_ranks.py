@@ -49,7 +49,7 @@ class SlowRanks:
 
     @property
     def compares(self) -> bool:
-        """Whether steps are compared, or will be when no round is under way."""
+        """Returns whether steps are compared, or will be when no round is under way."""
         return self._steps is not None
 
     def suspect(self) -> None:

@@ -214,7 +214,7 @@ class Tuner:
 
     @property
     def settled(self) -> bool:
-        """Whether no step is measured, now or soon."""
+        """Returns whether no step is measured, now or soon."""
         return self._round is None and not self._slow_ranks.compares
 
     @property

@@ -32,7 +32,7 @@ _CALLS = ("manual_backward", "optimizers", "lr_schedulers", "clip_gradients", *_
 
 
 class HostOptimizer(LightningOptimizer):
-    """What ``self.optimizers()`` gives to users; its step is not traced, nor are other methods of the class.
+    """An optimizer as ``self.optimizers()`` returns it; its step is not traced, nor are other methods of the class.
 
     Methods of the class that are not PyTorch's, such as SAM's ``first_step``, see of parameters what its step sees.
     """
