@@ -15,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lightning_deepcompile.checkpoint.staging import sync
+
 __all__ = ["INDEX", "SafetensorsFolder", "WEIGHTS", "listed", "publish", "write_index", "write_tensors"]
 
 WEIGHTS = "model.safetensors"
@@ -113,7 +115,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
         tensors: On the CPU, contiguous, each in memory of its own.
     """
     save_file(tensors, path, metadata={"format": "pt"})
-    _sync(path)
+    sync(path)
 
 
 def write_index(path: Path, files: dict[str, str], metadata: dict[str, Any]) -> None:
@@ -125,7 +127,7 @@ def write_index(path: Path, files: dict[str, str], metadata: dict[str, Any]) -> 
         metadata: Kept beside it.
     """
     path.write_text(json.dumps({"metadata": metadata, "weight_map": files}, indent=2, sort_keys=True) + "\n")
-    _sync(path)
+    sync(path)
 
 
 def publish(staged: Path, target: Path, *, replaces: bool = True) -> None:
@@ -151,7 +153,7 @@ def publish(staged: Path, target: Path, *, replaces: bool = True) -> None:
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         os.replace(staged / path, target / path)
     shutil.rmtree(staged)
-    _sync(target)
+    sync(target)
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:
@@ -159,11 +161,3 @@ def listed(names: Iterable[str], most: int = 8) -> str:
     every = list(names)
     rest = f" and {len(every) - most} more" if len(every) > most else ""
     return ", ".join(repr(name) for name in every[:most]) + rest
-
-
-def _sync(path: Path) -> None:
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

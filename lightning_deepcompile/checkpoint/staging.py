@@ -31,7 +31,7 @@ from fsspec.core import url_to_fs
 from lightning_deepcompile.checkpoint.location import META, find_kind, is_part_of_checkpoint, local_path
 from lightning_deepcompile.checkpoint.rename_exchange import exchange_paths
 
-__all__ = ["clear_leftovers", "commit", "discard", "remove", "resolve", "set_aside", "staging_path", "stand_in"]
+__all__ = ["clear_leftovers", "commit", "discard", "remove", "resolve", "set_aside", "staging_path", "stand_in", "sync"]
 
 _log = logging.getLogger(__name__)
 
