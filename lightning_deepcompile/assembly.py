@@ -36,6 +36,7 @@ from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.ranks.watch import Watch
 from lightning_deepcompile.runtime import load_extension
 from lightning_deepcompile.sharding.gradients import GradientSession
+from lightning_deepcompile.sharding.participation import Participation
 from lightning_deepcompile.sharding.shards import ReadRows, ShardedModel, shard_module
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
 from lightning_deepcompile.step.evaluation import Evaluation
@@ -198,7 +199,7 @@ class Assembly:
         tuner = Tuner(capture, runtime, group, device, self.memory, shortages, trade, leaving, room)
         prefetch = StepPrefetch(config, capture, runtime, self.host_group, device, stage)
         watch = Watch(store, rank, self._ranks.world_size, meeting[-1])
-        meetings = Meetings(self._ranks.new_host_group(alone=True, timeout=self._timeout), questions=7, watch=watch)
+        meetings = Meetings(self._ranks.new_host_group(alone=True, timeout=self._timeout), questions=8, watch=watch)
         uncompiled = model.state.path = Uncompiled(
             model.parameters,
             stays=stage < 3,
@@ -206,6 +207,9 @@ class Assembly:
             written=prefetch.rewritten,
             noticed=self.fallbacks.noticed,
             outside=lambda: meetings.meet(Where.OUTSIDE)(),
+        )
+        order.take_part = Participation(
+            model, runtime, stage, compat.held_weakly(capture.new_graph_id), compat.held_weakly(gradients.begin)
         )
         timeline = Timeline(
             runtime=runtime,

@@ -38,6 +38,7 @@ from lightning_deepcompile.sharding.checks import check_module, check_same_model
 from lightning_deepcompile.sharding.mentions import Mentions
 from lightning_deepcompile.sharding.shards import ReadRows, ShardedModel
 from lightning_deepcompile.sharding.successors import Successors
+from lightning_deepcompile.step.batch_sizes import sizes_of
 from lightning_deepcompile.step.clipping import Clipping
 from lightning_deepcompile.step.direct import DirectStep
 from lightning_deepcompile.step.head_start import HeadStart
@@ -130,7 +131,7 @@ class Engine:
         if not self.model.state.whole:
             self.model.check_installed()
         while True:
-            if self.timeline.begin(name):
+            if self.timeline.begin(name, sizes_of((args, kwargs))):
                 self._steps.forget(name)
             self.uncompiled.hands_out_plain = self.mentions(name).transforms
             uneven = self.timeline.evaluation.behind is not None
@@ -220,7 +221,9 @@ class Engine:
                 return offload
         if is_elementwise(optimizer) or self.model.ranks.shards == 1:
             return HeadStart.of(optimizer, self.timeline.prefetch)
-        return OwnerStep(optimizer, self.model, self.gradients, self.host_group, ways, self.timeline.order.check)
+        return OwnerStep(
+            optimizer, self.model, self.gradients, self.host_group, ways, self.timeline.order.check_exchange
+        )
 
     def owner_of(self, optimizer: Optimizer, parameter: Tensor) -> int | None:
         """Returns the shard rank that has all states of a parameter of `optimizer`; None: each rank has its rows'."""

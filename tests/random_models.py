@@ -68,7 +68,7 @@ def _group_norm(width: int, size: int) -> tuple[nn.Module, int]:
 LAYERS: dict[str, tuple[Callable[[int, int], tuple[nn.Module, int]], Callable[[Any, Tensor, Tensor], Tensor]]] = {
     "linear": (_linear, lambda m, x, t: m(x)),
     "conv": (_conv, lambda m, x, t: m(x.mT).mT),
-    "depthwise": (_depthwise, lambda m, x, t: m(x.mT).mT[:, :LENGTH]),
+    "depthwise": (_depthwise, lambda m, x, t: m(x.mT).mT[:, : x.shape[1]]),
     "layer norm": (lambda w, s: (nn.LayerNorm(w, eps=EPS, bias=s > 2), w), lambda m, x, t: m(x)),
     "rms norm": (lambda w, s: (nn.RMSNorm((LENGTH, w), eps=EPS), w), lambda m, x, t: m(x)),
     "group norm": (_group_norm, lambda m, x, t: m(x.mT).mT),

@@ -45,7 +45,7 @@ from lightning_deepcompile.program.codegen import Guard
 from lightning_deepcompile.program.executable import UNCHECKPOINTED, WHOLE, Executable
 from lightning_deepcompile.program.graph import is_gather, is_reduce, nbytes, output_node
 from lightning_deepcompile.program.lower import RegionCompiler, lower
-from lightning_deepcompile.program.program import Gathers, ParamInfo, Program
+from lightning_deepcompile.program.program import LOCAL_ID, Gathers, ParamInfo, Program
 from lightning_deepcompile.program.reschedule import reschedule
 from lightning_deepcompile.program.saved import mark_saved, number_saved
 from lightning_deepcompile.program.schedule import ProgramKind, Schedule
@@ -125,6 +125,8 @@ class Capture:
         tracing: How the step is traced, from its next trace on.
         several_backward_passes: Whether a step has several, with optimizers' steps in between.
         before_first_run: Called on all ranks at the same place, when a training step is compiled and before it runs.
+        measures: Called with what is compiled while a step is measured, so that it runs as on other ranks; None: no
+            step is.
         seconds: Time spent in compilation after Dynamo: tracing with AOTAutograd, partitioning, regions.
     """
 
@@ -151,6 +153,7 @@ class Capture:
     several_backward_passes: bool = False
     before_first_run: Callable[[], None] | None = None
     _looked: bool = False
+    measures: Callable[[Executable], None] | None = None
     _prepare: Callable[[], None] | None = None
     _frames: list[_Frame] = field(default_factory=list)
     _captured: int = 0  # numbers of graphs and of programs: those of forgotten ones are not given again
@@ -158,6 +161,7 @@ class Capture:
     _flops: dict[str, int] = field(default_factory=dict)  # of a run of each program, by its name
     _timing: bool = False
     _first_frame: _Frame | None = None
+    _turns: int = 0  # that ranks had taken when the last training step began
 
     def __post_init__(self) -> None:
         self.regions = RegionCompiler(self.config.region_backend)
@@ -317,13 +321,15 @@ class Capture:
         finally:
             self._prepare = before
 
-    def _enter(self, program: Program) -> None:
+    def _enter(self, program: Program) -> Callable[[], None] | None:
         if self._prepare is not None:
             self._prepare()
-        self.agreement.check(program.signature)
+        behind = self.agreement.check(program.signature)
         if program.kind == "forward" and not self._looked and self.before_first_run is not None:
-            self._looked = True
-            self.before_first_run()
+            if self.agreement.together:
+                self._looked = True
+                self.before_first_run()
+        return behind
 
     @property
     def program_seconds(self) -> float:
@@ -366,6 +372,11 @@ class Capture:
                     frame.chosen = choose(executable.program.schedule)
                 executable.swap(self._plan(frame, executable.base))
 
+    def new_graph_id(self) -> int:
+        """A runtime id for a graph."""
+        self._lowered += 1
+        return self.runtime.serial << 32 | self._lowered - 1
+
     def _inline(self, frame: _Frame, kind: ProgramKind, gm: fx.GraphModule) -> None:
         # Not earlier: AOTAutograd copies and prints its graphs, which a step of many blocks would wait for.
         inline_blocks(gm, frame.blocks)
@@ -382,8 +393,7 @@ class Capture:
     def _compile(
         self, frame: _Frame, kind: ProgramKind, gm: fx.GraphModule, inputs: Sequence[Any]
     ) -> compat.BoxedCallable:
-        graph_id = (self.runtime.serial << 32) | self._lowered
-        self._lowered += 1
+        graph_id = self.new_graph_id()
         with self._timed():
             self._inline(frame, kind, gm)
             flops = count_flops(gm, backward=kind == "backward")
@@ -403,6 +413,7 @@ class Capture:
                 fuses=self.regions.backend == "inductor",
                 frame=frame.index,
             )
+            base = replace(base, members=tuple(sorted(i & LOCAL_ID for i in frame.ids)))
             if self.tracing.uncheckpointed:
                 base = replace(base, history=(*base.history, UNCHECKPOINTED))
             if frame.whole.total() and kind != "inference":  # only training steps are traced anew
@@ -426,6 +437,8 @@ class Capture:
         self._flops[name] = flops
         self.executables.append(executable)
         frame.executables.append(executable)
+        if self.measures is not None and kind != "inference":
+            self.measures(executable)
         return executable
 
     def _cuts(self, frame: _Frame) -> bool:
@@ -437,14 +450,14 @@ class Capture:
 
     def begin_step(self) -> None:
         """Call before every training step."""
-        self._first_frame = None
+        self._first_frame, self._turns = None, self.agreement.turns
 
     def first_gathers(self) -> list[Gathers]:
-        """The gathers that the last training step's first program begins with.
+        """The gathers that the last training step's first program begins with; none if ranks ran different ones.
 
         Ranks whose programs communicate alike get the same, whatever shapes they met.
         """
-        if self._first_frame is None:
+        if self._first_frame is None or self._turns != self.agreement.turns:
             return []
         (forward,) = (e for e in self._first_frame.executables if e.program.kind == "forward")
         return forward.first_gathers

@@ -37,7 +37,8 @@ class Executable:
         base: The program in functional form, from which every schedule is planned anew.
         program: The current schedule.
         before: Called before every run: begins the backward pass, or does nothing.
-        check: Called with the program before every run; compares it with the other ranks'.
+        check: Called with the program before every run; compares it with the other ranks'. What it returns, if
+            anything, is called behind the run.
         guard: What programs call for a region that are planned, profiled, computed without the checkpoints that the
             model asks for, or with a whole loss that could be in pieces; by default the region itself.
         graphs: Replays the program as a CUDA graph; None: it always runs.
@@ -52,7 +53,7 @@ class Executable:
     base: Program
     program: Program
     before: Callable[[], None]
-    check: Callable[[Program], None]
+    check: Callable[[Program], Callable[[], None] | None]
     guard: Guard | None = None
     graphs: ProgramGraphs | None = None
     calls: int = 0
@@ -129,14 +130,18 @@ class Executable:
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Runs the program on `args`, which is emptied."""
-        self.check(self._running)
+        behind = self.check(self._running)
         self.calls += 1
         self.before()
         start = time.perf_counter()
         try:
             if compat.is_profiling():
                 with torch.profiler.record_function(f"deepcompile: {self.program.name}"):
-                    return self._call(args, self._named())
-            return self._call(args, self._run)
+                    results = self._call(args, self._named())
+            else:
+                results = self._call(args, self._run)
         finally:
             self.seconds += time.perf_counter() - start
+        if behind is not None:
+            behind()
+        return results

@@ -50,7 +50,8 @@ def functional_program(
     instructions: list[Instruction] = []
 
     def gather(op: Operation, nodes: list[fx.Node], region: str = "") -> None:
-        infos = [params[args_of(node)[1]] for node in nodes]
+        # Ordered by number, not as the graph reads them: of another batch's sizes a compiler makes other operators.
+        infos = sorted((params[args_of(node)[1]] for node in nodes), key=lambda info: info.ds_id)
         sizes = tuple(info.gathered_bytes for info in infos) if op == "gather_now" else ()
         instructions.append(Instruction(op, tuple(info.ds_id & LOCAL_ID for info in infos), sizes, region))
 

@@ -13,6 +13,7 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.runtime.lookups import looked_up, lookup_ops
 from lightning_deepcompile.runtime.ops import gather_op, reduce_op
 from lightning_deepcompile.runtime.pieces import take_piece_op
+from lightning_deepcompile.runtime.statistics import statistics_ops
 
 __all__ = [
     "args_of",
@@ -22,6 +23,7 @@ __all__ = [
     "is_element",
     "is_gather",
     "is_lookup",
+    "is_of_statistics",
     "is_piece",
     "is_random",
     "is_read_between",
@@ -61,6 +63,11 @@ def is_reduce(node: fx.Node) -> bool:
 def is_lookup(node: fx.Node) -> bool:
     """Whether `node` looks rows up on the ranks that hold them, or takes part in that."""
     return node.op == "call_function" and node.target in lookup_ops()
+
+
+def is_of_statistics(node: fx.Node) -> bool:
+    """Returns whether `node` shares statistics of the batch with all ranks."""
+    return node.op == "call_function" and node.target in statistics_ops()
 
 
 def is_piece(node: fx.Node) -> bool:

@@ -118,7 +118,14 @@ _ROWS = (
     # Makes the compute stream wait for gathers, and hands the parameters on.
     Traits("wait", ("wait", "parameters"), "wait_allgather_fused", ("graph", "ids"), label="wait", fixed=True),
     Traits("compute", ("compute", ""), label="compute", stream="compute", fixed=True),
-    Traits("release", ("free", "parameters"), "release_params_fused", ("graph", "ids"), label="release"),
+    Traits(
+        "release",
+        ("free", "parameters"),
+        "release_params_fused",
+        ("graph", "ids"),
+        label="release",
+        collective="release",
+    ),
     # Does nothing in micro-batches before the last one, so that the next finds the parameters gathered.
     Traits(
         "release_at_boundary",
@@ -152,7 +159,16 @@ _ROWS = (
         collective="reduce at the boundary",
         at_boundary=True,
     ),
-    Traits("end", ("end", ""), "end_backward", ("graph",), label="end of backward", fixed=True),
+    # Reduces what is held of the graph's gradients, too, if no group of it has come at the boundary.
+    Traits(
+        "end",
+        ("end", ""),
+        "end_backward",
+        ("graph",),
+        label="end of backward",
+        collective="end of backward",
+        fixed=True,
+    ),
     # What lowering writes, functions of tensors.
     Traits(
         "gather_now",

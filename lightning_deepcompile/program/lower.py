@@ -18,6 +18,7 @@ from lightning_deepcompile.program.graph import (
     is_compute,
     is_gather,
     is_lookup,
+    is_of_statistics,
     is_reduce,
     looked_up_name,
     output_node,
@@ -134,6 +135,7 @@ def lower(
             is_repeatable(region.nodes),
             lookups,
             region_memory(region.nodes, region.outputs, compiled=fuses),
+            sum(map(is_of_statistics, region.nodes)),
         )
         compiled.append(RegionModule(compile_region(extracted, kind), info))
     program = _Builder(gm, name).build(regions, compiled)

@@ -13,6 +13,7 @@ from torch import fx, nn
 from lightning_deepcompile.program.instructions import AT_BOUNDARY
 from lightning_deepcompile.program.region_memory import RegionMemory
 from lightning_deepcompile.program.schedule import Instruction, ProgramKind, Schedule, first_gather_positions
+from lightning_deepcompile.ranks.order import EXCHANGES
 
 __all__ = ["LOCAL_ID", "Gathers", "ParamInfo", "Program", "RegionInfo", "RegionModule", "collective_sequence"]
 
@@ -53,6 +54,7 @@ class RegionInfo:
         repeatable: Whether it may be called again with the same inputs; see `is_repeatable`.
         lookups: What it exchanges with other ranks: of each look-up in a table its part in it, and the table's id.
         memory: Of values that it makes, as predicted.
+        statistics: How many operators share statistics of the batch with other ranks.
     """
 
     key: str
@@ -61,6 +63,7 @@ class RegionInfo:
     repeatable: bool = False
     lookups: tuple[tuple[str, int], ...] = ()
     memory: RegionMemory = RegionMemory()
+    statistics: int = 0
 
 
 class RegionModule(nn.Module):
@@ -94,6 +97,7 @@ class Program:
         params: Parameters by id, those of the whole model.
         schedule: What runs, in order.
         history: Passes applied so far.
+        members: Numbers of the graph's parameters, those of its forward and its backward program.
     """
 
     graph_id: int
@@ -101,6 +105,7 @@ class Program:
     params: dict[int, ParamInfo]
     schedule: Schedule
     history: tuple[str, ...] = ()
+    members: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -133,6 +138,8 @@ class Program:
         Without its name: ranks that meet other shapes at a time have other numbers in their programs' names.
         """
         sequence = collective_sequence(self)
+        if all(kind == "end of backward" for kind, _ in sequence):
+            return ""
         return "\n".join([f"{self.kind} program", *(f"{kind} {ids}" for kind, ids in sequence)]) if sequence else ""
 
     def ids(self, numbers: Sequence[int]) -> list[int]:
@@ -173,15 +180,19 @@ class Program:
 def collective_sequence(program: Program) -> list[tuple[str, tuple[int, ...]]]:
     """The collectives that a program issues, in order, with parameters' numbers in the model: equal on all ranks.
 
-    A gather that finds its parameters sends nothing, so what stays gathered, and until when, belongs to it.
+    A gather that finds its parameters sends nothing, so what stays gathered, and until when, belongs to it. Who knows
+    all this can take part in it without the program.
     """
     sequence: list[tuple[str, tuple[int, ...]]] = []
     if program.kept:
         sequence.append(("keep", tuple(sorted(program.kept))))
     for instruction in program.schedule.instructions:
         if instruction.op == "compute":
-            lookups = program.region(instruction.region).info.lookups
-            sequence += [(part, (ds_id & LOCAL_ID,)) for part, ds_id in lookups]
+            info = program.region(instruction.region).info
+            sequence += [(f"{EXCHANGES}{part}", (ds_id & LOCAL_ID,)) for part, ds_id in info.lookups]
+            sequence += [(f"{EXCHANGES}statistics", ())] * info.statistics
+        elif instruction.op == "end":
+            sequence.append((instruction.traits.collective, program.members))
         elif collective := instruction.traits.collective:
             sequence.append((collective, instruction.ids))
     return sequence

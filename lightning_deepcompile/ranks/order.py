@@ -1,16 +1,23 @@
 """Ranks take the same path through a step: other collectives, or in another order, would hang or mix up data.
 
-A path is what communicates in a step, one after another: programs, parameters that uncompiled code reads, the step's
-end. What all ranks have met at a place before, none compares again while it is the only way to go on. Where there are
-several, as one follows from the data, hosts ask each other each time. What is new is compared over the rendezvous
-store, without collectives; a rank that has gone on the usual way meanwhile says so from a thread.
+A path is what communicates in a step, one after another: programs, parameters that uncompiled code reads, the end of a
+backward pass and of the step. What all ranks have met at a place before, none compares again while it is the only way
+to go on. Where there are several, and in steps that a rank has a batch of new sizes for, hosts ask each other each
+time, as they do where all is new. What is new beside a usual way is compared over the rendezvous store, without
+collectives; a rank that has gone on the usual way meanwhile says so from a thread.
+
+Where hosts find that ranks go on differently, these take turns: what one of them is about to run communicates with all
+others, which gather and release the same, and have zeros where it has gradients. So a graph that one rank's sizes make
+another one (a dimension of one is none to a compiler) trains as it does under DDP.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -20,9 +27,17 @@ from lightning_deepcompile.ranks.exchange import alike, exchange
 from lightning_deepcompile.ranks.failures import STORE_GONE, failure_key
 from lightning_deepcompile.ranks.lookout import Lookout
 
-__all__ = ["Agreement", "ProgramMismatchError"]
+__all__ = ["EXCHANGES", "Agreement", "ProgramMismatchError"]
+
+_log = logging.getLogger(__name__)
+
+EXCHANGES = "exchange: "
+"""Begins the lines of what a region exchanges with the same region of all other ranks: there are no turns with that."""
 
 _END = "the end of the step"
+_END_OF_BACKWARD = "the end of the backward pass"
+_MOST_PLACES = 4096
+"""So many are told apart by all that came before them; if there are more, by the last thing alone."""
 _ASK_SECONDS = 2.0
 """How often a rank that waits for the others looks where they are, and others look whether one waits."""
 _PAUSE_SECONDS = 2e-4
@@ -34,12 +49,20 @@ class ProgramMismatchError(RuntimeError):
 
 
 class _Place:
-    """A place in a step, and what all ranks have gone on to from there."""
+    """A place in a step, and what all ranks have gone on to from there.
 
-    __slots__ = ("next",)
+    Attributes:
+        ways: What any rank has gone on to.
+        next: Where that led, by what different ranks went on to at once.
+        waited_for: Whether ranks ask there that were further than those that come to it.
+    """
 
-    def __init__(self) -> None:
-        self.next: dict[str, _Place] = {}
+    __slots__ = ("next", "waited_for", "ways")
+
+    def __init__(self, waited_for: bool = False) -> None:
+        self.waited_for = waited_for
+        self.ways: dict[str, None] = {}
+        self.next: dict[tuple[str, ...], _Place] = {}
 
 
 @compat.never_frames
@@ -57,6 +80,12 @@ class Agreement:
         prefix: Makes keys unique to one strategy.
         group: Of the ranks' CPUs, for what is asked in every step; without one, that goes over the store, too.
         names: Parameter names by their local ids, for errors.
+
+    Attributes:
+        together: Whether all ranks were to run the same when this one was to run a program the last time.
+        turns: How often ranks have gone on differently, and taken turns.
+        take_part: Communicates what another rank's program, or code that is not compiled, does, by its signature; None:
+            ranks that go on differently are an error.
     """
 
     def __init__(
@@ -76,8 +105,15 @@ class Agreement:
         self._prefix = prefix
         self._group = group
         self._names = names or {}
+        self.take_part: Callable[[str], None] | None = None
+        self.turns, self.together = 0, True
         self._steps: dict[str, _Place] = {}
         self._place: _Place | None = None
+        self._places = 0
+        self._last: dict[tuple[str, ...], _Place] | None = None  # places by the last thing, once there are too many
+        self._met: set[Hashable] = set()
+        self._compares_all: Callable[[], bool] | None = None  # in this step
+        self._said = False
         self._at = (0, 0)  # steps begun, and how far this one has come: one tuple, as a thread reads it
         self._rounds = 0
         self._waits = False
@@ -100,6 +136,7 @@ class Agreement:
         self.end()
         self._at = (self._at[0] + 1, 0)
         self._place = self._steps.setdefault(name, _Place())
+        self._compares_all = None
 
     def end(self) -> None:
         """Ends the step, if one has begun; call on all ranks. Raises as `begin`."""
@@ -110,30 +147,69 @@ class Agreement:
     @property
     def compares_end(self) -> bool:
         """Returns whether the next `begin` compares the end of the last step with other ranks'; the same on all."""
-        return self._place is not None and set(self._place.next) != {_END}
+        return self._place is not None and (self._asks(self._place) or _END not in self._place.ways)
 
-    def check(self, signature: str) -> None:
-        """Raises unless all ranks are about to run a program with the same collectives.
+    def is_new(self, sizes: Hashable) -> bool:
+        """Returns whether this rank meets a batch of these sizes for the first time since programs were swapped.
+
+        Args:
+            sizes: Of all tensors in it.
+        """
+        new = sizes not in self._met
+        self._met.add(sizes)
+        return new
+
+    def compare_all(self, wanted: Callable[[], bool]) -> None:
+        """Lets hosts ask each other wherever this step communicates; call on all ranks, when it has begun.
+
+        Args:
+            wanted: Whether they shall, the same on all ranks; called where it is to be known.
+        """
+        self._compares_all = functools.cache(wanted)
+
+    def check(self, signature: str) -> Callable[[], None] | None:
+        """Call before a program runs, on all ranks.
 
         Args:
             signature: What the program about to run communicates, one collective a line; empty: nothing.
+
+        Returns:
+            What is to be called when it has run: takes part in what other ranks run in its place. None: nothing.
 
         Raises:
             ProgramMismatchError: Names a rank that goes on otherwise, and the first differing collective.
             TimeoutError: Names a rank that does not come to this place within the timeout.
         """
-        if signature and self._world_size > 1:
-            self._go_on(signature)
+        behind = self._go_on(signature) if signature and self._world_size > 1 else None
+        # A rank may run programs that communicate nothing where another one runs none.
+        self.together = self._world_size == 1 or (bool(signature) and behind is None)
+        return behind
 
-    def check_uncompiled(self, kind: str, ids: list[int]) -> None:
-        """Does so for what code outside of programs is about to communicate.
+    def check_uncompiled(self, kind: str, parameters: Sequence[tuple[int, str]]) -> Callable[[], None] | None:
+        """As `check`, for what code outside of programs is about to communicate.
 
         Args:
             kind: ``"gather"`` or ``"reduce"``.
-            ids: Local ids of the parameters.
+            parameters: Local ids of the parameters, and the dtypes that they, or their gradients, have.
+        """
+        if self._world_size == 1:
+            return None
+        lines = [f"{kind} {dtype} ({number},)" for number, dtype in parameters]
+        return self._go_on("\n".join([f"{kind} of code that was not compiled", *lines]))
+
+    def check_exchange(self, signature: str) -> None:
+        """As `check`, for what all ranks must do together, so that none can take part in it without.
+
+        Args:
+            signature: What they exchange.
         """
         if self._world_size > 1:
-            self._go_on(f"code that was not compiled\n{kind} {tuple(ids)}")
+            self._go_on(f"{signature}\n{EXCHANGES}all ranks")
+
+    def end_backward(self) -> None:
+        """Call when a backward pass has run, on all ranks, before anybody looks at gradients."""
+        if self._world_size > 1 and self._place is not None:
+            self._go_on(_END_OF_BACKWARD)
 
     def passed(self) -> None:
         """Call on all ranks where a step can be seen to have gone on: another rank may wait for this one behind it."""
@@ -142,7 +218,8 @@ class Agreement:
     def forget(self) -> None:
         """Compares everything again; call on all ranks between the same two steps, when programs are swapped."""
         self._steps.clear()
-        self._place = None
+        self._met.clear()
+        self._place, self._places, self._last = None, 0, None
 
     def rest(self) -> None:
         """Ends the thread; call when there are no more steps for now."""
@@ -153,20 +230,78 @@ class Agreement:
         with contextlib.suppress(RuntimeError, dist.DistError):  # the store has ended, and so has who would look
             self._say_where()  # to a rank that is not that far, and is going to ask
 
-    def _go_on(self, text: str) -> None:
+    def _go_on(self, text: str) -> Callable[[], None] | None:
         place = self._place = self._place or _Place()
-        if len(place.next) > 1 and self._group is not None:
-            self._ask(text, self._group)
-        elif text not in place.next or len(place.next) > 1:
-            self._meet(text, place)
-        self._place = place.next.setdefault(text, _Place())
+        behind = None
+        if self._asks(place) and self._group is not None:
+            behind = self._ask(text, self._group)
+        else:
+            if text not in place.ways or len(place.ways) > 1:
+                self._meet(text, place)
+            self._follow(text)
         self.passed()
+        return behind
 
-    def _ask(self, text: str, group: dist.ProcessGroup) -> None:
-        if not alike(text, group):
+    def _asks(self, place: _Place) -> bool:
+        """Returns whether hosts ask each other there; the same on all ranks."""
+        wanted = self._compares_all is not None and self._compares_all()
+        return wanted or place.waited_for or len(place.ways) != 1
+
+    def _follow(self, *texts: str) -> None:
+        """Goes on to the next place, the same one on all ranks."""
+        assert self._place is not None
+        place = self._place.next.get(texts)
+        if place is None:
+            if self._last is None and self._places >= _MOST_PLACES:
+                # Paths that follow from data, like layers that are left out at random, hardly ever come again.
+                self._steps.clear()
+                self._last = {}
+            place = _Place(len(set(map(_moment, texts))) > 1)
+            place = place if self._last is None else self._last.setdefault(texts, place)
+            self._places += 1
+            self._place.next[texts] = place
+            self._place.ways.update(dict.fromkeys(texts))
+        self._place = place
+
+    def _ask(self, text: str, group: dist.ProcessGroup) -> Callable[[], None] | None:
+        """Hosts ask each other; where they go on differently, those that are less far go first, in turns."""
+        while not alike(text, group):
             everybody = exchange(text, group)
+            texts = list(dict.fromkeys(everybody))
+            least = min(map(_moment, texts))
+            first = [one for one in texts if _moment(one) == least]
             other = next(rank for rank, theirs in enumerate(everybody) if theirs != text)
-            raise self._mismatch(text, everybody[other], other)
+            too_late = least == _IN_BACKWARD and _END in texts  # the optimizer has stepped there
+            if self.take_part is None or too_late or any(f"\n{EXCHANGES}" in one for one in first):
+                raise self._mismatch(text, everybody[other], other)
+            self.turns += 1
+            self._say(everybody)
+            self._follow(*sorted(texts))
+            turn = first.index(text) if text in first else len(first)
+            self._take_part_in(first[:turn])
+            if turn < len(first):
+                return functools.partial(self._take_part_in, first[turn + 1 :])
+        self._follow(text)
+        return None
+
+    def _take_part_in(self, texts: Sequence[str]) -> None:
+        assert self.take_part is not None
+        for text in texts:
+            self.take_part(text)
+
+    def _say(self, everybody: Sequence[str]) -> None:
+        if self._said:
+            return
+        self._said = True
+        other = next(rank for rank, theirs in enumerate(everybody) if theirs != everybody[0])
+        _log.log(
+            logging.WARNING if self._rank == 0 else logging.DEBUG,
+            "Rank 0 and rank %d run different programs in this step, as follows from batches of other sizes, or from "
+            "conditions on the data. Ranks take turns then, each with zeros for what the others differentiate: the "
+            "result is right, and the step takes as long as all of them. First difference: %s.",
+            other,
+            self._difference(everybody[0], everybody[other], 0, other),
+        )
 
     def _meet(self, text: str, place: _Place) -> None:
         """Compares a digest with that of the rank that was first; texts are there of that rank and of one that differs.
@@ -186,6 +321,7 @@ class Agreement:
             if self._store.add(f"{key}/alike", 1) == self._world_size:
                 self._store.set(f"{key}/all", "")
             self._wait_for_all(key, text, place)
+            self._clean_up(self._rounds - 1)  # which nobody reads any more, as all have come to this one
             # The first rank's process may serve the store, and end with this step: the others hear first.
             if self._store.add(f"{key}/heard", 1) == self._world_size:
                 self._store.set(f"{key}/over", "")
@@ -194,6 +330,14 @@ class Agreement:
         finally:
             self._rounds += 1
             self._waits = False
+
+    def _clean_up(self, number: int) -> None:
+        """Takes a round's keys out of the store: every rank its own, the first one those of all."""
+        key, names = f"{self._prefix}/round{number}", [str(self._rank), f"at{self._rank}"]
+        if self._rank == 0:
+            names += ["asked", "first", "alike", "all", "heard", "over"]
+        for name in names if number >= 0 else ():
+            self._store.delete_key(f"{key}/{name}")
 
     def _wait_for_all(self, key: str, text: str, place: _Place) -> None:
         deadline = time.monotonic() + self._timeout.total_seconds()
@@ -212,7 +356,7 @@ class Agreement:
                 other, theirs = self._told(differs)
                 raise self._mismatch(text, theirs, other)
             if gone_on:
-                raise self._mismatch(text, next(iter(place.next), "something else"), other)
+                raise self._mismatch(text, next(iter(place.ways), "something else"), other)
             if failed or left <= _ASK_SECONDS:
                 what = "has failed" if failed else f"did not do so within {self._timeout}"
                 raise self._left(text, f"rank {other} {what}.")
@@ -270,16 +414,29 @@ class Agreement:
         self._store.set(f"{self._prefix}/round{self._rounds}/at{self._rank}", f"{steps} {events}")
 
     def _mismatch(self, mine: str, theirs: str, other: int) -> ProgramMismatchError:
+        return ProgramMismatchError(
+            f"Rank {self._rank} and rank {other} would go on differently. First difference: "
+            f"{self._difference(mine, theirs, self._rank, other)}. Ranks must take the same path through the model, "
+            "with the same plan: look for conditions on the rank or on its data, also for loops whose length follows "
+            "from it. Compute such a part on all ranks, and mask what is not wanted (multiply by 0, `torch.where`)."
+        )
+
+    def _difference(self, mine: str, theirs: str, rank: int, other: int) -> str:
         pairs = zip([*mine.splitlines(), "nothing"], [*theirs.splitlines(), "nothing"], strict=False)
         here, there = (_named(line, self._names) for line in next(pair for pair in pairs if pair[0] != pair[1]))
         if mine.partition("\n")[0] != theirs.partition("\n")[0]:
             here, there = _first(mine, self._names), _first(theirs, self._names)
-        return ProgramMismatchError(
-            f"Rank {self._rank} and rank {other} would go on differently. First difference: `{here}` on rank "
-            f"{self._rank}, `{there}` on rank {other}. Ranks must take the same path through the model, with the same "
-            "plan: look for conditions on the rank or on its data, also for loops whose length follows from it. "
-            "Compute such a part on all ranks, and mask what is not wanted (multiply by 0, `torch.where`)."
-        )
+        return f"`{here}` on rank {rank}, `{there}` on rank {other}"
+
+
+_IN_FORWARD, _IN_BACKWARD, _LATER, _LAST = range(4)
+
+
+def _moment(text: str) -> int:
+    """Returns when in a step it comes: what communicates gradients must do so in the pass that all ranks are in."""
+    if text.startswith(("backward", "reduce")):
+        return _IN_BACKWARD
+    return {_END_OF_BACKWARD: _LATER, _END: _LAST}.get(text, _IN_FORWARD)
 
 
 def _first(text: str, names: Mapping[int, str]) -> str:

@@ -127,7 +127,8 @@ class Uncompiled:
     Args:
         parameters: All sharded parameters.
         stays: Whether parameters stay whole until they change (stages 1 and 2).
-        compare: Called with what is about to communicate, ``"gather"`` or ``"reduce"`` and local ids; the ranks'.
+        compare: Called with what is about to communicate, ``"gather"`` or ``"reduce"`` and parameters, by local id,
+            with the dtype in which they, or their gradients, are there. What it returns, if anything, is called behind.
         written: Called when code wrote to parameters: what programs have gathered is out of date.
         noticed: Called when code that is not compiled gathers a block for the first time.
         outside: Called before a module is called outside of steps, which all ranks must do.
@@ -145,7 +146,7 @@ class Uncompiled:
         parameters: Sequence[_Parameter],
         *,
         stays: bool = False,
-        compare: Callable[[str, list[int]], None] | None = None,
+        compare: Callable[[str, Sequence[tuple[int, str]]], Callable[[], None] | None] | None = None,
         written: Callable[[], None] | None = None,
         noticed: Callable[[], None] | None = None,
         outside: Callable[[], object] | None = None,
@@ -376,8 +377,6 @@ class Uncompiled:
                 self.uneven(_number(members, stored))
             else:
                 self._notice(members[0])
-                if self._compare is not None:
-                    self._compare("gather", [p.ds_id & LOCAL_ID for p in members])
             block = self._gather_block(members, stored)
             self.gathered += 1
         self._resident[key] = block  # the newest
@@ -405,20 +404,38 @@ class Uncompiled:
     def _gather_block(self, members: list[_Parameter], stored: bool) -> _Block:
         dtypes = [p.leaf.dtype if stored else p.gather_dtype for p in members]
         block = _Block(members, dtypes)
-        with torch.no_grad(), compat.below_autograd():
-            for parameter, dtype in zip(members, dtypes, strict=True):
-                held = self._held.get(parameter)
-                whole = held if held is not None and held.dtype == dtype else None
-                if _is_there(parameter, dtype):
-                    whole = compat.alias(parameter.leaf) if whole is None else whole
-                elif whole is None:
-                    whole = _gather(parameter, dtype)
+        there: dict[_Parameter, Tensor] = {}
+        absent: list[tuple[_Parameter, torch.dtype]] = []
+        for parameter, dtype in zip(members, dtypes, strict=True):
+            held = self._held.get(parameter)
+            if held is not None and held.dtype == dtype:
+                there[parameter] = held
+            elif _is_there(parameter, dtype):
+                there[parameter] = compat.alias(parameter.leaf)
+            # At their own pace other ranks do not know that this one has it.
+            if not _is_there(parameter, dtype) and (parameter not in there or self.uneven is not None):
+                absent.append((parameter, dtype))
+        with self._compared("gather", absent), torch.no_grad(), compat.below_autograd():
+            for parameter, dtype in absent:
+                whole = _gather(parameter, dtype)
+                if parameter not in there:
+                    there[parameter] = whole
                     self._owners[whole.untyped_storage()] = (parameter, stored)
-                elif self.uneven is not None:
-                    _gather(parameter, dtype)  # as other ranks do, which do not know that this one has it
-                block.whole[parameter] = whole
-                block.versions[parameter] = compat.version_of(whole)
+        for parameter in members:
+            block.whole[parameter] = there[parameter]
+            block.versions[parameter] = compat.version_of(there[parameter])
         return block
+
+    @contextlib.contextmanager
+    def _compared(self, kind: str, parameters: Iterable[tuple[_Parameter, torch.dtype]]) -> Iterator[None]:
+        """Around what communicates."""
+        behind = None
+        if self._compare is not None and self.uneven is None:
+            lines = [(p.ds_id & LOCAL_ID, str(dtype).removeprefix("torch.")) for p, dtype in parameters]
+            behind = self._compare(kind, lines)
+        yield
+        if behind is not None:
+            behind()
 
     def _evict(self, key: tuple[_Parameter, bool]) -> None:
         block = self._resident.get(key)
@@ -464,14 +481,13 @@ class Uncompiled:
                 "have no batches left: a gradient is the mean over all ranks. Give all ranks as many batches, or "
                 "switch gradients of parameters off in the step (`self.requires_grad_(False)`)."
             )
-        if self._compare is not None:
-            self._compare("reduce", [p.ds_id & LOCAL_ID for p, _ in wanted])
-        shards = {
-            p: grad.to(p.leaf.dtype)
-            if p.ranks.world_size == 1
-            else torch.ops.dc.reduce(grad, p.ds_id, p.layout.shard_shape, p.leaf.dtype)
-            for p, grad in wanted
-        }
+        with self._compared("reduce", [(p, grad.dtype) for p, grad in wanted]):
+            shards = {
+                p: grad.to(p.leaf.dtype)
+                if p.ranks.world_size == 1
+                else torch.ops.dc.reduce(grad, p.ds_id, p.layout.shard_shape, p.leaf.dtype)
+                for p, grad in wanted
+            }
         return [shards.get(parameter) for parameter in parameters]
 
     def differentiate(self, arguments: dict[str, Any], run: Callable[..., Any]) -> tuple[Tensor | None, ...]:

@@ -9,6 +9,7 @@ alone.
 from __future__ import annotations
 
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,8 +73,12 @@ class Timeline:
     _stale_gradients: bool = False
     _began: tuple[float, float] = (0.0, 0.0)  # the last forward pass: when, and what programs had taken by then
 
-    def begin(self, name: str) -> bool:
+    def begin(self, name: str, sizes: Hashable = ()) -> bool:
         """Before the forward pass of the step `name`.
+
+        Args:
+            name: The step's name.
+            sizes: Those of the tensors in its batch.
 
         Returns:
             Whether what was compiled of the training step is to be compiled anew.
@@ -90,17 +95,23 @@ class Timeline:
                 replays.begin_step(self.tuner.settled)  # before the hosts are asked
             if self.residency is not None:  # before gathers, which take the memory that states leave
                 self.residency.begin_step(self.capture.waits_for_states)
-            self.prefetch.begin_training_step(self._ask())  # drops what is out of date
+            self.prefetch.begin_training_step(self._ask(self.order.is_new((name, sizes))))  # drops what is out of date
             self.capture.begin_step()  # after `prefetch`, which asks what the last step began with
         elif self.evaluation.behind is None:  # else nothing is gathered ahead
             self.prefetch.begin(name)
+            met = self.meetings.meet(Where.EVALUATION, self.order.is_new((name, sizes)))
+            self.order.compare_all(lambda: bool(met()[0]))
         self.uncompiled.clear()  # parameters may have changed between steps, and nobody says so
         self.gradients.follow_requires_grad()  # before guards of the compiled step look at it
         self._began = time.perf_counter(), self.capture.program_seconds
         return anew
 
-    def _ask(self) -> bool:
-        """Asks the other hosts; returns whether the training step that begins may use what is gathered."""
+    def _ask(self, new: bool) -> bool:
+        """Asks the other hosts; returns whether the training step that begins may use what is gathered.
+
+        Args:
+            new: Whether the batch has sizes that this rank has not met since programs were swapped.
+        """
         self.stops()  # keeps the answer of the step before
         may_stay = self.prefetch.may_stay(isolated=self.tuner.isolates)
         replays = self.capture.replays
@@ -115,8 +126,10 @@ class Timeline:
             -failures,
             taken,
             -taken,
+            new,
         )
         self._answers = answers
+        self.order.compare_all(lambda: bool(answers()[-1]))  # a compiler may make another graph of it
         if replays is not None:
             replays.agree(lambda: not answers()[2])
         # A rank that gathered again alone would wait for the others: it may be the only one that has what was written.
@@ -126,7 +139,7 @@ class Timeline:
         """Whether a rank had been told to stop when the last training step began; the same on all ranks."""
         answers, self._answers = self._answers, None
         if answers is not None:
-            _, told_to_stop, _, most, least, *taken = answers()
+            _, told_to_stop, _, most, least, *taken, _ = answers()
             self._stops |= bool(told_to_stop)
             if sum(taken) != 0:
                 raise RuntimeError(
@@ -154,6 +167,7 @@ class Timeline:
 
     def backward_done(self) -> None:
         """After a backward pass: every ``.grad`` is set."""
+        self.order.end_backward()  # before `gradients`: other ranks may have some that this one takes part in
         self.gradients.finish()
         self.uncompiled.clear()  # after `gradients`, which reduce what uncompiled code has left
         seconds = time.perf_counter() - self._began[0]

@@ -48,24 +48,32 @@ class Measurement:
         self._schedules: dict[int, dict[str, Schedule]] = {}  # what ran in the profiled steps
 
     def probe(
-        self, moment: int, device: torch.device, memory: PeakMemory, runtime: Any, programs: list[Executable]
+        self, moment: int, device: torch.device, memory: PeakMemory, runtime: Any, capture: Capture
     ) -> StepProbe | None:
         """What times the step that begins; None for steps that are not timed. Profiled steps get marks.
+
+        Programs that are compiled in such a step get them, too: where other ranks have theirs from before, all must
+        communicate alike.
 
         Args:
             moment: The step.
             device: Where it runs.
             memory: Of that device.
             runtime: ``_C.Runtime``; in the isolated step it waits for every collective at once.
-            programs: Those of a training step.
+            capture: Has the programs.
         """
+        capture.measures = None
         if not (-2 <= moment < PLANNED or TIMED <= moment < VERIFIED):
             return None
         # Of the round it may know nothing: programs with marks outlive a training that ends during one.
         drain = functools.partial(runtime.gradients.free, []) if moment == ISOLATED else None
         probe = self._probes[moment] = StepProbe(device, memory, drain)
         if moment in (OBSERVED, ISOLATED):
-            self._schedules[moment] = instrument(programs, probe)
+            schedules = self._schedules[moment] = {}
+            measures = capture.measures = functools.partial(_measure, schedules, probe)
+            for executable in capture.executables:
+                if executable.program.kind != "inference":
+                    measures(executable)
         return probe
 
     def fastest(self, first: int, last: int) -> float:
@@ -138,6 +146,10 @@ class Measurement:
             room, contention = host_room and host_room(), replace(profile.contention, duplex=duplex)
             profile = replace(profile, copy_out=out, copy_in=back, contention=contention, host_budget=room)
         return profile, tuple(start[s.name] for s in profile.schedules)
+
+
+def _measure(schedules: dict[str, Schedule], probe: StepProbe, executable: Executable) -> None:
+    schedules |= instrument([executable], probe)
 
 
 def agreed_profile(

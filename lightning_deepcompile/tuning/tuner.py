@@ -244,7 +244,7 @@ class Tuner:
         elif moment == VERIFIED:
             self._verify()
         if self._round is not None:
-            self._probe = self._round.probe(moment, self._device, self._memory, self._runtime, self._training())
+            self._probe = self._round.probe(moment, self._device, self._memory, self._runtime, self._capture)
             if moment == OBSERVED:
                 self._say(f"Measuring steps {self._step} and {self._step + 1}, to plan with their times.", logging.INFO)
             if moment in (OBSERVED, ISOLATED) and self._capture.progress is not None:
@@ -410,7 +410,7 @@ class Tuner:
         self._end_round()
 
     def _end_round(self, retry: bool = False) -> None:
-        self._round = None
+        self._round = self._capture.measures = None
         if retry and self._attempts < _ATTEMPTS:
             self._recheck = self._step + 10
         elif not self._next_entry() and self._attempts < _ATTEMPTS:

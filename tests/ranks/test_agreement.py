@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from lightning_deepcompile.ranks import order
 from lightning_deepcompile.ranks.order import Agreement, ProgramMismatchError
 
 
@@ -150,6 +152,26 @@ def test_a_rank_learns_that_the_others_have_gone_on_as_usual(paths: tuple[list[P
     assert isinstance(errors[1], ProgramMismatchError) and errors[0] is None
     assert "First difference" in str(errors[1])
     assert time.monotonic() - started < 30, "not when the timeout is over"
+
+
+def test_paths_that_hardly_ever_come_again_take_no_more_room_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of layers that are left out at random, alike on all ranks."""
+    monkeypatch.setattr(order, "_MOST_PLACES", 40)
+    store = dist.HashStore()
+    members = [Agreement(store, rank, 2, timedelta(seconds=20), "test") for rank in range(2)]
+    layers = [Program("layer", [("gather", (number,))]) for number in range(8)]
+    choose = random.Random(0)
+    keys = []
+    for _ in range(60):
+        path = [layer for layer in layers if choose.random() < 0.5]
+        assert _go(members, path, path) == [None] * 2
+        keys.append(store.num_keys())
+    assert max(keys) < 40, keys
+    for member in members:
+        assert member._last is not None and len(member._last) <= len(layers) + 1
+        assert len(member._steps) == 1
+    errors = _go(members, layers[:1], layers[1:2])
+    assert all(isinstance(error, ProgramMismatchError) for error in errors)
 
 
 def test_the_thread_ends_with_its_agreement_and_with_the_interpreter() -> None:

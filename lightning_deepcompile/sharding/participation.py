@@ -1,0 +1,127 @@
+"""Takes part in what other ranks communicate, with nothing to compute: where ranks run different programs, in turns.
+
+A rank gathers what another one gathers, has it released when that one does, and gives zeros to the means of gradients.
+So all ranks have gathered the same at any time, and every gradient is the mean over all of them.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.program.instructions import AT_BOUNDARY, TABLE
+from lightning_deepcompile.program.program import LOCAL_ID
+from lightning_deepcompile.sharding.parameter import ShardedParameter
+from lightning_deepcompile.sharding.shards import ShardedModel
+
+__all__ = ["Participation"]
+
+_OPERATIONS = {row.collective: row.op for row in TABLE.values() if row.collective}
+
+
+class Participation:
+    """Communicates by signatures (`Program.signature`, `Agreement.check_uncompiled`).
+
+    Args:
+        model: The sharded model.
+        runtime: ``_C.Runtime`` that communicates.
+        stage: ZeRO stage.
+        new_graph_id: Gives a runtime id for a graph.
+        begin_backward: Begins a backward pass, unless one has begun.
+    """
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        runtime: Any,
+        stage: int,
+        new_graph_id: Callable[[], int],
+        begin_backward: Callable[[], None],
+    ) -> None:
+        self._model, self._runtime, self._stage = model, runtime, stage
+        self._new_graph_id, self._begin_backward = new_graph_id, begin_backward
+        self._graphs: dict[tuple[int, ...], int] = {}
+
+    @torch.no_grad()
+    def __call__(self, signature: str) -> None:
+        """Communicates what a rank does that runs a program, or other code, with this signature."""
+        header, *lines = signature.splitlines()
+        collectives = [_parsed(line) for line in lines]
+        with compat.below_autograd():
+            if "program" not in header:
+                self._with_code(collectives)
+                return
+            if header.startswith("backward"):
+                self._begin_backward()
+            (members,) = [ids for kind, ids in collectives if kind == TABLE["end"].collective] or [()]
+            graph = self._graph_of(members or tuple(p.ds_id & LOCAL_ID for p in self._model.parameters))
+            for kind, ids in collectives:
+                self._with_instruction(graph, kind, ids)
+
+    def _graph_of(self, members: tuple[int, ...]) -> int:
+        if members not in self._graphs:
+            graph = self._graphs[members] = self._new_graph_id()
+            ids = [parameter.ds_id for parameter in self._parameters(members)]
+            register = self._runtime.setup.register_graph
+            register(graph, ids, stage=self._stage, reduce="every")
+            register(graph | AT_BOUNDARY, ids, stage=self._stage, reduce="boundary")
+        return self._graphs[members]
+
+    def _parameters(self, ids: tuple[int, ...]) -> list[ShardedParameter]:
+        return [self._model.by_id[self._runtime.serial << 32 | number] for number in ids]
+
+    def _with_instruction(self, graph: int, kind: str, numbers: tuple[int, ...]) -> None:
+        parameters = self._parameters(numbers)
+        ids, dtypes = [p.ds_id for p in parameters], [p.gather_dtype for p in parameters]
+        match _OPERATIONS.get(kind):
+            case "gather":
+                torch.ops.dc.prefetch_params_fused(graph, [], ids, dtypes)
+            case "release":
+                torch.ops.dc.release_params_fused(graph, ids)
+            case "release_at_boundary":
+                torch.ops.dc.release_params_at_boundary(graph, ids)
+            case "reduce":
+                torch.ops.dc.reduce_grads_fused(graph, [_zeros(p, p.gather_dtype) for p in parameters], ids)
+            case "reduce_at_boundary":
+                zeros = [_zeros(p, p.gather_dtype) for p in parameters]
+                torch.ops.dc.reduce_grads_fused(graph | AT_BOUNDARY, zeros, ids)
+            case "end":
+                torch.ops.dc.end_backward(graph)
+            case "gather_now":
+                for parameter in parameters:
+                    self._gather(parameter, parameter.gather_dtype)
+            case "reduce_now":
+                for parameter in parameters:
+                    self._reduce(parameter, parameter.gather_dtype)
+            case _ if kind != "keep":  # which says what is not released
+                raise RuntimeError(f"There is no taking part in `{kind}`: a defect.")
+
+    def _with_code(self, collectives: list[tuple[str, tuple[int, ...]]]) -> None:
+        for text, numbers in collectives:
+            kind, _, dtype = text.partition(" ")
+            (parameter,) = self._parameters(numbers)
+            (self._gather if kind == "gather" else self._reduce)(parameter, getattr(torch, dtype))
+
+    @staticmethod
+    def _gather(parameter: ShardedParameter, dtype: torch.dtype) -> None:
+        torch.ops.dc.gather(parameter.leaf, parameter.ds_id, parameter.layout.spec.shape, dtype)
+
+    @staticmethod
+    def _reduce(parameter: ShardedParameter, dtype: torch.dtype) -> None:
+        leaf, zeros = parameter.leaf, _zeros(parameter, dtype)
+        shard = torch.ops.dc.reduce(zeros, parameter.ds_id, parameter.layout.shard_shape, leaf.dtype)
+        leaf.grad = shard if leaf.grad is None else leaf.grad + shard  # which is merged when the pass is over
+
+
+def _zeros(parameter: ShardedParameter, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(parameter.layout.spec.shape, dtype=dtype, device=parameter.leaf.device)
+
+
+def _parsed(line: str) -> tuple[str, tuple[int, ...]]:
+    """Returns a kind of collective, and the local ids of its parameters."""
+    kind, _, ids = line.rpartition(" (")
+    return kind, ast.literal_eval(f"({ids}")

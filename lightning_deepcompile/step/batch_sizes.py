@@ -1,0 +1,51 @@
+"""The sizes of a batch's tensors: where they change, a compiler may make other graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["sizes_of"]
+
+_DEEPEST, _MOST = 6, 1000
+"""Objects in objects, and all that are looked at: a batch may refer to what is none of it, and that to itself."""
+
+
+def sizes_of(batch: Any) -> Hashable:
+    """The sizes and dtypes of all tensors and arrays in `batch`, wherever they are, and how it is built.
+
+    Numbers and texts do not count: they change with every batch, as its index does.
+
+    Args:
+        batch: A tensor, or anything that holds some.
+    """
+    found: list[Hashable] = []
+    _look(batch, found, 0)
+    return tuple(found)
+
+
+def _look(value: Any, found: list[Hashable], depth: int) -> None:
+    if len(found) >= _MOST:
+        return
+    if isinstance(value, Tensor) and value.is_nested:  # its sizes are data
+        found.append("nested")
+    elif isinstance(shape := getattr(value, "shape", None), tuple):
+        found.append((tuple(shape), str(getattr(value, "dtype", ""))))
+    elif value is None or isinstance(value, bool):
+        found.append(value)
+    elif isinstance(value, Mapping):
+        found.append(len(value))
+        for key, one in value.items():
+            found.append(str(key))
+            _look(one, found, depth + 1)
+    elif isinstance(value, list | tuple | set | frozenset):
+        found.append(len(value))
+        for one in value:
+            _look(one, found, depth + 1)
+    else:
+        found.append(str(type(value)))
+        if depth < _DEEPEST and not isinstance(value, type | nn.Module):
+            for one in getattr(value, "__dict__", {}).values():
+                _look(one, found, depth + 1)

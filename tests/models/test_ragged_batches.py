@@ -1,0 +1,160 @@
+"""Modules at random, batches of which every rank has its own sizes, default settings: they train as under DDP.
+
+``TEST_ALL=1 pytest -n 12 tests/models/test_ragged_batches.py`` trains 300 of them, on 2 and on 3 ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import traceback
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import full
+from multiprocess import join, run_ranks
+from random_models import LENGTH, VOCAB, Model, Spec, specs
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.engine import Engine
+
+STEPS = 10
+"""Two are timed, two measured, all others run as planned; three of these are compared with those before."""
+
+
+def ragged(spec: Spec, world_size: int) -> list[list[Tensor]]:
+    """Every rank's batch of every step: most have the same sizes, others a dimension of one or any."""
+    choose = random.Random(spec.seed)
+    generator = torch.Generator().manual_seed(spec.seed)
+    fixed = "rms norm" in str(spec.ops)  # which is over the whole length
+    least = 2 if "group norm" in str(spec.ops) else 1  # of which PyTorch refuses a single number
+
+    def sizes() -> tuple[int, int]:
+        any_size = choose.randint(1, 4), choose.randint(1, 4)
+        rows, length = choose.choice([(2, 3), (2, 3), (1, 3), (2, 1), (1, 1), any_size])
+        return max(rows, least), LENGTH if fixed else length
+
+    return [[torch.randint(0, VOCAB, sizes(), generator=generator) for _ in range(world_size)] for _ in range(STEPS)]
+
+
+def _sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.05)
+
+
+def _close(actual: Tensor | None, expected: Tensor | None, name: str) -> None:
+    """In double precision: many a gradient is zero but for rounding, as of a bias in front of a norm."""
+    if actual is None or expected is None:  # where no rank has one, or all have zeros
+        actual = torch.zeros_like(expected) if actual is None and expected is not None else actual
+        expected = torch.zeros_like(actual) if expected is None and actual is not None else expected
+    if actual is not None:
+        torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-10, msg=lambda m: f"{name}: {m}")
+
+
+def _compare(steps: list[list[Tensor]], engine: Engine, reference: Model) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    optimizer, expected_optimizer = _sgd(engine.module), _sgd(reference)
+    engine.attach_optimizer(optimizer)
+    for step, parts in enumerate(steps):
+        expected = sum(reference.training_step(part) for part in parts) / world
+        engine.drop_stale_gradients()
+        actual = engine.run_step("training_step", parts[rank])
+        optimizer.zero_grad()
+        expected_optimizer.zero_grad()
+        expected.backward()
+        engine.backward(actual.backward)
+        mean = actual.detach().clone()
+        dist.all_reduce(mean)
+        _close(mean / world, expected.detach(), f"loss of step {step}")
+        ours = dict(engine.module.named_parameters())
+        for name, parameter in reference.named_parameters():
+            _close(full(ours[name].grad), parameter.grad, f"step {step}, gradient of {name}")
+        optimizer.step()
+        engine.parameters_changed()
+        expected_optimizer.step()
+    for name, parameter in reference.named_parameters():
+        _close(full(ours[name]), parameter.detach(), name)
+
+
+def _fails(spec: Spec, parts: list[list[Tensor]], backend: str, stage: int) -> tuple[str, int]:
+    """The ranks' errors in training, "" if there is none, and how often ranks took turns; the same on all of them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    reference = Model(spec).double()
+    engine, error = None, ""
+    try:
+        config = CompileConfig(region_backend=backend)
+        engine = Engine(copy.deepcopy(reference), mesh, config, stage=stage, timeout=timedelta(seconds=40))
+        _compare(parts, engine, reference)
+    except Exception:
+        error = traceback.format_exc()
+    errors: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    turns = 0
+    if engine is not None:
+        turns = engine.timeline.order.turns
+        engine.abort() if any(errors) else engine.close()
+    torch._dynamo.reset()
+    return "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text), turns
+
+
+def _train_all(models: list[Spec], backend: str) -> dict[int, str]:
+    join("cpu")
+    results = [
+        _fails(spec, ragged(spec, dist.get_world_size()), backend, 3 if number % 4 else 1 + number // 4 % 2)
+        for number, spec in enumerate(models)
+    ]
+    return {number: text for number, (text, _) in enumerate(results) if text}
+
+
+PARTS = 15
+"""Of the models, of which each part is a test."""
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.extensive) for part in range(1, PARTS))])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_they_train_as_without_sharding(world_size: int, part: int) -> None:
+    models = specs(300)[part::PARTS]
+    if "TEST_ALL" not in os.environ:
+        models = models[:: 7 if world_size == 2 else 10]
+    backend = "inductor" if part % 5 == 1 else "eager"
+    for failed in run_ranks(_train_all, world_size, models, backend, timeout=1150):
+        texts = [f"{models[number]}\n{error}" for number, error in failed.items()]
+        if texts:
+            pytest.fail(f"{len(texts)} of {len(models)} models\n\n" + "\n\n".join(texts))
+
+
+PLAIN = Spec((("linear", 5), ("layer norm", 5)), seed=3, frozen=(), ties=(), unused=False, broken=None)
+
+
+def _once(moments: list[int], rare: tuple[int, int]) -> list[tuple[str, int]]:
+    join("cpu")
+    results = []
+    for moment in moments:
+        sizes = [(4, 3)] * STEPS, [(4, 3)] * moment + [rare] + [(4, 3)] * (STEPS - moment - 1)
+        generator = torch.Generator().manual_seed(1)
+        steps = zip(*sizes, strict=True)
+        parts = [[torch.randint(0, VOCAB, size, generator=generator) for size in step] for step in steps]
+        results.append(_fails(PLAIN, parts, "eager", 3))
+    return results
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_may_meet_other_sizes_in_any_step() -> None:
+    """Two steps are measured (3 and 4), and there programs run otherwise, also those that are compiled within one."""
+    moments = list(range(STEPS)) if "TEST_ALL" in os.environ else [3, 4, 6]
+    for results in run_ranks(_once, 2, moments, (2, 3), timeout=280):
+        for moment, (error, turns) in zip(moments, results, strict=True):
+            assert not error, f"step {moment}: {error}"
+            assert turns == 0, f"step {moment}: programs are the same but for sizes"
+
+
+@pytest.mark.timeout(300)
+def test_a_dimension_of_one_makes_another_graph() -> None:
+    for results in run_ranks(_once, 2, [4], (1, 1), timeout=280):
+        ((error, turns),) = results
+        assert not error and turns > 0, error
