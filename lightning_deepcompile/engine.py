@@ -204,6 +204,8 @@ class Engine:
                 parts,
                 direct,
             )
+            if taken:
+                self.states_loaded(optimizer)
 
     def _parts_of(self, optimizer: Optimizer, ways: OptimizerWays, *, has_stepped: bool) -> Parts | None:
         """Returns what divides the steps of `optimizer`, if anything does."""
@@ -265,6 +267,11 @@ class Engine:
         after = self.timeline.optimizer_stepped if may_step else self.timeline.optimizer_called
         with self.stepping(optimizer), contextlib.nullcontext() if shards is None else shards.calling(after):
             yield
+
+    def states_loaded(self, optimizer: Optimizer) -> None:
+        """Call when states were loaded into `optimizer`: users see DTensors of them."""
+        if optimizer in self._local_shards:
+            self._local_shards[optimizer].show_states()
 
     def local_shards(self, optimizer: Optimizer) -> LocalShards:
         """The context in which `optimizer`, which was attached, holds plain shards."""

@@ -326,6 +326,7 @@ class Checkpoints:
             for optimizer, state, owner_of in pairs:
                 offload = engine.offload_of(optimizer)
                 load_optimizer_state(optimizer, state, module, model, owner_of, offload)
+                engine.states_loaded(optimizer)
 
     def remove(self, filepath: str | os.PathLike[str]) -> None:
         """Removes a checkpoint of either kind, once what was saved before is whole; only rank 0 does something."""

@@ -1,8 +1,9 @@
 """One optimizer whose states wait in host memory, and that steps chunk by chunk while they come and go.
 
-Between steps ``optimizer.state`` holds the host tensors, so that state dicts see them. A step runs the class's own
-`step` on copies of the groups that hold one chunk's parameters, and lets the call that the user made do the last chunk:
-hooks, counters of schedulers and return values are those of one step.
+Between steps ``optimizer.state`` holds the host tensors, so that state dicts see them; where ranks share parameters, as
+DTensors of the same memory. A step runs the class's own `step` on copies of the groups that hold one chunk's
+parameters, and lets the call that the user made do the last chunk: hooks, counters of schedulers and return values are
+those of one step.
 
 Shards that live in host memory themselves come and go with the states of their parameters.
 
@@ -25,6 +26,7 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.offload.chunks import Chunk, GroupChanges, Parts, make_chunks
 from lightning_deepcompile.offload.probe import StateSizes, can_leave
 from lightning_deepcompile.plan.state_copies import LEAST_SLOTS, round_slots
+from lightning_deepcompile.sharding.sharded_tensor import ShardedTensor
 
 __all__ = ["StateOffload"]
 
@@ -195,12 +197,23 @@ class StateOffload:
         state = self._held().state
         replaced = False
         for p, buffers in list(self._host_buffers.items()):
-            held = {name: buffer for name, buffer in buffers.items() if p in state and state[p].get(name) is buffer}
+            entries = state.get(p, {})
+            held = {name: buffer for name, buffer in buffers.items() if entries.get(name) is buffer}
             if len(held) < len(buffers):
+                for name in buffers.keys() - held.keys():
+                    value = entries.get(name)
+                    if isinstance(value, Tensor) and value.shape == p.shape and value.device != p.device:
+                        # Somebody computed it of what was there.
+                        held[name] = entries[name] = self._copied(value, value.dtype)
                 self._host_buffers[p] = held
                 replaced = True
         if replaced:
             self._expect([])  # it holds them, too, and their memory is for the states that this step makes
+
+    def _copied(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        buffer: Tensor = self._runtime.states.host_buffer(torch.empty(value.shape, dtype=dtype, device="meta"))
+        buffer.copy_(value)
+        return buffer
 
     def _buffers_of(self, chunk: Chunk) -> list[Tensor]:
         return [buffer for params in chunk.params for p in params for buffer in self._host_buffers.get(p, {}).values()]
@@ -353,12 +366,11 @@ class StateOffload:
         """
         local = self._local_of(parameter)
         try:
-            buffer = self._runtime.states.host_buffer(torch.empty(value.shape, dtype=dtype, device="meta"))
+            buffer = self._copied(value, dtype)
         except torch.OutOfMemoryError:
             if not self.optional:
                 raise
             return value.to(local.device, dtype, copy=True)
-        buffer.copy_(value)
         self._host_buffers.setdefault(local, {})[name] = buffer
         return buffer
 
@@ -372,7 +384,11 @@ class StateOffload:
             for name, value in entries.items():
                 rows = compat.local_of(value) if isinstance(value, DTensor) else value
                 if can_leave(rows, local):
-                    entries[name] = _as_shown(value, self.load(parameter, name, rows.dtype, rows))
+                    entries[name] = _as_shown(value, self.load(parameter, name, rows.dtype, rows), self.synchronize)
+
+    def synchronize(self) -> None:
+        """Waits until what leaves is in host memory."""
+        self._runtime.states.synchronize()
 
     def forget(self) -> None:
         """Call when the optimizer has got another state: what was in host memory is freed."""
@@ -400,9 +416,9 @@ class StateOffload:
         return optimizer
 
 
-def _as_shown(value: Any, rows: Tensor) -> Tensor:
-    """Returns `rows` as a DTensor if `value` is one."""
-    return compat.with_local(value, rows) if isinstance(value, DTensor) else rows
+def _as_shown(value: Any, rows: Tensor, before_use: Callable[[], None] | None = None) -> Tensor:
+    """Returns `rows` as users see them if `value` is a DTensor."""
+    return ShardedTensor.of(compat.with_local(value, rows), before_use) if isinstance(value, DTensor) else rows
 
 
 @compat.never_a_frame

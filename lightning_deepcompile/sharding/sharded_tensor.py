@@ -1,15 +1,16 @@
 """Sharded tensors in users' hands: what is computed of them is of the whole tensor, and indices are global.
 
 A DTensor leaves some of that to its user. Sums and norms stay a rank's part until somebody asks for all of it, and
-``.item()`` does not; a slice of rows is a copy, so that writing to it is lost. Gradients and parameters are of a class
-that asks, and that keeps what is written.
+``.item()`` does not; a slice of rows is a copy, so that writing to it is lost. Gradients, parameters and optimizers'
+states are of a class that asks, and that keeps what is written. States may be in host memory, where ranks cannot
+communicate: what is computed of them is computed on the device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,7 @@ from lightning_deepcompile import compat
 
 __all__ = ["ShardedTensor"]
 
+_SAME = frozenset(("detach", "alias"))  # views that need no other rank
 # What writes to places that are not the same on all ranks: DTensors refuse these.
 _BY_INDEX = frozenset(
     """index_put_ index_fill_ index_copy_ index_add_ index_reduce_ put_ scatter_ scatter_add_ scatter_reduce_
@@ -34,7 +36,7 @@ _HINT = (
 
 
 class ShardedTensor(DTensor):
-    """A sharded parameter, its gradient, or what was computed of them, between steps.
+    """A sharded parameter, its gradient, its optimizer's state, or what was computed of them, between steps.
 
     All ranks must do alike what needs more than a rank's rows: reductions, rows by index, values for Python.
     """
@@ -42,10 +44,18 @@ class ShardedTensor(DTensor):
     __slots__ = ()
 
     @staticmethod
-    def of(tensor: DTensor) -> ShardedTensor:
-        """Makes `tensor` itself one."""
+    def of(tensor: DTensor, before_use: Callable[[], None] | None = None) -> ShardedTensor:
+        """Makes `tensor` itself one; `before_use` is called before its memory is looked at."""
         tensor.__class__ = ShardedTensor
+        if before_use is not None:
+            tensor.__dict__["_dc_before_use"] = before_use
         return cast(ShardedTensor, tensor)
+
+    @staticmethod
+    def undone(tensor: DTensor) -> DTensor:
+        """Makes `tensor` itself one of PyTorch's class."""
+        tensor.__class__ = DTensor
+        return tensor
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # its stub has no class
@@ -53,6 +63,7 @@ class ShardedTensor(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         name, written = compat.name_of_operator(function), compat.written_by(function, args, kwargs)
+        on_host = _prepare(args, kwargs) and not written and name not in _SAME
         try:
             if written and (name in _BY_INDEX or any(_origin(one) is not None for one in written)):
                 return _write_whole(function, args, kwargs, written)
@@ -60,18 +71,31 @@ class ShardedTensor(DTensor):
                 return function(_full(args[0]))
             if name == "fill_":  # of which DTensor knows one overload alone
                 function(compat.local_of(args[0]), _full(args[1]))
+                _count_write(args[0])
                 return args[0]
             # What is written to a parameter is the same on all ranks, or ranks would part wherever it is. What is
             # computed with one, of a batch of their own, is not: there DTensor refuses plain tensors.
-            with _as_dtensors(args, kwargs), implicit_replication() if written else contextlib.nullcontext():
-                result = function(*args, **kwargs)
+            call, named = fx.node.map_aggregate((args, kwargs), _on_device) if on_host else (args, kwargs)
+            with _as_dtensors(call, named), implicit_replication() if written else contextlib.nullcontext():
+                result = function(*call, **named)
         except (RuntimeError, NotImplementedError) as error:
             if _HINT in str(error) or not _REFUSED.search(str(error)):
                 raise
             raise type(error)(f"{error} {_HINT}") from error
         if written:
+            for one in written:
+                _count_write(one)
             return None if result is None else written[0] if len(written) == 1 else tuple(written)
-        return _wrapped(result, function, args, kwargs)
+        return _wrapped(result, function, args, kwargs, on_host)
+
+    def to_local(self, **options: Any) -> Tensor:
+        """As PyTorch's."""
+        _prepare(self)
+        return super().to_local(**options)
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        """As PyTorch's, for tensors in host memory, too."""
+        return _full(self) if _prepare(self) else super().full_tensor(**options)
 
     # What PyTorch refuses for all subclasses.
     def tolist(self) -> Any:
@@ -125,7 +149,53 @@ def _as_dtensors(*arguments: Any) -> Iterator[None]:
 
 
 def _full(value: Any) -> Any:
-    return compat.full_tensor(_one_plain(value)) if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    return compat.full_tensor(_one_plain(_on_device(value))).to(compat.local_of(value).device)
+
+
+def _prepare(*arguments: Any) -> bool:
+    """Waits for the memory of what is among `arguments`; returns whether some of it is elsewhere than its mesh."""
+    found: list[DTensor] = []
+
+    def look(one: Any) -> Any:
+        if isinstance(one, ShardedTensor):
+            for base in _bases(one):
+                if (before_use := base.__dict__.get("_dc_before_use")) is not None:
+                    before_use()
+            if _is_on_host(one):
+                found.append(one)
+        return one
+
+    fx.node.map_aggregate(arguments, look)
+    return bool(found)
+
+
+def _is_on_host(tensor: DTensor) -> bool:
+    return compat.local_of(tensor).device.type != tensor.device_mesh.device_type
+
+
+def _on_device(value: Any) -> Any:
+    """Returns a tensor that is in host memory as a copy where its mesh is."""
+    if not isinstance(value, DTensor) or not _is_on_host(value):
+        return value
+    return compat.with_local(value, compat.local_of(value).to(value.device_mesh.device_type))
+
+
+def _bases(tensor: DTensor) -> Iterator[DTensor]:
+    """Yields a tensor, and those whose memory it shares as a view."""
+    base: DTensor | None = tensor
+    while base is not None:
+        yield base
+        base = base.__dict__.get("_dc_base")
+
+
+def _count_write(tensor: Tensor) -> None:
+    """Counts a write to the memory of `tensor`, as PyTorch counts none below autograd."""
+    for base in _bases(tensor) if isinstance(tensor, DTensor) else ():
+        local = compat.local_of(base)
+        if not local.is_inference():
+            torch.autograd.graph.increment_version(local)
 
 
 def _origin(tensor: Any) -> Any:
@@ -133,20 +203,24 @@ def _origin(tensor: Any) -> Any:
     return tensor.__dict__.get("_dc_origin") if isinstance(tensor, ShardedTensor) else None
 
 
-def _wrapped(result: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _wrapped(result: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], on_host: bool) -> Any:
     views = compat.is_view(function) and isinstance(args[0], ShardedTensor)
-    copies = views and (_origin(args[0]) is not None or any(map(_is_sharded, args[0].placements)))
+    copies = views and (on_host or _origin(args[0]) is not None or any(map(_is_sharded, args[0].placements)))
 
     def wrap(one: Any, place: int | None) -> Any:
         if type(one) is not DTensor:
             return one
         if any(placement.is_partial() for placement in one.placements):
             one = one.redistribute(placements=[Replicate() if p.is_partial() else p for p in one.placements])
+        if on_host:
+            one = compat.with_local(one, compat.local_of(one).cpu())
         if one.dim() == 0 and not views:
             return compat.local_of(one)  # a plain number, as loggers and ``torch.tensor([...])`` want it
         one = ShardedTensor.of(one)
-        if copies and not any(map(_is_sharded, one.placements)):
+        if copies and (on_host or not any(map(_is_sharded, one.placements))):
             one.__dict__["_dc_origin"] = (args[0], function, args[1:], kwargs, place)
+        elif views:
+            one.__dict__["_dc_base"] = args[0]
         return one
 
     if isinstance(result, list | tuple):
@@ -175,19 +249,16 @@ def _write_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], w
         target = target if place is None else target[place]
     call, named = fx.node.map_aggregate((args, kwargs), lambda one: target if one is tensor else _full(one))
     function(*call, **named)
-    everywhere = [Replicate()] * root.device_mesh.ndim
-    rows = DTensor.from_local(whole, root.device_mesh, everywhere, run_check=False).redistribute(
-        placements=root.placements
-    )
-    _keep(root, rows.to_local())
+    _keep(root, whole)
     if root is not tensor:
         _keep(tensor, target)
     return tensor
 
 
-def _keep(tensor: Tensor, rows: Tensor) -> None:
-    local = compat.local_of(tensor)
-    local.copy_(rows)
-    torch.autograd.graph.increment_version(local)  # PyTorch counts no writes below autograd
+def _keep(tensor: Any, whole: Tensor) -> None:
+    everywhere = [Replicate()] * tensor.device_mesh.ndim
+    whole = DTensor.from_local(whole, tensor.device_mesh, everywhere, run_check=False)
+    compat.local_of(tensor).copy_(whole.redistribute(placements=tensor.placements).to_local())
+    _count_write(tensor)
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)

@@ -167,7 +167,7 @@ class LocalShards:
         self._inner = 0  # calls of ``super().step(closure)`` under way
         self._swapped: dict[Tensor, Tensor] = {}
         self._given: dict[Tensor, Tensor | None] = {}  # gradients, by the module's parameters
-        self._states = ShownStates(model.ranks)
+        self._states = ShownStates(model.ranks, None if self.offload is None else self.offload.synchronize)
         self._dtensors: dict[Tensor, Tensor] = {}
         self._hooks = (
             optimizer.register_step_pre_hook(self._on_step),
@@ -264,6 +264,15 @@ class LocalShards:
             self.restore()
         after()
 
+    def show_states(self) -> None:
+        """Makes DTensors of states that were loaded as this rank's rows."""
+        state = self._held().state
+        for group, way in zip(self._held().param_groups, self.ways.ways(), strict=True):
+            for parameter in group["params"] if way is not Way.OWNERS else ():
+                sharded = self._model.by_parameter.get(parameter)
+                if sharded is not None and parameter in state:
+                    self._states.show(sharded, state[parameter])
+
     def restore(self) -> None:
         """Puts the parameters back; does nothing where they are in place, so it also mends what an error left."""
         if self._parts is not None:
@@ -282,6 +291,8 @@ class LocalShards:
             if sharded is not None:
                 if replacement is sharded.local:
                     sharded.keep_in_place()
+                if parameter in state:
+                    self._states.show(sharded, state[parameter])
             elif parameter in state:
                 self._states.hide_replicated(state[parameter])
             gradient, replacement.grad = replacement.grad, None
@@ -290,6 +301,7 @@ class LocalShards:
                 cleared.append(parameter)
             elif gradient is not None and gradient is not given[parameter]:
                 parameter.grad = self._as_gradient(gradient, sharded)
+        self._states.forget_hidden()
         if cleared:  # by the class
             self._gradients.forget(cleared)
 

@@ -1,12 +1,14 @@
 """States of an optimizer as users see them, and as its class does while it steps.
 
-A state of a parameter's shape is a DTensor, as the parameter is: indices, means and norms are those of one process.
-While groups step on shards they are this rank's rows, plain tensors of the same memory.
+A state of a parameter's shape is a `ShardedTensor`, as a gradient is: indices, means and norms are those of one
+process. While groups step on shards, it is this rank's rows, a plain tensor of the same memory; while they step on
+DTensors, it is one of PyTorch's class.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from lightning_deepcompile import compat
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.sharding.parameter import ShardedParameter
+from lightning_deepcompile.sharding.sharded_tensor import ShardedTensor
 from lightning_deepcompile.step.dtensor_steps import replicated
 
 __all__ = ["ShownStates"]
@@ -25,13 +28,14 @@ class ShownStates:
     """Turns states into DTensors and back; one for each optimizer.
 
     Args:
-        ranks: Among which parameters are sharded.
+        ranks: Among which parameters are sharded. On one, states stay plain tensors: rows are those of the parameter.
+        before_use: Called before states are looked at that may be in host memory; None: they are on the device.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, before_use: Callable[[], None] | None = None) -> None:
+        self._ranks, self._before_use = ranks, before_use
         # DTensors of states that a class updates in place, by parameter and name; of others they would keep old states.
-        self._kept: dict[tuple[ShardedParameter, str], DTensor] = {}
+        self._kept: dict[tuple[ShardedParameter, str], ShardedTensor] = {}
         self._last: dict[tuple[ShardedParameter, str], weakref.ref[Tensor]] = {}
         self._replaced: set[tuple[ShardedParameter, str]] = set()
         self._templates: dict[tuple[ShardedParameter, torch.dtype], DTensor] = {}
@@ -47,18 +51,29 @@ class ShownStates:
             if isinstance(value, DTensor):
                 same = value.shape == parameter.dtensor.shape and value.placements == self._ranks.placements
                 entries[name] = compat.local_of(value) if same else self._rows(parameter, value)
+                if self._before_use is not None and isinstance(value, ShardedTensor) and same:
+                    self._kept[parameter, name] = value  # for this step: a host buffer is not kept longer
             elif isinstance(value, Tensor) and self._is_full(parameter, value):
                 entries[name] = parameter.rows(value).clone()  # a user's
 
     def show(self, parameter: ShardedParameter, entries: dict[str, Any]) -> None:
-        """Replaces this rank's rows by DTensors of the same memory; arguments as of `hide`."""
+        """Replaces this rank's rows by tensors of the same memory for users; arguments as of `hide`."""
+        if self._ranks.shards == 1:
+            return
         shape = parameter.local.shape
         for name, value in entries.items():
-            if isinstance(value, Tensor) and value.shape == shape and not isinstance(value, DTensor):
+            if type(value) is DTensor:
+                ShardedTensor.of(value)
+            elif isinstance(value, Tensor) and value.shape == shape and not isinstance(value, DTensor):
                 entries[name] = self._shown(parameter, name, value)
 
+    def forget_hidden(self) -> None:
+        """Call when a step's states are shown: host memory of states that it dropped is freed."""
+        if self._before_use is not None:
+            self._kept.clear()
+
     def show_all(self, parameter: ShardedParameter | None, entries: dict[str, Any]) -> None:
-        """Makes DTensors of all states that are not: for groups that step on DTensors.
+        """Makes all states DTensors of PyTorch's class: for groups that step on DTensors.
 
         Args:
             parameter: Whose states they are; None: of one that is not sharded.
@@ -70,6 +85,8 @@ class ShownStates:
                     entries[name] = parameter.distribute(parameter.rows(value).clone())
             self.show(parameter, entries)
         for name, value in entries.items():
+            if isinstance(value, ShardedTensor):
+                ShardedTensor.undone(value)
             replicates = isinstance(value, Tensor) and (value.dim() > 0 or parameter is None)
             if replicates and not isinstance(value, DTensor):
                 entries[name] = replicated(value, self._ranks)
@@ -87,12 +104,14 @@ class ShownStates:
     def _rows(self, parameter: ShardedParameter, value: DTensor) -> Any:
         return parameter.rows(value) if value.shape == parameter.dtensor.shape else compat.full_tensor(value)
 
-    def _shown(self, parameter: ShardedParameter, name: str, rows: Tensor) -> DTensor:
+    def _shown(self, parameter: ShardedParameter, name: str, rows: Tensor) -> ShardedTensor:
         key = parameter, name
         kept = self._kept.get(key)
         if kept is not None and compat.local_of(kept) is rows:
             return kept
-        shown = self._distributed(parameter, rows)
+        shown = ShardedTensor.of(self._distributed(parameter, rows), self._before_use)
+        if self._before_use is not None:
+            return shown
         if kept is not None:
             del self._kept[key]
             self._replaced.add(key)

@@ -13,6 +13,7 @@ import torch
 from cases import Mlp, Record, train
 from multiprocess import run_ranks
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 class OwnAdam(torch.optim.Adam):
@@ -100,6 +101,10 @@ CHOICES: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 ]
 
 
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def _run(kind: type[torch.optim.Optimizer], settings: dict[str, Any], world: int, stage: int, **trainer: Any) -> Any:
     from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
@@ -112,7 +117,7 @@ def _run(kind: type[torch.optim.Optimizer], settings: dict[str, Any], world: int
         steps=12,
         callbacks=[watch],
         inspect=lambda run: {
-            k: {n: v.clone() for n, v in e.items()} for k, e in run.optimizers[0].state_dict()["state"].items()
+            k: {n: _local(v).clone() for n, v in e.items()} for k, e in run.optimizers[0].state_dict()["state"].items()
         },
         **trainer,
     )

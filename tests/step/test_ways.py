@@ -6,12 +6,14 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from cases import Base, Mlp, assert_close, assert_same_training, train
 from multiprocess import run_ranks
 from optimizers import GlobalClip, Lion, Sam, SignSam
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.step.ways import Way
@@ -129,3 +131,72 @@ def test_a_method_between_micro_batches_leaves_gradients() -> None:
     alone = train(NotesBetweenMicroBatches, "auto", world_size=1, rank=0, steps=3, accumulate=2, data_world=2)
     for record in run_ranks(noting, 2, 3, 2):
         assert_same_training(record, alone, params=True)
+
+
+class Looks(pl.Callback):
+    """Reads and writes states between steps, as one does in one process."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.seen: list[Any] = []
+        self.shown = True
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        (optimizer,) = trainer.optimizers
+        momentum = optimizer.state[module.head.weight][self.name]
+        self.shown &= isinstance(momentum, DTensor)
+        self.seen.append((tuple(momentum.shape), momentum.mean().item(), momentum.abs().max().item()))
+        self.seen.append((float(momentum.norm()), momentum.std().item(), momentum[-1].sum().item()))
+        with torch.no_grad():
+            momentum[:40] = 0
+            momentum[-2:] *= 2
+            momentum[:, 1].mul_(0.5)
+            momentum.mul_(0.9)
+        self.seen.append(momentum.norm().item())
+        if batch_idx == 1:
+            optimizer.state[module.head.weight][self.name] = momentum.clone()
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
+        if module.head.weight in optimizer.state:
+            optimizer.state[module.head.weight][self.name][5:45].add_(0.01)
+
+
+def resets(
+    make: Callable[[Any], Any], name: str, strategy: Any, world: int, rank: int, data_world: int = 3, **options: Any
+) -> Any:
+    looks = Looks(name)
+    options |= {"callbacks": [looks], "data_world": data_world}
+    record = train(with_optimizer(make), strategy, world_size=world, rank=rank, steps=5, **options)
+    return record.losses, looks.seen, looks.shown, record.params
+
+
+STATES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "lion": (lambda m: Lion(m.parameters()), "exp_avg"),
+    "sgd": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), "momentum_buffer"),
+    "adamw": (lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3), "exp_avg"),
+    "fused adamw": (lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3, fused=True), "exp_avg"),
+    "global clip": (lambda m: GlobalClip(m.parameters()), "momentum_buffer"),
+}
+IN_HOST_MEMORY = ["lion", "adamw"]
+
+
+def reset_on_ranks() -> Any:
+    def one(name: str, offload: str) -> Any:
+        strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager", offload=offload))
+        return resets(*STATES[name], strategy, 3, int(os.environ["RANK"]))
+
+    shown = {name: one(name, "none") for name in STATES}
+    return shown | {f"{name} in host memory": one(name, "all") for name in IN_HOST_MEMORY}
+
+
+def test_states_are_those_of_one_process() -> None:
+    alone = {name: resets(*STATES[name], "auto", 1, 0) for name in STATES}
+    for result in run_ranks(reset_on_ranks, 3):
+        assert len(result) == len(STATES) + len(IN_HOST_MEMORY)
+        for name, (losses, seen, shown, params) in result.items():
+            expected = alone[name.removesuffix(" in host memory")]
+            assert shown, name
+            torch.testing.assert_close(losses, expected[0], rtol=1e-5, atol=0, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(seen, expected[1], rtol=1e-5, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
+            for parameter, value in expected[3].items():
+                assert_close(params[parameter], value, f"{name} {parameter}")
