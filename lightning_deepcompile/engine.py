@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_deepcompile.assembly import Assembly
 from lightning_deepcompile.capture.graph_checks import explain
-from lightning_deepcompile.capture.steps import CompiledSteps
+from lightning_deepcompile.capture.steps import CompiledSteps, code_of
 from lightning_deepcompile.capture.sync_batchnorm import trace_sync_batchnorm
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.offload.chunks import Parts
@@ -135,6 +135,7 @@ class Engine:
                 self._steps.forget(name)
             self.uncompiled.hands_out_plain = self.mentions(name).transforms
             uneven = self.timeline.evaluation.behind is not None
+            self.capture.step_code = code_of(getattr(self.module, name))
             try:
                 with (
                     self._steps.running(name, compiled=not uneven) as step,

@@ -10,7 +10,9 @@ import contextlib
 import functools
 import gc
 import logging
+import sys
 import time
+import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -57,6 +59,9 @@ from lightning_deepcompile.sharding.shards import ShardedModel
 __all__ = ["Capture"]
 
 _log = logging.getLogger(__name__)
+
+_FRAMEWORK = frozenset(["torch", "lightning_deepcompile", "contextlib", "functools", ""])
+"""Packages whose code lies between a step's and its programs; code that PyTorch generates is of none."""
 
 _CHUNK: dict[Chunkable, Callable[..., int]] = {"losses": chunk_losses, "mlps": chunk_mlps}
 
@@ -124,6 +129,7 @@ class Capture:
         blocks: Blocks that were not traced by themselves but with their equals.
         tracing: How the step is traced, from its next trace on.
         several_backward_passes: Whether a step has several, with optimizers' steps in between.
+        step_code: Of the step under way.
         before_first_run: Called on all ranks at the same place, when a training step is compiled and before it runs.
         measures: Called with what is compiled while a step is measured, so that it runs as on other ranks; None: no
             step is.
@@ -152,6 +158,7 @@ class Capture:
     tracing: Tracing = field(default_factory=Tracing)
     several_backward_passes: bool = False
     before_first_run: Callable[[], None] | None = None
+    step_code: types.CodeType | None = None
     _looked: bool = False
     measures: Callable[[Executable], None] | None = None
     _prepare: Callable[[], None] | None = None
@@ -320,6 +327,19 @@ class Capture:
             yield
         finally:
             self._prepare = before
+
+    def runs_first(self) -> bool:
+        """Returns whether the program that is about to run is the first thing that its step does.
+
+        Dynamo calls a graph from the code of the function that it captured: the step's own if nothing broke the graph
+        before, else that of a continuation, or of a function that the step calls.
+        """
+        frame = sys._getframe()
+        while frame.f_back is not None and (frame.f_globals.get("__name__") or "").partition(".")[0] in _FRAMEWORK:
+            frame = frame.f_back
+        code, own = frame.f_code, self.step_code
+        names = code.co_name, code.co_filename, code.co_firstlineno
+        return own is not None and names == (own.co_name, own.co_filename, own.co_firstlineno)
 
     def _enter(self, program: Program) -> Callable[[], None] | None:
         if self._prepare is not None:

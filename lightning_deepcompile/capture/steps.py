@@ -19,7 +19,7 @@ from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.sharding.access import property_codes
 from lightning_deepcompile.sharding.mentions import Mentions, mentions_of
 
-__all__ = ["CompiledSteps"]
+__all__ = ["CompiledSteps", "code_of"]
 
 
 class CompiledSteps:
@@ -99,6 +99,11 @@ class CompiledSteps:
         return torch.compile(
             own, backend=self._backend, options={"guard_filter_fn": compat.unguarded(property_codes())}
         )
+
+
+def code_of(function: Callable[..., Any]) -> types.CodeType | None:
+    """The code of a Python function or method, not that of what it wraps; None for other callables."""
+    return getattr(getattr(function, "__func__", function), "__code__", None)
 
 
 def _place(code: types.CodeType | None) -> str:

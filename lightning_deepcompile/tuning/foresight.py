@@ -69,11 +69,15 @@ class Foresight:
         self.need: MemoryNeed | None = None
         self.least = self.budget = 0
 
-    def look(self, step: int, programs: list[Program], say: Callable[[str, int], None]) -> Round | None:
+    def look(
+        self, step: int, programs: list[Program], say: Callable[[str, int], None], *, restartable: bool
+    ) -> Round | None:
         """Decides; call on all ranks at the same place, when programs are compiled and before they run.
 
         Args:
             step: Optimizer steps done.
+            restartable: Whether nothing of this rank's step has run yet. Else no step is traced once more here: code
+                that ran would run again.
             programs: Of a micro-batch, in the order in which they run.
             say: Logs a line, on one rank.
 
@@ -92,13 +96,16 @@ class Foresight:
         schedules = offload_all(profile.schedules) if may_offload else profile.schedules
         least = least_budget(schedules, fewest) + spare
         budget = profile.budget or 0
-        highest, self.least, fewest_bytes = map(int, maxima([peak, least, -budget], self._group))
+        told = peak, least, -budget, not restartable
+        highest, self.least, fewest_bytes, has_run = map(int, maxima(told, self._group))
         self.budget = -fewest_bytes
         self.need = memory_need(profile.schedules, profile, standing, spare)
         if highest <= self.budget:
             return None
-        if (anew := self._retracing.spare(step, replace(profile, budget=self.budget), self.least)) is not None:
-            return anew
+        if not has_run:
+            anew = self._retracing.spare(step, replace(profile, budget=self.budget), self.least)
+            if anew is not None:
+                return anew
         if self._leaving.mode == "auto":
             self._leaving.needed = True
             say(

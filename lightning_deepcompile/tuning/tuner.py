@@ -179,7 +179,9 @@ class Tuner:
             return  # a plan that was read knows
         forwards = [e.program for e in self._training() if e.program.kind == "forward"]
         backwards = [e.program for e in self._training() if e.program.kind == "backward"]
-        if (anew := self._foresight.look(self._step, [*forwards, *reversed(backwards)], self._say)) is not None:
+        programs = [*forwards, *reversed(backwards)]
+        restartable = self._capture.runs_first()
+        if (anew := self._foresight.look(self._step, programs, self._say, restartable=restartable)) is not None:
             self.rounds.append(anew)
             self._say(anew.headline(), logging.WARNING)
             raise StepRetracedError

@@ -340,20 +340,25 @@ def test_graphs_that_are_kept_can_be_used_twice() -> None:
 # Distributed ----------------------------------------------------------------------------------------------------------
 
 
-def _collectives() -> tuple[list[float], list[float], bool]:
+def _collectives() -> tuple[list[float], list[float], list[float], bool]:
     join("cpu")
     rank, group = dist.get_rank(), dist.group.WORLD
     swapped, mean = torch.zeros(2), torch.zeros(1)
     compat.all_to_all_into(swapped, torch.tensor([10.0 * rank, 10.0 * rank + 1]), group)
     compat.reduce_scatter_mean_into(mean, torch.tensor([1.0, 3.0]) * (rank + 1), group)
+    # Rank 0 keeps one element and sends two; rank 1 sends nothing.
+    uneven, out = torch.zeros((1, 2)[rank]), ([1, 2], [0, 0])[rank]
+    sent = torch.tensor([1.0, 2.0, 3.0][: sum(out)])
+    compat.all_to_all_uneven(uneven, sent, ([1, 0], [2, 0])[rank], out, group)()
     compat.store().set(f"here{rank}", "")
     compat.store().wait([f"here{1 - rank}"])
     dist.barrier()  # the store ends with the rank that serves it
-    return swapped.tolist(), mean.tolist(), compat.device_of_objects(group) == compat.device_of_objects(None) == "cpu"
+    on_cpu = compat.device_of_objects(group) == compat.device_of_objects(None) == "cpu"
+    return swapped.tolist(), mean.tolist(), uneven.tolist(), on_cpu
 
 
 def test_collectives_and_the_store() -> None:
-    assert run_ranks(_collectives, 2) == [([0, 10], [1.5], True), ([1, 11], [4.5], True)]
+    assert run_ranks(_collectives, 2) == [([0, 10], [1.5], [1], True), ([1, 11], [4.5], [2, 3], True)]
 
 
 def _wholes() -> bool:

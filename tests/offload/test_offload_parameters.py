@@ -209,15 +209,16 @@ def _some() -> None:
 
 
 class Failing(AdamW):
-    """Its second call in a step fails."""
+    """Fails when it has been called twice since training began: in the middle of its first step."""
 
-    calls = 0
+    calls: int | None = None
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
-        type(self).calls += 1
-        if type(self).calls == 7:
-            raise RuntimeError("on purpose")
+        if Failing.calls is not None:
+            Failing.calls += 1
+            if Failing.calls == 2:
+                raise RuntimeError("on purpose")
         return loss
 
 
@@ -230,6 +231,9 @@ def _errors() -> None:
             return Failing([p for p in self.parameters() if p.requires_grad], 1e-2)
 
     class Look(pl.Callback):
+        def on_train_start(self, *args: Any) -> None:
+            Failing.calls = 0
+
         def on_exception(self, trainer: pl.Trainer, *args: Any) -> None:
             seen.extend(p for p in trainer.strategy.engine.model.parameters if p.host is not None)
 

@@ -10,7 +10,6 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from lightning_deepcompile import compat
 from lightning_deepcompile.program.graph import args_of, output_node
 from lightning_deepcompile.program.region_memory import RegionMemory, region_memory
 
@@ -81,15 +80,13 @@ def test_equals_what_the_allocator_counts(run: Callable[..., tuple[Tensor, ...]]
         in_turn: [(rows, width), (width, classes), (classes, width)],
     }
     inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes[run]]
-    gm = traced(run, *inputs)
-    expected = predicted(gm, True).peak
-    fakes = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
-    region = compat.compile_region(gm, fakes, is_backward=False, is_inference=True)
+    expected = predicted(traced(run, *inputs), True).peak
+    region = torch.compile(run)
     for _ in range(2):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        result = region(list(inputs))
+        result = region(*inputs)
         torch.cuda.synchronize()
         most = torch.cuda.max_memory_allocated() - before
         del result

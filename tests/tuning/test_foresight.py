@@ -87,3 +87,31 @@ def test_a_step_that_cannot_fit_is_named_before_it_runs(
     engine.tuner.explain(error)
     assert any("not expected to fit" in note for note in error.__notes__)
     engine.close()
+
+
+class Reads(Net):
+    """Runs Python before its first graph: what it takes must not be taken twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[int] = []
+
+    @torch.compiler.disable
+    def take(self, batch: Tensor) -> Tensor:
+        self.taken.append(len(batch))
+        return batch
+
+    def training_step(self, batch: Tensor, batch_idx: int = 0) -> Tensor:
+        return super().training_step(self.take(batch))
+
+
+def test_no_code_of_the_user_runs_twice(mesh: DeviceMesh, fresh_dynamo: None) -> None:
+    """The step goes on, with its saved tensors in host memory, and is traced once more when it was measured."""
+    module = Reads()
+    engine = Engine(module, mesh, CompileConfig(region_backend="eager", schedule=None, memory_budget="1MiB"))
+    optimizer = sgd(engine)
+    for _ in range(3):
+        one_step(engine, tokens(ROWS), optimizer)
+    assert module.taken == [ROWS] * 3
+    assert engine.runtime.stats()["offloaded_bytes"] > 0 and engine.report() == []
+    engine.close()
