@@ -50,8 +50,8 @@ class CompileConfig:
             waits for the oldest. Bounds the memory that gradients take during backward.
         early_gathers: Launch the gathers that open a step when the optimizer has stepped, while the host is busy with
             the trainer (stage 3, automatic optimization). Parameters that hooks write to in between are gathered again;
-            only writes through ``parameter.data`` that begin after the second step are not seen in time, and end
-            training with an error.
+            only writes through ``parameter.to_local().data`` that begin after the second step are not seen in time, and
+            end training with an error.
         head_start: Launch them even while the optimizer steps, which begins with what they read; plans open a step with
             as many of them as that hides. For PyTorch's element-wise optimizers. What an optimizer's own hooks write to
             parameters is treated like later writes.

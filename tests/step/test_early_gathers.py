@@ -44,9 +44,11 @@ class _Writes(pl.Callback):
                         (parameter.to_local() if isinstance(parameter, DTensor) else parameter).mul_(0.9)
             elif self.way == "data":
                 parameter.data.mul_(0.9)
-            elif self.way == "permuted":  # which leaves every sum as it is
+            elif self.way in ("permuted", "uncounted"):
                 values = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).data
-                if values.dim() > 1:
+                if self.way == "uncounted":
+                    values.mul_(0.9)
+                elif values.dim() > 1:  # every sum is left as it is
                     values.copy_(values.flip(-1))
             else:
                 with torch.no_grad():
@@ -90,7 +92,8 @@ def _early(trainer: pl.Trainer) -> Any:
     [
         ("no_grad", 0, False, (None, True)),  # never looked at with equal counts
         ("no_grad", 3, False, (True, True)),
-        ("data", 0, False, (False, True)),
+        ("data", 0, False, (None, True)),
+        ("uncounted", 0, False, (False, True)),
         ("data", STEPS, False, (True, True)),
         ("permuted", 0, False, (False, True)),
         ("no_grad", 0, True, (True, False)),
@@ -124,11 +127,11 @@ def test_one_rank_may_write_alone(inside: bool) -> None:
 @pytest.mark.parametrize("inside", [False, True])
 def test_uncounted_writes_that_begin_late_end_training(inside: bool) -> None:
     with pytest.raises(RankError, match="early_gathers=False"):
-        run_ranks(_sharded, 2, "data", 3, inside, timeout=90)
+        run_ranks(_sharded, 2, "uncounted", 3, inside, timeout=90)
     if inside:
         return
-    expected = _train([_Writes("data", 3)], world_size=1)
-    for record in run_ranks(_sharded, 2, "data", 3, early=False):
+    expected = _train([_Writes("uncounted", 3)], world_size=1)
+    for record in run_ranks(_sharded, 2, "uncounted", 3, early=False):
         assert_same_training(record, expected, params=True)
 
 

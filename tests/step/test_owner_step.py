@@ -415,9 +415,12 @@ def test_a_class_that_raises_on_one_rank_raises_on_all() -> None:
     results = run_ranks(_fail, 3, WithFailure)
     messages = [message for message, _ in results]
     own = [message for message in messages if message.startswith("the embedding cannot")]
-    assert len(own) == 1
-    failed = messages.index(own[0])
-    assert sum(f"rank {failed}" in m and "the embedding cannot be stepped on" in m for m in messages) == 2, messages
+    # The head has the same shape: its owner may come to it before it is told of the embedding's.
+    assert len(own) in (1, 2), messages
+    failed = [f"rank {rank}" for rank, message in enumerate(messages) if message in own]
+    for message in messages:
+        assert "the embedding cannot be stepped on" in message, messages
+        assert message in own or any(rank in message for rank in failed), messages
 
 
 def test_ranks_that_hold_other_parameters_are_told_so() -> None:
