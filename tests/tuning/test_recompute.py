@@ -219,7 +219,7 @@ def _saves_little(folder: Path) -> None:
     dist.init_process_group("gloo")
     keep_plans()
     plain, expected, _ = _fit(16, checkpointing=False, passes=None)
-    with pytest.raises(MemoryBudgetError, match=r"recompute='auto'") as refused:
+    with pytest.raises(MemoryBudgetError, match="even with one block gathered") as refused:
         _fit(checkpointing=False, passes=None, memory_budget="100000B")
     # No plan fits into less, but one that saves less does.
     least = int(str(refused.value).partition("need ")[2].split()[0])
