@@ -73,12 +73,12 @@ def _trains(folder: Path, backend: str) -> None:
 
 
 def test_layers_are_whole_until_no_plan_fits(tmp_path: Path) -> None:
-    run_ranks(_trains, 2, tmp_path, "eager", timeout=150)
+    run_ranks(_trains, 2, tmp_path, "eager", timeout=290)
 
 
 @pytest.mark.extensive
 def test_one_rank_decides_it_too(tmp_path: Path) -> None:
-    run_ranks(_trains, 1, tmp_path, "inductor", timeout=170)
+    run_ranks(_trains, 1, tmp_path, "inductor", timeout=290)
 
 
 def _in_order() -> None:
@@ -101,7 +101,7 @@ def _in_order() -> None:
 
 
 def test_what_takes_the_least_time_comes_first() -> None:
-    run_ranks(_in_order, 2, timeout=150)
+    run_ranks(_in_order, 2, timeout=290)
 
 
 def _runs_short() -> None:
@@ -119,4 +119,4 @@ def _runs_short() -> None:
 
 
 def test_a_shortage_has_layers_taken_apart() -> None:
-    run_ranks(_runs_short, 2, timeout=150)
+    run_ranks(_runs_short, 2, timeout=290)

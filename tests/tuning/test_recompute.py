@@ -164,7 +164,7 @@ def _train(folder: Path) -> None:
 
 
 def test_what_is_kept_changes_no_bit(tmp_path: Path) -> None:
-    run_ranks(_train, 2, tmp_path, timeout=150)
+    run_ranks(_train, 2, tmp_path, timeout=290)
 
 
 def _runs_short() -> None:
@@ -185,7 +185,7 @@ def _runs_short() -> None:
 
 
 def test_a_shortage_has_all_computed_again() -> None:
-    run_ranks(_runs_short, 2, timeout=150)
+    run_ranks(_runs_short, 2, timeout=290)
 
 
 def _alone(folder: Path) -> None:
@@ -239,8 +239,8 @@ def _saves_little(folder: Path) -> None:
 
 
 def test_what_is_cheap_is_computed_again_where_nothing_else_fits(tmp_path: Path) -> None:
-    run_ranks(_saves_little, 2, tmp_path, timeout=150)
+    run_ranks(_saves_little, 2, tmp_path, timeout=290)
 
 
 def test_one_rank_decides_it_too(tmp_path: Path) -> None:
-    run_ranks(_alone, 1, tmp_path, timeout=150)
+    run_ranks(_alone, 1, tmp_path, timeout=290)
