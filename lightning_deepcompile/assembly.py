@@ -6,7 +6,6 @@ import os
 import socket
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +24,7 @@ from lightning_deepcompile.offload.host_memory import host_limit
 from lightning_deepcompile.offload.parameters import HostedShards, decide_hosted
 from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.offload.trade import StateTrade
+from lightning_deepcompile.plan.offload import Offloading
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.replay import Replays
@@ -92,6 +92,7 @@ class Assembly:
         self.fallbacks = Fallbacks(config.fallback, dist.get_rank(ranks.group))
         self._shares = False
         self.hosted: HostedShards
+        self._offloading = Offloading()
         self._host_bytes = 0
         self._graphs = False
         self._pack_below = 0
@@ -106,16 +107,15 @@ class Assembly:
             gather_group, reduce_group = ranks.new_shard_groups(2, timeout=self._timeout)
         if config.region_backend == "inductor" and device.type == "cuda":
             compat.start_compile_workers()  # they are there when the step is traced
-        may_offload = any(m != "none" for m in (config.offload, config.offload_activations, config.offload_parameters))
+        may_offload = config.offloading.any
         limit = host_limit(config.host_memory_budget, ranks.group) if may_offload else 0
         self.hosted = decide_hosted(
             config, module, ranks, device, stage=self._stage, gather_dtype=self._gather_dtype, host_bytes=limit
         )
-        # From here on, settings say what sizes leave open.
-        config = self._config = replace(config, offload=self.hosted.states, offload_parameters=self.hosted.parameters)
-        tight = config.offload != "none" or config.offload_parameters != "none"
+        offloading = self._offloading = self.hosted.offloading
+        tight = offloading.states != "none" or offloading.parameters != "none"
         # Without a budget nobody counts on the memory of gathers: where nothing moves, shards are used as they are.
-        self._shares = config.memory_budget is None and not tight and config.offload_activations != "all"
+        self._shares = config.memory_budget is None and not tight and offloading.activations != "all"
         self._host_bytes = max(limit - self.hosted.bytes, 1) if may_offload else 0
         large = sum(parameter.numel() for parameter in module.parameters()) >= _LARGE
         threshold = config.symmetric_threshold(large and self._on_one_host(), tight)
@@ -170,7 +170,7 @@ class Assembly:
         number = from_first(count, group)
         meeting = (store, rank, self._ranks.world_size, self._timeout, f"lightning_deepcompile/engine{number}")
         order = Agreement(*meeting, self.host_group, model.names)
-        leaving = ActivationOffload(config, model, device, stage, self._host_bytes)
+        leaving = ActivationOffload(config, self._offloading, model, device, stage, self._host_bytes)
         replays = None
         if config.replays and self._graphs:
             limit = None if config.memory_budget is None else memory_limit(device, config.memory_budget)
@@ -191,8 +191,8 @@ class Assembly:
             nothing_moves=self._shares and self._mesh.size() == 1 and config.schedule in (None, "auto"),
         )
         residency = None
-        if config.offload != "none":
-            residency = Residency(config, model, runtime, group, device, self.memory, self._host_bytes)
+        if (mode := self._offloading.states) != "none":
+            residency = Residency(config, mode, model, runtime, group, device, self.memory, self._host_bytes)
         trade = StateTrade(residency, self.hosted.describe)
         room = self._room_for_activations(residency)
         shortages = Shortages(retry, ShortageWatch(*meeting))
@@ -229,7 +229,7 @@ class Assembly:
         return timeline, Failures(store, rank, self._ranks.world_size, meeting[-1])
 
     def _room_for_activations(self, residency: Residency | None) -> Callable[[], int] | None:
-        if self._config.offload_activations == "none":
+        if self._offloading.activations == "none":
             return None
         host_bytes = self._host_bytes
         return lambda: host_bytes - (0 if residency is None else residency.host_bytes)

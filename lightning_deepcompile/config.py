@@ -10,20 +10,14 @@ from typing import Annotated, Any, Literal
 from lightning_deepcompile.console import LogLevel
 from lightning_deepcompile.options import AtLeast, checked
 from lightning_deepcompile.plan.budget import Budget, ByteCount, as_fraction, parse_budget
-from lightning_deepcompile.plan.offload import OffloadMode
+from lightning_deepcompile.plan.offload import Offloading, OffloadKind, OffloadMode
 from lightning_deepcompile.plan.pass_schedule import PassSchedule
-from lightning_deepcompile.plan.settings import Reduction
-from lightning_deepcompile.plan.tracing import Chunkable
+from lightning_deepcompile.plan.settings import Reduction, Rounding
 from lightning_deepcompile.runtime.dc import SYMMETRIC_THRESHOLD
 
 __all__ = ["CompileConfig"]
 
 Schedule = Annotated[list[dict[str, Any]], PassSchedule()]
-
-_NO_GRAPHS = ("symmetric_memory", "offload_parameters")
-"""Settings with which programs are no CUDA graphs: they count, or move, what a graph would have as it was."""
-
-_OFF = (False, "none", "auto")
 
 _PACK_BELOW, _MANY_RANKS = 128 * 2**10, 64
 """Bytes of the largest shards that travel packed, and from how many GPUs on. Measured on CPU (docs/benchmarks.md): the
@@ -41,11 +35,9 @@ class CompileConfig:
         prefetch_blocks: How many blocks ahead of its use a block's parameters are gathered. 0 gathers right before the
             use; each block ahead costs the memory of one gathered block.
         reduce: When gradients of accumulated micro-batches travel: ``"every"`` micro-batch's are reduced, or they are
-            added up whole, in the parameters' dtype, and reduced at the ``"boundary"``, with the last one: less
-            communication for the memory of whole gradients. ``"auto"``: planning decides, for each block, by time and
-            memory (the pass ``reduce_late``, stage 3); until then, and where nothing is planned, as with None. It may
-            change the order in which gradients are added up, and with that their last bits, when a plan takes over or
-            is taken back. None: by stage, the boundary at stage 1 alone; no plan changes a bit of the result.
+            added up unsharded, in the parameters' dtype, and reduced at the ``"boundary"``, with the last one: less
+            communication for the memory of unsharded gradients. None: by stage, the boundary at stage 1 alone; with
+            ``rounding="any"``, planning decides at stage 3, for each block, by time and memory.
         reduce_window: How many groups of full gradients may wait for their reduce-scatter before the compute stream
             waits for the oldest. Bounds the memory that gradients take during backward.
         early_gathers: Launch the gathers that open a step when the optimizer has stepped, while the host is busy with
@@ -77,7 +69,7 @@ class CompileConfig:
             KiB, on CPU, and on GPUs from 64 ranks on that share the parameters, unless there is a memory budget or
             offloading: while it travels, what is packed takes its memory twice. Bytes, or a text like ``"1MiB"``, for
             another bound, False for none. So do gradients, but on more than two CPU ranks, where plans regroup them and
-            the order in which ranks are added up would change: there with ``reduce="auto"`` alone.
+            the order in which ranks are added up would change: there with ``rounding="any"`` alone.
         embedding: How the rows of an embedding come to a rank at stage 3. ``"gather"``: with its whole table, as other
             parameters do. ``"exchange"``: the ranks that hold the rows look them up, and get the rows of the gradient
             back, wherever nothing else reads the table; with few tokens per rank that is a small part of the bytes. A
@@ -87,22 +79,6 @@ class CompileConfig:
             rows are added up in fp32, which may change their last bits.
         recognize_causal_masks: Replace an attention mask that provably is the causal one by ``is_causal=True``, which
             admits the flash attention kernels.
-        chunk_loss: Compute a loss over many classes in so many pieces of tokens, with its logits, so that these never
-            exist whole: a linear layer with more outputs than inputs, what scales them, and a cross entropy (or
-            ``nll_loss``, with the terms that are added to it) that ends in one number. The layer's gradient is computed
-            with the loss, and added up in fp32, in another order than that of one product: last bits of losses and
-            gradients may change. Each piece adds a pass over that gradient; take so many that one piece's logits, 2
-            to 6 bytes an element, are small. A step that needs its logits otherwise keeps them whole, and one line says
-            why; so does one in float16. ``"auto"``: whole as long as there is memory for that. If sizes say before the
-            first run that the step does not fit otherwise, or a rank was short of memory, it is traced once more, with
-            8 pieces wherever there are 32 768 classes or more; validation stays as it is compiled. False: whole.
-        chunk_mlp: Compute feed-forward layers in so many pieces of tokens, so that what is wide in them (a linear layer
-            with more outputs than inputs, and what follows row by row until rows are narrow again) never exists whole.
-            Backward computes each piece again: 1/3 more time in these layers, none where the model runs them under
-            activation checkpointing. Gradients of their weights are added up in fp32, in another order than that of one
-            product: last bits may change. Layers that draw random numbers while they are wide, and mixtures of experts,
-            stay whole. ``"auto"``: whole unless the step does not fit otherwise, also not with what ``chunk_loss``
-            and ``recompute`` allow for, or a rank was short of memory again; then in 8 pieces. False: whole.
         cuda_graphs: Record each program of a training step, with its gathers and reductions, clipping by norm and the
             step of a fused optimizer as CUDA graphs, and launch each as a whole: the host of a small model is slower
             than its device. They are recorded when they have run a few times and planning is done. They keep their
@@ -125,33 +101,23 @@ class CompileConfig:
             batches may be up to twice as large; anything else is held to at stage 3: if no plan fits, training stops
             with an error that says what would.
             Where torch's allocator does not count (CPU), only what programs hold between regions is known.
-        offload: Optimizer states in host memory: they come to the device, and leave again, chunk by chunk while the
-            optimizer steps. ``"none"``: they stay on the device. ``"auto"``: as many bytes leave as exceed the memory
-            budget, decided in the first optimizer step by the memory that its forward and backward passes took (CPU:
-            by the size of shards, gradients and states); none while shards, gradients and states take less than half of
-            it, or where the optimizer cannot step chunk by chunk. ``"all"``: all leave.
-        offload_activations: Saved tensors in host memory: they leave when forward has made them and come back before
-            backward reads them, while the device computes. ``"none"``: they stay on the device. ``"auto"``: as many
-            leave as exceed the memory budget, decided by planning; until then all do, if sizes say before the first run
-            that the step does not fit. ``"all"``: all leave.
-        offload_parameters: Shards of parameters in host memory, at stage 3: gathers copy them to the device, and they
-            come and go with the optimizer's states if these may leave, too (``offload``); else the optimizer reads and
-            writes them where they are. ``"none"``: they stay on the device. ``"auto"``: as few leave as it takes to fit
-            into the memory budget when whatever else may leave has left, decided by sizes before the model is sharded.
-            ``"all"``: all leave. Gradients stay on the device.
+        offload: What waits in host memory: optimizer states, saved tensors (activations), and at stage 3 shards of
+            parameters; gradients stay on the device. ``"auto"``: what exceeds the memory budget, decided before a step
+            runs, and nothing where all fits. ``"none"``: nothing. ``"all"``: all of it. A list of ``"states"``,
+            ``"activations"`` and ``"parameters"``: all of these, and nothing else. No bit of the result changes.
         host_memory_budget: What may be used of each node's memory for all of them, by all of its ranks together: bytes,
             a text like ``"400GiB"`` or ``"80%"``, or a fraction of what is available when training is set up. None is
             0.8.
         offload_chunk: Most bytes of states (and shards) that step together. Three such buffers are on the device while
             the optimizer steps, or more if a plan finds memory for them. A parameter whose states are larger is a chunk
             of its own, and the last to leave.
-        recompute: What is computed again in backward. ``"always"``: what the model runs under activation checkpointing,
-            and what is faster to compute than to read. ``"needed"``: where sizes say before the first run that the step
-            does not fit otherwise, all that costs little, too: norms, activation functions, casts. ``"auto"``: as that,
-            and where there is memory, planning decides by time and memory how many of the last of its equal blocks (see
-            `trace_blocks_once`) keep the activations that the model would compute again. The step is traced once more
-            for either. Other operators are fused, which may change last bits of results. At stages 1 and 2, and with a
-            ``schedule`` that plans nothing, no step is measured: then ``"auto"`` is as ``"needed"``.
+        rounding: Whether last bits of results may change. Losses over many classes and feed-forward layers in chunks
+            of tokens, and cheap operators or checkpointed blocks that are computed again, or no longer, add numbers up
+            in another order, and so do gradients that are reduced later or together. ``"same"``: no plan changes a bit,
+            even where the alternative is out of memory. ``"needed"``: only where a step does not fit otherwise; one
+            line says so, and the step is traced once more. ``"any"``: plans may also where that takes less time: they
+            keep activations that the model checkpoints, merge reductions, and reduce accumulated gradients once
+            (stage 3).
         plan: File of a plan. If it exists and fits, training starts with it, and with optimizer states where it has
             them, and does not profile; the plan of a run that did profile is written to it. ``"auto"``:
             ``deepcompile_plan.json`` in the Trainer's root directory.
@@ -179,17 +145,13 @@ class CompileConfig:
     pack_shards: Literal["auto", False] | ByteCount = "auto"
     embedding: Literal["auto", "gather", "exchange"] = "auto"
     recognize_causal_masks: bool = True
-    chunk_loss: Literal["auto", False] | Annotated[int, AtLeast(2)] = "auto"
-    chunk_mlp: Literal["auto", False] | Annotated[int, AtLeast(2)] = "auto"
     cuda_graphs: Literal["auto"] | bool = "auto"
     trace_blocks_once: bool = True
     schedule: Schedule | Literal["auto"] | None = "auto"
     memory_budget: Budget | None = None
-    recompute: Literal["needed", "always", "auto"] = "needed"
+    rounding: Rounding = "needed"
     plan: str | Path | None = None
-    offload: OffloadMode = "auto"
-    offload_activations: OffloadMode = "auto"
-    offload_parameters: OffloadMode = "auto"
+    offload: OffloadMode | list[OffloadKind] = "auto"
     host_memory_budget: Budget | None = None
     offload_chunk: ByteCount = "256MiB"
     log_level: LogLevel | None = field(default=None, compare=False)  # a module is not sharded anew for it
@@ -205,15 +167,16 @@ class CompileConfig:
         self.host_memory_budget = as_fraction(self.host_memory_budget)
         self.plan = None if self.plan is None else str(self.plan)
 
-    def pieces(self, what: Chunkable) -> int | str:
-        """In how many pieces losses, or feed-forward layers, are computed; ``"auto"`` where planning decides."""
-        return self.chunk_loss if what == "losses" else self.chunk_mlp
+    @property
+    def offloading(self) -> Offloading:
+        """How each kind of what `offload` names is offloaded."""
+        return Offloading.of(self.offload)
 
-    def reduction(self, stage: int) -> Reduction:
+    def reduction(self, stage: int) -> Reduction | Literal["auto"]:
         """When gradients are reduced under a ZeRO stage; ``"auto"`` only where plans are made."""
-        if self.reduce is None or (self.reduce == "auto" and stage != 3):
-            return "boundary" if stage == 1 else "every"
-        return self.reduce
+        if self.reduce is None and self.rounding == "any" and stage == 3:
+            return "auto"
+        return self.reduce or ("boundary" if stage == 1 else "every")
 
     @property
     def planned(self) -> list[dict[str, Any]]:
@@ -263,7 +226,7 @@ class CompileConfig:
             device_type: ``"cuda"`` or ``"cpu"``.
             ranks: That add up gradients.
         """
-        return ranks <= 2 or device_type != "cpu" or self.reduce == "auto"
+        return ranks <= 2 or device_type != "cpu" or self.rounding == "any"
 
     @property
     def replays(self) -> Literal["auto"] | bool:
@@ -272,8 +235,10 @@ class CompileConfig:
 
     @property
     def _without_graphs(self) -> list[str]:
-        # What is decided by itself gives way to graphs that are asked for.
-        return [name for name in _NO_GRAPHS if getattr(self, name) not in _OFF]
+        # They count, or move, what a graph would have as it was. What is decided by itself gives way to graphs.
+        moves = {"symmetric_memory": self.symmetric_memory not in (False, "auto")}
+        moves["offload"] = self.offloading.parameters == "all"
+        return [name for name, set_so in moves.items() if set_so]
 
     def in_folder(self, root: str) -> CompileConfig:
         """The settings of a run whose root directory is `root`, in which what is ``"auto"`` has its place."""

@@ -212,11 +212,11 @@ class Engine:
         """Returns what divides the steps of `optimizer`, if anything does."""
         alone = self.model.ranks.shards == 1
         stay = set(ways.ways()) != {Way.SHARDS} or (self.residency is not None and alone and couples_tensors(optimizer))
-        if stay and self.config.offload == "all":
+        if stay and self.config.offloading.states == "all":
             raise ValueError(
-                f"CompileConfig(offload='all'): {type(optimizer).__name__} steps on unsharded tensors, or on all "
-                "together, so their states stay on the device. Use offload='auto' or 'none', or an element-wise "
-                "optimizer."
+                f"CompileConfig(offload={self.config.offload!r}): {type(optimizer).__name__} steps on unsharded "
+                "tensors, or on all together, so their states stay on the device. Use offload='auto' or 'none', or an "
+                "element-wise optimizer."
             )
         if self.residency is not None and not stay:
             otherwise = HeadStart.of(optimizer, self.timeline.prefetch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,20 +19,25 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_deepcompile import compat
+from lightning_deepcompile.plan.plan_file import Setting, write_plan
+from lightning_deepcompile.plan.tracing import Tracing
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 VOCAB, LENGTH, ROWS = 61, 12, 2  # ROWS per rank and micro-batch
 
-ONLY: dict[str, Any] = {
-    "offload": "none",
-    "offload_activations": "none",
-    "offload_parameters": "none",
-    "recompute": "always",
-    "chunk_loss": False,
-    "chunk_mlp": False,
-}
+ONLY: dict[str, Any] = {"offload": "none", "rounding": "same"}
 """Settings with which memory is kept by what a test asks for alone."""
+
+
+def traced_as(
+    tracing: Tracing, world_size: int, stage: int = 3, device_type: str = "cpu", memory_budget: str | None = None
+) -> dict[str, Any]:
+    """Settings of a run that starts with a plan file that has no schedules, but says how the step is traced."""
+    path = Path(tempfile.mkdtemp()) / "plan.json"
+    setting = Setting(world_size, stage, device_type, memory_budget, "needed")
+    path.write_text(write_plan([], setting, None, tracing))
+    return {"rounding": "needed", "plan": str(path)}
 
 
 class Tokens(Dataset[Tensor]):

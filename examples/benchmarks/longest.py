@@ -4,7 +4,7 @@ r"""Finds the longest sequence that trains within a memory budget, with activati
         --layers 16 --first 8192 --step 2048 --minutes 9 --fixed host_memory_budget=200GiB
 
 With ``--fsdp2`` the same is done with FSDP2, blocks compiled, and a loss that the model computes in ``--pieces`` of
-tokens by its own code (as ``--fixed chunk_loss=8`` has it done), with layers as they are and under checkpointing.
+tokens by its own code, with layers as they are and under checkpointing.
 
 Each setting trains one sequence per rank: lengths are doubled from ``--first`` on until one fails, then bisected to a
 multiple of ``--step``. A length fits if its plan, and the peak that was measured under it, are within the budget (of
@@ -39,10 +39,10 @@ from sweep import collect, run
 from lightning_deepcompile.plan.budget import parse_budget
 
 SETTINGS: dict[str, tuple[dict[str, str], bool]] = {
-    "neither": ({}, False),
-    "offload": ({"offload_activations": "auto"}, False),
-    "checkpointing": ({}, True),
-    "both": ({"offload_activations": "auto"}, True),
+    "neither": ({"offload": "none"}, False),
+    "offload": ({"offload": "auto"}, False),
+    "checkpointing": ({"offload": "none"}, True),
+    "both": ({"offload": "auto"}, True),
 }
 """Options of `CompileConfig` and whether layers run again."""
 FSDP2 = {"fsdp2": False, "fsdp2-checkpointing": True}

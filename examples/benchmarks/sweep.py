@@ -1,7 +1,7 @@
 r"""Trains with several settings of `CompileConfig`, one after another in the same processes: one table.
 
     torchrun --nproc-per-node 8 examples/benchmarks/sweep.py --out results \
-        --option memory_budget --values 80GiB 48GiB 32GiB 24GiB --fixed offload=auto offload_activations=auto
+        --option memory_budget --values 80GiB 48GiB 32GiB 24GiB --fixed offload=auto
     torchrun --nproc-per-node 8 examples/benchmarks/sweep.py --out results --ablation --fsdp2
     torchrun --nproc-per-node 8 examples/benchmarks/sweep.py --out results --shape llama3-70b --checkpointing \
         --deferred-init --option offload --values auto all --warmup 8 --steps 3

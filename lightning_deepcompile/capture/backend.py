@@ -172,13 +172,14 @@ class Capture:
 
     def __post_init__(self) -> None:
         self.regions = RegionCompiler(self.config.region_backend)
-        activations = self.config.offload_activations
+        activations = self.config.offloading.activations
         self.settings = PlanSettings(
             self.config.prefetch_blocks,
             self.config.keep_last_block,
             # By itself, nothing is offloaded before sizes say that it must.
             "none" if self.config.memory_budget is None and activations == "auto" else activations,
             self.config.reduction(self.stage),
+            self.config.rounding,
         )
         self.passes: tuple[Pass, ...] = DEFAULT_PASSES
         # By structure: whatever shapes each rank meets, programs of one structure must gather alike on all of them.
@@ -214,18 +215,17 @@ class Capture:
             if self.lookups is not None:
                 self.exchanged += self.lookups.rewrite(gm)
             for what, chunk in _CHUNK.items():
-                pieces = self.config.pieces(what)
-                if pieces == "auto" and not self.tracing.chunks(what):
-                    frame.whole[what] = chunk(gm, pieces, look=True)
-                elif pieces:
-                    frame.chunked[what] = chunk(gm, pieces)
+                if chunks := self.tracing.chunks(what):
+                    frame.chunked[what] = chunk(gm, chunks)
+                elif self.config.rounding != "same":
+                    frame.whole[what] = chunk(gm, 0)
             eager = self.config.region_backend == "eager"
             if self.config.trace_blocks_once:
                 gm, frame.blocks = call_repeats(
                     gm,
                     lambda id_: self.params[id_].block,
                     eager=eager,
-                    uncheckpointed=self.tracing.uncheckpointed if self.config.recompute == "auto" else None,
+                    uncheckpointed=self.tracing.uncheckpointed if self.config.rounding == "any" else None,
                     sparing=self.tracing.sparing,
                 )
                 self.blocks += len(frame.blocks)

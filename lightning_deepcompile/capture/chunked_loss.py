@@ -37,9 +37,6 @@ _log = logging.getLogger(__name__)
 _MANY_CLASSES = 32_768
 """With fewer, logits are small beside what the layers below save."""
 
-_PIECES = 8
-"""What ``"auto"`` means: an eighth of the logits is little, and weights' gradients are added up eight times."""
-
 _CLASSWISE = frozenset(["softmax", "log_softmax"])
 _LOSSES = {"cross_entropy": inspect.signature(F.cross_entropy), "nll_loss": inspect.signature(F.nll_loss)}
 _SHAPES = frozenset(["view", "reshape", "flatten", "contiguous", "clone"])
@@ -49,13 +46,12 @@ _SWAPS: frozenset[tuple[Any, ...]] = frozenset(
 _SWAPS |= frozenset([("permute", 0, 2, 1), ("permute", (0, 2, 1))])
 
 
-def chunk_losses(gm: fx.GraphModule, pieces: int | str, *, look: bool = False) -> int:
+def chunk_losses(gm: fx.GraphModule, pieces: int) -> int:
     """Replaces linear layers and the losses behind them by losses in pieces, in place.
 
     Args:
         gm: Dynamo's graph, before AOTAutograd.
-        pieces: How many; ``"auto"``: 8 where there are 32 768 classes or more.
-        look: Whether to replace nothing, and only see what could be.
+        pieces: How many; 0: replaces nothing, and counts losses of 32 768 classes and more that could be.
 
     Returns:
         How many losses were replaced, or could be.
@@ -66,20 +62,20 @@ def chunk_losses(gm: fx.GraphModule, pieces: int | str, *, look: bool = False) -
         if len(hidden) < 2 or len(weight) != 2 or weight[0] <= weight[1]:
             continue
         classes = weight[0]
-        if pieces == "auto" and classes < _MANY_CLASSES:
+        if not pieces and classes < _MANY_CLASSES:
             continue
         found = _Rows(linear)
         try:
             found.follow()
         except _NotByRows as reason:
-            if found.losses and not look:
+            if found.losses and pieces:
                 _log.info("The loss of %d classes is computed whole: %s.", classes, reason)
             continue
         if found.losses and found.result is not None:
-            if not look:
-                found.replace(gm, f"chunked_loss_{number}", _PIECES if pieces == "auto" else int(pieces))
+            if pieces:
+                found.replace(gm, f"chunked_loss_{number}", pieces)
             number += 1
-    if number and not look:
+    if number and pieces:
         gm.recompile()
     return number
 

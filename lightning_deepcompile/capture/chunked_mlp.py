@@ -32,9 +32,6 @@ __all__ = ["chunk_mlps", "run_in_pieces"]
 
 _log = logging.getLogger(__name__)
 
-_PIECES = 8
-"""What ``"auto"`` means: an eighth of what is wide is about as much as what is narrow."""
-
 # Of every row alone, whatever other rows or vectors they read.
 _BY_ROW = ELEMENTWISE | frozenset(
     "relu relu6 leaky_relu elu selu celu gelu silu mish softplus softsign hardtanh hardswish hardsigmoid logsigmoid "
@@ -45,28 +42,27 @@ _NORMS = {"layer_norm": inspect.signature(F.layer_norm), "rms_norm": inspect.sig
 _DROPOUT = inspect.signature(F.dropout)
 
 
-def chunk_mlps(gm: fx.GraphModule, pieces: int | str, *, look: bool = False) -> int:
+def chunk_mlps(gm: fx.GraphModule, pieces: int) -> int:
     """Replaces feed-forward layers by feed-forward layers in pieces, in place.
 
     Args:
         gm: Dynamo's graph, before AOTAutograd; the graphs of checkpointed layers that it refers to are looked through.
-        pieces: How many; ``"auto"``: 8.
-        look: Whether to replace nothing, and only see what could be.
+        pieces: How many; 0: replaces nothing, and counts those that could be.
 
     Returns:
         How many were replaced, or could be.
     """
     bodies = {args_of(n)[0].target: checkpoint_body(gm, n) for n in gm.graph.nodes if compat.is_checkpoint(n)}
-    number = sum(chunk_mlps(body, pieces, look=look) for body in bodies.values())
+    number = sum(chunk_mlps(body, pieces) for body in bodies.values())
     found: dict[fx.Node, _FeedForward | None] = {}  # by input: a gate has the same
     for linear in [n for n in gm.graph.nodes if _is_linear(n) and _widens(n)]:
         rows = args_of(linear)[0]
         if rows not in found:
             found[rows] = _find(linear)
     layers = [layer for layer in found.values() if layer is not None]
-    if layers and not look:
+    if layers and pieces:
         for index, layer in enumerate(layers):
-            layer.replace(gm, f"feed_forward_{index}", _PIECES if pieces == "auto" else int(pieces))
+            layer.replace(gm, f"feed_forward_{index}", pieces)
         gm.recompile()
     return number + len(layers)
 

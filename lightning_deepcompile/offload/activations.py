@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.plan.offload import OffloadMode, pinned_bytes
+from lightning_deepcompile.plan.offload import Offloading, OffloadMode, pinned_bytes
 from lightning_deepcompile.plan.simulate import arena_bytes
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.program.schedule import Schedule
@@ -26,7 +26,8 @@ class ActivationOffload:
     other rank.
 
     Args:
-        config: ``offload_activations``, and what memory may be used.
+        config: What memory may be used.
+        offloading: How activations, and states, are offloaded.
         model: The sharded model.
         device: Where it runs.
         stage: ZeRO stage; below 3 whole parameters stay.
@@ -36,6 +37,7 @@ class ActivationOffload:
     """
 
     config: CompileConfig
+    offloading: Offloading
     model: ShardedModel
     device: torch.device
     stage: int
@@ -45,8 +47,8 @@ class ActivationOffload:
 
     @property
     def mode(self) -> OffloadMode:
-        """As `CompileConfig.offload_activations`."""
-        return self.config.offload_activations
+        """How saved tensors are offloaded."""
+        return self.offloading.activations
 
     @property
     def whole_bytes(self) -> int:
@@ -83,7 +85,9 @@ class ActivationOffload:
         """Bytes that saved tensors may take of the budget, as far as sizes tell."""
         trained = sum(p.local.nbytes for p in self.model.parameters if p.dtensor.requires_grad)
         present = sum(buffer.flat.untyped_storage().nbytes() for buffer in self.model.grad_buffers)
-        states = 0 if self.config.offload == "all" else 2 * trained  # Adam's; activations leave sooner, they cost less
+        states = (
+            0 if self.offloading.states == "all" else 2 * trained
+        )  # Adam's; activations leave sooner, they cost less
         if self.device.type == "cuda":
             used = torch.cuda.memory_allocated(self.device)
             states = 0 if self.has_states else states

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.plan.budget import parse_budget
 from lightning_deepcompile.plan.host_shards import ShardNeed, choose_shards
-from lightning_deepcompile.plan.offload import OffloadMode, check_host
+from lightning_deepcompile.plan.offload import Offloading, check_host
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.ranks.exchange import maxima
@@ -40,15 +40,14 @@ class HostedShards:
         chunks: Indices of the chunks of shards that live in host memory.
         bytes: Of them, of each rank.
         reason: Why, in words.
-        parameters: As `CompileConfig.offload_parameters`; ``"none"`` where all may stay and do.
-        states: As `CompileConfig.offload`; ``"none"`` where sizes say that all may stay.
+        offloading: How each kind is offloaded: as `CompileConfig.offload` says, but ``"none"`` for parameters where all
+            may stay and do, and for states where sizes say that all may stay.
     """
 
     chunks: frozenset[int] = frozenset()
     bytes: int = 0
     reason: str = ""
-    parameters: OffloadMode = "none"
-    states: OffloadMode = "none"
+    offloading: Offloading = Offloading()
 
     def describe(self) -> str:
         """What is in host memory and why; "" for nothing."""
@@ -68,7 +67,7 @@ def decide_hosted(
     """Decides for a model that is about to be sharded; a collective unless the settings say it all.
 
     Args:
-        config: ``offload_parameters``, what else may leave, and what memory may be used.
+        config: What may be offloaded, and what memory may be used.
         module: The model.
         ranks: The data-parallel ranks.
         device: Where it will run.
@@ -77,28 +76,30 @@ def decide_hosted(
         host_bytes: What this rank may take of host memory.
 
     Raises:
-        ValueError: With ``offload_parameters="all"`` below stage 3, where the device has whole parameters in any case.
+        ValueError: If ``offload`` names parameters below stage 3, where the device has them unsharded in any case.
         MemoryBudgetError: If what leaves does not fit into host memory.
     """
-    mode = config.offload_parameters
-    if mode == "all" and stage != 3:
-        raise ValueError(
-            f"CompileConfig(offload_parameters={mode!r}) needs stage 3: at stage {stage} the device holds whole "
-            "parameters, beside which shards are small. Use stage=3, or offload_parameters='none'."
-        )
-    if mode == "none" and config.offload != "auto":
-        return HostedShards(states=config.offload)
+    offloading = config.offloading
+    if stage != 3:
+        if isinstance(config.offload, list) and "parameters" in config.offload:
+            raise ValueError(
+                f"CompileConfig(offload={config.offload!r}): parameters can be offloaded at stage 3 alone: at stage "
+                f"{stage} the device holds them unsharded. Use stage=3, or leave 'parameters' out."
+            )
+        offloading = replace(offloading, parameters="none")
+    mode, states = offloading.parameters, offloading.states
+    if mode == "none" and states != "auto":
+        return HostedShards(offloading=offloading)
     chunks = lay_out(module, ranks.shards).chunks
     (least,) = maxima([-memory_limit(device, config.memory_budget)], ranks.group)
     budget = int(-least)
-    states = config.offload
     if states == "auto" and _standing(config, chunks, ranks, stage, gather_dtype) <= _ROOMY * budget:
-        states = "none"
+        offloading = replace(offloading, states="none")
     need = _need(config, chunks, ranks, gather_dtype, int(budget * (1 - _ACTIVATIONS)))
-    if mode == "none" or stage != 3:
-        return HostedShards(states=states)
+    if mode == "none":
+        return HostedShards(offloading=offloading)
     if mode == "all":
-        hosted, reason = frozenset(range(len(chunks))), "offload_parameters='all'"
+        hosted, reason = frozenset(range(len(chunks))), f"offload={config.offload!r}"
     else:
         hosted = choose_shards(need)
         numbers = format_bytes(need.peak(frozenset())), format_bytes(need.budget)
@@ -106,7 +107,7 @@ def decide_hosted(
             numbers[0], "exceed" if hosted else "fit into", numbers[1]
         )
     bytes_ = sum(need.shards[index] for index in hosted)
-    decided = HostedShards(hosted, bytes_, reason, mode if hosted else "none", states)
+    decided = HostedShards(hosted, bytes_, reason, replace(offloading, parameters=mode if hosted else "none"))
     check_host(decided.bytes, host_bytes, config.host_memory_budget, "parameters")
     if ranks.group.rank() == 0:
         level = logging.INFO if hosted else logging.DEBUG
@@ -124,7 +125,7 @@ def _need(
     shards = tuple(chunk.nbytes for chunk in chunks)
     gradients = sum(chunk.nbytes for chunk in chunks if chunk.is_trained)
     states, stepping = 2 * gradients, 0  # Adam's
-    if config.offload != "none":  # they are copied to the device with their parameters, through three buffers
+    if config.offloading.states != "none":  # they are copied to the device with their parameters, through three buffers
         sizes = [shard.shard_numel * chunk.dtype.itemsize for chunk in chunks for shard in chunk.shards]
         chunk_bytes = parse_budget(config.offload_chunk, total=1, name="offload_chunk")
         states, stepping = 0, 3 * min(max(chunk_bytes, 3 * max(sizes, default=0)), gradients)

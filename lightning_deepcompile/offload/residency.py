@@ -23,6 +23,7 @@ from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.plan.budget import parse_budget
 from lightning_deepcompile.plan.offload import (
     OffloadDecision,
+    OffloadMode,
     OffloadNeed,
     StatePlaces,
     check_host,
@@ -51,7 +52,8 @@ class Residency:
     plan allows, the first included.
 
     Args:
-        config: ``offload`` is ``"auto"`` or ``"all"``.
+        config: What memory may be used.
+        mode: How states are offloaded: ``"auto"`` or ``"all"``.
         model: How parameters are sharded.
         runtime: ``_C.Runtime`` that copies.
         group: The ranks.
@@ -67,6 +69,7 @@ class Residency:
     def __init__(
         self,
         config: CompileConfig,
+        mode: OffloadMode,
         model: ShardedModel,
         runtime: Any,
         group: dist.ProcessGroup,
@@ -74,7 +77,7 @@ class Residency:
         memory: PeakMemory,
         limit: int,
     ) -> None:
-        self._config, self._model, self._runtime = config, model, runtime
+        self._config, self._mode, self._model, self._runtime = config, mode, model, runtime
         self._group, self._device, self._memory, self._limit = group, device, memory, limit
         self._chunk_bytes = parse_budget(config.offload_chunk, total=1, name="offload_chunk")
         self._attached: list[tuple[weakref.ref[Optimizer], StateOffload]] = []
@@ -101,13 +104,13 @@ class Residency:
             What lets it step chunk by chunk; None if it cannot, and its states need not leave: then they stay.
 
         Raises:
-            ValueError: If it cannot step chunk by chunk, with ``offload="all"``.
+            ValueError: If it cannot step chunk by chunk, where all shall leave.
             MemoryBudgetError: If all its states shall leave, and host memory does not hold them.
         """
         try:
             sizes = self._probed(optimizer, has_stepped)
         except ValueError as error:
-            if self._config.offload == "all":
+            if self._mode == "all":
                 raise
             if self._group.rank() == 0:
                 _log.info("All states of %s stay on the device. %s", type(optimizer).__name__, error)
@@ -123,13 +126,13 @@ class Residency:
             otherwise=otherwise,
         )
         offload.leaving = lambda local: True  # until it is decided: loaded states do not come to the device first
-        offload.optional = self._config.offload == "auto"
+        offload.optional = self._mode == "auto"
         self._attached.append((weakref.ref(optimizer), offload))
         for _, one in self._attached:
             one.alone = len(self._attached) == 1
         self.decision = None
         self._observing = False
-        if self._config.offload == "all":
+        if self._mode == "all":
             check_host(sum(size for *_, size in self._sizes()), self._limit, self._config.host_memory_budget)
             self._take_host_memory(list(self._sizes()))
         return offload
@@ -160,7 +163,7 @@ class Residency:
         if self._coming > self.host_bytes:  # the optimizer has stepped since
             self._coming = 0
             self._runtime.states.synchronize()  # what nobody uses any more is freed
-        undecided = self._config.offload == "auto" and self.decision is None
+        undecided = self._mode == "auto" and self.decision is None
         if undecided and not self._observing:
             self._memory.restart()
         self._observing = True
@@ -212,10 +215,10 @@ class Residency:
         need = OffloadNeed(peak, stepping, states, buffers, budget=-least, host=self._limit)
         config = self._config
         lean = with_least_buffers(need, [size for *_, size in sizes], self._chunk_bytes)
-        decision = decide_offload(config.offload, lean, config.memory_budget, config.host_memory_budget)
+        decision = decide_offload(self._mode, lean, config.memory_budget, config.host_memory_budget)
         self._seen, self.decision = need, decision  # `memory` asks for both
         self.decision = decision = self._as_planned(decision)
-        if config.offload == "auto":
+        if self._mode == "auto":
             self._choose(sizes, decision.bytes)
         if self._group.rank() == 0:
             _log.info("%s", self.describe() or f"All optimizer states stay on the device: {decision.reason}")
@@ -251,7 +254,7 @@ class Residency:
         seen, sizes = self._seen, tuple(size for *_, size in self._sizes() if size > 0)
         if seen is None or self.decision is None or not sizes:
             return None
-        movable = self._config.offload == "auto"
+        movable = self._mode == "auto"
         away = self._away if movable else sum(sizes)
         fetched = len(self._attached) == 1 and not any(self._hosted_bytes(local) for _, local, _ in self._sizes())
         chunk = self._chunk_bytes if fetched else 0

@@ -24,7 +24,7 @@ def admitted(schedules: Iterable[Schedule], settings: PlanSettings, ranks: int, 
     """
     if settings.reduce != "auto":
         schedules = place_reductions(schedules, "reduce" if settings.reduce == "every" else "reduce_at_boundary")
-    if not may_merge(ranks, device_type, settings.reduce):
+    if not may_merge(ranks, device_type, settings.rounding):
         schedules = [split_reductions(schedule) for schedule in schedules]
     if settings.offload_activations == "none":
         schedules = [without_copies(schedule) for schedule in schedules]

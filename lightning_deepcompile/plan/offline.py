@@ -20,7 +20,7 @@ from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, PassError,
 from lightning_deepcompile.plan.passes.reduce_late import place_reductions
 from lightning_deepcompile.plan.report import PassReport, format_passes
 from lightning_deepcompile.plan.scaling import format_scaling, scaling
-from lightning_deepcompile.plan.settings import PlanSettings, Reduction
+from lightning_deepcompile.plan.settings import PlanSettings, Reduction, Rounding
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Operation
@@ -45,10 +45,16 @@ def main(arguments: Sequence[str]) -> None:
     add_link_options(parser)
     parser.add_argument("--budget", help="memory that a plan may use: bytes, or a text like 24GiB")
     parser.add_argument(
-        "--offload-activations", choices=get_args(OffloadMode), default="none", help="as in CompileConfig"
+        "--offload-activations",
+        choices=get_args(OffloadMode),
+        default="none",
+        help="saved tensors in host memory: none, what exceeds the budget, or all",
     )
     parser.add_argument(
         "--reduce", choices=get_args(Reduction), help="as in CompileConfig; by default as in the profiled run"
+    )
+    parser.add_argument(
+        "--rounding", choices=get_args(Rounding), default="same", help="as in CompileConfig; any: reductions may move"
     )
     parser.add_argument("--copy-bandwidth", type=float, help="GB/s of copies to host memory, and of those back")
     parser.add_argument("--passes", default=",".join(DEFAULT_SCHEDULE[-1]["passes"]), help="separated by commas")
@@ -59,7 +65,11 @@ def main(arguments: Sequence[str]) -> None:
         passes = resolve_passes(options.passes.split(","), profiled=True)
     except (ProfileError, PassError, ValueError) as error:
         fail("simulate", error)
-    settings = PlanSettings(offload_activations=options.offload_activations, reduce=options.reduce or "every")
+    settings = PlanSettings(
+        offload_activations=options.offload_activations,
+        reduce=options.reduce or ("auto" if options.rounding == "any" else "every"),
+        rounding=options.rounding,
+    )
     profile = profiles[max(profiles)]
     if len(profiles) > 1:
         for note in _notes(measured, profile, options):
@@ -116,12 +126,12 @@ def _excess(profile: Profile, least: int, peak: int) -> str | None:
 def _notes(measured: Profile, profile: Profile, options: argparse.Namespace) -> list[str]:
     """What a user should know of the answer."""
     notes = []
-    if options.reduce not in (None, "every") and profile.micro_batches == 1:
-        notes.append(f"--reduce {options.reduce} changes nothing: a step is one micro-batch, and reduces once anyway.")
-    elif options.reduce == "auto" and profile.hold_seconds is None:
+    if options.reduce == "boundary" and profile.micro_batches == 1:
+        notes.append("--reduce boundary changes nothing: a step is one micro-batch, and reduces once anyway.")
+    elif options.rounding == "any" and profile.micro_batches > 1 and profile.hold_seconds is None:
         notes.append(
-            "--reduce auto stays at 'every': the profile does not say what it costs to add up whole gradients. One of "
-            "a run with CompileConfig(reduce='auto') does."
+            "every micro-batch's gradients are reduced: the profile does not say what it costs to add up unsharded "
+            "gradients. One of a run with CompileConfig(rounding='any') does."
         )
     if _is_whole(measured) and profile.world_size > 1:
         low, high = _bounds(profile)
@@ -158,7 +168,7 @@ def _changed(profile: Profile, options: argparse.Namespace, ranks: int) -> Profi
         if options.reduce == "boundary" and profile.hold_seconds is None and profile.micro_batches > 1:
             raise ValueError(
                 "--reduce boundary: the profile does not say what it costs to add up whole gradients. Take a new one "
-                "of a run that accumulates gradients, with CompileConfig(reduce='auto')."
+                "of a run that accumulates gradients, with CompileConfig(rounding='any')."
             )
         op: Operation = "reduce_at_boundary" if options.reduce == "boundary" else "reduce"
         profile = replace(profile, schedules=tuple(place_reductions(profile.schedules, op)))

@@ -12,8 +12,10 @@ from lightning_deepcompile.program.printer import format_bytes
 
 __all__ = [
     "OffloadDecision",
+    "OffloadKind",
     "OffloadMode",
     "OffloadNeed",
+    "Offloading",
     "StatePlaces",
     "check_host",
     "decide_offload",
@@ -23,6 +25,35 @@ __all__ = [
 ]
 
 OffloadMode = Literal["none", "auto", "all"]
+OffloadKind = Literal["states", "activations", "parameters"]
+
+
+@dataclass(frozen=True)
+class Offloading:
+    """How each kind of tensors is offloaded to host memory.
+
+    Args:
+        states: Optimizer states.
+        activations: Saved tensors.
+        parameters: Shards of parameters.
+    """
+
+    states: OffloadMode = "none"
+    activations: OffloadMode = "none"
+    parameters: OffloadMode = "none"
+
+    @classmethod
+    def of(cls, chosen: OffloadMode | Sequence[OffloadKind]) -> Offloading:
+        """Reads `CompileConfig.offload`."""
+        if isinstance(chosen, str):
+            return cls(chosen, chosen, chosen)
+        every: OffloadMode = "all"
+        return cls(**dict.fromkeys(chosen, every))
+
+    @property
+    def any(self) -> bool:
+        """Whether anything may be offloaded."""
+        return self != Offloading()
 
 
 def pinned_bytes(size: int) -> int:
@@ -102,7 +133,7 @@ def decide_offload(mode: OffloadMode, need: OffloadNeed, chosen: object, host_ch
         MemoryBudgetError: If it cannot fit; states the least that would do.
     """
     if mode == "all":
-        decision = OffloadDecision(need.states, need.states, "offload='all'")
+        decision = OffloadDecision(need.states, need.states, "all may leave")
     else:
         kept = max(need.peak, need.stepping) + need.states
         numbers = f"{format_bytes(kept)} with all states on the device", format_bytes(need.budget)

@@ -9,12 +9,13 @@ from typing import Any
 
 from lightning_deepcompile.plan.offload import StatePlaces
 from lightning_deepcompile.plan.records import RecordError, parse, read_record
+from lightning_deepcompile.plan.settings import Rounding
 from lightning_deepcompile.plan.tracing import Tracing
 from lightning_deepcompile.program.schedule import Schedule, ScheduleError, check_schedule
 
 __all__ = ["PLAN_VERSION", "Plan", "PlanFileError", "Setting", "read_plan", "read_setting", "write_plan"]
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 _AS_WRITTEN = Tracing()
 
 
@@ -31,18 +32,14 @@ class Setting:
         stage: ZeRO stage.
         device_type: ``"cuda"`` or ``"cpu"``.
         memory_budget: The user's, in any of its forms.
-        recompute: Whether it was planned how much is computed again in backward.
-        chunk_loss: In how many pieces losses are computed, or whether planning decides it.
-        chunk_mlp: In how many pieces feed-forward layers are, likewise.
+        rounding: Whether last bits may change.
     """
 
     world_size: int
     stage: int
     device_type: str
     memory_budget: int | float | str | None = None
-    recompute: str = "always"
-    chunk_loss: bool | int | str = False
-    chunk_mlp: bool | int | str = False
+    rounding: Rounding = "same"
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ def read_plan(text: str, setting: Setting) -> Plan:
         if states is not None and (states.away < 0 or states.slots < 1):
             raise PlanFileError(f"it has optimizer states in {states}")
         tracing = read_record(Tracing, data["tracing"], "tracing")
-        if tracing.uncheckpointed < 0:
+        if min(tracing.uncheckpointed, tracing.chunked_losses, tracing.chunked_mlps) < 0:
             raise PlanFileError(f"it has a step traced by {tracing}")
     except KeyError as error:
         raise PlanFileError(f"it is damaged (there is no {error})") from error

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 
+from lightning_deepcompile.plan.settings import Rounding
 from lightning_deepcompile.program.schedule import REDUCTIONS, RELEASES, Instruction, Schedule
 
 __all__ = ["merge_reductions", "may_merge", "split_reductions"]
 
 
-def may_merge(ranks: int, device_type: str, reduce: str) -> bool:
+def may_merge(ranks: int, device_type: str, rounding: Rounding) -> bool:
     """Whether reductions may be merged: where that changes no bit, or bits may change.
 
     In which order more than two ranks are added up is the communicator's, and NCCL chooses algorithm and channels by a
@@ -19,9 +20,9 @@ def may_merge(ranks: int, device_type: str, reduce: str) -> bool:
     Args:
         ranks: That add up gradients.
         device_type: ``"cuda"`` or ``"cpu"``.
-        reduce: ``CompileConfig.reduce``.
+        rounding: ``CompileConfig.rounding``.
     """
-    return ranks <= 2 or device_type == "cpu" or reduce == "auto"
+    return ranks <= 2 or device_type == "cpu" or rounding == "any"
 
 
 def merge_reductions(schedule: Schedule, first: int, second: int) -> Schedule:

@@ -7,10 +7,13 @@ from typing import Literal
 
 from lightning_deepcompile.plan.offload import OffloadMode
 
-__all__ = ["PlanSettings", "Reduction"]
+__all__ = ["PlanSettings", "Reduction", "Rounding"]
 
-Reduction = Literal["every", "boundary", "auto"]
-"""When gradients of accumulated micro-batches travel; ``"auto"`` starts as ``"every"``, and planning decides."""
+Reduction = Literal["every", "boundary"]
+"""When gradients of accumulated micro-batches travel."""
+
+Rounding = Literal["same", "needed", "any"]
+"""Whether last bits may change: never, where a step does not fit otherwise, or wherever it saves time."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +24,12 @@ class PlanSettings:
         prefetch_blocks: How many groups ahead of their use gathers are launched.
         keep_last_block: Whether a forward program leaves its last group gathered for the backward program.
         offload_activations: Which saved tensors wait in host memory: ``"none"``, ``"all"``, or what exceeds the budget.
-        reduce: When gradients are reduced.
+        reduce: When gradients are reduced; ``"auto"`` starts as ``"every"``, and planning decides.
+        rounding: Whether last bits may change.
     """
 
     prefetch_blocks: int = 2
     keep_last_block: bool = True
     offload_activations: OffloadMode = "none"
-    reduce: Reduction = "every"
+    reduce: Reduction | Literal["auto"] = "every"
+    rounding: Rounding = "same"

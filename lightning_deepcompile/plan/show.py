@@ -49,7 +49,7 @@ def format_plan(setting: Setting, plan: Plan, *, instructions: bool = False) -> 
     ranks = "1 rank" if setting.world_size == 1 else f"{setting.world_size} ranks"
     lines = [
         f"a plan for {ranks} ({setting.device_type}), stage {setting.stage}, memory_budget: {budget}, "
-        f"recompute: {setting.recompute}, chunk_loss: {setting.chunk_loss}, chunk_mlp: {setting.chunk_mlp}"
+        f"rounding: {setting.rounding}"
     ]
     if plan.states is not None:
         lines.append(f"  optimizer states in host memory: {format_bytes(plan.states.away)} ({plan.states.slots} slots)")
@@ -58,9 +58,9 @@ def format_plan(setting: Setting, plan: Plan, *, instructions: bool = False) -> 
     if plan.tracing.sparing:
         lines.append("  little is saved for backward: what is cheap to compute is computed again")
     if plan.tracing.chunked_losses:
-        lines.append("  losses over many classes are computed in pieces")
+        lines.append(f"  losses over many classes are computed in {plan.tracing.chunked_losses} chunks")
     if plan.tracing.chunked_mlps:
-        lines.append("  feed-forward layers are computed in pieces")
+        lines.append(f"  feed-forward layers are computed in {plan.tracing.chunked_mlps} chunks")
     schedules = list(plan.schedules.values())
     rows = [("program", "regions", "gathers", "bytes", "reductions", "bytes", "kept", "to host"), *map(_row, schedules)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -8,7 +8,7 @@ from typing import Literal
 __all__ = ["Chunkable", "Tracing"]
 
 Chunkable = Literal["losses", "mlps"]
-"""What may be computed in pieces of tokens: losses over many classes, and feed-forward layers."""
+"""Losses over many classes, and feed-forward layers: both may be computed in chunks of tokens."""
 
 
 @dataclass(frozen=True)
@@ -18,20 +18,19 @@ class Tracing:
     Args:
         uncheckpointed: How many of the last blocks that the model checkpoints are not computed again in backward.
         sparing: Whether little is saved for backward: what is cheap to compute is computed again.
-        chunked_losses: Whether losses over many classes are computed in pieces, where the settings leave that to
-            planning.
-        chunked_mlps: Whether feed-forward layers are, likewise.
+        chunked_losses: In how many chunks of tokens losses are computed; 0: unchunked.
+        chunked_mlps: In how many feed-forward layers are.
     """
 
     uncheckpointed: int = 0
     sparing: bool = False
-    chunked_losses: bool = False
-    chunked_mlps: bool = False
+    chunked_losses: int = 0
+    chunked_mlps: int = 0
 
-    def chunks(self, what: Chunkable) -> bool:
-        """Whether `what` is computed in pieces, where the settings leave that to planning."""
+    def chunks(self, what: Chunkable) -> int:
+        """Returns in how many chunks `what` is computed; 0: unchunked."""
         return self.chunked_losses if what == "losses" else self.chunked_mlps
 
-    def chunking(self, what: Chunkable) -> Tracing:
-        """The same, with `what` in pieces."""
-        return replace(self, chunked_losses=True) if what == "losses" else replace(self, chunked_mlps=True)
+    def chunking(self, what: Chunkable, chunks: int) -> Tracing:
+        """Returns the same with `what` in so many chunks."""
+        return replace(self, chunked_losses=chunks) if what == "losses" else replace(self, chunked_mlps=chunks)

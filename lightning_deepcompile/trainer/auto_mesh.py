@@ -35,7 +35,7 @@ _ACTIVATIONS = 1 / 4
 """Part of what training may use that is left for activations, of which nothing is known before a step is traced.
 
 A group cannot grow once the model is sharded. Where too much is left, gathers cross the network that need not, which
-costs time; where too little is, a large batch ends training. So it is twice what ``offload_parameters="auto"`` leaves,
+costs time; where too little is, a large batch ends training. So it is twice what ``offload="auto"`` leaves,
 beside which activations and optimizer states may still leave the device.
 """
 

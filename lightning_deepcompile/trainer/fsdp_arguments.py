@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -20,7 +19,7 @@ __all__ = [
     "sharding_strategy_of",
     "stage_for",
     "warn_about_ignored",
-    "with_cpu_offload",
+    "check_cpu_offload",
 ]
 
 ShardingStrategyName = Annotated[Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"], AnyCase()]
@@ -115,20 +114,21 @@ def _name(sharding_strategy: Any) -> str:
     return str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
 
 
-def with_cpu_offload(config: CompileConfig, cpu_offload: Any, stage: int) -> CompileConfig:
-    """Returns settings with which as many activations, states and parameters leave the device as must.
+def check_cpu_offload(config: CompileConfig, cpu_offload: Any) -> None:
+    """Raises where FSDP's argument and the settings contradict each other; else it asks for what is the default.
 
     Args:
-        config: The user's settings; ``"none"`` becomes ``"auto"``, the default, and ``"all"`` stays.
+        config: The user's settings.
         cpu_offload: A bool, or ``torch.distributed.fsdp.CPUOffload``; None if not given.
-        stage: ZeRO stage; parameters can leave at stage 3 alone.
+
+    Raises:
+        ValueError: If nothing may be offloaded.
     """
-    if not getattr(cpu_offload, "offload_params", cpu_offload):
-        return config
-    names = ("offload", "offload_activations", *(["offload_parameters"] if stage == 3 else []))
-    chosen = {name: getattr(config, name) for name in names}
-    changes: dict[str, Any] = {name: "auto" for name, mode in chosen.items() if mode == "none"}
-    return replace(config, **changes)
+    if getattr(cpu_offload, "offload_params", cpu_offload) and not config.offloading.any:
+        raise ValueError(
+            f"DeepCompileStrategy(cpu_offload=True, compile=CompileConfig(offload={config.offload!r})): nothing may be "
+            "offloaded. Leave one of them out: offload='auto', the default, offloads what does not fit."
+        )
 
 
 def warn_about_ignored(arguments: Mapping[str, Any]) -> None:

@@ -49,12 +49,12 @@ from lightning_deepcompile.trainer.checks import check_backward_inputs, check_tr
 from lightning_deepcompile.trainer.evaluation_loops import let_ranks_evaluate_unevenly
 from lightning_deepcompile.trainer.fsdp_arguments import (
     ShardingStrategyName,
+    check_cpu_offload,
     checkpointing_policy,
     is_hybrid,
     sharding_strategy_of,
     stage_for,
     warn_about_ignored,
-    with_cpu_offload,
 )
 from lightning_deepcompile.trainer.precision import DeepCompilePrecision
 from lightning_deepcompile.trainer.processes import ProcessStrategy
@@ -101,8 +101,7 @@ class DeepCompileStrategy(ProcessStrategy):
             ``CompileConfig(memory_budget=...)`` allows on the smallest device (CPU: of the available host memory, a
             rank's part). What may leave for host memory is counted, too. None: all ranks share, or those of a node
             under ``"HYBRID_SHARD"``.
-        cpu_offload: Of FSDP; True makes ``"auto"``, the default, of ``"none"`` in ``offload``, ``offload_activations``
-            and, at stage 3, ``offload_parameters`` of `CompileConfig`.
+        cpu_offload: Of FSDP; not needed, as what does not fit is offloaded by itself (``offload`` of `CompileConfig`).
         auto_wrap_policy: Of FSDP; ignored with a warning, as are the next ones.
         use_orig_params: Of FSDP; ignored.
         backward_prefetch: Of FSDP; ignored.
@@ -199,7 +198,8 @@ class DeepCompileStrategy(ProcessStrategy):
         self.cpu_offload = CPUOffload(cpu_offload) if isinstance(cpu_offload, bool) else cpu_offload or CPUOffload()
         config = CompileConfig(**compile) if isinstance(compile, dict) else compile or CompileConfig()
         show_messages(config.log_level)
-        self.compile = with_cpu_offload(config, cpu_offload, self.stage)
+        check_cpu_offload(config, cpu_offload)
+        self.compile = config
         for entry in self.compile.planned:
             resolve_passes(entry["passes"], profiled=entry["step"] > 0)  # before processes start and a model is built
         self._checkpoints = Checkpoints(self, state_dict_type, save_distributed_checkpoint, async_save)

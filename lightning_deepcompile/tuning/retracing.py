@@ -21,8 +21,10 @@ from lightning_deepcompile.ranks.exchange import on_any
 
 __all__ = ["Retracing"]
 
-_NAMES: dict[Chunkable, tuple[str, str]] = {"losses": ("losses", "chunk_loss"), "mlps": ("MLPs", "chunk_mlp")}
-"""What may be computed in pieces, in words, and its setting."""
+_NAMES: dict[Chunkable, str] = {"losses": "losses", "mlps": "MLPs"}
+_CHUNKS = 8
+"""An eighth of logits is little, and of a feed-forward layer as much as its narrow side; weights' gradients are added
+up as often."""
 
 
 class Retracing:
@@ -39,13 +41,13 @@ class Retracing:
 
     def __init__(self, capture: Capture, states: StateTrade, group: dist.ProcessGroup) -> None:
         self._capture, self._states, self._group = capture, states, group
-        self._decided = capture.config.recompute != "auto"
+        self._decided = capture.config.rounding != "any"
 
     @property
     def _may_spare(self) -> bool:
         """Returns whether more may be computed again, where memory needs it."""
         tracing = self._capture.tracing
-        return self._capture.config.recompute != "always" and not tracing.sparing and not tracing.uncheckpointed
+        return self._capture.config.rounding != "same" and not tracing.sparing and not tracing.uncheckpointed
 
     @property
     def pending(self) -> bool:
@@ -58,7 +60,7 @@ class Retracing:
         return any(map(self._may_chunk, _NAMES))
 
     def _may_chunk(self, what: Chunkable) -> bool:
-        return self._capture.config.pieces(what) == "auto" and not self._capture.tracing.chunks(what)
+        return self._capture.config.rounding != "same" and not self._capture.tracing.chunks(what)
 
     def _is_whole(self, what: Chunkable) -> bool:
         """Whether a rank has what could be computed in pieces, and is not yet; a collective while some may."""
@@ -66,17 +68,17 @@ class Retracing:
 
     def _chunk(self, what: Chunkable) -> tuple[Tracing, str]:
         """How the step is traced with `what` in pieces, and a clause that says so."""
-        return self._capture.tracing.chunking(what), f"{_NAMES[what][0]} are computed in pieces"
+        return self._capture.tracing.chunking(what, _CHUNKS), f"{_NAMES[what]} are computed in {_CHUNKS} chunks"
 
     def note(self) -> str:
         """What to know of the step when its memory does not do; "" if nothing."""
-        notes = [
-            f"CompileConfig({setting}='auto') computes {name} whole where the sizes of a step say that they fit. With "
-            f"{setting}=8, or another number, they are computed in pieces in any case."
-            for what, (name, setting) in _NAMES.items()
-            if self._may_chunk(what) and self._capture.whole(what)
-        ]
-        return " ".join(notes)
+        unchunked = [name for what, name in _NAMES.items() if self._may_chunk(what) and self._capture.whole(what)]
+        if not unchunked:
+            return ""
+        return (
+            f"The sizes of a step say that it fits with {' and '.join(unchunked)} unchunked. With a smaller "
+            "CompileConfig(memory_budget=...) they are computed in chunks of tokens."
+        )
 
     def adopt(self, tracing: Tracing) -> None:
         """Does as the plan that was read, which was made with the same settings; call before the step is traced."""

@@ -104,7 +104,7 @@ class Tuner:
         self._slow_ranks = SlowRanks(group, device, memory, self._training)
         self._retracing = Retracing(capture, states, group)
         self._foresight = Foresight(
-            capture, self._retracing, leaving, memory, group, states=capture.config.offload != "none"
+            capture, self._retracing, leaving, memory, group, states=leaving.offloading.states != "none"
         )
         capture.before_first_run = compat.held_weakly(self.before_first_run)
         self._config = capture.config
@@ -116,15 +116,13 @@ class Tuner:
             capture.stage,
             device.type,
             config.memory_budget,
-            config.recompute,
-            config.chunk_loss,
-            config.chunk_mlp,
+            config.rounding,
         )
         self._store = PlanStore(self._config.plan, setting, group)
         first, *self._entries = pass_schedule(self._config, capture.stage, self._world)
         capture.passes = self._start = first[1]
         self._passes: tuple[Pass, ...] = self._entries[-1][1] if self._entries else ()
-        self._host_room = host_room if config.offload_activations == "all" or config.memory_budget else None
+        self._host_room = host_room if leaving.mode == "all" or config.memory_budget else None
         self._leaving, self._room_if_needed = leaving, host_room
         self._launched: dict[str, bool] = {}
         self._retraces = False  # whether the training step is to be compiled anew
@@ -491,7 +489,7 @@ def pass_schedule(config: CompileConfig, stage: int, shards: int) -> list[PassEn
     if schedule is None or schedule == "auto":
         schedule = list(DEFAULT_SCHEDULE)
         # One rank has nothing to wait for, but a budget is held to.
-        nothing_travels = shards == 1 and config.offload_activations != "all" and config.memory_budget is None
+        nothing_travels = shards == 1 and config.offloading.activations != "all" and config.memory_budget is None
         nothing_to_plan = nothing_travels or stage != 3  # there parameters stay whole anyway
         measures = nothing_to_plan and stage == 3 and config.schedule == "auto"
         if nothing_to_plan or config.schedule is None:

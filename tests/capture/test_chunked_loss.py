@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from training_in_pieces import equal_runs, ragged_runs
 
 from lightning_deepcompile.capture.chunked_loss import chunk_losses
+from lightning_deepcompile.plan.tracing import Tracing
 
 CLASSES, WIDTH = 64, 8
 
@@ -201,7 +202,7 @@ RUNS = [("llama", "inductor", 1, 3), ("gpt_tied", "eager", 3, 3), ("mlp", "eager
 
 
 def _check(accelerator: str) -> None:
-    for run, summary, programs in equal_runs(RUNS, accelerator, chunk_loss=PIECES):
+    for run, summary, programs in equal_runs(RUNS, accelerator, Tracing(chunked_losses=PIECES)):
         assert summary.chunked_losses >= 1, run
         if run[0] == "llama":
             forward, backward = programs["frame0.forward"], programs["frame0.backward"]
@@ -226,6 +227,6 @@ def test_training_is_that_of_one_gpu() -> None:
 
 
 def test_every_rank_may_have_its_own_number_of_tokens() -> None:
-    for whole, pieces in ragged_runs({}, {"chunk_loss": 3}):
+    for whole, pieces in ragged_runs(Tracing(), Tracing(chunked_losses=3)):
         assert_same_training(pieces, whole, params=True)
         assert [record.extra[0].chunked_losses > 0 for record in (whole, pieces)] == [False, True]

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from training_in_pieces import equal_runs, ragged_runs
 
 from lightning_deepcompile.capture.chunked_mlp import chunk_mlps
+from lightning_deepcompile.plan.tracing import Tracing
 
 WIDTH, WIDE, ROWS = 8, 40, 7 * 11
 LAYERS = 2
@@ -117,7 +118,7 @@ def _run(
         return gm
 
     def backend(gm: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        seen = chunk_mlps(gm, "auto", look=True)
+        seen = chunk_mlps(gm, 0)
         replaced.append(chunk_mlps(gm, 3))
         assert seen == replaced[-1] and (replaced[-1] == 0 or chunk_mlps(gm, 3) == 0), "what is in pieces is left"
         cut = min_cut_rematerialization_partition
@@ -225,7 +226,7 @@ RUNS = [
 
 
 def _check(accelerator: str) -> None:
-    for run, summary, programs in equal_runs(RUNS, accelerator, chunk_mlp=PIECES):
+    for run, summary, programs in equal_runs(RUNS, accelerator, Tracing(chunked_mlps=PIECES)):
         assert summary.chunked_mlps >= 1, run
         if run[0].startswith("llama"):
             _check_llama(summary.chunked_mlps, programs["frame0.forward"], programs["frame0.backward"])
@@ -251,6 +252,6 @@ def test_training_is_that_of_one_gpu() -> None:
 
 
 def test_every_rank_may_have_its_own_number_of_tokens() -> None:
-    for whole, pieces in ragged_runs({}, {"chunk_mlp": 3}):
+    for whole, pieces in ragged_runs(Tracing(), Tracing(chunked_mlps=3)):
         assert_same_training(pieces, whole, params=True)
         assert [record.extra[0].chunked_mlps > 0 for record in (whole, pieces)] == [False, True]

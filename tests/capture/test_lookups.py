@@ -157,14 +157,14 @@ CLIPPED = {"bags": 0.02}
 Run = tuple[str, str, int, tuple[str, ...]]
 RUNS: list[Run] = [("bags", "eager", 3, ()), ("mlp", "eager", 3, ()), ("llama", "inductor", 3, ())]
 RUNS += [(name, "eager", 1, ()) for name in ("frozen", "graph_break", "gpt_tied")]
-RUNS += [("llama", "eager", 1, ("offload", "offload_parameters"))]
+RUNS += [("llama", "eager", 1, ("states", "parameters"))]
 
 
 def _run(run: Run, mode: str, accelerator: str) -> Record:
     from lightning_deepcompile import DeepCompileStrategy
 
     case, backend, accumulate, offloads = run
-    config = CompileConfig(region_backend=backend, embedding=mode, **dict.fromkeys(offloads, "all"))
+    config = CompileConfig(region_backend=backend, embedding=mode, offload=list(offloads) or "auto")
     return train(
         BUILDS[case],
         DeepCompileStrategy(compile=config),

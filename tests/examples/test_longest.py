@@ -72,7 +72,7 @@ def test_a_command_line_says_what_it_misses(capsys: pytest.CaptureFixture[str]) 
     assert "positive" in capsys.readouterr().err
     arguments = longest.parse_arguments(["--out", "unused", "--memory-budget", "1GiB", "--first", "8", "16"])
     assert arguments.budget == 2**30
-    assert longest._job(arguments, "both", 16, 2).system.options["offload_activations"] == "auto"
+    assert longest._job(arguments, "both", 16, 2).system.options["offload"] == "auto"
     assert longest._job(arguments, "both", 16, 2).shape.checkpointing and arguments.settings == list(longest.SETTINGS)
     peers = longest.parse_arguments(["--out", "unused", "--memory-budget", "1GiB", "--settings", "--fsdp2"])
     assert peers.settings == ["fsdp2", "fsdp2-checkpointing"]

@@ -47,9 +47,9 @@ def _train(budget: int | None) -> dict[str, Any]:
     same_bits_every_time()
     modes: dict[str, dict[str, Any]] = {"none": {"schedule": None}}
     if budget is None:
-        modes["all"] = {"schedule": None, "offload_activations": "all"}
+        modes["all"] = {"schedule": None, "offload": ["activations"]}
     else:
-        modes = {"auto": {"offload_activations": "auto", "memory_budget": budget}}
+        modes = {"auto": {"offload": "auto", "memory_budget": budget}}
     results = {}
     for mode, options in modes.items():
         torch.manual_seed(0)

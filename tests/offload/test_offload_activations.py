@@ -117,8 +117,8 @@ def test_copies_anywhere_never_change_results(data: st.DataObject) -> None:
 # Training -------------------------------------------------------------------------------------------------------------
 
 MODES = {
-    "all": {"offload_activations": "all", "schedule": None},
-    "planned": {"offload_activations": "all"},
+    "all": {"offload": ["activations"], "schedule": None},
+    "planned": {"offload": ["activations"]},
 }
 
 
@@ -165,12 +165,12 @@ def test_a_budget_is_kept_and_said(mesh: DeviceMesh) -> None:
     """Every tensor leaves at first, as sizes say that it may not fit; planning takes back what does."""
     plain = make_engine(mesh, schedule=None)
     expected = [one_step(plain, BATCH, optimizer) for optimizer in [sgd(plain)] for _ in range(12)]
-    roomy = make_engine(mesh, offload_activations="auto", memory_budget=1 << 40)
+    roomy = make_engine(mesh, offload="auto", memory_budget=1 << 40)
     assert [one_step(roomy, BATCH, optimizer) for optimizer in [sgd(roomy)] for _ in range(7)] == expected[:7]
     (nothing,) = roomy.report()
     assert roomy.runtime.stats()["offloaded_bytes"] == 0
     needed = nothing.passes[0].peak_bytes
-    engine = make_engine(mesh, offload_activations="auto", memory_budget=f"{int(0.8 * needed)}B")
+    engine = make_engine(mesh, offload="auto", memory_budget=f"{int(0.8 * needed)}B")
     optimizer = sgd(engine)
     losses, moved = [], []
     for _ in range(12):
@@ -192,7 +192,7 @@ def test_a_plan_file_remembers_what_leaves(mesh: DeviceMesh, tmp_path: Path) -> 
     moved = {}
     for mode, steps in (("auto", 11), ("auto", 2), ("none", 2)):
         torch._dynamo.reset()
-        engine = make_engine(mesh, offload_activations=mode, memory_budget=f"{budget}B", plan=path)
+        engine = make_engine(mesh, offload=mode, memory_budget=f"{budget}B", plan=path)
         optimizer = sgd(engine)
         for _ in range(steps):
             before = engine.runtime.stats()["offloaded_bytes"]
@@ -210,7 +210,7 @@ def _with_one_rank_short() -> list[str]:
     schedule = [
         {"step": step, "passes": ["zero3", "prefetch", *more]} for step, more in ((0, []), (3, ["offload_activation"]))
     ]
-    engine = make_engine(mesh, offload_activations="auto", schedule=schedule)
+    engine = make_engine(mesh, offload="auto", schedule=schedule)
     if dist.get_rank() == 1:
         engine.timeline.leaving._room = lambda forward: 0
     optimizer = sgd(engine)
@@ -231,7 +231,7 @@ def test_a_larger_batch_than_planned_for_goes_to_the_host(mesh: DeviceMesh, sche
     losses, moved = [], []
     for mode in ("none", "auto"):
         torch._dynamo.reset()
-        engine = make_engine(mesh, schedule=schedule, offload_activations=mode, memory_budget="1MB")
+        engine = make_engine(mesh, schedule=schedule, offload=mode, memory_budget="1MB")
         optimizer = sgd(engine)
         losses.append([one_step(engine, batch, optimizer) for batch in batches[:8]])
         moved.append([engine.runtime.stats()["offloaded_bytes"]])
@@ -245,7 +245,7 @@ def test_a_larger_batch_than_planned_for_goes_to_the_host(mesh: DeviceMesh, sche
 @pytest.mark.parametrize("mode", ["none", "auto"])
 def test_a_budget_below_everything_states_the_least(mesh: DeviceMesh, mode: str) -> None:
     """One rank holds to it, too, although it waits for no gather."""
-    engine = make_engine(mesh, offload_activations=mode, memory_budget="40kB")
+    engine = make_engine(mesh, offload=mode, memory_budget="40kB")
     optimizer = sgd(engine)
     with pytest.raises(MemoryBudgetError, match="need [0-9]+ .* even with one block gathered at a time"):
         for _ in range(6):
@@ -258,7 +258,7 @@ def test_host_memory_that_does_not_suffice_is_named(mesh: DeviceMesh) -> None:
     plain = make_engine(mesh, schedule=None)
     expected = [one_step(plain, BATCH, optimizer) for optimizer in [sgd(plain)] for _ in range(2)]
     plain.close()
-    engine = make_engine(mesh, schedule=None, offload_activations="all", host_memory_budget="100kB")
+    engine = make_engine(mesh, schedule=None, offload=["activations"], host_memory_budget="100kB")
     optimizer = sgd(engine)
     with pytest.warns(UserWarning, match="no host memory for .* bytes of offloaded .*host_memory_budget"):
         losses = [one_step(engine, BATCH, optimizer) for _ in range(2)]
@@ -266,7 +266,7 @@ def test_host_memory_that_does_not_suffice_is_named(mesh: DeviceMesh) -> None:
     assert losses == expected and stats["stayed_tensors"] > 0 and stats["host_bytes"] <= 100_000
     engine.close()
     # What was not asked for by name takes what there is.
-    engine = make_engine(mesh, offload_activations="auto", memory_budget="1MB", host_memory_budget="600kB")
+    engine = make_engine(mesh, offload="auto", memory_budget="1MB", host_memory_budget="600kB")
     one_step(engine, BATCH, sgd(engine))
     assert 0 < engine.runtime.stats()["host_bytes"] <= 600_000
     engine.close()
@@ -274,13 +274,13 @@ def test_host_memory_that_does_not_suffice_is_named(mesh: DeviceMesh) -> None:
 
 def test_a_graph_may_run_again_before_its_backward(mesh: DeviceMesh) -> None:
     results = []
-    for mode in ("none", "all"):
-        engine = make_engine(mesh, schedule=None, offload_activations=mode)
+    for mode in ("none", ["activations"]):
+        engine = make_engine(mesh, schedule=None, offload=mode)
         first, second = (engine.run_step("training_step", batch) for batch in (BATCH[:8], BATCH[8:16]))
         engine.backward((first + 2 * second).backward)
         results.append([p.grad.to_local().clone() for p in engine.module.parameters()])
         moved = engine.runtime.stats()
-        assert (moved["offloaded_bytes"] > 0) == (mode == "all")
+        assert (moved["offloaded_bytes"] > 0) == (mode != "none")
         engine.close()
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -288,13 +288,13 @@ def test_a_graph_may_run_again_before_its_backward(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize(("stage", "backend"), [(1, "eager"), (2, "eager"), (3, "inductor")])
 def test_stages_backends_and_other_lengths(mesh: DeviceMesh, stage: int, backend: str) -> None:
     losses: list[list[float]] = []
-    for mode in ("none", "all"):
+    for mode in ("none", ["activations"]):
         torch._dynamo.reset()  # else the second engine's first program has symbolic sizes, and other kernels
-        settings_ = {"schedule": None, "region_backend": backend, "offload_activations": mode}
+        settings_ = {"schedule": None, "region_backend": backend, "offload": mode}
         engine = make_engine(mesh, stage, **settings_)
         optimizer = sgd(engine)
         losses.append([one_step(engine, BATCH[:, :length], optimizer) for length in (32, 32, 17, 24, 32)])
-        assert (engine.summary().offloaded_activation_bytes > 0) == (mode == "all")
+        assert (engine.summary().offloaded_activation_bytes > 0) == (mode != "none")
         with torch.no_grad():
             losses[-1].append(float(engine.run_step("validation_step", BATCH[:, :9])))
         engine.close()
@@ -302,7 +302,7 @@ def test_stages_backends_and_other_lengths(mesh: DeviceMesh, stage: int, backend
 
 
 def test_a_step_that_is_given_up_leaves_nothing_behind(mesh: DeviceMesh) -> None:
-    engine = make_engine(mesh, schedule=None, offload_activations="all")
+    engine = make_engine(mesh, schedule=None, offload=["activations"])
     optimizer = sgd(engine)
     expected = one_step(engine, BATCH, optimizer)
     for _ in range(2):

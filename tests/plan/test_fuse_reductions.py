@@ -80,16 +80,16 @@ def test_groups_that_latency_dominates_are_reduced_together() -> None:
 def test_more_than_two_gpus_merge_with_consent() -> None:
     step = _step(*(reduce(k) for k in range(4)))
     for ranks, device_type, mode, merges in (
-        (2, "cuda", "every", True),
-        (3, "cuda", "every", False),
-        (3, "cuda", "auto", True),
-        (3, "cpu", "every", True),
+        (2, "cuda", "needed", True),
+        (3, "cuda", "needed", False),
+        (3, "cuda", "any", True),
+        (3, "cpu", "same", True),
     ):
-        settings = PlanSettings(reduce=mode)
+        settings = PlanSettings(rounding=mode)
         latency = replace(_profile(step, Link(1.0, 1e12)), world_size=ranks, device_type=device_type)
         assert (len(_groups(fuse(step, PlanContext(settings, latency)))) == 1) == merges, (ranks, device_type, mode)
         # A plan file of a run that agreed is split for one that does not.
-        merged = fuse(step, PlanContext(PlanSettings(reduce="auto"), latency))
+        merged = fuse(step, PlanContext(PlanSettings(reduce="auto", rounding="any"), latency))
         assert _groups(admitted(merged, settings, ranks, device_type)) == _groups(merged if merges else step)
 
 

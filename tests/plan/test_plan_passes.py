@@ -204,7 +204,10 @@ def test_a_step_that_is_shorter_than_its_parts_is_planned_however_many_micro_bat
     base = _profile_of(step, micro_batches=64, hold_seconds=0.0, budget=1 << 60)
     short = replace(base, unexplained_seconds=-0.1 * simulate(step, base).seconds)
     for name, count in (("unshard", 2), ("keep_whole", 2), ("reduce_late", 4)):
-        plans = [BUILTIN_PASSES[name].run(step, PlanContext(PlanSettings(reduce="auto"), p)) for p in (base, short)]
+        plans = [
+            BUILTIN_PASSES[name].run(step, PlanContext(PlanSettings(reduce="auto", rounding="any"), p))
+            for p in (base, short)
+        ]
         assert plans[0] == plans[1] != step, name
         part = PlanContext(profile=short).require_profile(name, count)
         expected = 0.9 * simulate(step, replace(base, micro_batches=count)).seconds
@@ -330,7 +333,7 @@ def test_no_pass_exceeds_the_budget_or_slows_the_step(
     base = replace(base, device_type=device_type, micro_batches=micro_batches, hold_seconds=hold / SIZE)
     base = replace(base, gather=replace(base.gather, latency=latency), reduce=replace(base.reduce, latency=latency))
     base = replace(base, budget=least_budget(step, base) + spare * 1536)
-    context = PlanContext(PlanSettings(reduce="auto"), base)
+    context = PlanContext(PlanSettings(reduce="auto", rounding="any"), base)
     _, effects = optimize(step, resolve_passes(ALL, profiled=True), context)
     assert effects[-1].prediction.peak_bytes <= base.budget, "there is a plan within it"
     before = simulate(step, base)

@@ -85,7 +85,7 @@ def test_reduce_late_holds_as_many_gradients_as_there_is_memory_for() -> None:
     step = [schedule("forward", compute(9)), schedule("backward", *parts, Instruction("end"))]
     base = profile(step, micro_batches=4, hold_seconds=0.25 / SIZE, reduce_window=0)
     least = simulate(step, base).peak_bytes
-    auto = PlanSettings(reduce="auto")
+    auto = PlanSettings(reduce="auto", rounding="any")
     # Sums are a kilobyte each. What a region takes includes the shards of gradients, half as much each, which are not
     # there before reductions: with the first of these all sums are there, and one shard. A region's peak is 10 higher.
     # The buffer from which gradients are added to those of other micro-batches is there until no micro-batch but the
@@ -132,7 +132,9 @@ def test_gradients_of_one_parameter_wait_together_or_not_at_all() -> None:
     least = simulate(step, base).peak_bytes
     for room, expected in ((1.6, [(2,)]), (3.0, [(0, 1), (2,), (1,)])):
         budget = least + int(room * (1 << 20))
-        (_, backward) = reduce_late(step, PlanContext(PlanSettings(reduce="auto"), replace(base, budget=budget)))
+        (_, backward) = reduce_late(
+            step, PlanContext(PlanSettings(reduce="auto", rounding="any"), replace(base, budget=budget))
+        )
         assert [backward.instructions[p].ids for p in backward.at("reduce_at_boundary")] == expected
 
 
@@ -140,7 +142,7 @@ def test_a_plan_that_runs_out_of_memory_is_followed_by_one_that_holds_less() -> 
     parts = [part for k in range(3) for part in (compute(k), _large(k))]
     step = [schedule("forward", compute(9)), schedule("backward", *parts, Instruction("end"))]
     base = replace(profile(step, micro_batches=4, hold_seconds=0.0, reduce_window=0, budget=1 << 30), world_size=4)
-    auto, passes = PlanSettings(reduce="auto"), resolve_passes(["zero3", "reduce_late"], profiled=True)
+    auto, passes = PlanSettings(reduce="auto", rounding="any"), resolve_passes(["zero3", "reduce_late"], profiled=True)
     planned = reduce_late(step, PlanContext(auto, base))
     assert planned[1].at("reduce") == []
     shortage = Shortage(0, "backward", "region_0", "", relieved=1 << 18)
@@ -156,33 +158,37 @@ def test_a_plan_that_runs_out_of_memory_is_followed_by_one_that_holds_less() -> 
 
 def test_a_plan_file_is_followed_as_far_as_the_user_lets_it(mesh: DeviceMesh, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    engine = make_engine(mesh, reduce="auto")
+    engine = make_engine(mesh, rounding="any")
     one_step(engine, TOKENS, sgd(engine))
     step = [e.program.schedule for e in engine.capture.executables]
     engine.close()
     ids = step[1].instructions[step[1].at("reduce")[0]].ids
     found = {}
-    for wanted in (None, "every", "boundary", "auto"):
-        path.write_text(write_plan(place_reductions(step, "reduce_at_boundary", ids), Setting(1, 3, "cpu")))
-        engine = make_engine(mesh, reduce=wanted, plan=str(path))
+    choices: dict[str, dict[str, Any]] = {when: {"reduce": when} for when in ("every", "boundary")}
+    for wanted, chosen in {"none": {}, **choices, "any": {"rounding": "any"}}.items():
+        setting = Setting(1, 3, "cpu", rounding=chosen.get("rounding", "same"))
+        path.write_text(write_plan(place_reductions(step, "reduce_at_boundary", ids), setting))
+        engine = make_engine(mesh, **chosen, plan=str(path))
         one_step(engine, TOKENS, sgd(engine))
         backward = engine.capture.executables[1].program
         assert "plan" in backward.history
         found[wanted] = [len(backward.schedule.at(op)) for op in ("reduce", "reduce_at_boundary")]
         engine.close()
     groups = len(step[1].at("reduce"))
-    assert found == {None: [groups, 0], "every": [groups, 0], "boundary": [0, groups], "auto": [groups - 1, 1]}
+    assert found == {"none": [groups, 0], "every": [groups, 0], "boundary": [0, groups], "any": [groups - 1, 1]}
 
 
 def test_only_what_is_planned_can_be_auto() -> None:
-    settings_ = {when: CompileConfig(reduce=when) for when in ("every", "boundary", "auto", None)}
+    settings_ = {when: CompileConfig(reduce=when) for when in ("every", "boundary", None)}
+    settings_ |= {"any": CompileConfig(rounding="any"), "fixed": CompileConfig(reduce="every", rounding="any")}
     assert {k: [c.reduction(stage) for stage in (1, 2, 3)] for k, c in settings_.items()} == {
         "every": ["every"] * 3,
         "boundary": ["boundary"] * 3,
-        "auto": ["boundary", "every", "auto"],
+        "any": ["boundary", "every", "auto"],
+        "fixed": ["every"] * 3,
         None: ["boundary", "every", "every"],
     }
-    with pytest.raises(ValueError, match=r"CompileConfig\(reduce='late'\): use 'every', 'boundary', 'auto' or None"):
+    with pytest.raises(ValueError, match=r"CompileConfig\(reduce='late'\): use 'every', 'boundary' or None"):
         CompileConfig(reduce="late")
 
 
@@ -264,7 +270,7 @@ def _plan_all(accelerator: str) -> dict[str, Record]:
         tuner.Tuner._fastest = lambda *_: next(sequence)  # type: ignore[method-assign]
 
     measuring.build_profile = slow
-    settings_ = {"accelerator": accelerator, "schedule": PASSES, "reduce": "auto"}
+    settings_ = {"accelerator": accelerator, "schedule": PASSES, "rounding": "any"}
     try:
         results = {}
         measured(100.0, 100.0)

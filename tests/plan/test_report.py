@@ -76,8 +76,8 @@ def test_a_profile_is_planned_for_other_ranks_links_and_budgets(
     assert "offload_activation" in roomy and "activations in host memory" not in roomy
     path.write_text(profile([*step, schedule("backward", reduce(0))], micro_batches=2, hold_seconds=0.0).to_json())
     every, late, auto = (
-        _printed(monkeypatch, capsys, "simulate", str(path), "--passes", "zero3,reduce_late", "--reduce", when)
-        for when in ("every", "boundary", "auto")
+        _printed(monkeypatch, capsys, "simulate", str(path), "--passes", "zero3,reduce_late", *when)
+        for when in (("--reduce", "every"), ("--reduce", "boundary"), ("--rounding", "any"))
     )
     first = [next(line for line in text.splitlines() if "zero3" in line).split()[1] for text in (every, late, auto)]
     assert first == ["28000.0", "26000.0", "28000.0"]
@@ -89,14 +89,14 @@ def test_a_profile_is_planned_for_other_ranks_links_and_budgets(
         ["--bandwidth", "-1"],
     ]
     path.write_text(profile(step).to_json())
-    once = _printed(monkeypatch, capsys, "simulate", str(path), "--reduce", "auto")
-    assert "--reduce auto changes nothing: a step is one micro-batch" in once
+    once = _printed(monkeypatch, capsys, "simulate", str(path), "--reduce", "boundary")
+    assert "--reduce boundary changes nothing: a step is one micro-batch" in once
     apart = ["--gather-bandwidth", "3000", "--reduce-bandwidth", "50"]
     split = _printed(monkeypatch, capsys, "simulate", str(path), *apart)
     assert "gathers 0 us + 3000.00 GB/s; reductions 0 us + 50.00 GB/s" in split
     path.write_text(profile(step, micro_batches=2).to_json())
-    unknown = _printed(monkeypatch, capsys, "simulate", str(path), "--reduce", "auto")
-    assert "--reduce auto stays at 'every'" in unknown
+    unknown = _printed(monkeypatch, capsys, "simulate", str(path), "--rounding", "any")
+    assert "every micro-batch's gradients are reduced: the profile does not say" in unknown
     wrong.append(["--reduce", "boundary"])
     for arguments in (*wrong, ["--budget", "much"], ["--passes", "zero9"]):
         with pytest.raises(SystemExit):
@@ -234,12 +234,16 @@ def test_a_plan_file_is_shown(
 ) -> None:
     forward = schedule("forward", gather(0, 1), wait(0, 1), compute(0, 0, 1), release(0), kept=(1,))
     path = tmp_path / "plan.json"
-    tracing = Tracing(uncheckpointed=2, sparing=True, chunked_losses=True, chunked_mlps=True)
-    setting, states = Setting(8, 3, "cuda", "24GiB", chunk_loss="auto"), StatePlaces(1 << 30, 3)
+    tracing = Tracing(uncheckpointed=2, sparing=True, chunked_losses=8, chunked_mlps=16)
+    setting, states = Setting(8, 3, "cuda", "24GiB", rounding="any"), StatePlaces(1 << 30, 3)
     path.write_text(write_plan([replace(forward, content="a")], setting, states, tracing))
     printed = _printed(monkeypatch, capsys, "plan", str(path), "--instructions")
-    assert "a plan for 8 ranks (cuda), stage 3, memory_budget: '24GiB', recompute: always, chunk_loss: auto" in printed
-    assert "keep their activations: 2" in printed and "little is saved" in printed and "losses over many" in printed
+    assert "a plan for 8 ranks (cuda), stage 3, memory_budget: '24GiB', rounding: any" in printed
+    assert (
+        "keep their activations: 2" in printed
+        and "little is saved" in printed
+        and "losses over many classes are computed in 8 chunks" in printed
+    )
     assert "optimizer states in host memory: 1.0 GiB (3 slots)" in printed
     row = next(line for line in printed.splitlines() if line.startswith("  forward")).split()
     assert row == ["forward", "1", "1", "2.0", "KiB", "0", "0", "B", "1", "0", "B"]

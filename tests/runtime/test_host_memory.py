@@ -58,7 +58,7 @@ class Wide(Base):
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "setup": {"offload": "all"},
+    "setup": {"offload": ["states"]},
     "step": {"offload": "auto", "memory_budget": 118 << 20, "offload_chunk": "1MiB"},
 }
 
@@ -101,7 +101,7 @@ def test_saved_tensors_stay_where_others_hold_the_memory(mesh: DeviceMesh) -> No
     plain = make_engine(mesh, schedule=None)
     expected = [one_step(plain, BATCH, optimizer) for optimizer in [sgd(plain)] for _ in range(3)]
     plain.close()
-    engine = make_engine(mesh, schedule=None, offload_activations="all", host_memory_budget=budget)
+    engine = make_engine(mesh, schedule=None, offload=["activations"], host_memory_budget=budget)
     optimizer = sgd(engine)
     losses = [one_step(engine, BATCH, optimizer)]
     stats = engine.runtime.stats()

@@ -169,7 +169,7 @@ def test_trains_alike_to_the_bit(ranks: int, stage: int) -> None:
 
 def test_gradients_travel_packed_where_their_last_bits_may_change() -> None:
     packed, alone = run_ranks(
-        _trained, 3, "gpt", 3, [{"reduce": "auto"}, {"reduce": "auto", "pack_shards": False}]
+        _trained, 3, "gpt", 3, [{"rounding": "any"}, {"rounding": "any", "pack_shards": False}]
     )[0]  # fmt: skip
     plain = run_ranks(_trained, 3, "gpt", 3, [{}])[0][0]
     assert packed.extra > plain.extra > alone.extra == 0
@@ -188,4 +188,4 @@ def test_bounds() -> None:
     assert CompileConfig(pack_shards="1MiB").pack_below("cuda", 2, tight=False) == 2**20
     assert CompileConfig(pack_shards=False).pack_below("cpu", 2, tight=False) == 0
     assert auto.packs_reductions("cpu", 2) and not auto.packs_reductions("cpu", 3)
-    assert auto.packs_reductions("cuda", 3) and CompileConfig(reduce="auto").packs_reductions("cpu", 3)
+    assert auto.packs_reductions("cuda", 3) and CompileConfig(rounding="any").packs_reductions("cpu", 3)

@@ -196,8 +196,8 @@ TRAINER: dict[str, dict[str, Any]] = {
     "clip by value": {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"},
 }
 COMPILE: dict[str, dict[str, Any]] = {
-    "hosted": {"offload_parameters": "all"},
-    "all hosted": {"offload_parameters": "all", "offload": "all", "offload_chunk": 4_000},
+    "hosted": {"offload": ["parameters"]},
+    "all hosted": {"offload": ["parameters", "states"], "offload_chunk": 4_000},
 }
 # (forced or by itself, case, micro-batches per step, stage, of what the two above set)
 Run = tuple[bool, str, int, int, str]

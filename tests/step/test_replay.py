@@ -467,7 +467,7 @@ def test_graphs_are_not_tried_where_the_device_is_late() -> None:
 def test_settings_that_exclude_graphs_are_named() -> None:
     from lightning_deepcompile import CompileConfig
 
-    with pytest.raises(ValueError, match=r"cuda_graphs=True, offload_parameters='all'"):
-        CompileConfig(cuda_graphs=True, offload_parameters="all")
+    with pytest.raises(ValueError, match=r"cuda_graphs=True, offload=\['parameters'\]"):
+        CompileConfig(cuda_graphs=True, offload=["parameters"])
     assert CompileConfig(cuda_graphs="auto", symmetric_memory="64MiB").replays is False
     assert CompileConfig(cuda_graphs="auto").replays == "auto" and CompileConfig(cuda_graphs=True).replays is True

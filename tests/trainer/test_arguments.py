@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_deepcompile import CompileConfig, DeepCompilePrecision, DeepCompileStrategy
+from lightning_deepcompile.plan.offload import Offloading
 from lightning_deepcompile.trainer.activation_checkpointing import checkpoint_activations
 
 
@@ -53,26 +54,33 @@ def test_refused(arguments: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "offload", "activations"),
+    ("arguments", "offload"),
     [
-        ({}, "auto", "auto"),
-        ({"cpu_offload": True, "compile": CompileConfig(offload="none")}, "auto", "auto"),
-        ({"cpu_offload": True}, "auto", "auto"),
-        ({"cpu_offload": CPUOffload(offload_params=True)}, "auto", "auto"),
-        ({"cpu_offload": True, "compile": CompileConfig(offload="all")}, "all", "auto"),
-        ({"cpu_offload": True, "compile": CompileConfig(offload_activations="all")}, "auto", "all"),
+        ({}, Offloading("auto", "auto", "auto")),
+        ({"cpu_offload": True}, Offloading("auto", "auto", "auto")),
+        ({"cpu_offload": CPUOffload(offload_params=True)}, Offloading("auto", "auto", "auto")),
+        ({"cpu_offload": True, "compile": CompileConfig(offload=["states"])}, Offloading(states="all")),
+        (
+            {"compile": CompileConfig(offload=["activations", "parameters"])},
+            Offloading(activations="all", parameters="all"),
+        ),
+        ({"compile": CompileConfig(offload="none")}, Offloading()),
     ],
 )
-def test_cpu_offload(arguments: dict[str, Any], offload: str, activations: str) -> None:
-    strategy = DeepCompileStrategy(**arguments)
-    assert (strategy.compile.offload, strategy.compile.offload_activations) == (offload, activations)
+def test_cpu_offload(arguments: dict[str, Any], offload: Offloading) -> None:
+    assert DeepCompileStrategy(**arguments).compile.offloading == offload
+
+
+def test_cpu_offload_where_nothing_may_be_offloaded() -> None:
+    with pytest.raises(ValueError, match=r"cpu_offload=True, compile=CompileConfig\(offload='none'\)\): nothing may"):
+        DeepCompileStrategy(cpu_offload=True, compile=CompileConfig(offload="none"))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"offload": "some"}, "offload='some'"),
-        ({"offload_activations": True}, "offload_activations=True"),
+        ({"offload": ["state"]}, "offload=.'state'"),
         ({"host_memory_budget": "much"}, "host_memory_budget='much'"),
         ({"offload_chunk": 0.5}, "offload_chunk=0.5"),
         ({"offload_chunk": "1 parsec"}, "offload_chunk='1 parsec'"),

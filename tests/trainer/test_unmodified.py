@@ -158,7 +158,7 @@ WORKS: dict[str, tuple[Callable[[], Mlp], dict[str, Any], dict[str, Any]]] = {
 
 
 if torch.__version__ >= (2, 12):  # before, it cannot step on parameters that it was not made with, and is refused
-    WORKS["adagrad, offloaded"] = (Adagrad, {"offload": "all"}, {})
+    WORKS["adagrad, offloaded"] = (Adagrad, {"offload": ["states"]}, {})
 
 
 def _works(folder: Path) -> dict[str, Record]:

@@ -80,7 +80,7 @@ def test_a_step_that_cannot_fit_is_named_before_it_runs(
     mesh: DeviceMesh, caplog: pytest.LogCaptureFixture, fresh_dynamo: None
 ) -> None:
     with caplog.at_level(logging.WARNING, "lightning_deepcompile"):
-        _, engine = _losses(mesh, steps=1, schedule=None, memory_budget="1MiB", offload_activations="none")
+        _, engine = _losses(mesh, steps=1, schedule=None, memory_budget="1MiB", offload="none")
     (text,) = [text for text in caplog.messages if "not expected to fit" in text]
     assert "1.0 MiB may be allocated" in text and "saved tensors" in text and "in all" in text, text
     error = torch.OutOfMemoryError("no memory")

@@ -1,4 +1,4 @@
-"""`chunk_loss="auto"`: losses are whole as long as there is memory for that, then in pieces, on all ranks alike."""
+"""Losses are whole as long as there is memory for that, then in pieces, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from cases import ONLY, full
+from cases import ONLY, full, traced_as
 from multiprocess import run_ranks
 from test_engine import one_step, sgd
 from test_oom import Regions, Shortages
@@ -23,12 +23,13 @@ from torch.utils.data import DataLoader
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.engine import Engine
-from lightning_deepcompile.plan.budget import MemoryBudgetError
 from lightning_deepcompile.plan.leaner import Shortage
+from lightning_deepcompile.plan.tracing import Tracing
 from lightning_deepcompile.tuning.tuner import Tuner
 
 CLASSES, WIDTH, LENGTH = 32_768, 8, 64  # the fewest that count as many
 STEPS, ROWS = 16, 2
+CHUNKED = Tracing(chunked_losses=8)
 START = [{"step": 0, "passes": ["zero3", "prefetch"]}]
 
 
@@ -72,8 +73,12 @@ def tokens(number: int) -> Tensor:
     return torch.randint(0, CLASSES, (number, LENGTH), generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
-def _fit(steps: int = STEPS, module: Net | None = None, **settings: Any) -> tuple[list[float], list[Tensor], Any]:
+def _fit(
+    steps: int = STEPS, module: Net | None = None, tracing: Tracing | None = None, **settings: Any
+) -> tuple[list[float], list[Tensor], Any]:
     seen, module = Losses(), module or Net()
+    if tracing is not None:
+        settings |= traced_as(tracing, dist.get_world_size(), memory_budget=settings.get("memory_budget"))
     strategy = DeepCompileStrategy(compile=CompileConfig(**{"region_backend": "eager", **ONLY, **settings}))
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), max_steps=steps, callbacks=[seen],
@@ -84,39 +89,38 @@ def _fit(steps: int = STEPS, module: Net | None = None, **settings: Any) -> tupl
     return seen.losses, [full(p) for p in module.parameters()], trainer.strategy
 
 
-def _least(**settings: Any) -> int:
-    """What the leanest plan needs."""
-    with pytest.raises(MemoryBudgetError, match="even with one block gathered") as refused:
-        _fit(memory_budget="100000B", **settings)
-    return int(str(refused.value).partition("need ")[2].split()[0])
+def _least(module: Net | None = None, tracing: Tracing | None = None, **settings: Any) -> int:
+    """Returns what a step that is traced so needs at least, as known before it runs."""
+    _, _, strategy = _fit(1, module, tracing, **settings)
+    return int(strategy.engine.tuner._foresight.least)
 
 
 def _trains(folder: Path, backend: str) -> None:
     dist.init_process_group("gloo")
     keep_plans()
     plain, expected, _ = _fit(region_backend=backend)
-    pieces, _, _ = _fit(6, region_backend=backend, chunk_loss=8)
+    pieces, _, _ = _fit(6, tracing=CHUNKED, region_backend=backend)
     # There is memory for whole logits.
-    losses, values, strategy = _fit(region_backend=backend, chunk_loss="auto")
+    losses, values, strategy = _fit(region_backend=backend, rounding="needed")
     assert losses == plain and all(map(torch.equal, values, expected))
     assert strategy.summary().chunked_losses == 0 and strategy.engine.capture.whole("losses") == 1
     assert [done.outcome for done in strategy.report()] in (["kept"], ["unchanged"], ["measured"])
     # No plan fits into less, but one with the loss in pieces does.
     least, logits = _least(region_backend=backend), 4 * ROWS * LENGTH * CLASSES
     budget, path = least - logits // 2, folder / "plan.json"
-    settings: dict[str, Any] = {"region_backend": backend, "chunk_loss": "auto", "plan": str(path)}
+    settings: dict[str, Any] = {"region_backend": backend, "rounding": "needed", "plan": str(path)}
     settings["memory_budget"] = f"{budget}B"
     losses, values, strategy = _fit(**settings)
     assert losses == pytest.approx(plain, rel=1e-6)
     assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(values, expected, strict=True))
     anew, done = strategy.report()
     assert anew.outcome == "traced anew" and anew.step == 0 and anew.reason.startswith("The leanest plan needs ")
-    assert anew.reason.endswith(" too much, so losses are computed in pieces from step 0 on."), anew.reason
+    assert anew.reason.endswith(" too much, so losses are computed in 8 chunks from step 0 on."), anew.reason
     assert done.outcome in ("kept", "unchanged") and done.passes[-1].peak_bytes <= budget, str(done)
     summary = strategy.summary()
     assert (summary.chunked_losses, summary.graphs, strategy.engine.capture.whole("losses")) == (1, 1, 0)
     tracing = json.loads(path.read_text())["tracing"]
-    assert tracing == {"uncheckpointed": 0, "sparing": False, "chunked_losses": True, "chunked_mlps": False}
+    assert tracing == {"uncheckpointed": 0, "sparing": False, "chunked_losses": 8, "chunked_mlps": 0}
     # The next run begins with it, and is traced once.
     again, _, strategy = _fit(6, **settings)
     assert again == pieces and strategy.report() == [] and strategy.summary().chunked_losses == 1
@@ -136,19 +140,18 @@ def _saves_more() -> None:
     dist.init_process_group("gloo")
     keep_plans()
     plain, _, _ = _fit(20)
-    least = _least(chunk_loss=8)
+    least = _least(tracing=CHUNKED)
     budget = least - (least >> 6)
-    losses, _, strategy = _fit(20, chunk_loss="auto", recompute="auto", memory_budget=f"{budget}B")
+    losses, _, strategy = _fit(20, rounding="any", memory_budget=f"{budget}B")
     first, second, done = strategy.report()
-    assert "losses are computed in pieces from step 0 on" in first.reason, first
+    assert "losses are computed in 8 chunks from step 0 on" in first.reason, first
     assert "what is cheap is computed again from step 0 on" in second.reason, second
     assert done.passes[-1].peak_bytes <= budget, str(done)
     assert strategy.engine.capture.tracing.chunked_losses and strategy.engine.capture.tracing.sparing
     assert losses == pytest.approx(plain, rel=1e-6) and strategy.summary().chunked_losses == 1
     # What needs its logits whole is left so, and what is cheap is computed again at once.
-    settings = {"chunk_loss": "auto", "recompute": "auto"}
-    least = _least(module=Net(whole=True), chunk_loss="auto")
-    _, _, strategy = _fit(module=Net(whole=True), memory_budget=f"{least - 10_000}B", **settings)
+    least = _least(Net(whole=True))
+    _, _, strategy = _fit(module=Net(whole=True), memory_budget=f"{least - 10_000}B", rounding="any")
     assert [done.outcome for done in strategy.report()][0] == "traced anew", strategy.report()
     assert "what is cheap is computed again from step 0 on" in strategy.report()[0].reason
     assert strategy.summary().chunked_losses == 0 and not strategy.engine.capture.tracing.chunked_losses
@@ -162,7 +165,7 @@ def test_what_is_cheap_is_computed_again_only_if_that_is_not_enough() -> None:
 
 
 def _engine(mesh: DeviceMesh, module: nn.Module | None = None, stage: int = 3, **settings: Any) -> Engine:
-    config = CompileConfig(**{"region_backend": "eager", **ONLY, "chunk_loss": "auto", **settings})
+    config = CompileConfig(**{"region_backend": "eager", **ONLY, "rounding": "needed", **settings})
     engine = Engine(module or Net(), mesh, config, stage=stage)
     engine.capture.regions = Regions("eager")
     engine.tuner._fastest = lambda *_: 0.001  # type: ignore[method-assign]
@@ -186,14 +189,14 @@ def _runs_short() -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     planned = [*START, {"step": 3, "passes": ["zero3", "prefetch", "unshard"]}]
-    plain = _losses(_engine(mesh, chunk_loss=False, schedule=START), 30, -1)
+    plain = _losses(_engine(mesh, rounding="same", schedule=START), 30, -1)
     for stage, schedule, fails in ((3, planned, 12), (3, None, 2), (2, "auto", 2), (1, None, 0)):
         engine = _engine(mesh, stage=stage, schedule=schedule)
         losses = _losses(engine, 30, fails)
         rounds, step = engine.report(), fails // 8 * 8 + 16  # told at a step that 8 divides, read at the next
         (leaner,) = (done for done in rounds if done.outcome == "leaner")
         assert leaner.step == step and leaner.reason.startswith("Rank 1 ran out of memory in region_"), leaner
-        assert leaner.reason.endswith(f" From step {step} on, losses are computed in pieces."), leaner
+        assert leaner.reason.endswith(f" From step {step} on, losses are computed in 8 chunks."), leaner
         assert losses[:step] == plain[:step], (stage, step)
         assert losses == pytest.approx(plain, rel=1e-6), (stage, step)
         assert engine.summary().chunked_losses == 1
@@ -206,7 +209,9 @@ def test_a_shortage_has_losses_taken_apart() -> None:
 
 
 def test_a_shortage_finds_no_loss(mesh: DeviceMesh) -> None:
-    engine = _engine(mesh, Net(whole=True), schedule=None)
+    net = Net(whole=True)
+    net.blocks = nn.ModuleList()
+    engine = _engine(mesh, net, schedule=None)
     optimizer, batch = sgd(engine), tokens(ROWS)
     for step in range(12):
         if step == 2:
@@ -226,20 +231,21 @@ def test_without_a_budget_both_are_decided_on_one_rank(
 ) -> None:
     """Nothing is planned there, but a step is measured, and again when it was traced anew."""
     monkeypatch.setattr(Tuner, "_fastest", lambda *_: 0.001)
-    engine = _engine(mesh, recompute="auto")
+    engine = _engine(mesh, rounding="any")
     engine.tuner._limit = 1000
     optimizer, batch, error = sgd(engine), tokens(ROWS), torch.OutOfMemoryError("no memory")
     with caplog.at_level(logging.INFO, "lightning_deepcompile"):
-        for step in range(14):
+        for step in range(18):
             one_step(engine, batch, optimizer)
             engine.run_step("validation_step", batch)
             if step == 0:
                 engine.tuner.explain(error)
-                assert "With chunk_loss=8, or another number" in error.__notes__[0]
-    first, second = engine.report()
-    assert "in pieces from step 5 on" in first.reason and "what is cheap" in second.reason
-    assert [text for text in caplog.messages if "in pieces" in text] == [first.reason], "once"
+                assert "fits with losses and MLPs unchunked" in error.__notes__[0]
+    first, second, third = engine.report()
+    assert "losses are computed in 8 chunks from step 5 on" in first.reason and "what is cheap" in second.reason
+    assert "MLPs are computed in 8 chunks" in third.reason
+    assert [text for text in caplog.messages if "in 8 chunks" in text] == [first.reason, third.reason], "once"
     error = torch.OutOfMemoryError("no memory")
     engine.tuner.explain(error)
-    assert not hasattr(error, "__notes__"), "losses are in pieces now"
+    assert not hasattr(error, "__notes__"), "all of it is chunked now"
     engine.close()

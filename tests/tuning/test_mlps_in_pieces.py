@@ -1,4 +1,4 @@
-"""`chunk_mlp="auto"`: feed-forward layers are whole as long as there is memory for that, then in pieces."""
+"""Feed-forward layers are whole as long as there is memory for that, then in pieces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
+from lightning_deepcompile.plan.tracing import Tracing
+
 WIDTH, WIDE = 8, 2048
+SPARING = Tracing(sparing=True, chunked_mlps=8)
 
 
 class Block(nn.Module):
@@ -47,26 +50,28 @@ def _trains(folder: Path, backend: str) -> None:
     dist.init_process_group("gloo")
     keep_plans()
     plain, expected, _ = _fit(module=Wide(), region_backend=backend)
-    pieces, _, strategy = _fit(6, Wide(), region_backend=backend, chunk_mlp=8)
+    pieces, _, strategy = _fit(6, Wide(), SPARING, region_backend=backend)
     assert strategy.summary().chunked_mlps == 3 and pieces == pytest.approx(plain[:6], rel=1e-6)
     # There is memory for whole layers.
-    losses, values, strategy = _fit(module=Wide(), region_backend=backend, chunk_mlp="auto")
+    losses, values, strategy = _fit(module=Wide(), region_backend=backend, rounding="needed")
     assert losses == plain and all(map(torch.equal, values, expected))
     assert strategy.summary().chunked_mlps == 0 and strategy.engine.capture.whole("mlps") == 3
     # No plan fits into less, but one with layers in pieces does.
-    whole, least = (_least(module=Wide(), region_backend=backend, chunk_mlp=one) for one in (False, 8))
-    assert whole - least > 2 * 4 * ROWS * LENGTH * WIDE, "saved activations of two layers at least"
-    budget, path = (whole + least) // 2, folder / "plan.json"
-    settings: dict[str, Any] = {"region_backend": backend, "chunk_mlp": "auto", "plan": str(path)}
+    tracings = Tracing(), Tracing(sparing=True), SPARING
+    whole, cheap, least = (_least(Wide(), tracing, region_backend=backend) for tracing in tracings)
+    assert whole > cheap and cheap - least > 4 * ROWS * LENGTH * WIDE, "saved activations of a layer at least"
+    budget, path = (cheap + least) // 2, folder / "plan.json"
+    settings: dict[str, Any] = {"region_backend": backend, "rounding": "needed", "plan": str(path)}
     settings["memory_budget"] = f"{budget}B"
     losses, values, strategy = _fit(module=Wide(), **settings)
     assert losses == pytest.approx(plain, rel=1e-6)
     assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(values, expected, strict=True))
-    anew, done = strategy.report()
-    assert anew.outcome == "traced anew" and anew.reason.endswith("so MLPs are computed in pieces from step 0 on.")
+    first, anew, done = strategy.report()
+    assert "what is cheap" in first.reason
+    assert anew.outcome == "traced anew" and anew.reason.endswith("so MLPs are computed in 8 chunks from step 0 on.")
     assert done.outcome in ("kept", "unchanged") and done.passes[-1].peak_bytes <= budget, str(done)
     assert (strategy.summary().chunked_mlps, strategy.engine.capture.whole("mlps")) == (3, 0)
-    assert json.loads(path.read_text())["tracing"]["chunked_mlps"] is True
+    assert json.loads(path.read_text())["tracing"]["chunked_mlps"] == 8
     # The next run begins with it, and is traced once.
     again, _, strategy = _fit(6, Wide(), **settings)
     assert again == pieces and strategy.report() == [] and strategy.summary().chunked_mlps == 3
@@ -85,15 +90,14 @@ def _in_order() -> None:
     dist.init_process_group("gloo")
     keep_plans()
     plain, _, _ = _fit(24, Wide(head=True))
-    budget = _least(module=Wide(head=True), chunk_loss=8, chunk_mlp=8)
-    settings: dict[str, Any] = {"chunk_loss": "auto", "recompute": "auto", "chunk_mlp": "auto"}
-    losses, _, strategy = _fit(24, Wide(head=True), memory_budget=f"{budget}B", **settings)
+    budget = _least(Wide(head=True), Tracing(sparing=True, chunked_losses=8, chunked_mlps=8))
+    losses, _, strategy = _fit(24, Wide(head=True), memory_budget=f"{budget}B", rounding="any")
     *anew, done = strategy.report()
     done_so = [one.reason.partition(" so ")[2] for one in anew]
     assert done_so == [
-        "losses are computed in pieces from step 0 on.",
+        "losses are computed in 8 chunks from step 0 on.",
         "what is cheap is computed again from step 0 on.",
-        "MLPs are computed in pieces from step 0 on.",
+        "MLPs are computed in 8 chunks from step 0 on.",
     ]
     assert done.passes[-1].peak_bytes <= budget, str(done)
     assert losses == pytest.approx(plain, rel=1e-6)
@@ -107,12 +111,11 @@ def test_what_takes_the_least_time_comes_first() -> None:
 def _runs_short() -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
-    settings: dict[str, Any] = {"chunk_loss": False, "schedule": None}
-    plain = _losses(_engine(mesh, Wide(), **settings), 24, -1)
-    engine = _engine(mesh, Wide(), **{**settings, "chunk_mlp": "auto"})
+    plain = _losses(_engine(mesh, Wide(), rounding="same", schedule=None), 24, -1)
+    engine = _engine(mesh, Wide(), schedule=None)
     losses = _losses(engine, 24, 2)
     (leaner,) = engine.report()
-    assert leaner.outcome == "leaner" and leaner.reason.endswith(" From step 16 on, MLPs are computed in pieces.")
+    assert leaner.outcome == "leaner" and leaner.reason.endswith(" From step 16 on, MLPs are computed in 8 chunks.")
     assert losses[:16] == plain[:16] and losses == pytest.approx(plain, rel=1e-6)
     assert engine.summary().chunked_mlps == 3
     engine.close()

@@ -138,7 +138,7 @@ def _train(folder: Path) -> None:
     start_peak = trainer.strategy.report()[0].passes[0].peak_bytes
     # There is memory for all.
     path = folder / "plan.json"
-    seen, values, trainer = _fit(recompute="auto", plan=str(path))
+    seen, values, trainer = _fit(rounding="any", plan=str(path))
     assert seen.losses == plain.losses and all(map(torch.equal, values, expected))
     anew, done = trainer.strategy.report()
     assert anew.outcome == "traced anew" and anew.step == 5 and anew.passes[-1].name == "recompute", str(anew)
@@ -150,7 +150,7 @@ def _train(folder: Path) -> None:
     block = (after.peak_bytes - before.peak_bytes) // LAYERS
     assert json.loads(path.read_text())["tracing"]["uncheckpointed"] == LAYERS
     # The next run begins with them, and is traced once.
-    again, values, trainer = _fit(6, recompute="auto", plan=str(path))
+    again, values, trainer = _fit(6, rounding="any", plan=str(path))
     assert again.losses == plain.losses[:6] and again.kept == [LAYERS] * 6 and trainer.strategy.report() == []
     programs = list(trainer.strategy.programs().values())
     assert len(programs) == 2 and programs[0].partition("\n")[2] == forward.partition("\n")[2]
@@ -158,7 +158,7 @@ def _train(folder: Path) -> None:
     other, _, _ = _fit(2, plan=str(path))
     assert other.losses == plain.losses[:2] and other.kept == [0] * 2
     # There is memory for two or three of them.
-    some, values, trainer = _fit(recompute="auto", memory_budget=f"{start_peak + 4 * block}B")
+    some, values, trainer = _fit(rounding="any", memory_budget=f"{start_peak + 4 * block}B")
     assert some.losses == plain.losses and all(map(torch.equal, values, expected))
     assert 0 < some.kept[-1] < LAYERS, (trainer.strategy.report(), block)
 
@@ -173,10 +173,10 @@ def _runs_short() -> None:
     plain, expected, _ = _fit(36, passes=["unshard"])
     calls = {2} if os.environ["RANK"] == "1" else set()
     # Before there is a plan for what was traced anew.
-    early, _, trainer = _fit(9, Shortages("forward", calls), 7, recompute="auto")
+    early, _, trainer = _fit(9, Shortages("forward", calls), 7, rounding="any")
     assert early.losses == plain.losses[:9] and early.kept[-1] == LAYERS
     assert "lower -> uncheckpointed -> zero3" in next(iter(trainer.strategy.programs().values()))
-    seen, values, trainer = _fit(36, Shortages("forward", calls), passes=["unshard"], recompute="auto")
+    seen, values, trainer = _fit(36, Shortages("forward", calls), passes=["unshard"], rounding="any")
     assert seen.losses == plain.losses and all(map(torch.equal, values, expected))
     reports = trainer.strategy.report()
     assert [done.outcome for done in reports[:3]] == ["traced anew", reports[1].outcome, "leaner"], reports
@@ -194,7 +194,7 @@ def _alone(folder: Path) -> None:
     plain, _, trainer = _fit(36, passes=None)
     assert [done.outcome for done in trainer.strategy.report()] == ["measured"], "it gathers nothing: nothing to plan"
     path = folder / "plan.json"
-    seen, _, trainer = _fit(18, passes=None, recompute="auto", plan=str(path))
+    seen, _, trainer = _fit(18, passes=None, rounding="any", plan=str(path))
     assert seen.losses == plain.losses[:18] and seen.kept == [0] * 5 + [LAYERS] * 13
     (anew,) = trainer.strategy.report()
     assert anew.outcome == "traced anew" and anew.passes[0].name == "zero3 -> prefetch", str(anew)
@@ -202,13 +202,13 @@ def _alone(folder: Path) -> None:
     assert len(programs) == 2 and all("[lower -> uncheckpointed -> zero3 -> prefetch]" in text for text in programs)
     assert json.loads(path.read_text())["tracing"]["uncheckpointed"] == LAYERS
     # The next run begins with them; when it is short of memory, the one after it does not.
-    again, _, trainer = _fit(36, Shortages("forward", {2}), passes=None, recompute="auto", plan=str(path))
+    again, _, trainer = _fit(36, Shortages("forward", {2}), passes=None, rounding="any", plan=str(path))
     assert again.losses == plain.losses and again.kept == [LAYERS] * 16 + [0] * 20
     assert [done.outcome for done in trainer.strategy.report()] == ["leaner"]
     assert json.loads(path.read_text())["tracing"]["uncheckpointed"] == 0
     # There is no memory for any: they stay, and what is planned is within the budget.
     budget = anew.passes[0].peak_bytes + 1
-    tight, _, trainer = _fit(8, passes=None, recompute="auto", memory_budget=f"{budget}B")
+    tight, _, trainer = _fit(8, passes=None, rounding="any", memory_budget=f"{budget}B")
     assert tight.kept == [0] * 8
     (planned,) = trainer.strategy.report()
     assert planned.passes[-1].peak_bytes <= budget, str(planned)
@@ -225,7 +225,7 @@ def _saves_little(folder: Path) -> None:
     least = int(str(refused.value).partition("need ")[2].split()[0])
     budget = 9 * least // 10
     path = folder / "plan.json"
-    settings: dict[str, Any] = {"recompute": "auto", "memory_budget": f"{budget}B", "plan": str(path)}
+    settings: dict[str, Any] = {"rounding": "any", "memory_budget": f"{budget}B", "plan": str(path)}
     seen, values, trainer = _fit(16, checkpointing=False, passes=None, **settings)
     assert seen.losses == plain.losses and all(map(torch.equal, values, expected))
     anew, done = trainer.strategy.report()

@@ -62,7 +62,7 @@ def _train(modes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def test_as_many_blocks_keep_their_activations_as_the_budget_admits() -> None:
-    fixed = run_ranks(_train, GPU_RANKS, {"always": {"schedule": None}, "auto": {"recompute": "auto"}}, timeout=280)
+    fixed = run_ranks(_train, GPU_RANKS, {"always": {"schedule": None}, "auto": {"rounding": "any"}}, timeout=280)
     for result in fixed:
         always, auto = result["always"], result["auto"]
         assert auto["kept"] == LAYERS and auto["rounds"][0].outcome == "traced anew", auto["rounds"]
@@ -70,7 +70,7 @@ def test_as_many_blocks_keep_their_activations_as_the_budget_admits() -> None:
         assert auto["peaks"][-1] > always["peaks"][-1]
     least, most = (max(result[mode]["peaks"][-1] for result in fixed) for mode in ("always", "auto"))
     budget = (least + most) // 2
-    some = {"some": {"recompute": "auto", "memory_budget": budget}}
+    some = {"some": {"rounding": "any", "memory_budget": budget}}
     for result, before in zip(run_ranks(_train, GPU_RANKS, some, timeout=280), fixed, strict=True):
         assert 0 < result["some"]["kept"] < LAYERS, result["some"]["rounds"]
         assert result["some"]["losses"] == pytest.approx(before["always"]["losses"], rel=1e-3)

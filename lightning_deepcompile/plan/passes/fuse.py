@@ -32,8 +32,8 @@ def fuse(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
     Needs from the profile: the models of gathers and reductions; times and memory of regions.
 
     Promises: same values, as every gradient is still reduced by itself, and in the same order; predicted memory within
-    the budget, or not above what it was. Reductions of more than two GPUs are merged only with ``reduce="auto"``, which
-    allows for other last bits (`may_merge`).
+    the budget, or not above what it was. Reductions of more than two GPUs are merged only with ``rounding="any"``
+    (`may_merge`).
 
     Args:
         schedules: The programs of a micro-batch.
@@ -44,7 +44,7 @@ def fuse(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
     """
     profile = context.require_profile("fuse")
     gathered = _fuse(schedules, context, profile.gather, _gathers, _merge_gathers)
-    if not may_merge(profile.world_size, profile.device_type, context.settings.reduce):
+    if not may_merge(profile.world_size, profile.device_type, context.settings.rounding):
         return gathered
     return _fuse(gathered, context, profile.reduce, reduction_pairs, merge_reductions)
 

@@ -28,7 +28,7 @@ def offload_activation(schedules: list[Schedule], context: PlanContext) -> list[
     where the memory is needed, if that is earlier. A copy in starts at the last place from which it, and those queued
     behind it, end before they are read, or later, where there is no room before. Placements with more and more margin
     are simulated; of those that fit best, the fastest stays. Where everything fits, nothing leaves, and nothing that
-    would not lower the peak; with ``offload_activations="all"`` everything does.
+    would not lower the peak; with ``offload="all"`` everything does.
 
     Needs from the profile: times and memory of regions; the speed of copies.
 
@@ -39,7 +39,7 @@ def offload_activation(schedules: list[Schedule], context: PlanContext) -> list[
         context: Settings and profile.
 
     Returns:
-        The schedules; unchanged unless `CompileConfig.offload_activations` asks for it.
+        The schedules; unchanged unless `CompileConfig.offload` asks for it.
     """
     mode = context.settings.offload_activations
     if mode == "none":

@@ -31,7 +31,7 @@ def reduce_late(schedules: list[Schedule], context: PlanContext) -> list[Schedul
     micro-batches.
 
     Promises: the same sums, up to the order in which they are added (within a rank first, then over ranks), which is
-    why nothing is done unless `CompileConfig.reduce` is ``"auto"``; predicted memory within the budget, or not above
+    why nothing is done unless `CompileConfig.rounding` is ``"any"``; predicted memory within the budget, or not above
     what it was.
 
     Args:
