@@ -170,7 +170,7 @@ class Assembly:
         number = from_first(count, group)
         meeting = (store, rank, self._ranks.world_size, self._timeout, f"lightning_deepcompile/engine{number}")
         order = Agreement(*meeting, self.host_group, model.names)
-        leaving = ActivationOffload(config, self._offloading, model, device, stage, self._host_bytes)
+        leaving = ActivationOffload(self._offloading, model, device, stage, self._host_bytes)
         replays = None
         if config.replays and self._graphs:
             limit = None if config.memory_budget is None else memory_limit(device, config.memory_budget)

@@ -385,6 +385,7 @@ class Engine:
             offloaded_parameter_bytes=self._hosted.bytes,
             fetched_parameter_bytes=last.get("fetched_bytes", 0),
             offload_parameters_reason=self._hosted.reason,
+            memory_plan=self.timeline.tuner.memory_plan,
             peak_bytes=self._memory.highest,
             replayed=0 if (replays := self.capture.replays) is None else len(replays.replayed),
             not_replayed=() if replays is None else tuple(f"{name}: {why}" for name, why in replays.reasons.items()),

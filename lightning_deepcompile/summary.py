@@ -42,6 +42,7 @@ class Summary:
         offloaded_parameter_bytes: Of the shards on this rank, those in host memory, padding included.
         fetched_parameter_bytes: What the last training step copied of them to the device for gathers.
         offload_parameters_reason: Why so many; empty where none may leave.
+        memory_plan: What was decided before the first step, where it did not fit as it is; else empty.
         peak_bytes: The most device memory in use since the module was sharded. Planning starts the allocator's peak
             anew when it measures: ``torch.cuda.max_memory_allocated()`` is of the time since then. 0 on CPUs.
         replayed: Programs, optimizers' steps and pieces of clipping that were replayed as CUDA graphs.
@@ -80,6 +81,7 @@ class Summary:
     offloaded_parameter_bytes: int = 0
     fetched_parameter_bytes: int = 0
     offload_parameters_reason: str = ""
+    memory_plan: str = ""
     peak_bytes: int = 0
     replayed: int = 0
     not_replayed: tuple[str, ...] = ()
@@ -108,6 +110,8 @@ class Summary:
             ("compile time", f"{self.compile_seconds:.1f} s ({self.region_compile_seconds:.1f} s in regions)"),
         ]
         rows += [("optimizer steps", text) for text in self.optimizers]
+        if self.memory_plan:
+            rows.append(("memory", self.memory_plan))
         if self.peak_bytes:
             rows.append(("most device memory", format_bytes(self.peak_bytes)))
         if self.uncompiled:

@@ -37,7 +37,7 @@ from lightning_deepcompile.capture.partition import (
 )
 from lightning_deepcompile.capture.templates import Instance, call_repeats, tracing_blocks
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.plan.copy_placement import fit_copies, offload_saved
+from lightning_deepcompile.plan.copy_placement import COPY_AHEAD, fit_copies, offload_saved
 from lightning_deepcompile.plan.pass_manager import DEFAULT_PASSES, Pass, apply_passes
 from lightning_deepcompile.plan.recompute import Checkpoint
 from lightning_deepcompile.plan.settings import PlanSettings
@@ -45,7 +45,7 @@ from lightning_deepcompile.plan.tracing import Chunkable, Tracing
 from lightning_deepcompile.program import replay
 from lightning_deepcompile.program.codegen import Guard
 from lightning_deepcompile.program.executable import UNCHECKPOINTED, WHOLE, Executable
-from lightning_deepcompile.program.graph import is_gather, is_reduce, nbytes, output_node
+from lightning_deepcompile.program.graph import is_gather, is_reduce
 from lightning_deepcompile.program.lower import RegionCompiler, lower
 from lightning_deepcompile.program.program import LOCAL_ID, Gathers, ParamInfo, Program
 from lightning_deepcompile.program.reschedule import reschedule
@@ -113,8 +113,7 @@ class Capture:
         agreement: Compares a program with the other ranks' before it runs.
         stage: ZeRO stage under which the runtime executes the programs.
         progress: Told what is being compiled.
-        choose_activations: Which saved tensors leave the device, by a forward program's schedule and the bytes of all
-            that it saves; by default none.
+        choose_activations: Which saved tensors are offloaded, by a forward program's schedule; by default none.
         lookups: Which embeddings are looked up by exchange; None: none.
         guard: What planned programs call for a region; see `Executable`.
         nothing_moves: Whether parameters are read where they are, and gradients stay where they are written, if they
@@ -128,9 +127,11 @@ class Capture:
         exchanged: Look-ups of rows that were made exchanges.
         blocks: Blocks that were not traced by themselves but with their equals.
         tracing: How the step is traced, from its next trace on.
+        ahead: Regions between a copy of a saved tensor and what needs it, where no plan says it.
         several_backward_passes: Whether a step has several, with optimizers' steps in between.
         step_code: Of the step under way.
-        before_first_run: Called on all ranks at the same place, when a training step is compiled and before it runs.
+        before_first_run: Called before a training step's program first runs: with None on all ranks at the same place,
+            when the first step is compiled; for programs that are compiled later, with the number of their graph.
         measures: Called with what is compiled while a step is measured, so that it runs as on other ranks; None: no
             step is.
         seconds: Time spent in compilation after Dynamo: tracing with AOTAutograd, partitioning, regions.
@@ -143,7 +144,7 @@ class Capture:
     agreement: Agreement
     stage: int = 3
     progress: Callable[[str], None] | None = None
-    choose_activations: Callable[[Schedule, int], frozenset[int]] | None = None
+    choose_activations: Callable[[Schedule], frozenset[int]] | None = None
     lookups: LookupExchange | None = None
     guard: Guard | None = None
     nothing_moves: bool = False
@@ -156,10 +157,11 @@ class Capture:
     blocks: int = 0
     seconds: float = 0.0
     tracing: Tracing = field(default_factory=Tracing)
+    ahead: int = COPY_AHEAD
     several_backward_passes: bool = False
-    before_first_run: Callable[[], None] | None = None
+    before_first_run: Callable[[int | None], None] | None = None
     step_code: types.CodeType | None = None
-    _looked: bool = False
+    _looked: set[int] = field(default_factory=set)  # graphs whose memory was looked at before they ran
     measures: Callable[[Executable], None] | None = None
     _prepare: Callable[[], None] | None = None
     _frames: list[_Frame] = field(default_factory=list)
@@ -288,7 +290,7 @@ class Capture:
         self.tracing = tracing
         self._frames = [f for f in self._frames if all(e.program.kind == "inference" for e in f.executables)]
         self.executables = [executable for frame in self._frames for executable in frame.executables]
-        self._first_frame, self.plan, self._looked = None, {}, False
+        self._first_frame, self.plan, self._looked = None, {}, set()
         self.agreement.forget()
         self.runtime.parameters.invalidate()
 
@@ -345,10 +347,17 @@ class Capture:
         if self._prepare is not None:
             self._prepare()
         behind = self.agreement.check(program.signature)
-        if program.kind == "forward" and not self._looked and self.before_first_run is not None:
-            if self.agreement.together:
-                self._looked = True
-                self.before_first_run()
+        if (
+            program.kind == "forward"
+            and self.before_first_run is not None
+            and program.schedule.frame not in self._looked
+        ):
+            if self._looked:  # other ranks may have no new program
+                self._looked.add(program.schedule.frame)
+                self.before_first_run(program.schedule.frame)
+            elif self.agreement.together:
+                self._looked = {frame.index for frame in self._frames}
+                self.before_first_run(None)
         return behind
 
     @property
@@ -380,14 +389,17 @@ class Capture:
             for executable in frame.executables:
                 executable.swap(self._plan(frame, executable.base))
 
-    def offload_more(self, choose: Callable[[Schedule], frozenset[int]]) -> None:
+    def offload_more(self, choose: Callable[[Schedule], frozenset[int]], only: int | None = None) -> None:
         """Lets saved tensors of training steps be offloaded; call before these run.
 
         Args:
             choose: Which tensors leave, by a forward program's schedule.
+            only: Number of the graph whose tensors they are; None: of all.
         """
         for frame in self._frames:
             for executable in frame.executables:
+                if only not in (None, frame.index):
+                    continue
                 if executable.program.kind == "forward":
                     frame.chosen = choose(executable.program.schedule)
                 executable.swap(self._plan(frame, executable.base))
@@ -516,8 +528,7 @@ class Capture:
         if program.kind == "forward" and frame.chosen is None:
             frame.chosen = frozenset()
             if self.choose_activations is not None:
-                running = replace(wanted or schedule, saved=schedule.saved)
-                frame.chosen = self.choose_activations(running, _saved_bytes(program))
+                frame.chosen = self.choose_activations(schedule)
         if wanted is None:
             program = self._offload(frame, program)
         else:
@@ -528,12 +539,11 @@ class Capture:
             frame.offloaded = frozenset(program.schedule.offloaded)
         return program
 
-    @staticmethod
-    def _offload(frame: _Frame, program: Program) -> Program:
+    def _offload(self, frame: _Frame, program: Program) -> Program:
         """Lets saved tensors leave where no plan says which."""
         if not frame.chosen or program.kind == "inference":
             return program
-        (schedule,) = offload_saved([program.schedule], {frame.index: frame.chosen})
+        (schedule,) = offload_saved([program.schedule], {frame.index: frame.chosen}, self.ahead)
         return reschedule(program, schedule, "offload")
 
 
@@ -544,11 +554,6 @@ def _partition(
     frame.outputs = kwargs["num_fwd_outputs"]
     frame.computed = computed_with(backward, frame.blocks)
     return forward, backward
-
-
-def _saved_bytes(forward: Program) -> int:
-    """Bytes of what a forward program makes and returns: nearly all of it is saved for backward."""
-    return sum(nbytes(n) for n in output_node(forward.gm.graph).all_input_nodes if n.op != "placeholder")
 
 
 def _unless_elsewhere(capture: Capture, compiled: Callable[..., Any], graph: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.plan.offload import Offloading, OffloadMode, pinned_bytes
-from lightning_deepcompile.plan.simulate import arena_bytes
-from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.sharding.shards import ShardedModel
 
@@ -18,16 +15,14 @@ __all__ = ["ActivationOffload"]
 
 @dataclass
 class ActivationOffload:
-    """Decides for each captured graph which of its saved tensors are offloaded while no plan says so.
+    """Says for each captured graph which of its saved tensors are offloaded while no plan does.
 
-    With ``"auto"`` all do, or as many as host memory holds, where the training step was found not to fit otherwise
-    before it ran, or a graph that is captured later saves more than there is room for: steps run with more copies than
-    they need rather than out of memory, and planning takes back what fits. Nothing is exchanged, as copies concern no
-    other rank.
+    With ``"auto"`` all are, or as many as host memory holds, where the training step was found not to fit otherwise
+    before it ran (`plan.fit`): steps run with more copies than they need rather than out of memory, and planning takes
+    back what fits.
 
     Args:
-        config: What memory may be used.
-        offloading: How activations, and states, are offloaded.
+        offloading: How each kind is offloaded.
         model: The sharded model.
         device: Where it runs.
         stage: ZeRO stage; below 3 whole parameters stay.
@@ -36,7 +31,6 @@ class ActivationOffload:
         needed: Whether the step needs it, where the settings leave that open.
     """
 
-    config: CompileConfig
     offloading: Offloading
     model: ShardedModel
     device: torch.device
@@ -71,31 +65,10 @@ class ActivationOffload:
                 leaving.add(one.number)
         return frozenset(leaving)
 
-    def choose(self, forward: Schedule, saved_bytes: int) -> frozenset[int]:
-        """The numbers of the tensors that leave.
+    def choose(self, forward: Schedule) -> frozenset[int]:
+        """Returns the numbers of the saved tensors that are offloaded.
 
         Args:
             forward: Of the program, as it will run but for copies.
-            saved_bytes: Bytes of everything that it saves.
         """
-        fits = self.mode == "auto" and not self.needed and saved_bytes <= self._room(forward)
-        return frozenset() if self.mode == "none" or fits else self.as_many_as_fit(forward)
-
-    def _room(self, forward: Schedule) -> int:
-        """Bytes that saved tensors may take of the budget, as far as sizes tell."""
-        trained = sum(p.local.nbytes for p in self.model.parameters if p.dtensor.requires_grad)
-        present = sum(buffer.flat.untyped_storage().nbytes() for buffer in self.model.grad_buffers)
-        states = (
-            0 if self.offloading.states == "all" else 2 * trained
-        )  # Adam's; activations leave sooner, they cost less
-        if self.device.type == "cuda":
-            used = torch.cuda.memory_allocated(self.device)
-            states = 0 if self.has_states else states
-        else:
-            used = self.model.device_bytes + present
-        if self.stage == 3:
-            gathered = max(arena_bytes([forward])[0], default=0)
-        else:
-            gathered = self.whole_bytes
-        coming = max(trained - present, 0) + states
-        return memory_limit(self.device, self.config.memory_budget) - used - coming - gathered
+        return self.as_many_as_fit(forward) if self.needed or self.mode == "all" else frozenset()

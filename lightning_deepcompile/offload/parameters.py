@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.plan.budget import parse_budget
-from lightning_deepcompile.plan.host_shards import ShardNeed, choose_shards
+from lightning_deepcompile.plan.fit import Move, Need, fit
 from lightning_deepcompile.plan.offload import Offloading, check_host
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.program.printer import format_bytes
@@ -27,6 +27,9 @@ _log = logging.getLogger(__name__)
 
 _ROOMY = 1 / 2
 """Part of the budget up to which shards, gradients and states stay in any case: activations leave before them."""
+
+_SLOTS = 2
+"""Of the arena, for shards on their way to a gather: one arrives while the one before is gathered."""
 
 _ACTIVATIONS = 1 / 8
 """Part of the budget that is left for activations, of which nothing is known before the step is traced."""
@@ -95,18 +98,20 @@ def decide_hosted(
     budget = int(-least)
     if states == "auto" and _standing(config, chunks, ranks, stage, gather_dtype) <= _ROOMY * budget:
         offloading = replace(offloading, states="none")
-    need = _need(config, chunks, ranks, gather_dtype, int(budget * (1 - _ACTIVATIONS)))
+    shards, room = tuple(chunk.nbytes for chunk in chunks), int(budget * (1 - _ACTIVATIONS))
+    others = _others(config, chunks, ranks, gather_dtype)
     if mode == "none":
         return HostedShards(offloading=offloading)
     if mode == "all":
         hosted, reason = frozenset(range(len(chunks))), f"offload={config.offload!r}"
     else:
-        hosted = choose_shards(need)
-        numbers = format_bytes(need.peak(frozenset())), format_bytes(need.budget)
-        reason = "{} with all parameters on the device {} {}".format(
-            numbers[0], "exceed" if hosted else "fit into", numbers[1]
-        )
-    bytes_ = sum(need.shards[index] for index in hosted)
+        # A chunk travels while the blocks before it compute, which need the link themselves if they left: of equal
+        # ones, as layers are, those go that lie far apart.
+        order = sorted(range(len(shards)), key=lambda index: (-shards[index], _spread(index)))
+        units = tuple(shards[index] for index in order)
+        plan = fit(Need({"step": others + sum(shards)}, (Move("parameters", units, slots=_SLOTS),)), room, "same")
+        hosted, reason = frozenset(order[unit] for unit in plan.gone("parameters")), plan.numbers
+    bytes_ = sum(shards[index] for index in hosted)
     decided = HostedShards(hosted, bytes_, reason, replace(offloading, parameters=mode if hosted else "none"))
     check_host(decided.bytes, host_bytes, config.host_memory_budget, "parameters")
     if ranks.group.rank() == 0:
@@ -115,14 +120,10 @@ def decide_hosted(
     return decided
 
 
-def _need(
-    config: CompileConfig,
-    chunks: Sequence[ChunkLayout],
-    ranks: Ranks,
-    gather_dtype: torch.dtype | None,
-    budget: int,
-) -> ShardNeed:
-    shards = tuple(chunk.nbytes for chunk in chunks)
+def _others(
+    config: CompileConfig, chunks: Sequence[ChunkLayout], ranks: Ranks, gather_dtype: torch.dtype | None
+) -> int:
+    """Returns the most bytes that everything but shards takes at a time, if all else that may leave has left."""
     gradients = sum(chunk.nbytes for chunk in chunks if chunk.is_trained)
     states, stepping = 2 * gradients, 0  # Adam's
     if config.offloading.states != "none":  # they are copied to the device with their parameters, through three buffers
@@ -130,7 +131,12 @@ def _need(
         chunk_bytes = parse_budget(config.offload_chunk, total=1, name="offload_chunk")
         states, stepping = 0, 3 * min(max(chunk_bytes, 3 * max(sizes, default=0)), gradients)
     working = max(moving_bytes(config, chunks, ranks.shards, stage=3, gather_dtype=gather_dtype), stepping)
-    return ShardNeed(shards, gradients + states + working, budget)
+    return gradients + states + working
+
+
+def _spread(index: int) -> int:
+    """Orders numbers so that the first few of them are far apart, whatever their range: by their bits, reversed."""
+    return int(f"{index:032b}"[::-1], 2)
 
 
 def _standing(

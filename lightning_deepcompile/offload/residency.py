@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,15 +21,13 @@ from lightning_deepcompile.offload.probe import StateSizes, probe_states
 from lightning_deepcompile.offload.reserve import reserve
 from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.plan.budget import parse_budget
+from lightning_deepcompile.plan.fit import Move, Need, fit
 from lightning_deepcompile.plan.offload import (
     OffloadDecision,
     OffloadMode,
-    OffloadNeed,
     StatePlaces,
     check_host,
-    decide_offload,
     leaving_order,
-    with_least_buffers,
 )
 from lightning_deepcompile.plan.state_copies import LEAST_SLOTS
 from lightning_deepcompile.plan.state_trade import StateMemory
@@ -42,6 +40,24 @@ from lightning_deepcompile.sharding.shards import ShardedModel
 __all__ = ["Residency"]
 
 _log = logging.getLogger(__name__)
+
+
+class _Seen(NamedTuple):
+    """Bytes that the step before the decision took, of the rank that took the most.
+
+    Args:
+        peak: The most of forward and backward passes, without optimizer states.
+        stepping: While the optimizer steps, without its states: parameters, gradients.
+        states: Of all optimizers, those that can leave.
+        buffers: The most that states need on the device to come and go.
+        budget: Bytes that may be used.
+    """
+
+    peak: int
+    stepping: int
+    states: int
+    buffers: int
+    budget: int
 
 
 class Residency:
@@ -82,7 +98,7 @@ class Residency:
         self._chunk_bytes = parse_budget(config.offload_chunk, total=1, name="offload_chunk")
         self._attached: list[tuple[weakref.ref[Optimizer], StateOffload]] = []
         self._observing = False
-        self._seen: OffloadNeed | None = None  # what the decision fell by
+        self._seen: _Seen | None = None  # what the decision fell by
         self._away = 0  # bytes that leave
         self._coming = 0  # bytes in host memory before some come back
         self._last = 0, 0  # bytes in host memory and bytes moved, of optimizers that are retired
@@ -212,11 +228,20 @@ class Residency:
         mine = self._need(sizes)
         told = (mine.peak, mine.stepping, mine.states, mine.buffers, -mine.budget)
         peak, stepping, states, buffers, least = map(int, maxima(told, self._group))
-        need = OffloadNeed(peak, stepping, states, buffers, budget=-least, host=self._limit)
-        config = self._config
-        lean = with_least_buffers(need, [size for *_, size in sizes], self._chunk_bytes)
-        decision = decide_offload(self._mode, lean, config.memory_budget, config.host_memory_budget)
-        self._seen, self.decision = need, decision  # `memory` asks for both
+        self._seen = seen = _Seen(peak, stepping, states, buffers, -least)
+        # What many parameters' states go through is as large as a chunk; larger ones go last.
+        units = tuple(size for *_, size in sizes if size > 0)
+        chunks = Move("states", units, slots=LEAST_SLOTS, least=self._chunk_bytes, most=buffers, at="stepping")
+        need = Need({"passes": peak + states, "stepping": stepping + states}, (chunks,))
+        plan = fit(need, seen.budget, "same")
+        if self._mode == "all":
+            decision = OffloadDecision(states, states, f"offload={self._config.offload!r}")
+        else:
+            if states:
+                plan.check(self._config.memory_budget)
+            decision = OffloadDecision(plan.bytes("states"), states, plan.numbers)
+        check_host(decision.bytes, self._limit, self._config.host_memory_budget)
+        self.decision = decision  # `memory` asks for it
         self.decision = decision = self._as_planned(decision)
         if self._mode == "auto":
             self._choose(sizes, decision.bytes)
@@ -258,7 +283,7 @@ class Residency:
         away = self._away if movable else sum(sizes)
         fetched = len(self._attached) == 1 and not any(self._hosted_bytes(local) for _, local, _ in self._sizes())
         chunk = self._chunk_bytes if fetched else 0
-        return StateMemory(sizes, away, seen.stepping, seen.buffers, seen.host, chunk, movable)
+        return StateMemory(sizes, away, seen.stepping, seen.buffers, self._limit, chunk, movable)
 
     def place(self, away: int, reason: str) -> bool:
         """Places states anew: those that leave do so now, those that come back with the optimizer's next step.
@@ -293,7 +318,7 @@ class Residency:
         if reason:
             raise torch.OutOfMemoryError(reason)
 
-    def _need(self, sizes: list[tuple[int, Tensor, int]]) -> OffloadNeed:
+    def _need(self, sizes: list[tuple[int, Tensor, int]]) -> _Seen:
         states = sum(size for *_, size in sizes)
         hosted = [self._hosted_bytes(local) for _, local, _ in sizes]  # shards that come and go with their states
         largest = max((size + shard for (*_, size), shard in zip(sizes, hosted, strict=True)), default=0)
@@ -306,7 +331,7 @@ class Residency:
         if any(hosted):  # which need the buffers in any case
             stepping, buffers = stepping + buffers, 0
         budget = memory_limit(self._device, self._config.memory_budget, self._memory.beside())
-        return OffloadNeed(peak, stepping, states, buffers, budget, self._limit)
+        return _Seen(peak, stepping, states, buffers, budget)
 
     def _sizes(self) -> Iterator[tuple[int, Tensor, int]]:
         """Each optimizer's number, its shards in the order in which their states leave, and what those take.

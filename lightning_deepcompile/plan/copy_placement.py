@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from lightning_deepcompile.program.saved import Saved
 from lightning_deepcompile.program.schedule import COPIES, Instruction, Operation, Schedule
 
-__all__ = ["CopyPlacement", "fit_copies", "offload_all", "offload_saved", "without_copies"]
+__all__ = ["COPY_AHEAD", "CopyPlacement", "fit_copies", "offload_all", "offload_saved", "without_copies"]
 
-_AHEAD = 2  # regions between a copy and what needs it, while no times are known
+COPY_AHEAD = 2  # regions between a copy and what needs it, while no times are known
 
 
 def without_copies(schedule: Schedule) -> Schedule:
@@ -18,25 +18,28 @@ def without_copies(schedule: Schedule) -> Schedule:
     return schedule.with_instructions(i for i in schedule.instructions if i.op not in COPIES)
 
 
-def offload_saved(schedules: Sequence[Schedule], numbers: Mapping[int, Collection[int]]) -> list[Schedule]:
+def offload_saved(
+    schedules: Sequence[Schedule], numbers: Mapping[int, Collection[int]], ahead: int = COPY_AHEAD
+) -> list[Schedule]:
     """The schedules with copies of saved tensors at a fixed distance from where they are made and read.
 
     Args:
         schedules: Any programs; copies that they have are dropped.
         numbers: Of the tensors that shall leave, by frame.
+        ahead: Regions between a copy and what needs it.
     """
     result = []
     for schedule in schedules:
         placement = CopyPlacement.of(schedule)
         wanted = numbers.get(schedule.frame, ())
-        result.append(placement.at_distance([n for n in placement.saved if n in wanted]))
+        result.append(placement.at_distance([n for n in placement.saved if n in wanted], ahead))
     return result
 
 
-def offload_all(schedules: Sequence[Schedule]) -> list[Schedule]:
-    """The schedules with copies of every saved tensor that may leave."""
+def offload_all(schedules: Sequence[Schedule], ahead: int = COPY_AHEAD) -> list[Schedule]:
+    """Returns the schedules with copies of every saved tensor that may leave; arguments as of `offload_saved`."""
     numbers = {s.frame: {one.number for one in s.saved} for s in schedules if s.kind == "forward"}
-    return offload_saved(schedules, numbers)
+    return offload_saved(schedules, numbers, ahead)
 
 
 def fit_copies(wanted: Schedule, current: Schedule, offloaded: Collection[int]) -> Schedule:
@@ -95,16 +98,16 @@ class CopyPlacement:
         """The first place in a forward body at which nothing reads a tensor any more."""
         return self._place[self.saved[number].last] + 1
 
-    def at_distance(self, numbers: Iterable[int]) -> Schedule:
-        """The schedule with copies that have the time of some regions to run in."""
+    def at_distance(self, numbers: Iterable[int], ahead: int) -> Schedule:
+        """Returns the schedule with copies that have the time of so many regions to run in."""
         turns: dict[int, int] = {}
         for number in numbers:
             region = self.computes.index(self.first(number))
             if self.schedule.kind == "forward":
-                later = self.computes[region + _AHEAD :]
+                later = self.computes[region + ahead :]
                 turns[number] = max(later[0] if later else len(self.body), self.free(number))
             else:
-                turns[number] = self.computes[region - _AHEAD] if region >= _AHEAD else 0
+                turns[number] = self.computes[region - ahead] if region >= ahead else 0
         return self.at(turns)
 
     def at(self, turns: Mapping[int, int]) -> Schedule:

@@ -10,7 +10,7 @@ from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["MemoryNeed", "Standing", "memory_need"]
+__all__ = ["MemoryNeed", "Standing", "memory_need", "would_fit"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,24 @@ class MemoryNeed:
             "in all": self.total,
         }
         return "\n".join(f"  {name:<44}{format_bytes(size):>12}" for name, size in rows.items() if size)
+
+
+def would_fit(need: MemoryNeed, room: int, ranks: int) -> list[str]:
+    """Returns the ways in which a step that does not fit would, in words.
+
+    Args:
+        need: With all moves that are allowed.
+        room: Bytes that may be allocated.
+        ranks: That share the parameters.
+    """
+    ways = [f"a budget of {need.total} bytes ({format_bytes(need.total)})"]
+    batch = need.saved + need.region + need.spare + need.standing.other
+    sharded = need.standing.shards + need.standing.gradients + need.standing.states
+    if batch and (left := room - (need.total - batch)) >= batch // 100:
+        ways.append(f"{100 * left // batch} % of this batch")
+    if sharded and (left := room - (need.total - sharded)) > 0:
+        ways.append(f"{-(-sharded * ranks // left)} ranks in place of {ranks}")
+    return [*ways, "activation checkpointing"]
 
 
 def memory_need(schedules: Sequence[Schedule], profile: Profile, standing: Standing, spare: int) -> MemoryNeed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,8 +13,9 @@ from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.plan.copy_placement import offload_all, without_copies
 from lightning_deepcompile.plan.costs import Profile
-from lightning_deepcompile.plan.least import least_budget
-from lightning_deepcompile.plan.memory_need import MemoryNeed, Standing, memory_need
+from lightning_deepcompile.plan.fit import Kind, MemoryPlan, Move, Need, fit
+from lightning_deepcompile.plan.memory_need import MemoryNeed, Standing, memory_need, would_fit
+from lightning_deepcompile.plan.pass_manager import Pass
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.profile.forecast import forecast
@@ -46,12 +48,10 @@ class Foresight:
         leaving: Decides which saved tensors are offloaded.
         memory: Of the device.
         group: The ranks.
-        states: Whether optimizer states may wait in host memory.
 
     Attributes:
-        need: What the last step that was looked at needs, as it is traced; None before.
-        least: The least that it could run in, on any rank.
-        budget: The least that any rank may allocate.
+        plan: What was decided of the last step that was looked at; None before.
+        need: What that step takes with all moves; None before.
     """
 
     def __init__(
@@ -61,13 +61,11 @@ class Foresight:
         leaving: ActivationOffload,
         memory: PeakMemory,
         group: dist.ProcessGroup,
-        *,
-        states: bool,
     ) -> None:
         self._capture, self._retracing, self._leaving = capture, retracing, leaving
-        self._memory, self._group, self._states_may_leave = memory, group, states
+        self._memory, self._group = memory, group
+        self.plan: MemoryPlan | None = None
         self.need: MemoryNeed | None = None
-        self.least = self.budget = 0
 
     def look(
         self, step: int, programs: list[Program], say: Callable[[str, int], None], *, restartable: bool
@@ -90,43 +88,107 @@ class Foresight:
         on_device = self._leaving.device.type == "cuda"
         regions = [program.region(name) for program in programs for name in program.regions()]
         spare = max((region.info.memory.largest for region in regions), default=0) if on_device else 0
-        peak = simulate(profile.schedules, profile).peak_bytes + spare
-        fewest = self._forecast(programs, replace(standing, states=0)) if self._states_may_leave else profile
-        may_offload = self._leaving.mode != "none"
-        schedules = offload_all(profile.schedules) if may_offload else profile.schedules
-        least = least_budget(schedules, fewest) + spare
-        budget = profile.budget or 0
-        told = peak, least, -budget, not restartable
-        highest, self.least, fewest_bytes, has_run = map(int, maxima(told, self._group))
-        self.budget = -fewest_bytes
-        self.need = memory_need(profile.schedules, profile, standing, spare)
-        if highest <= self.budget:
-            return None
-        if not has_run:
-            anew = self._retracing.spare(step, replace(profile, budget=self.budget), self.least)
-            if anew is not None:
-                return anew
-        if self._leaving.mode == "auto":
-            self._leaving.needed = True
-            say(
-                f"The step needs {format_bytes(highest)}, and {format_bytes(self.budget)} may be allocated: saved "
-                "tensors are offloaded to host memory.",
-                logging.INFO,
-            )
-            self._capture.offload_more(self._leaving.as_many_as_fit)  # which of them concerns no other rank
-        if self.least > self.budget:
+        peaks, lean = self._bytes(programs, profile, standing)
+        guess = spare if on_device else lean.region  # there, what a region makes and frees counts for no budget
+        told = *(peak + spare for peak in peaks), -(profile.budget or 0), guess, not restartable
+        *sizes, fewest_bytes, guess, has_run = map(int, maxima(told, self._group))
+        budget = -fewest_bytes
+        gathers, copies, at_once, states = (max(before - after, 0) for before, after in itertools.pairwise(sizes))
+        units: dict[Kind, tuple[int, ...]] = {
+            "gathers": (gathers,),
+            "activations": (copies, at_once),
+            "states": (states,),
+        }
+        moves = tuple(Move(kind, sizes) for kind, sizes in units.items() if any(sizes))
+        if sizes[0] > budget and not has_run:
+            moves += self._retracing.moves()
+        self.plan = plan = fit(Need({"passes": sizes[0]}, moves), budget, self._capture.config.rounding)
+        self.need = replace(lean, spare=spare)
+        if plan.retrace is not None:
+            return self._retracing.anew(step, plan, profile)
+        if plan.moved:
+            say(str(plan), logging.INFO)
+            self._do(plan)
+        if not plan.fits:
+            if not has_run and plan.least - guess > budget:  # else it may fit after all
+                plan.check(self._capture.config.memory_budget, self._table())
             say(self.shortfall(), logging.WARNING)
         return None
 
+    def look_alone(self, programs: list[Program], say: Callable[[str, int], None]) -> None:
+        """Decides for a graph that was compiled later, which other ranks may not have: what concerns no other rank.
+
+        Args:
+            programs: Of the graph.
+            say: As for `look`.
+        """
+        if self._leaving.mode != "auto" or self._leaving.needed:
+            return
+        standing = self._standing(programs[0])
+        profile = self._forecast(programs, standing)
+        peak = simulate(profile.schedules, profile).peak_bytes
+        away = simulate(offload_all(profile.schedules), profile).peak_bytes
+        need = Need({"passes": peak}, (Move("activations", (peak - away,)),) if peak > away else ())
+        plan = fit(need, profile.budget or 0, "same")
+        if plan.moved:
+            say(f"A larger batch: {plan}", logging.INFO)
+            self._capture.offload_more(self._leaving.as_many_as_fit, programs[0].schedule.frame)
+
+    def _do(self, plan: MemoryPlan) -> None:
+        """Changes the programs, which have not run, as a decision says."""
+        kinds = {one.move.kind for one in plan.moved}
+        if "gathers" in kinds:
+            self._capture.passes = self._lean_passes()
+        if "activations" in kinds or not plan.fits:
+            self._leaving.needed = self._leaving.mode == "auto"
+            if not plan.fits or len(plan.gone("activations")) > 1:
+                self._capture.ahead = 0  # no copy has time to hide
+        self._capture.offload_more(self._leaving.choose)  # which of them concerns no other rank
+
+    def _lean_passes(self) -> tuple[Pass, ...]:
+        return tuple(one for one in self._capture.passes if one.name != "prefetch")
+
+    def _bytes(self, programs: list[Program], profile: Profile, standing: Standing) -> tuple[list[int], MemoryNeed]:
+        """Returns the peak as it is, then with each further move that changes no bit, and the need with all of them."""
+        lean = self._capture.schedules([program.name for program in programs], self._lean_passes())
+        late = [lean[program.name] for program in programs]
+        stay = self._leaving.mode == "none"
+        copied, away = (late, late) if stay else (offload_all(late), offload_all(late, 0))
+        if self._leaving.offloading.states != "none":
+            standing = replace(standing, states=0)
+        without = self._forecast(programs, standing)
+        steps = (
+            (profile.schedules, profile),
+            (late, profile),
+            (copied, profile),
+            (away, profile),
+            (away, without),
+        )
+        return [simulate(schedules, sizes).peak_bytes for schedules, sizes in steps], memory_need(
+            away, without, standing, 0
+        )
+
     def shortfall(self) -> str:
         """Returns what the step needs, where it is not expected to fit; "" where it is."""
-        if self.need is None or self.least <= self.budget:
+        if self.plan is None or self.plan.fits:
             return ""
+        done = f" with {self.plan.words}" if self.plan.words else ""
         return (
-            f"This step is not expected to fit: it needs {format_bytes(self.least)} at least, and "
-            f"{format_bytes(self.budget)} may be allocated. Use a smaller batch, more ranks, or activation "
-            f"checkpointing. As it is traced, it takes:\n{self.need}"
+            f"This step is not expected to fit: it needs {format_bytes(self.plan.least)} at least{done}, and "
+            f"{format_bytes(self.plan.room)} may be allocated.{self._table()}"
         )
+
+    def _table(self) -> str:
+        """Returns what the step takes with all moves, and with what it would fit."""
+        assert self.plan is not None and self.need is not None
+        config, settings = self._capture.config, []
+        if config.offload not in ("auto", "all"):
+            settings.append("offload='auto'")
+        if config.rounding == "same":
+            settings.append("rounding='needed'")
+        ways = would_fit(self.need, self.plan.room, self._capture.model.ranks.shards)
+        ways += [f"CompileConfig({', '.join(settings)}), which may need less"] if settings else []
+        return f" It would fit with {', or '.join(ways)}. It takes:\n{self.need}"
 
     def _standing(self, first: Program) -> Standing:
         """Returns what is there before the first program runs, with what the step will add to it for good."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.fit import Kind, MemoryPlan, Move, Need, fit
 from lightning_deepcompile.plan.leaner import Shortage, is_of, leaner_budget
 from lightning_deepcompile.plan.recompute import Checkpoint, choose_recompute
 from lightning_deepcompile.plan.report import PassReport, Round
@@ -44,12 +45,6 @@ class Retracing:
         self._decided = capture.config.rounding != "any"
 
     @property
-    def _may_spare(self) -> bool:
-        """Returns whether more may be computed again, where memory needs it."""
-        tracing = self._capture.tracing
-        return self._capture.config.rounding != "same" and not tracing.sparing and not tracing.uncheckpointed
-
-    @property
     def pending(self) -> bool:
         """Whether the next round of planning decides what is computed again."""
         return not self._decided
@@ -62,13 +57,34 @@ class Retracing:
     def _may_chunk(self, what: Chunkable) -> bool:
         return self._capture.config.rounding != "same" and not self._capture.tracing.chunks(what)
 
-    def _is_whole(self, what: Chunkable) -> bool:
-        """Whether a rank has what could be computed in pieces, and is not yet; a collective while some may."""
-        return self._may_chunk(what) and on_any(self._capture.whole(what) > 0, self._group)
+    def moves(self) -> tuple[Move, ...]:
+        """Returns the ways in which another trace of the step may need less memory; a collective while there are some.
 
-    def _chunk(self, what: Chunkable) -> tuple[Tracing, str]:
-        """How the step is traced with `what` in pieces, and a clause that says so."""
-        return self._capture.tracing.chunking(what, _CHUNKS), f"{_NAMES[what]} are computed in {_CHUNKS} chunks"
+        What they free is known when the step is traced so.
+        """
+        tracing = self._capture.tracing
+        kinds: list[Kind] = []
+        for what in _NAMES:
+            if self._may_chunk(what) and on_any(self._capture.whole(what) > 0, self._group):
+                kinds.append(what)
+        if tracing.uncheckpointed:
+            kinds.append("checkpoints")
+        elif self._capture.config.rounding != "same" and not tracing.sparing:
+            kinds.append("operators")
+        return tuple(Move(kind, rounds=True) for kind in kinds)
+
+    def trace(self, kind: Kind) -> str:
+        """Has the step traced once more with one of the `moves`; returns a clause that says so."""
+        tracing = self._capture.tracing
+        if kind == "losses" or kind == "mlps":
+            self._capture.trace_anew(tracing.chunking(kind, _CHUNKS))
+            return f"{_NAMES[kind]} are computed in {_CHUNKS} chunks"
+        if kind == "checkpoints":
+            self._capture.trace_anew(replace(tracing, uncheckpointed=0))
+            return "all that the model checkpoints is computed again"
+        self._decided = True
+        self._capture.trace_anew(replace(tracing, sparing=True))
+        return "what is cheap is computed again"
 
     def note(self) -> str:
         """What to know of the step when its memory does not do; "" if nothing."""
@@ -93,7 +109,7 @@ class Retracing:
         return [self._capture.checkpoints(schedule.frame) for schedule in schedules if schedule.kind == "forward"]
 
     def spare(self, step: int, profile: Profile, least: int) -> Round | None:
-        """Where no plan fits, has losses computed in pieces, then little saved for backward, then MLPs in pieces.
+        """Has the step traced once more where no plan of it fits.
 
         Args:
             step: Optimizer steps done.
@@ -105,21 +121,23 @@ class Retracing:
         """
         if profile.budget is None or least <= profile.budget:
             return None
-        tracing = self._capture.tracing
-        if self._is_whole("losses"):  # in the order of the time that it takes
-            tracing, done = self._chunk("losses")
-        elif self._may_spare:
-            self._decided = True
-            tracing, done = replace(tracing, sparing=True), "what is cheap is computed again"
-        elif self._is_whole("mlps"):
-            tracing, done = self._chunk("mlps")
-        else:
-            return None
-        self._capture.trace_anew(tracing)
+        plan = fit(Need({"step": least}, self.moves()), profile.budget, self._capture.config.rounding)
+        return None if plan.retrace is None else self.anew(step, plan, profile)
+
+    def anew(self, step: int, plan: MemoryPlan, profile: Profile) -> Round:
+        """Has the step traced once more as a decision says; returns what the report says of it.
+
+        Args:
+            step: Optimizer steps done.
+            plan: The decision.
+            profile: What it fell by.
+        """
+        assert plan.retrace is not None
+        who, over = ("leanest plan", plan.least) if plan.least > plan.room else ("step", plan.needed)
         times = profile.step_seconds, profile.exposed_seconds
-        over = format_bytes(least - profile.budget)
-        text = f"The leanest plan needs {over} too much, so {done} from step {step} on."
-        return Round(step, (), profile.budget, *times, outcome="traced anew", reason=text)
+        missing, done = format_bytes(over - plan.room), self.trace(plan.retrace)
+        text = f"The {who} needs {missing} too much, so {done} from step {step} on."
+        return Round(step, (), plan.room, *times, outcome="traced anew", reason=text)
 
     def choose(
         self, step: int, profile: Profile, seen: Sequence[list[list[Checkpoint]]], plan: Callable[[Profile], Planned]
@@ -159,7 +177,7 @@ class Retracing:
     def give_up(
         self, step: int, shortages: Sequence[Shortage], planned: Sequence[Schedule], profile: Profile | None
     ) -> Round | None:
-        """When a rank was short of memory: losses in pieces, then all again that the model checkpoints, then MLPs.
+        """Has the step traced once more where a rank was short of memory: how much is missing is not known.
 
         Args:
             step: Optimizer steps done.
@@ -170,18 +188,11 @@ class Retracing:
         Returns:
             What the report says of it; None if all of it is so already.
         """
-        tracing = self._capture.tracing
-        if self._is_whole("losses"):
-            tracing, done = self._chunk("losses")
-        elif tracing.uncheckpointed:
-            tracing, done = replace(tracing, uncheckpointed=0), "all that the model checkpoints is computed again"
-        elif self._is_whole("mlps"):
-            tracing, done = self._chunk("mlps")
-        else:
+        plan = fit(Need({"step": 1}, self.moves()), 0, self._capture.config.rounding)
+        if plan.retrace is None:
             return None
         budget = None
         if planned and profile is not None and is_of(profile, planned):
             budget = leaner_budget(shortages, planned, profile)
-        self._capture.trace_anew(tracing)
-        text = f"{shortages[0]} From step {step} on, {done}."
+        text = f"{shortages[0]} From step {step} on, {self.trace(plan.retrace)}."
         return Round(step, (), budget, 0.0, 0.0, outcome="leaner", reason=text)

@@ -30,6 +30,7 @@ from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.profile.probe import Run, StepProbe
 from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.printer import format_bytes
+from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import attempt, maxima, on_any
 from lightning_deepcompile.tuning.foresight import Foresight, StepRetracedError
@@ -103,9 +104,7 @@ class Tuner:
         self._shortages, self._states = shortages, states
         self._slow_ranks = SlowRanks(group, device, memory, self._training)
         self._retracing = Retracing(capture, states, group)
-        self._foresight = Foresight(
-            capture, self._retracing, leaving, memory, group, states=leaving.offloading.states != "none"
-        )
+        self._foresight = Foresight(capture, self._retracing, leaving, memory, group)
         capture.before_first_run = compat.held_weakly(self.before_first_run)
         self._config = capture.config
         ranks = capture.model.ranks
@@ -167,24 +166,35 @@ class Tuner:
             self._probe.begin_micro_batch()
         return self._retraces
 
-    def before_first_run(self) -> None:
+    def before_first_run(self, frame: int | None) -> None:
         """Call on all ranks at the same place, when a training step is compiled and before it runs.
+
+        Args:
+            frame: Number of a graph that was compiled later, which other ranks may not have; None for the first step.
 
         Raises:
             StepRetracedError: If the step is to be traced once more, so that it fits into memory.
+            MemoryBudgetError: If the step does not fit into a budget that the user has chosen.
         """
+        if frame is not None:
+            self._foresight.look_alone([p for p in self._in_order() if p.schedule.frame == frame], self._say)
+            return
         if self._planned:
             return  # a plan that was read knows
-        forwards = [e.program for e in self._training() if e.program.kind == "forward"]
-        backwards = [e.program for e in self._training() if e.program.kind == "backward"]
-        programs = [*forwards, *reversed(backwards)]
         restartable = self._capture.runs_first()
-        if (anew := self._foresight.look(self._step, programs, self._say, restartable=restartable)) is not None:
+        anew = self._foresight.look(self._step, self._in_order(), self._say, restartable=restartable)
+        if anew is not None:
             self.rounds.append(anew)
             self._say(anew.headline(), logging.WARNING)
             raise StepRetracedError
         if self._leaving.needed:
             self._plan_copies()
+
+    def _in_order(self) -> list[Program]:
+        """Returns the programs of a micro-batch, in the order in which they run."""
+        programs = [e.program for e in self._training()]
+        forwards = [p for p in programs if p.kind == "forward"]
+        return [*forwards, *(p for p in reversed(programs) if p.kind == "backward")]
 
     def _plan_copies(self) -> None:
         """Lets plans decide which saved tensors are offloaded."""
@@ -211,6 +221,12 @@ class Tuner:
             notes = shortage_note(self.rounds), self._retracing.note(), self._foresight.shortfall()
             for note in filter(None, notes):
                 error.add_note(note)
+
+    @property
+    def memory_plan(self) -> str:
+        """What was decided before the first step, where it did not fit as it is; else empty."""
+        plan = self._foresight.plan
+        return "" if plan is None or (plan.fits and not plan.moved) else str(plan)
 
     @property
     def settled(self) -> bool:

@@ -171,6 +171,7 @@ def test_a_budget_is_kept_and_said(mesh: DeviceMesh) -> None:
     assert roomy.runtime.stats()["offloaded_bytes"] == 0
     needed = nothing.passes[0].peak_bytes
     engine = make_engine(mesh, offload="auto", memory_budget=f"{int(0.8 * needed)}B")
+    engine.tuner._fastest = lambda *_: 0.001  # type: ignore[method-assign] # however busy the machine is
     optimizer = sgd(engine)
     losses, moved = [], []
     for _ in range(12):
@@ -212,7 +213,7 @@ def _with_one_rank_short() -> list[str]:
     ]
     engine = make_engine(mesh, offload="auto", schedule=schedule)
     if dist.get_rank() == 1:
-        engine.timeline.leaving._room = lambda forward: 0
+        engine.timeline.leaving.needed = True
     optimizer = sgd(engine)
     for _ in range(12):
         one_step(engine, torch.arange(12).view(2, 6), optimizer)
@@ -247,7 +248,7 @@ def test_a_budget_below_everything_states_the_least(mesh: DeviceMesh, mode: str)
     """One rank holds to it, too, although it waits for no gather."""
     engine = make_engine(mesh, offload=mode, memory_budget="40kB")
     optimizer = sgd(engine)
-    with pytest.raises(MemoryBudgetError, match="need [0-9]+ .* even with one block gathered at a time"):
+    with pytest.raises(MemoryBudgetError, match=r"needs? [0-9]+ .*(with a budget of|even with one block)"):
         for _ in range(6):
             one_step(engine, BATCH, optimizer)
     engine.close()

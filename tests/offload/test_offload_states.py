@@ -220,7 +220,7 @@ def check_counters(case: str, mode: str, plain: pl.Trainer, trainer: pl.Trainer)
         assert "offloaded states" in str(summary)
     else:
         assert 0.2 * total < summary.offloaded_bytes < 0.9 * total, (summary, total)
-        assert "exceed" in summary.offload_reason
+        assert "may be allocated" in summary.offload_reason
 
 
 @pytest.mark.timeout(400)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +13,6 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from lightning_deepcompile.offload.chunks import make_chunks
 from lightning_deepcompile.offload.host_memory import available_host_memory
 from lightning_deepcompile.offload.probe import probe_states
-from lightning_deepcompile.plan.budget import MemoryBudgetError
-from lightning_deepcompile.plan.offload import OffloadNeed, decide_offload, with_least_buffers
-
-NEED = OffloadNeed(peak=60, stepping=40, states=50, buffers=12, budget=100, host=1000)
-
-
-@pytest.mark.parametrize(
-    ("changes", "leaving"),
-    [
-        ({"budget": 110}, 0),  # all of it fits
-        ({"budget": 109}, 1),
-        ({}, 10),
-        ({"stepping": 55}, 17),  # now the optimizer's buffers are what is too much
-        ({"stepping": 55, "budget": 110}, 0),  # none are needed where nothing leaves
-        ({"budget": 60}, 50),
-        ({"states": 0, "budget": 10}, 0),
-    ],
-)
-def test_what_exceeds_the_budget_leaves(changes: dict[str, int], leaving: int) -> None:
-    need = replace(NEED, **changes)
-    assert decide_offload("auto", need, "100B", None).bytes == leaving
-    assert decide_offload("all", need, "100B", None).bytes == need.states
-
-
-def test_what_cannot_fit_is_said_with_the_least_that_does() -> None:
-    with pytest.raises(MemoryBudgetError, match="memory_budget='59B'.* still needs 60 "):
-        decide_offload("auto", replace(NEED, budget=59), "59B", None)
-    assert decide_offload("auto", replace(NEED, budget=59), None, None).bytes == 50  # of a default nobody was sure
-    for mode, leaving in (("auto", 10), ("all", 50)):
-        with pytest.raises(MemoryBudgetError, match=f"9 bytes of host memory, but optimizer states of {leaving} bytes"):
-            decide_offload(mode, replace(NEED, host=9), None, 9)
 
 
 @pytest.mark.parametrize(
@@ -89,23 +57,6 @@ def test_chunks_keep_the_groups_and_the_limit() -> None:
         (True, [[6], []]),  # larger than a chunk may be, so alone, and last
         (True, [[9], []]),
     ]
-
-
-@pytest.mark.parametrize(
-    ("peak", "buffers", "leaving"),
-    [
-        (60, 6, 15),  # what has to leave fits into chunks of 2
-        (50, 6, 5),
-        (75, 30, 30),  # some of the larger ones leave, too, but not the largest
-        (105, 90, 85),  # all, the largest one through buffers of its size
-    ],
-)
-def test_buffers_are_for_what_leaves(peak: int, buffers: int, leaving: int) -> None:
-    sizes = [30, 1, 2, 10, 2, 10, 10, 10, *[1] * 10]
-    need = OffloadNeed(peak=peak, stepping=40, states=sum(sizes), buffers=90, budget=130, host=1000)
-    lean = with_least_buffers(need, sizes, chunk=2)
-    assert lean == replace(need, buffers=buffers)
-    assert decide_offload("auto", lean, "130B", None).bytes == leaving
 
 
 def write(root: Path, files: dict[str, str]) -> None:

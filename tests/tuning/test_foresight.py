@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import ONLY
+from cases import ONLY, traced_as
 from multiprocess import run_ranks
 from test_engine import one_step, sgd
 from test_losses_in_pieces import ROWS, Net, tokens
@@ -17,6 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_deepcompile import CompileConfig
 from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.plan.budget import MemoryBudgetError
+from lightning_deepcompile.plan.tracing import Tracing
+from lightning_deepcompile.tuning import foresight
 
 
 class Catches(Net):
@@ -35,6 +38,15 @@ def _losses(mesh: DeviceMesh, stage: int = 3, steps: int = 3, **settings: Any) -
     return [one_step(engine, tokens(ROWS), optimizer) for _ in range(steps)], engine
 
 
+def _least(mesh: DeviceMesh, stage: int, tracing: dict[str, Any]) -> int:
+    """Returns what a step that is traced so needs at least."""
+    _, engine = _losses(mesh, stage, 1, schedule=None, **tracing)
+    plan = engine.tuner._foresight.plan
+    engine.close()
+    assert plan is not None and plan.fits
+    return plan.least
+
+
 def _decided() -> list[tuple[int, list[str], dict[str, Any]]]:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
@@ -43,12 +55,14 @@ def _decided() -> list[tuple[int, list[str], dict[str, Any]]]:
         expected, engine = _losses(mesh, stage, **ONLY)
         engine.close()
         # Rank 1's budget alone is too small: all ranks decide alike.
-        budget = "1MiB" if dist.get_rank() == 1 else "1TiB"
+        least = _least(mesh, stage, traced_as(Tracing(chunked_losses=8), 2, stage))
+        budget = f"{least}B" if dist.get_rank() == 1 else "1TiB"
         losses, engine = _losses(mesh, stage, schedule=None, memory_budget=budget)
         assert losses == pytest.approx(expected, rel=1e-6)
         summary, tracing = engine.summary(), engine.capture.tracing
         counts = {"losses": summary.chunked_losses, "graphs": summary.graphs, "sparing": tracing.sparing}
         moved = engine.runtime.stats()["offloaded_bytes"]
+        assert "saved tensors in host memory (" in summary.memory_plan and summary.memory_plan in str(summary)
         found.append((stage, [done.reason for done in engine.report()], {**counts, "moved": moved > 0}))
         engine.close()
     return found
@@ -58,8 +72,8 @@ def test_all_ranks_and_stages_decide_before_the_first_run() -> None:
     first, second = run_ranks(_decided, 2, timeout=120)
     assert first == second
     for stage, reasons, counts in first:
-        assert [reason.endswith("from step 0 on.") for reason in reasons] == [True] * 3, (stage, reasons)
-        assert counts == {"losses": 1, "graphs": 1, "sparing": True, "moved": True}, stage
+        assert [reason.endswith("from step 0 on.") for reason in reasons] == [True], (stage, reasons)
+        assert counts == {"losses": 1, "graphs": 1, "sparing": False, "moved": True}, stage
 
 
 def test_what_fits_is_left_alone(mesh: DeviceMesh, fresh_dynamo: None) -> None:
@@ -68,7 +82,7 @@ def test_what_fits_is_left_alone(mesh: DeviceMesh, fresh_dynamo: None) -> None:
     engine.close()
     torch._dynamo.reset()
     losses, engine = _losses(mesh)
-    assert losses == plain and engine.report() == []
+    assert losses == plain and engine.report() == [] and engine.summary().memory_plan == ""
     assert [text.partition("\n")[2] for text in engine.programs().values()] == [
         text.partition("\n")[2] for text in programs
     ]
@@ -77,10 +91,22 @@ def test_what_fits_is_left_alone(mesh: DeviceMesh, fresh_dynamo: None) -> None:
 
 
 def test_a_step_that_cannot_fit_is_named_before_it_runs(
-    mesh: DeviceMesh, caplog: pytest.LogCaptureFixture, fresh_dynamo: None
+    mesh: DeviceMesh, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None
 ) -> None:
+    with pytest.raises(MemoryBudgetError) as refused:
+        _losses(mesh, steps=1, schedule=None, memory_budget="8MiB", offload="none", rounding="same")
+    text = str(refused.value)
+    assert "memory_budget='8MiB') allows 8388608 bytes. " in text and "saved tensors" in text and "in all" in text, text
+    assert "offload='auto', rounding='needed'" in text and "% of this batch" in text, text
+    least = int(text.partition("still needs ")[2].split()[0])
+    torch._dynamo.reset()
+    _, engine = _losses(mesh, steps=1, schedule=None, memory_budget=f"{least}B", offload="none", rounding="same")
+    engine.close()
+    # Nobody is sure of the default: training goes on, and what was expected is said again where memory runs out.
+    torch._dynamo.reset()
+    monkeypatch.setattr(foresight, "memory_limit", lambda *_: 1 << 20)
     with caplog.at_level(logging.WARNING, "lightning_deepcompile"):
-        _, engine = _losses(mesh, steps=1, schedule=None, memory_budget="1MiB", offload="none")
+        _, engine = _losses(mesh, steps=1, schedule=None, offload="none", rounding="same")
     (text,) = [text for text in caplog.messages if "not expected to fit" in text]
     assert "1.0 MiB may be allocated" in text and "saved tensors" in text and "in all" in text, text
     error = torch.OutOfMemoryError("no memory")

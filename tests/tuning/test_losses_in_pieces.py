@@ -92,7 +92,7 @@ def _fit(
 def _least(module: Net | None = None, tracing: Tracing | None = None, **settings: Any) -> int:
     """Returns what a step that is traced so needs at least, as known before it runs."""
     _, _, strategy = _fit(1, module, tracing, **settings)
-    return int(strategy.engine.tuner._foresight.least)
+    return int(strategy.engine.tuner._foresight.plan.least)
 
 
 def _trains(folder: Path, backend: str) -> None:

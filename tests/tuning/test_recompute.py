@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -219,10 +220,10 @@ def _saves_little(folder: Path) -> None:
     dist.init_process_group("gloo")
     keep_plans()
     plain, expected, _ = _fit(16, checkpointing=False, passes=None)
-    with pytest.raises(MemoryBudgetError, match="even with one block gathered") as refused:
+    with pytest.raises(MemoryBudgetError, match="needs? [0-9]+") as refused:
         _fit(checkpointing=False, passes=None, memory_budget="100000B")
     # No plan fits into less, but one that saves less does.
-    least = int(str(refused.value).partition("need ")[2].split()[0])
+    least = int(re.findall(r"needs? (\d+)", str(refused.value))[0])
     budget = 9 * least // 10
     path = folder / "plan.json"
     settings: dict[str, Any] = {"rounding": "any", "memory_budget": f"{budget}B", "plan": str(path)}
