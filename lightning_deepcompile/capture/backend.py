@@ -346,6 +346,8 @@ class Capture:
     def _enter(self, program: Program) -> Callable[[], None] | None:
         if self._prepare is not None:
             self._prepare()
+        if program.kind == "backward" and self.replays is not None:
+            self.replays.begin_backward()
         behind = self.agreement.check(program.signature)
         if (
             program.kind == "forward"

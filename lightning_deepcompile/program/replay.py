@@ -156,13 +156,18 @@ class Trial:
         self._times: deque[float] = deque(maxlen=_WATCHED)
         self._waits: deque[bool] = deque(maxlen=_WATCHED)
         self._since: float | None = None
+        self._idle = False  # at the beginning of a backward pass of the step under way
         self._before = 0.0
         self._left = 0  # steps until the trial is over
         self.outcome = ""
 
     @property
     def host_is_late(self) -> bool:
-        """Whether the device had nothing to do when most of the last steps began."""
+        """Whether the device had nothing to do when most of the last steps, or their backward passes, began.
+
+        Where all gradients are reduced behind a backward pass, as at stage 1, the device is busy with that when a step
+        begins, however late the host is.
+        """
         return len(self._waits) == _WATCHED and sum(self._waits) > 0.8 * _WATCHED
 
     def begin_step(self, idle: bool, now: float) -> None:
@@ -174,8 +179,8 @@ class Trial:
         """
         if self._since is not None:
             self._times.append(now - self._since)
-            self._waits.append(idle)
-        self._since = now
+            self._waits.append(idle or self._idle)
+        self._since, self._idle = now, False
         if self._left == 0:
             return
         self._left -= 1
@@ -186,6 +191,10 @@ class Trial:
                 f"CUDA graphs {'are kept' if kept else 'were no faster, and are not used'}: "
                 f"{1e3 * after:.1f} ms a step ({1e3 * self._before:.1f} ms before)"
             )
+
+    def begin_backward(self, idle: bool) -> None:
+        """Call before a backward pass; `idle` as for `begin_step`."""
+        self._idle |= idle
 
     def start(self) -> None:
         """Programs are recorded from now on."""
@@ -262,6 +271,11 @@ class Replays:
             self.forget()  # steps are measured without the memory of graphs
         self.enabled = self._wanted and settled
         self._fresh, self._seen = self._seen, 0
+
+    def begin_backward(self) -> None:
+        """Call before a backward pass."""
+        if self._trial is not None and self.enabled and not self._trial.outcome:
+            self._trial.begin_backward(torch.cuda.current_stream().query())
 
     def _try(self, trial: Trial) -> None:
         trial.begin_step(torch.cuda.current_stream().query(), time.perf_counter())

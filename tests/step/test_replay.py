@@ -464,6 +464,19 @@ def test_graphs_are_not_tried_where_the_device_is_late() -> None:
     assert not trial.host_is_late
 
 
+def test_a_host_is_late_although_gradients_are_reduced_when_the_next_step_begins() -> None:
+    """As at stages 1 and 2: the device waits for the host within the step, and not at its end."""
+    from lightning_deepcompile.program.replay import Trial
+
+    for late in (True, False):
+        trial = Trial()
+        for step in range(30):
+            trial.begin_step(False, 0.02 * step)
+            trial.begin_backward(False)
+            trial.begin_backward(late)
+        assert trial.host_is_late is late
+
+
 def test_settings_that_exclude_graphs_are_named() -> None:
     from lightning_deepcompile import CompileConfig
 
