@@ -2,9 +2,11 @@
 
 A path is what communicates in a step, one after another: programs, parameters that uncompiled code reads, the end of a
 backward pass and of the step. What all ranks have met at a place before, none compares again while it is the only way
-to go on. Where there are several, and in steps that a rank has a batch of new sizes for, hosts ask each other each
-time, as they do where all is new. What is new beside a usual way is compared over the rendezvous store, without
-collectives; a rank that has gone on the usual way meanwhile says so from a thread.
+to go on. Where there are several, hosts ask each other each time, as they do where all is new. They also do so up to
+the end of a step in which a rank comes to a place where it has not been with such a batch and the graphs that it has
+compiled by now: from there on it may go another way than those that were there before. What is new beside a usual way
+all the same is compared over the rendezvous store, without collectives; a rank that has gone on the usual way meanwhile
+says so from a thread.
 
 Where hosts find that ranks go on differently, these take turns: what one of them is about to run communicates with all
 others, which gather and release the same, and have zeros where it has gradients. So a graph that one rank's sizes make
@@ -23,7 +25,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.ranks.exchange import alike, exchange
+from lightning_deepcompile.ranks.exchange import exchange, maxima, number_of, on_any
 from lightning_deepcompile.ranks.failures import STORE_GONE, failure_key
 from lightning_deepcompile.ranks.lookout import Lookout
 
@@ -42,6 +44,8 @@ _ASK_SECONDS = 2.0
 """How often a rank that waits for the others looks where they are, and others look whether one waits."""
 _PAUSE_SECONDS = 2e-4
 """Between two questions to the store, for each rank that asks it."""
+_MOST_MET = 1 << 16
+"""So many turnings are remembered with the batches with which they were taken; if there are more, all are new again."""
 
 
 class ProgramMismatchError(RuntimeError):
@@ -111,7 +115,8 @@ class Agreement:
         self._place: _Place | None = None
         self._places = 0
         self._last: dict[tuple[str, ...], _Place] | None = None  # places by the last thing, once there are too many
-        self._met: set[Hashable] = set()
+        self._batch: Hashable = None  # what a batch of this step makes a rank run, as far as that is known
+        self._met: set[Hashable] = set()  # what batches, and where they went on from places at which hosts ask
         self._compares_all: Callable[[], bool] | None = None  # in this step
         self._said = False
         self._at = (0, 0)  # steps begun, and how far this one has come: one tuple, as a thread reads it
@@ -136,7 +141,7 @@ class Agreement:
         self.end()
         self._at = (self._at[0] + 1, 0)
         self._place = self._steps.setdefault(name, _Place())
-        self._compares_all = None
+        self._compares_all = self._batch = None
 
     def end(self) -> None:
         """Ends the step, if one has begun; call on all ranks. Raises as `begin`."""
@@ -149,15 +154,21 @@ class Agreement:
         """Returns whether the next `begin` compares the end of the last step with other ranks'; the same on all."""
         return self._place is not None and (self._asks(self._place) or _END not in self._place.ways)
 
-    def is_new(self, sizes: Hashable) -> bool:
-        """Returns whether this rank meets a batch of these sizes for the first time since programs were swapped.
+    def is_new(self, batch: Hashable) -> bool:
+        """Returns whether this rank begins a step with such a batch for the first time since programs were swapped.
 
         Args:
-            sizes: Of all tensors in it.
+            batch: What the rank's path follows from: the step, the sizes of all tensors in the batch, and which graphs
+                the rank has compiled.
         """
-        new = sizes not in self._met
-        self._met.add(sizes)
+        self._batch, new = batch, batch not in self._met
+        self._remember(batch)
         return new
+
+    def _remember(self, what: Hashable) -> None:
+        if len(self._met) >= _MOST_MET:
+            self._met.clear()
+        self._met.add(what)
 
     def compare_all(self, wanted: Callable[[], bool]) -> None:
         """Lets hosts ask each other wherever this step communicates; call on all ranks, when it has begun.
@@ -265,24 +276,44 @@ class Agreement:
 
     def _ask(self, text: str, group: dist.ProcessGroup) -> Callable[[], None] | None:
         """Hosts ask each other; where they go on differently, those that are less far go first, in turns."""
-        while not alike(text, group):
+        while True:
+            number, new = float(number_of(text)), float(self._is_first_turning(text))
+            most, least, any_new = maxima([number, -number, new], group)
+            if most == -least:
+                self._turn(any_new > 0, text)
+                return None
             everybody = exchange(text, group)
-            texts = list(dict.fromkeys(everybody))
-            least = min(map(_moment, texts))
-            first = [one for one in texts if _moment(one) == least]
+            texts = sorted(set(everybody))
+            earliest = min(map(_moment, texts))
+            first = [one for one in texts if _moment(one) == earliest]
             other = next(rank for rank, theirs in enumerate(everybody) if theirs != text)
-            too_late = least == _IN_BACKWARD and _END in texts  # the optimizer has stepped there
+            too_late = earliest == _IN_BACKWARD and _END in texts  # the optimizer has stepped there
             if self.take_part is None or too_late or any(f"\n{EXCHANGES}" in one for one in first):
                 raise self._mismatch(text, everybody[other], other)
             self.turns += 1
             self._say(everybody)
-            self._follow(*sorted(texts))
+            self._turn(on_any(self._is_first_turning(*texts), group), *texts)
             turn = first.index(text) if text in first else len(first)
             self._take_part_in(first[:turn])
             if turn < len(first):
                 return functools.partial(self._take_part_in, first[turn + 1 :])
-        self._follow(text)
-        return None
+
+    def _is_first_turning(self, *texts: str) -> bool:
+        """Returns whether this rank has not gone on so from this place with such a batch."""
+        return self._batch is not None and (self._batch, self._place, texts) not in self._met
+
+    def _turn(self, is_first: bool, *texts: str) -> None:
+        """Goes on from a place at which hosts ask.
+
+        Args:
+            is_first: Whether a rank has not gone on so with such a batch: what it does there, nobody knows.
+            *texts: What ranks go on to.
+        """
+        if is_first:
+            self._compares_all = _always  # up to the end of the step
+        if self._batch is not None:
+            self._remember((self._batch, self._place, texts))
+        self._follow(*texts)
 
     def _take_part_in(self, texts: Sequence[str]) -> None:
         assert self.take_part is not None
@@ -427,6 +458,10 @@ class Agreement:
         if mine.partition("\n")[0] != theirs.partition("\n")[0]:
             here, there = _first(mine, self._names), _first(theirs, self._names)
         return f"`{here}` on rank {rank}, `{there}` on rank {other}"
+
+
+def _always() -> bool:
+    return True
 
 
 _IN_FORWARD, _IN_BACKWARD, _LATER, _LAST = range(4)

@@ -95,22 +95,26 @@ class Timeline:
                 replays.begin_step(self.tuner.settled)  # before the hosts are asked
             if self.residency is not None:  # before gathers, which take the memory that states leave
                 self.residency.begin_step(self.capture.waits_for_states)
-            self.prefetch.begin_training_step(self._ask(self.order.is_new((name, sizes))))  # drops what is out of date
+            self.prefetch.begin_training_step(self._ask(self._is_new(name, sizes)))  # drops what is out of date
             self.capture.begin_step()  # after `prefetch`, which asks what the last step began with
         elif self.evaluation.behind is None:  # else nothing is gathered ahead
             self.prefetch.begin(name)
-            met = self.meetings.meet(Where.EVALUATION, self.order.is_new((name, sizes)))
+            met = self.meetings.meet(Where.EVALUATION, self._is_new(name, sizes))
             self.order.compare_all(lambda: bool(met()[0]))
         self.uncompiled.clear()  # parameters may have changed between steps, and nobody says so
         self.gradients.follow_requires_grad()  # before guards of the compiled step look at it
         self._began = time.perf_counter(), self.capture.program_seconds
         return anew
 
+    def _is_new(self, name: str, sizes: Hashable) -> bool:
+        """Returns whether this rank may run what it has not run in such a step: of other sizes, or by a newer graph."""
+        return self.order.is_new((name, sizes, self.capture.captured))
+
     def _ask(self, new: bool) -> bool:
         """Asks the other hosts; returns whether the training step that begins may use what is gathered.
 
         Args:
-            new: Whether the batch has sizes that this rank has not met since programs were swapped.
+            new: Whether this rank may run what it has not run since programs were swapped.
         """
         self.stops()  # keeps the answer of the step before
         may_stay = self.prefetch.may_stay(isolated=self.tuner.isolates)

@@ -14,8 +14,10 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from multiprocess import join, run_ranks
 
 from lightning_deepcompile.ranks import order
+from lightning_deepcompile.ranks.exchange import on_any
 from lightning_deepcompile.ranks.order import Agreement, ProgramMismatchError
 
 
@@ -196,3 +198,37 @@ threads.append(agreement._lookout.thread)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert run.stdout.split() == ["False"], (run.stdout, run.stderr)
+
+
+def _turns(steps: list[tuple[tuple[str, list[int]], ...]]) -> list[list[str]]:
+    """Ranks run steps, each of a kind of batch and of what is gathered for it; what each takes part in."""
+    join("cpu")
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    member = Agreement(store, rank, dist.get_world_size(), timedelta(seconds=15), "test", dist.group.WORLD)
+    took: list[list[str]] = []
+    member.take_part = lambda text: took[-1].append(text.splitlines()[-1])
+    for batches in steps:
+        batch, path = batches[rank]
+        took.append([])
+        member.begin("training_step")
+        new = on_any(member.is_new(batch))
+        member.compare_all(lambda new=new: new)
+        for number in path:
+            if (behind := member.check_uncompiled("gather", [(number, "float32")])) is not None:
+                behind()
+    member.end()
+    member.rest()
+    return took
+
+
+def test_ranks_part_where_each_has_met_its_batch_beside_others_of_the_others() -> None:
+    """The last two meet for the first time, and only the first rank has not been where both come to."""
+    steps = [
+        (("a", [1, 2]), ("b", [3, 2])),
+        (("c", [1, 4]), ("c", [1, 4])),
+        (("a", [1, 2]), ("c", [1, 4])),
+        (("a", [1, 2]), ("c", [1, 4])),
+    ]
+    first, second = run_ranks(_turns, 2, steps, timeout=60)
+    assert first == [["gather float32 (3,)"], [], *2 * [["gather float32 (4,)"]]]
+    assert second == [["gather float32 (1,)"], [], *2 * [["gather float32 (2,)"]]]
