@@ -30,6 +30,7 @@ from lightning_deepcompile.profile.labels import labels_of
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import LOCAL_ID
 from lightning_deepcompile.program.schedule import Schedule
+from lightning_deepcompile.ranks.exchange import raise_together
 from lightning_deepcompile.ranks.flight_record import write_flight_record
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.report.record import StepRecord
@@ -185,8 +186,9 @@ class Engine:
             MemoryBudgetError: If their states shall live in host memory, which does not hold them.
         """
         if optimizer not in self._local_shards:
-            taken = take_over(optimizer, self.model, self.successors)
-            check_optimizer(optimizer, self.model)
+            with raise_together(f"Attaching {type(optimizer).__name__}", self.host_group):
+                taken = take_over(optimizer, self.model, self.successors)
+                check_optimizer(optimizer, self.model)
             ways = OptimizerWays(optimizer, self.model)
             parts = self._parts_of(optimizer, ways, has_stepped=bool(taken))
             owner_of = parts.owner_of if isinstance(parts, OwnerStep) else None

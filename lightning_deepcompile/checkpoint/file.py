@@ -43,7 +43,7 @@ class FileCheckpointIO(TorchCheckpointIO):
         self.last_whole: str | os.PathLike[str] | None = None
         """The last checkpoint to resume from that was saved or loaded."""
         self._finished = 0
-        self._failed = False
+        self._failed: set[int] = set()  # saves, counted from 1
         self._removals: list[tuple[int, str | os.PathLike[str]]] = []
 
     def save_checkpoint(
@@ -59,14 +59,17 @@ class FileCheckpointIO(TorchCheckpointIO):
             if can_resume(checkpoint):
                 self.last_whole = path
         except BaseException:
-            self._failed = True
+            self._failed.add(self._finished + 1)
             raise
         finally:
             self._finished += 1
             self._remove_due()
 
     def remove_after(self, saves: int, path: str | os.PathLike[str]) -> None:
-        """Removes a checkpoint once that many saves have ended, whatever thread they run in; not if one failed."""
+        """Removes a checkpoint once that many saves have ended, in whatever thread; not if the last of them failed.
+
+        That one was to take its place, whatever became of saves before it.
+        """
         self._removals.append((saves, path))
         self._remove_due()
 
@@ -74,7 +77,7 @@ class FileCheckpointIO(TorchCheckpointIO):
         for removal in [removal for removal in self._removals if removal[0] <= self._finished]:
             with contextlib.suppress(ValueError):  # the other thread has it
                 self._removals.remove(removal)
-                if self._failed:
+                if removal[0] in self._failed:
                     _log.warning(KEPT, os.fspath(removal[1]))
                 else:
                     remove(removal[1])

@@ -148,8 +148,9 @@ def _compare_steps(least: int, most: int) -> None:
         return
     one, other = least % (1 << _RANK_BITS), most % (1 << _RANK_BITS)
     raise RanksPartedError(
-        f"Rank {one} has made {fewer} optimizer steps, rank {other} {more}: a step was skipped on some ranks alone, so "
-        "that parts of the parameters differ by a step. Gradients are sharded: a check such as "
+        f"Rank {one} has made {fewer} optimizer steps, rank {other} {more} (a call of another method of an optimizer "
+        "counts as one): a step was skipped, or such a method called, on some ranks alone, so that parts of the "
+        "parameters may differ by a step. Call optimizers on all ranks. Gradients are sharded: a check such as "
         "`torch.isnan(parameter.grad).any()` sees this rank's part alone. Decide by what is equal on all ranks: "
         "`trainer.strategy.grad_norm()`, or `trainer.strategy.reduce_boolean_decision(found, all=False)`. Go on from "
         "the last checkpoint."

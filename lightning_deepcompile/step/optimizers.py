@@ -350,7 +350,7 @@ class LocalShards:
         if direct is not None and direct.begin(divided=closure is not None):
             return result
         ways = self.ways.ways()
-        if Way.DTENSORS in ways and isinstance(result, Tensor):
+        if Way.DTENSORS in ways:
             result = self._mean(result)  # a class that looks at it shall see the same on all ranks
         self._enter(ways)
         if self._parts is not None and (closure is not None or self._parts.needs_closure):
@@ -380,10 +380,15 @@ class LocalShards:
         self.restore()
         self._after_step()
 
-    def _mean(self, loss: Tensor) -> Tensor:
-        mean = loss.detach().clone()
-        dist.all_reduce(mean, group=self._model.ranks.group)
-        return mean / self._model.ranks.world_size
+    def _mean(self, result: Any) -> Any:
+        """Returns the mean of what the ranks' closures return, over those that return a number; anything else as is."""
+        loss = result.detach().double() if isinstance(result, Tensor) and result.numel() == 1 else None
+        device = self._model.parameters[0].leaf.device
+        told = torch.zeros(2, dtype=torch.float64, device=device)  # on all ranks, whatever a closure returns
+        if loss is not None:
+            told[0], told[1] = loss.sum(), 1
+        dist.all_reduce(told, group=self._model.ranks.group)
+        return result if loss is None else (told[0] / told[1]).to(result.device, result.dtype).view(result.shape)
 
     def _held(self) -> Optimizer:
         optimizer = self._optimizer()

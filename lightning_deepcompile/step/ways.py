@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import optim
 from torch.optim import Optimizer
 
-from lightning_deepcompile.ranks.exchange import exchange
+from lightning_deepcompile.ranks.exchange import exchange, raise_together
 from lightning_deepcompile.sharding.shards import ShardedModel
 from lightning_deepcompile.step.dtensor_steps import dtensor_problem
 from lightning_deepcompile.step.probe import probe
@@ -175,7 +175,8 @@ class OptimizerWays:
         if self._ranks.shards == 1:
             return [Decision(Way.SHARDS, "each rank holds all rows")] * len(optimizer.param_groups)
         began = time.perf_counter()
-        mine = ways_of(optimizer, self._ranks.shards)
+        with raise_together(f"Probing how {type(optimizer).__name__} steps", self._ranks.group):
+            mine = ways_of(optimizer, self._ranks.shards)
         seconds = time.perf_counter() - began
         if seconds > 1:
             _log.info("Probing how %s steps took %.1f s.", type(optimizer).__name__, seconds)

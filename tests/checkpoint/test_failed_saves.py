@@ -123,6 +123,19 @@ def test_what_a_failed_save_wrote_is_removed(tmp_path: Path, remote: bool) -> No
     assert not (tmp_path / "b.ckpt").exists() and not list(tmp_path.glob(".*"))
 
 
+def test_after_a_failed_save_later_ones_are_followed_by_removals(tmp_path: Path) -> None:
+    io, paths = FileCheckpointIO(), [tmp_path / f"{number}.ckpt" for number in range(4)]
+    io.save_checkpoint({"weight": torch.ones(3)}, paths[0])
+    with pytest.raises(Exception, match="lambda"):
+        io.save_checkpoint({"extra": lambda: 0}, paths[1])
+    io.remove_after(2, paths[0])
+    assert paths[0].exists()
+    io.save_checkpoint({"weight": torch.ones(3)}, paths[2])
+    io.remove_after(4, paths[2])
+    io.save_checkpoint({"weight": torch.ones(3)}, paths[3])
+    assert [path.exists() for path in paths] == [True, False, False, True]
+
+
 def _staged_by(folder: Path, process: int, *, elsewhere: bool = False) -> Path:
     """A file that a save of a process would write, on this host or on another one."""
     digest, writer, suffix = staging_path(folder / "a.ckpt").name.lstrip(".").split(".")

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from cases import Base, Mlp, assert_close, assert_same_training, train
-from multiprocess import run_ranks
+from multiprocess import join, run_ranks
 from optimizers import GlobalClip, Lion, Sam, SignSam
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+from lightning_deepcompile.engine import Engine
 from lightning_deepcompile.step.ways import Way
 
 
@@ -200,3 +204,57 @@ def test_states_are_those_of_one_process() -> None:
             torch.testing.assert_close(seen, expected[1], rtol=1e-5, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
             for parameter, value in expected[3].items():
                 assert_close(params[parameter], value, f"{name} {parameter}")
+
+
+class _Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return self.layer(x).sum()
+
+
+class _AsksOthersOnOneRank(torch.optim.Optimizer):
+    """Communicates in its steps, on rank 1 alone."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if dist.get_rank() == 1:
+                    dist.all_reduce(parameter.grad)
+                parameter.data -= parameter.grad
+
+
+def _alone() -> tuple[list[str], float | None]:
+    """Errors of optimizers that one rank refuses; and the loss of a step whose closure returns one on rank 0 alone."""
+    join("cpu")
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    engine = Engine(_Line(), mesh, CompileConfig(region_backend="eager"), timeout=timedelta(seconds=20))
+    errors = []
+    for kind in (torch.optim.LBFGS if rank else torch.optim.SGD, _AsksOthersOnOneRank):
+        with pytest.raises((ValueError, RuntimeError)) as raised:
+            engine.attach_optimizer(kind(engine.module.parameters()))
+        errors.append(str(raised.value))
+    optimizer = GlobalClip(engine.module.parameters())
+    engine.attach_optimizer(optimizer)
+
+    def closure() -> Tensor | None:
+        loss = engine.run_step("training_step", torch.ones(4, 3))
+        engine.backward(loss.backward)
+        return loss if rank == 0 else None
+
+    with engine.stepping(optimizer):
+        loss = optimizer.step(closure)
+    engine.close()
+    return errors, None if loss is None else loss.item()
+
+
+def test_what_one_rank_alone_refuses_or_returns_keeps_no_other_waiting() -> None:
+    ((lbfgs, asks), loss), ((own_lbfgs, own_asks), nothing) = run_ranks(_alone, 2, timeout=100)
+    assert "failed on rank 1: ValueError" in lbfgs and "failed on rank 1: ValueError" in asks
+    assert "flat vectors" in own_lbfgs and "communicat" in own_asks
+    assert loss is not None and nothing is None
