@@ -58,6 +58,7 @@ from lightning_deepcompile.compat.distributed import (
     process_group,
     reduce_scatter_mean_into,
     store,
+    store_of_one_host,
     with_local,
 )
 from lightning_deepcompile.compat.dynamo import (
@@ -184,6 +185,7 @@ __all__ = [
     "name_of_operator",
     "is_view",
     "store",
+    "store_of_one_host",
     "unhooked_step",
     "unscale",
     "version_of",

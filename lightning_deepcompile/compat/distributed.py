@@ -5,7 +5,10 @@ Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -24,6 +27,7 @@ __all__ = [
     "reduce_scatter_mean_into",
     "local_of",
     "store",
+    "store_of_one_host",
     "with_local",
 ]
 
@@ -108,6 +112,50 @@ def device_of_objects(group: dist.ProcessGroup | None) -> str:
 def store() -> dist.Store:
     """The key-value store that the ranks of the default process group met at."""
     return dist.distributed_c10d._get_default_store()
+
+
+def store_of_one_host(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:
+    """Returns a store for ranks of one host, which listens on one address alone: PyTorch's own listens on all.
+
+    Args:
+        address: The host's, as its ranks know it.
+        port: Where it listens.
+        rank: This rank; the first one listens.
+        world_size: How many there are.
+        timeout: How long ranks wait for each other.
+
+    Returns:
+        What to pass to ``init_process_group``; None if torchrun's agent has made a store, which is to be used.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        return None
+    listens = _listener(address, port) if rank == 0 else None
+    return dist.TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=rank == 0,
+        timeout=timeout,
+        multi_tenant=True,  # as PyTorch's own: another one in this process may serve the port already
+        master_listen_fd=None if listens is None else listens.detach(),
+    )
+
+
+def _listener(address: str, port: int) -> socket.socket | None:
+    """Returns a socket that listens on `address` alone; None where it is no address of this host, or in use."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        return None
+    listens = socket.socket(family, kind, protocol)
+    try:
+        listens.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listens.bind(place)
+        listens.listen(2048)
+    except OSError:
+        listens.close()
+        return None
+    return listens
 
 
 def process_group(name: str) -> dist.ProcessGroup:

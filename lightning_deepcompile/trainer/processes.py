@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
 
+from lightning_deepcompile import compat
 from lightning_deepcompile.compat.lightning import (
     SubprocessLauncher,
     default_backend,
@@ -121,12 +122,18 @@ class ProcessStrategy(ParallelStrategy):
             divide_threads(self.num_processes)
         device = self.root_device
         self._process_group_backend = self._process_group_backend or default_backend(device)
-        assert self.cluster_environment is not None
+        environment = self.cluster_environment
+        assert environment is not None
+        store = None
+        if self.num_nodes == 1 and not is_distributed():
+            address, port = environment.main_address, environment.main_port
+            store = compat.store_of_one_host(address, port, self.global_rank, self.world_size, self._timeout)
         init_process_group(
-            self.cluster_environment,
+            environment,
             self._process_group_backend,
             timeout=self._timeout,
             device_id=device if device.type != "cpu" else None,
+            store=store,
         )
 
     def _leave_inference_mode(self) -> None:

@@ -11,8 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from cases import Mlp, train
 from interpreters import clean_environment, declare_entry_points, python_path
-from multiprocess import _free_port
+from multiprocess import _free_port, run_ranks
+
+from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
 SCRIPT = """
 import os, sys
@@ -155,3 +158,22 @@ def test_slurm_trains(tmp_path: Path) -> None:
         assert code == 0, output
         assert f"rank {rank} of 2 is done" in output and f"rank {1 - rank} of 2" not in output
         assert "SLURMEnvironment started these processes" in output
+
+
+def _listening() -> set[str]:
+    """The addresses at which the ranks' store listens, as /proc has them."""
+
+    def look(_: object) -> set[str]:
+        entries = [
+            line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()
+        ]
+        port = f":{int(os.environ['MASTER_PORT']):04X}"
+        return {entry[1].removesuffix(port) for entry in entries if entry[1].endswith(port) and entry[3] == "0A"}
+
+    strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
+    found: set[str] = train(Mlp, strategy, world_size=2, rank=int(os.environ["RANK"]), steps=1, inspect=look).extra
+    return found
+
+
+def test_the_store_of_one_node_listens_on_the_main_address_alone() -> None:
+    assert run_ranks(_listening, 2, timeout=100) == [{"0100007F"}] * 2
