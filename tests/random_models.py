@@ -174,6 +174,9 @@ class Model(nn.Module):
             a, b = layers[a % len(layers)], layers[b % len(layers)]
             if a.weight.shape == b.weight.shape:
                 a.weight = b.weight
+        # A norm of a single number is its bias. At zero PReLU has two slopes, and rounding would choose one of them.
+        for bias in (p for name, p in self.named_parameters() if name.endswith("bias")):
+            nn.init.normal_(bias, std=0.3)
         parameters = list(self.parameters())
         for number in spec.frozen:
             parameters[number % len(parameters)].requires_grad_(False)
