@@ -24,6 +24,7 @@ from lightning_deepcompile.offload.host_memory import host_limit
 from lightning_deepcompile.offload.parameters import HostedShards, decide_hosted
 from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.offload.trade import StateTrade
+from lightning_deepcompile.plan.costs import REDUCE_WINDOW
 from lightning_deepcompile.plan.offload import Offloading
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.profile.peak_memory import PeakMemory
@@ -95,7 +96,6 @@ class Assembly:
         self._offloading = Offloading()
         self._host_bytes = 0
         self._graphs = False
-        self._pack_below = 0
 
     def runtime(self, module: nn.Module) -> Any:
         """The ``_C.Runtime``; decides which shards of `module` live in host memory."""
@@ -119,18 +119,14 @@ class Assembly:
         self._host_bytes = max(limit - self.hosted.bytes, 1) if may_offload else 0
         large = sum(parameter.numel() for parameter in module.parameters()) >= _LARGE
         threshold = config.symmetric_threshold(large and self._on_one_host(), tight)
-        self._pack_below = config.pack_below(device.type, ranks.shards, tight)
         self._graphs = device.type == "cuda" and threshold == 0  # ranks record at different times: see `_LARGE`
         runtime = extension.Runtime(
             gather_group,
             reduce_group,
             device,
             replica_group=ranks.replica_group,
-            reduce_window=config.reduce_window,
-            max_ctas=config.max_ctas,
+            reduce_window=REDUCE_WINDOW,
             symmetric_threshold=threshold,
-            pack_below=self._pack_below,
-            pack_reductions=config.packs_reductions(device.type, max(ranks.shards, ranks.replicas)),
             timeout=self._timeout.total_seconds(),
             host_limit=limit,
         )
@@ -184,8 +180,7 @@ class Assembly:
             order,
             stage,
             choose_activations=leaving.choose,
-            pack_below=self._pack_below,
-            lookups=exchange_lookups(config, model, stage, self._reduce_dtype, self.host_group),
+            lookups=exchange_lookups(model, stage, self._reduce_dtype, self.host_group),
             guard=compat.held_weakly(retry.guard),
             replays=replays,
             nothing_moves=self._shares and self._mesh.size() == 1 and config.schedule in (None, "auto"),
@@ -197,7 +192,7 @@ class Assembly:
         room = self._room_for_activations(residency)
         shortages = Shortages(retry, ShortageWatch(*meeting))
         tuner = Tuner(capture, runtime, group, device, self.memory, shortages, trade, leaving, room)
-        prefetch = StepPrefetch(config, capture, runtime, self.host_group, device, stage)
+        prefetch = StepPrefetch(capture, runtime, self.host_group, device, stage)
         watch = Watch(store, rank, self._ranks.world_size, meeting[-1])
         meetings = Meetings(self._ranks.new_host_group(alone=True, timeout=self._timeout), questions=8, watch=watch)
         uncompiled = model.state.path = Uncompiled(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from lightning_deepcompile.console import LogLevel
-from lightning_deepcompile.options import AtLeast, checked
+from lightning_deepcompile.options import checked
 from lightning_deepcompile.plan.budget import Budget, ByteCount, as_fraction, parse_budget
 from lightning_deepcompile.plan.offload import Offloading, OffloadKind, OffloadMode
 from lightning_deepcompile.plan.pass_schedule import PassSchedule
@@ -19,9 +19,26 @@ __all__ = ["CompileConfig"]
 
 Schedule = Annotated[list[dict[str, Any]], PassSchedule()]
 
-_PACK_BELOW, _MANY_RANKS = 128 * 2**10, 64
-"""Bytes of the largest shards that travel packed, and from how many GPUs on. Measured on CPU (docs/benchmarks.md): the
-bound is the same for 2, 4 and 8 ranks. Eight GPUs gather large layers faster unpacked; 64 were not there to measure."""
+_GONE = {
+    "prefetch_blocks": "blocks are gathered two blocks ahead, until a plan places gathers (`schedule`)",
+    "reduce_window": "two groups of gradients may be on their way",
+    "keep_last_block": "the last block of a forward pass stays gathered for the backward pass",
+    "max_ctas": "set the environment variable NCCL_MAX_CTAS",
+    "early_gathers": "gathers that open a step are launched before it; write to parameters under `torch.no_grad()`",
+    "head_start": "gathers that open a step are launched while the optimizer steps, where its class allows it",
+    "embedding": "rows of large tables are exchanged, all other tables are gathered",
+    "recognize_causal_masks": "causal masks are always recognised",
+    "trace_blocks_once": "equal blocks are always traced once",
+    "pack_shards": "each shard travels by itself, which two GPUs do faster",
+    "recompile_limit": "it is 16, or set `torch._dynamo.config.recompile_limit`",
+    "offload_activations": "`offload` takes a list, such as ['activations']",
+    "offload_parameters": "`offload` takes a list, such as ['parameters']",
+    "offload_chunk": "it is 256 MiB, or a sixteenth of all states if that is less",
+    "chunk_loss": "chunks are planned, as `rounding` allows",
+    "chunk_mlp": "chunks are planned, as `rounding` allows",
+    "recompute": "what is computed again is planned, as `rounding` allows",
+}
+"""What replaces settings of earlier versions."""
 
 
 @checked
@@ -32,29 +49,13 @@ class CompileConfig:
     Args:
         region_backend: What compiles the compute between two collectives. ``"inductor"`` is the fast one; ``"eager"``
             runs the captured operators one by one: slow, and useful to tell a compiler problem from one of ours.
-        prefetch_blocks: How many blocks ahead of its use a block's parameters are gathered. 0 gathers right before the
-            use; each block ahead costs the memory of one gathered block.
         reduce: When gradients of accumulated micro-batches travel: ``"every"`` micro-batch's are reduced, or they are
             added up unsharded, in the parameters' dtype, and reduced at the ``"boundary"``, with the last one: less
             communication for the memory of unsharded gradients. None: by stage, the boundary at stage 1 alone; with
             ``rounding="any"``, planning decides at stage 3, for each block, by time and memory.
-        reduce_window: How many groups of full gradients may wait for their reduce-scatter before the compute stream
-            waits for the oldest. Bounds the memory that gradients take during backward.
-        early_gathers: Launch the gathers that open a step when the optimizer has stepped, while the host is busy with
-            the trainer (stage 3, automatic optimization). Parameters that hooks write to in between are gathered again;
-            only writes through ``parameter.to_local().data`` that begin after the second step are not seen in time, and
-            end training with an error.
-        head_start: Launch them even while the optimizer steps, which begins with what they read; plans open a step with
-            as many of them as that hides. For PyTorch's element-wise optimizers. What an optimizer's own hooks write to
-            parameters is treated like later writes.
-        keep_last_block: Keep the last gathered block of a forward pass for the backward pass that starts with it,
-            instead of gathering it twice in a row.
-        recompile_limit: How often Dynamo may compile one function anew (new shapes, changed attributes) before it is
-            run as it is, with one warning.
         fallback: What happens to a function that cannot be compiled, or was compiled too often. ``"warn"``: it runs as
             Python, as right as ever and about as fast as eager FSDP, with one warning that says which and why.
             ``"error"``: that ends training.
-        max_ctas: Upper limit of GPU thread blocks that a NCCL collective may occupy; 0 leaves the choice to NCCL.
         symmetric_memory: Leave gathers of large groups of parameters to the GPUs' copy engines, which write straight to
             where the other GPUs of the host gather to. They take about as long as NCCL's kernels, and no thread blocks
             from compute that runs beside them. NCCL does it, from 2.28 on. What is gathered so stays allocated until
@@ -64,21 +65,6 @@ class CompileConfig:
             the parameters are of one host, the module has a billion parameters or more, and there is neither a memory
             budget nor offloading nor ``cuda_graphs=True``; then there are no CUDA graphs. Where ranks are on several
             hosts, and on CPU, one warning says why and nothing changes.
-        pack_shards: Gather what is small in one operation, packed: a collective costs its latency once, whatever it
-            carries, and a copy on either side; with many ranks every shard is small. ``"auto"``: shards of at most 128
-            KiB, on CPU, and on GPUs from 64 ranks on that share the parameters, unless there is a memory budget or
-            offloading: while it travels, what is packed takes its memory twice. Bytes, or a text like ``"1MiB"``, for
-            another bound, False for none. So do gradients, but on more than two CPU ranks, where plans regroup them and
-            the order in which ranks are added up would change: there with ``rounding="any"`` alone.
-        embedding: How the rows of an embedding come to a rank at stage 3. ``"gather"``: with its whole table, as other
-            parameters do. ``"exchange"``: the ranks that hold the rows look them up, and get the rows of the gradient
-            back, wherever nothing else reads the table; with few tokens per rank that is a small part of the bytes. A
-            batch of which some rank has more tokens than that pays for takes the whole table. ``"auto"``: exchange for
-            tables of at least 64 MiB (gathered) of which each rank holds at least 8192 rows. Tied tables, and all under
-            hybrid sharding, are gathered. Processes agree on the most tokens that any has in every pass. Gradients of
-            rows are added up in fp32, which may change their last bits.
-        recognize_causal_masks: Replace an attention mask that provably is the causal one by ``is_causal=True``, which
-            admits the flash attention kernels.
         cuda_graphs: Record each program of a training step, with its gathers and reductions, clipping by norm and the
             step of a fused optimizer as CUDA graphs, and launch each as a whole: the host of a small model is slower
             than its device. They are recorded when they have run a few times and planning is done. They keep their
@@ -86,9 +72,6 @@ class CompileConfig:
             host, copies activations to it, or takes part in other ranks' batch statistics runs as before; the summary
             says why. ``"auto"``: where devices wait for their hosts, there is memory for it, and it turns out to be
             faster. CPUs have no graphs.
-        trace_blocks_once: Trace blocks that are equal (the layers of a transformer) once, and write them out again:
-            the first step begins in a fraction of the time. Blocks that draw random numbers, write to buffers or meet
-            symbolic sizes are traced one by one all the same.
         schedule: Which passes plan the programs, and when: a list of ``{"step": n, "passes": [...]}``, in optimizer
             steps since the start or the resuming. The entry of step 0 applies from the first step on. Each later one
             profiles steps n and n + 1, plans with what they measured, and swaps the programs before step n + 2.
@@ -108,9 +91,6 @@ class CompileConfig:
         host_memory_budget: What may be used of each node's memory for all of them, by all of its ranks together: bytes,
             a text like ``"400GiB"`` or ``"80%"``, or a fraction of what is available when training is set up. None is
             0.8.
-        offload_chunk: Most bytes of states (and shards) that step together. Three such buffers are on the device while
-            the optimizer steps, or more if a plan finds memory for them. A parameter whose states are larger is a chunk
-            of its own, and the last to leave.
         rounding: Whether last bits of results may change. Losses over many classes and feed-forward layers in chunks
             of tokens, and cheap operators or checkpointed blocks that are computed again, or no longer, add numbers up
             in another order, and so do gradients that are reduced later or together. ``"same"``: no plan changes a bit,
@@ -128,32 +108,22 @@ class CompileConfig:
     Raises:
         ValueError: If a value is of another type, no choice, or out of range; the message names the argument, the value
             seen and what may be there.
-        TypeError: For an argument that there is not; the message names the one that is most like it.
+        TypeError: For an argument that there is not; the message names what is most like it, or replaces it.
     """
 
+    _gone: ClassVar[dict[str, str]] = _GONE
+
     region_backend: Literal["inductor", "eager"] = "inductor"
-    prefetch_blocks: Annotated[int, AtLeast(0)] = 2
     reduce: Reduction | None = None
-    reduce_window: Annotated[int, AtLeast(0)] = 2
-    early_gathers: bool = True
-    head_start: bool = True
-    keep_last_block: bool = True
-    recompile_limit: Annotated[int, AtLeast(1)] = 16
     fallback: Literal["warn", "error"] = "warn"
-    max_ctas: Annotated[int, AtLeast(0)] = 0
     symmetric_memory: Literal["auto"] | bool | ByteCount = "auto"
-    pack_shards: Literal["auto", False] | ByteCount = "auto"
-    embedding: Literal["auto", "gather", "exchange"] = "auto"
-    recognize_causal_masks: bool = True
     cuda_graphs: Literal["auto"] | bool = "auto"
-    trace_blocks_once: bool = True
     schedule: Schedule | Literal["auto"] | None = "auto"
     memory_budget: Budget | None = None
     rounding: Rounding = "needed"
     plan: str | Path | None = None
     offload: OffloadMode | list[OffloadKind] = "auto"
     host_memory_budget: Budget | None = None
-    offload_chunk: ByteCount = "256MiB"
     log_level: LogLevel | None = field(default=None, compare=False)  # a module is not sharded anew for it
 
     def __post_init__(self) -> None:
@@ -198,35 +168,6 @@ class CompileConfig:
         else:
             return parse_budget(self.symmetric_memory, total=1, name="symmetric_memory")
         return SYMMETRIC_THRESHOLD if wanted else 0
-
-    def pack_below(self, device_type: str, ranks: int, tight: bool) -> int:
-        """Bytes of the largest shard that travels packed with others; 0: none does.
-
-        Args:
-            device_type: ``"cuda"`` or ``"cpu"``.
-            ranks: That share the parameters.
-            tight: As for `symmetric_threshold`.
-        """
-        if self.pack_shards is False:
-            return 0
-        if self.pack_shards != "auto":
-            return parse_budget(self.pack_shards, total=1, name="pack_shards")
-        if self.memory_budget is not None or tight:
-            return 0
-        return _PACK_BELOW if device_type == "cpu" or ranks >= _MANY_RANKS else 0
-
-    def packs_reductions(self, device_type: str, ranks: int) -> bool:
-        """Whether gradients travel packed, too.
-
-        In which order more than two ranks are added up depends on where in a message they are, so what is packed
-        together must stay the same when a plan takes over. On GPUs plans do not regroup gradients by themselves
-        (`plan.reductions.may_merge`).
-
-        Args:
-            device_type: ``"cuda"`` or ``"cpu"``.
-            ranks: That add up gradients.
-        """
-        return ranks <= 2 or device_type != "cpu" or self.rounding == "any"
 
     @property
     def replays(self) -> Literal["auto"] | bool:

@@ -12,13 +12,12 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from lightning_deepcompile.command_line import as_parsed, register_null
 
-__all__ = ["AnyCase", "AtLeast", "Rule", "checked", "did_you_mean"]
+__all__ = ["AnyCase", "Rule", "checked", "did_you_mean"]
 
 T = TypeVar("T")
 
@@ -44,26 +43,6 @@ class Rule:
         return ""
 
 
-@dataclass(frozen=True)
-class AtLeast(Rule):
-    """An integer that is no smaller.
-
-    Args:
-        least: The smallest that may be there.
-    """
-
-    least: int
-
-    @property
-    def expected(self) -> str:  # type: ignore[override] # says it of this object
-        """In words."""
-        return f"an integer of at least {self.least}"
-
-    def complaint(self, value: Any) -> str:
-        """What is wrong with `value`."""
-        return f"expected {self.expected}." if value < self.least else ""
-
-
 class AnyCase(Rule):
     """A choice whose letters may be small ones."""
 
@@ -77,8 +56,10 @@ def checked(cls: type[T]) -> type[T]:
 
     Args:
         cls: The class; what is made of it raises a ValueError for a value that may not be there, and a TypeError for an
-            argument that there is not, with the name that was meant.
+            argument that there is not, with the name that was meant. Its ``_gone`` says what replaces arguments of
+            earlier versions, by their names.
     """
+    gone: Mapping[str, str] = getattr(cls, "_gone", {})
     plain = cls.__init__
     signature = inspect.signature(plain)
     names = list(signature.parameters)[1:]
@@ -87,6 +68,8 @@ def checked(cls: type[T]) -> type[T]:
     @functools.wraps(plain)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs:
+            if name in gone:
+                raise TypeError(f"{cls.__name__} has no argument {name!r} any more: {gone[name]}.")
             if name not in names:
                 meant = did_you_mean(name, names)
                 raise TypeError(f"{cls.__name__} has no argument {name!r}.{meant} There are: {', '.join(names)}.")

@@ -123,7 +123,8 @@ frame0.forward [lower -> zero3 -> prefetch]: 5 regions, 3 distinct
 
 
 def test_programs_read_as_they_run(mesh: DeviceMesh) -> None:
-    engine = make_engine(mesh, prefetch_blocks=1, memory_budget=1 << 40)  # without one, a rank alone cuts nothing
+    engine = make_engine(mesh, memory_budget=1 << 40)  # without one, a rank alone cuts nothing
+    engine.replan(PlanSettings(prefetch_blocks=1))
     one_step(engine, TOKENS, sgd(engine))
     programs = engine.programs()
     assert re.sub(r"\d+ ops", "N ops", programs["frame0.forward"]) == FORWARD
@@ -160,7 +161,8 @@ def test_nothing_is_cut_where_nothing_moves(mesh: DeviceMesh) -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 9])
 def test_launches_stay_within_the_distance(mesh: DeviceMesh, ahead: int) -> None:
-    engine = make_engine(mesh, prefetch_blocks=ahead, memory_budget=1 << 40)
+    engine = make_engine(mesh, memory_budget=1 << 40)
+    engine.replan(PlanSettings(prefetch_blocks=ahead))
     one_step(engine, TOKENS, sgd(engine))
     for text in engine.programs().values():
         alive, most, waited = set(), 0, set()
@@ -184,7 +186,7 @@ def test_swapping_schedules_changes_nothing_but_the_schedule(mesh: DeviceMesh) -
     losses: dict[bool, list[float]] = {}
     weights: dict[bool, Tensor] = {}
     for swap in (False, True):
-        engine = make_engine(mesh, prefetch_blocks=2)
+        engine = make_engine(mesh)
         optimizer = sgd(engine)
         losses[swap] = [one_step(engine, TOKENS, optimizer) for _ in range(2)]
         compiled, graphs, before = engine.capture.regions.compiled, engine.capture.frames, engine.programs()
@@ -311,9 +313,10 @@ def test_zeroing_gradients_through_the_module_counts(mesh: DeviceMesh) -> None:
     engine.close()
 
 
+@torch._dynamo.config.patch(recompile_limit=2)
 def test_models_of_one_class_do_not_use_up_each_others_recompile_limit(mesh: DeviceMesh) -> None:
     for _ in range(4):
-        engine = make_engine(mesh, recompile_limit=2)
+        engine = make_engine(mesh)
         one_step(engine, TOKENS, sgd(engine))
         assert engine.capture.frames == 1
         engine.close()

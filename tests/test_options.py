@@ -20,10 +20,9 @@ _FIRST = {"step": 0, "passes": ["zero3"]}
         ({"memory_budget": 70}, r"memory_budget=70\): that is 70 bytes. Did you mean '70GiB', or '70%'"),
         ({"host_memory_budget": 512}, r"host_memory_budget=512\): that is 512 bytes. Did you mean '512GiB'\?"),
         ({"memory_budget": "110%"}, "expected bytes, a text like '24GiB' or '90%', a fraction up to 1.0"),
-        ({"offload_chunk": "10%"}, "expected bytes, a text like '64MiB'"),
+        ({"symmetric_memory": "10%"}, "expected .*a text like '64MiB'"),
         ({"plan": 3}, r"plan=3\): expected a text, a Path or None"),
-        ({"early_gathers": "yes"}, r"early_gathers='yes'\): expected True or False"),
-        ({"prefetch_blocks": True}, r"prefetch_blocks=True\): expected an integer of at least 0"),
+        ({"cuda_graphs": "yes"}, r"cuda_graphs='yes'\): expected 'auto', True or False"),
         ({"region_backend": "inducter"}, r"use 'inductor' or 'eager'. Did you mean 'inductor'\?"),
         ({"schedule": "fast"}, r"schedule='fast'\): expected a list like .*, 'auto' or None"),
         ({"schedule": [_FIRST, {"step": 3, "passes": ["zero"]}]}, r"no pass 'zero'. Did you mean 'zero3'\? Use one of"),
@@ -47,10 +46,11 @@ def test_a_setting_that_cannot_be_meant(settings: dict[str, Any], message: str) 
             r"DeepCompileStrategy has no argument 'stge'. Did you mean 'stage'\? There are: stage",
         ),
         (
-            {"compile": {"prefetch_block": 3}},
+            {"compile": {"memory_budge": 0.9}},
             TypeError,
-            "CompileConfig has .*'prefetch_block'. Did you .*'prefetch_blo",
+            "CompileConfig has .*'memory_budge'. Did you .*'memory_bud",
         ),
+        ({"compile": {"max_ctas": 8}}, TypeError, "'max_ctas' any more: set the environment variable NCCL_MAX_CTAS"),
         ({"compile": 3}, ValueError, r"compile=3\): expected a CompileConfig, a dict or None"),
         ({"stage": "3"}, ValueError, r"stage='3'\): use 1, 2, 3 or None"),
         ({"timeout": 30}, ValueError, r"timeout=30\): expected a timedelta"),
@@ -66,10 +66,10 @@ def test_an_argument_that_cannot_be_meant(arguments: dict[str, Any], kind: type[
 
 
 def test_what_can_be_meant_is_taken() -> None:
-    config = CompileConfig(memory_budget="90%", host_memory_budget=1 << 20, offload_chunk=4096, plan=Path("a", "b"))
+    config = CompileConfig(memory_budget="90%", host_memory_budget=1 << 20, plan=Path("a", "b"))
     assert (config.memory_budget, config.host_memory_budget) == (0.9, 1 << 20)
     assert config.plan == str(Path("a", "b")) and parse_budget("1TB", total=1) == 10**12
     own = step_pass("own")(lambda schedules, context: schedules)
     assert CompileConfig(schedule=[_FIRST | {"passes": [*BUILTIN_PASSES, own, "mine.of:me"]}]).planned
-    strategy = DeepCompileStrategy(sharding_strategy="shard_grad_op", device_mesh=[2, 2], compile={"reduce_window": 5})
-    assert strategy.stage == 2 and strategy.compile == CompileConfig(reduce_window=5)
+    strategy = DeepCompileStrategy(sharding_strategy="shard_grad_op", device_mesh=[2, 2], compile={"reduce": "every"})
+    assert strategy.stage == 2 and strategy.compile == CompileConfig(reduce="every")

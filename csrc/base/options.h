@@ -13,10 +13,7 @@ struct RuntimeOptions {
   int64_t reduce_window = 2;          // groups of gradients that may be pending
   int64_t reduce_bucket_size = 0;     // elements that are collected or copied for one group of reductions; 0: no bound,
                                       // and single gradients travel at once
-  int64_t max_ctas = 0;               // NCCL: most thread blocks per collective; 0 leaves it to NCCL
   int64_t symmetric_threshold = 0;    // bytes of a gathered group from which on it goes through symmetric memory; 0: none
-  int64_t pack_below = 0;        // bytes of a shard up to which it is gathered packed with others; 0: each by itself
-  bool pack_reductions = false;  // the same for gradients; the order in which they are added up may change
   double timeout = 0;  // seconds that an operation may take; 0: 30 minutes, or what the process groups say
   std::chrono::milliseconds limit() const {  // the same, for what no process group limits
     constexpr double kDefault = 30 * 60;

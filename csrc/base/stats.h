@@ -10,7 +10,6 @@ struct Stats {
   int64_t gather_groups = 0;   // collectives issued for them
   int64_t gathered_bytes = 0;  // of whole parameters, padding included
   int64_t symmetric_gathers = 0;  // of these groups, those that went through symmetric memory
-  int64_t packed = 0;          // parameters and gradients that travelled packed with others
   int64_t gather_hits = 0;     // requests for parameters that were gathered already
   int64_t reductions = 0;      // gradients
   int64_t reduce_groups = 0;

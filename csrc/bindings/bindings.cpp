@@ -199,10 +199,8 @@ void bind_memory(py::module_& m) {
 
 void bind_runtime(py::class_<Runtime, std::shared_ptr<Runtime>>& runtime) {
   bind_constructor(runtime, LDC_OPTION(communicator), LDC_OPTION(reduce_window), LDC_OPTION(reduce_bucket_size),
-                   LDC_OPTION(max_ctas), LDC_OPTION(symmetric_threshold), LDC_OPTION(pack_below),
-                   LDC_OPTION(pack_reductions), LDC_OPTION(timeout),
-                   LDC_OPTION(free_activation_threshold), LDC_OPTION(host_limit), LDC_OPTION(sync_before_reduce),
-                   LDC_OPTION(sync_after_reduce),
+                   LDC_OPTION(symmetric_threshold), LDC_OPTION(timeout), LDC_OPTION(free_activation_threshold),
+                   LDC_OPTION(host_limit), LDC_OPTION(sync_before_reduce), LDC_OPTION(sync_after_reduce),
                    LDC_OPTION(sync_before_allgather), LDC_OPTION(sync_after_allgather), LDC_OPTION(serial));
   runtime.def_property_readonly("serial", &Runtime::serial, "Upper 32 bits of every parameter and graph id.")
       .def_property_readonly("world_size", &Runtime::world_size)

@@ -22,9 +22,7 @@ std::shared_ptr<Runtime> Runtime::create(Group gather_group, Group reduce_group,
       {"reduce_bucket_size", options.reduce_bucket_size},
       {"free_activation_threshold", options.free_activation_threshold},
       {"host_limit", options.host_limit},
-      {"max_ctas", options.max_ctas},
-      {"symmetric_threshold", options.symmetric_threshold},
-      {"pack_below", options.pack_below}};
+      {"symmetric_threshold", options.symmetric_threshold}};
   for (const auto& [name, value] : sizes) {
     LDC_CHECK_ARG(value >= 0, "Runtime: `", name, "` must not be negative, got ", value, ".");
   }
@@ -85,7 +83,6 @@ std::map<std::string, int64_t> Runtime::stats() {
       {"gathered_bytes", counts.gathered_bytes},
       {"gather_hits", counts.gather_hits},
       {"symmetric_gathers", counts.symmetric_gathers},
-      {"packed", counts.packed},
       {"symmetric_bytes", windows == nullptr ? 0 : windows->bytes()},
       {"reductions", counts.reductions},
       {"reduce_groups", counts.reduce_groups},

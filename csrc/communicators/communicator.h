@@ -42,14 +42,6 @@ class Completion {
   std::function<void()> finish_;
 };
 
-/// What is complete when `first` is, and `last` was called behind it.
-inline Completion then(Completion first, std::function<void()> last) {
-  return Completion([first = std::move(first), last = std::move(last)]() mutable {
-    first.wait();
-    last();
-  });
-}
-
 /// An operation that was handed over, for messages after a failure.
 struct Operation {
   std::string_view kind;  // "gather", "reduction", "reduction over replicas", "replay", ...

@@ -70,9 +70,8 @@ std::shared_ptr<Communicator> make_gather_communicator(const std::string& kind, 
 #ifdef LDC_WITH_NCCL
   if (kind == "nccl") {
     watched(wire, options.limit(), [&] {
-      require_same_on_all_ranks(*wire, device, "how gathers travel",
-                                {c10::str("through symmetric memory from ", options.symmetric_threshold, " bytes on"),
-                                 c10::str("packed up to ", options.pack_below, " bytes")});
+      require_same_on_all_ranks(*wire, device, "the bound of symmetric memory",
+                                {c10::str(options.symmetric_threshold, " bytes")});
     });
     return wire;
   }

@@ -157,7 +157,6 @@ class NcclCommunicator final : public Communicator {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 1;
     set_name(config, "deepcompile");
-    if (options.max_ctas > 0) config.maxCTAs = static_cast<int>(options.max_ctas);
     if (copy_engines) use_copy_engines(config);
     const int own_rank = static_cast<int>(rank()), ranks = static_cast<int>(world_size());
     std::function<ncclResult_t(ncclComm_t*)> create;

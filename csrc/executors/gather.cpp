@@ -21,7 +21,6 @@ GatherEngine::GatherEngine(Device device, std::shared_ptr<Communicator> communic
       stats_(stats),
       sync_before_(options.sync_before_allgather),
       sync_after_(options.sync_after_allgather),
-      pack_below_(options.pack_below),
       stream_(pool_stream(device, /*high_priority=*/true)),
       copies_(pool_stream(device, /*high_priority=*/true)),
       arena_(device) {
@@ -129,17 +128,13 @@ void GatherEngine::launch(const Ids& ids, const std::vector<Dtype>& dtypes) {
   }
   const bool symmetric = group->slot->window != nullptr;  // copy engines of other ranks read from there
   std::vector<Copy> copies;
-  std::vector<Packing> packings;
-  if (!dry_) {
-    copies = place_shards(transfers, symmetric);
-    if (!symmetric) packings = pack(transfers, group->packed);
-  }
+  if (!dry_) copies = place_shards(transfers, symmetric);
   {
     const Detour detour(stream_);
     const Range range([&] { return "deepcompile: gather of " + Communicator::names(transfers); });
     if (!dry_) {
       copy_all(copies);
-      group->completion = gather(std::move(transfers), std::move(packings), group->packed);
+      group->completion = communicator_->all_gather(transfers);
       stats_.symmetric_gathers += symmetric ? 1 : 0;
     }
     if (has_streams(device_)) {
@@ -147,9 +142,6 @@ void GatherEngine::launch(const Ids& ids, const std::vector<Dtype>& dtypes) {
       group->slot->ready.record(stream_);
     }
   }
-  // What is packed is written and read on the gather stream alone, so the next user of its memory is behind this one by
-  // itself. A CPU backend reads it from its own threads until complete().
-  if (group->packed && has_streams(device_)) arena_.release(std::move(group->packed), stream_);
   if (group->fetched && has_streams(device_)) fetched_ = std::move(group->fetched);
 
   for (size_t i = 0; i < params.size(); ++i) gathered_.emplace(params[i]->id, Gathered{group, std::move(views[i])});
@@ -176,22 +168,6 @@ std::vector<Copy> GatherEngine::place_shards(std::vector<Transfer>& transfers, b
     copies.push_back({part, std::exchange(transfer.in, part)});
   }
   return copies;
-}
-
-std::vector<Packing> GatherEngine::pack(const std::vector<Transfer>& transfers, Arena::Lease& packed) {
-  std::vector<Packing> packings =
-      Packing::of(Packing::Kind::gather, transfers, communicator_->world_size(), pack_below_);
-  if (!packings.empty()) packed = arena_.acquire(packings[0].bytes(), stream_);
-  return packings;
-}
-
-Completion GatherEngine::gather(std::vector<Transfer> transfers, std::vector<Packing> packings,
-                                const Arena::Lease& packed) {
-  if (packings.empty()) return communicator_->all_gather(transfers);
-  Packing& packing = packings[0];
-  packing.pack(transfers, packed->bytes);
-  stats_.packed += packing.tensors();
-  return then(communicator_->all_gather(transfers), [packing = std::move(packing)] { packing.unpack(); });
 }
 
 void GatherEngine::share(std::vector<Param*>& params, std::vector<ScalarType>& targets) {
@@ -247,7 +223,6 @@ void GatherEngine::complete(Group& group) {
   group.completion.wait();
   group.slot->ready.block(current_stream(device_));
   group.slot->user = current_stream(device_);
-  if (group.packed) arena_.release(std::move(group.packed), stream_);
   if (group.fetched) arena_.release(std::move(group.fetched), stream_);
   group.waited = true;
 }

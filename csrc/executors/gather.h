@@ -30,7 +30,7 @@
 
 #include "base/options.h"
 #include "base/stats.h"
-#include "communicators/packing.h"
+#include "communicators/communicator.h"
 #include "executors/registry.h"
 #include "memory/arena.h"
 #include "memory/views.h"
@@ -139,8 +139,6 @@ class GatherEngine {
   struct Group {
     Arena::Lease slot;     // the gathered parameters; empty while they are `away`, and where they are shards
     Tensor away;           // the same in host memory, where give_back() sent them
-    Arena::Lease packed;   // what carries small parameters; on devices with streams it is back in the arena once the
-                           // group is launched
     Arena::Lease fetched;  // shards that came from host memory; on devices with streams the engine keeps it
     Completion completion;
     bool waited = false;
@@ -168,10 +166,6 @@ class GatherEngine {
   /// Makes this rank's part of what is gathered what goes on the wire, for shards that are to be cast, or for all; returns
   /// the copies that put them there.
   std::vector<Copy> place_shards(std::vector<Transfer>& transfers, bool all) const;
-  /// Decides which of a group are packed, and takes `packed` for them.
-  std::vector<Packing> pack(const std::vector<Transfer>& transfers, Arena::Lease& packed);
-  /// The collectives of a group, on the gather stream.
-  Completion gather(std::vector<Transfer> transfers, std::vector<Packing> packings, const Arena::Lease& packed);
   /// Gives the slot of the last copies from host memory back to the arena.
   void release_fetched();
   void complete(Group& group);
@@ -189,7 +183,6 @@ class GatherEngine {
   Stats& stats_;
   bool sync_before_, sync_after_;
   std::shared_ptr<Windows> windows_;  // of large groups; null: of none
-  int64_t pack_below_;  // bytes of a shard; 0: none travels packed
   bool dry_ = false;
   bool shares_ = false;
   Stream stream_;

@@ -38,7 +38,6 @@ ReduceEngine::ReduceEngine(Device device, std::shared_ptr<Communicator> communic
       bucket_size_(options.reduce_bucket_size),
       sync_before_(options.sync_before_reduce),
       sync_after_(options.sync_after_reduce),
-      pack_below_(options.pack_reductions ? options.pack_below : 0),
       stream_(pool_stream(device, /*high_priority=*/true)),
       arena_(device),
       merge_(make_gradient_merge(device)) {}
@@ -200,8 +199,6 @@ void ReduceEngine::reduce_group(const std::vector<Gradient>& group) {
     sent += static_cast<int64_t>(send.nbytes());
     transfers.push_back({results[i], send, param.name});
   }
-  std::vector<Packing> packings;
-  if (!communicator_->is_alone()) packings = pack(transfers, pending.packed);
   {
     const Detour detour(stream_);
     const Range range([&] { return "deepcompile: reduction of " + Communicator::names(transfers); });
@@ -216,7 +213,7 @@ void ReduceEngine::reduce_group(const std::vector<Gradient>& group) {
         pending.merges.push_back({flat(transfers[i].out), flat(transfers[i].in), group[i].param->has_grad});
       }
     } else {
-      pending.completion = scatter(std::move(transfers), std::move(packings), pending.packed);
+      pending.completion = communicator_->reduce_scatter_mean(transfers);
     }
     for (const Gradient& gradient : group) {
       pending.kept.push_back(gradient.value);
@@ -238,29 +235,8 @@ void ReduceEngine::reduce_group(const std::vector<Gradient>& group) {
   stats_.reduced_bytes += sent;
 }
 
-std::vector<Packing> ReduceEngine::pack(const std::vector<Transfer>& transfers, std::vector<Arena::Lease>& packed) {
-  std::vector<Packing> packings =
-      Packing::of(Packing::Kind::reduction, transfers, communicator_->world_size(), pack_below_);
-  for (const Packing& packing : packings) packed.push_back(arena_.acquire(packing.bytes(), stream_));
-  return packings;
-}
-
-Completion ReduceEngine::scatter(std::vector<Transfer> transfers, std::vector<Packing> packings,
-                                 const std::vector<Arena::Lease>& packed) {
-  if (packings.empty()) return communicator_->reduce_scatter_mean(transfers);
-  for (size_t i = 0; i < packings.size(); ++i) {
-    packings[i].pack(transfers, packed[i]->bytes);
-    stats_.packed += packings[i].tensors();
-  }
-  return then(communicator_->reduce_scatter_mean(transfers), [packings = std::move(packings)] {
-    for (const Packing& packing : packings) packing.unpack();
-  });
-}
-
 void ReduceEngine::release_buffers(Pending& pending) {
   if (pending.buffers) arena_.release(std::move(pending.buffers), stream_);
-  for (Arena::Lease& lease : pending.packed) arena_.release(std::move(lease), stream_);
-  pending.packed.clear();
 }
 
 void ReduceEngine::finish(Pending& pending) {

@@ -29,7 +29,7 @@
 
 #include "base/options.h"
 #include "base/stats.h"
-#include "communicators/packing.h"
+#include "communicators/communicator.h"
 #include "executors/gradient_merge.h"
 #include "executors/registry.h"
 #include "executors/whole_gradients.h"
@@ -102,7 +102,6 @@ class ReduceEngine {
  private:
   struct Pending {
     std::vector<Tensor> kept;  // incoming gradients
-    std::vector<Arena::Lease> packed;  // what carries small gradients; on devices with streams already back, too
     Arena::Lease buffers;      // on devices with streams already back in the arena
     Completion completion;
     std::vector<Merge> merges;  // results → gradients
@@ -116,11 +115,6 @@ class ReduceEngine {
   void reduce(std::vector<Gradient> gradients);
   void reduce_group(const std::vector<Gradient>& group);
   Plan make_plan(const std::vector<Gradient>& group) const;
-  /// Decides which of a group are packed, and takes `packed` for them.
-  std::vector<Packing> pack(const std::vector<Transfer>& transfers, std::vector<Arena::Lease>& packed);
-  /// The collectives of a group, on the reduce stream.
-  Completion scatter(std::vector<Transfer> transfers, std::vector<Packing> packings,
-                     const std::vector<Arena::Lease>& packed);
   void finish(Pending& pending);  // completes the wire and merges, on the current stream
   void release_buffers(Pending& pending);
   void pop();
@@ -133,7 +127,6 @@ class ReduceEngine {
   size_t window_;
   int64_t bucket_size_;  // elements; 0: no bound
   bool sync_before_, sync_after_;
-  int64_t pack_below_;  // bytes of a gradient's shard; 0: none travels packed
   bool dry_ = false;
   Stream stream_;
   Arena arena_;  // separate from the gathers': slots of one arena would tie the two streams together

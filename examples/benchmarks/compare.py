@@ -13,7 +13,7 @@ Models are Llamas, or mixtures of experts (``mixtral-8x7b``, ``olmoe-1b-7b``; ``
 Transformers has them. Every system builds the whole model on each device before it shards it, and is skipped where that
 cannot fit. Of experts, TFLOP/s count those that a token is sent to; memory, communication and the optimizer are of all.
 
-``--systems deepcompile,deepcompile@prefetch_blocks=1+reduce_window=4`` compares options of ``CompileConfig``.
+``--systems deepcompile,deepcompile@reduce=boundary+symmetric_memory=false`` compares settings of ``CompileConfig``.
 ``--systems deepspeed,deepspeed@compile=true,deepspeed-deepcompile`` compares with DeepSpeed, where it is installed;
 ``deepspeed@offload_optimizer=cpu`` is ZeRO-Offload (``deepspeed_setup.py`` says what is set and how to change it):
 

@@ -6,8 +6,7 @@
 Each number is the median over the repetitions on the slowest rank. ``of flat`` compares with one collective of torch's
 process group over the same bytes in one tensor; ``of plain`` with a plain copy from and to pinned memory. On GPUs,
 tables compare gathers by NCCL's kernels and by copy engines, and copies to and from host memory, alone and beside
-matmuls; and ways to widen gradients. On several ranks a table compares groups whose tensors travel one by one with
-packed ones, for layers of several sizes. ``--only copies`` prints one table alone.
+matmuls; and ways to widen gradients. ``--only copies`` prints one table alone.
 """
 
 from __future__ import annotations
@@ -177,8 +176,6 @@ def measure(rank: int, device: torch.device, world: int, args: argparse.Namespac
     runtime = load_extension().Runtime(dist.group.WORLD, dist.group.WORLD, device)
     layer, watch = Layer(runtime, device, world, args.divide), Stopwatch(device, 5, args.repeat)
     parts = {"summary": lambda: summary(layer, watch, device, world, args.repeat)}
-    if world > 1:
-        parts["packing"] = lambda: packing(watch, device, world)
     if device.type == "cuda":
         parts |= gpu_tables(layer, watch, device, world, args.divide)
     for name in [args.only] if args.only else parts:
@@ -201,24 +198,6 @@ def summary(layer: Layer, watch: Stopwatch, device: torch.device, world: int, re
     ]
 
 
-def packing(watch: Stopwatch, device: torch.device, world: int) -> list[str]:
-    """Lines on groups whose tensors travel one by one, and packed, for layers of several sizes. Collective."""
-    lines = [f"{'largest shard':>13} {'gather':>10} {'packed':>10} {'reduction':>10} {'packed':>10}   ms"]
-    for divide in (256, 128, 64, 32, 16, 8):
-        times: list[float] = []
-        for below in (0, 1 << 40):
-            own = load_extension().Runtime(
-                dist.group.WORLD, dist.group.WORLD, device, pack_below=below, pack_reductions=True
-            )
-            layer = Layer(own, device, world, divide)
-            times += [watch.milliseconds(layer.gather), watch.milliseconds(layer.reduce)]
-            own.close()
-        kib = max(grad.nbytes for grad in layer.grads) / world / 1024
-        gathers, reductions = times[::2], times[1::2]
-        lines.append(f"{kib:9.1f} KiB " + " ".join(f"{one:10.3f}" for one in (*gathers, *reductions)))
-    return lines
-
-
 def gpu_tables(
     layer: Layer, watch: Stopwatch, device: torch.device, world: int, divide: int
 ) -> dict[str, Callable[[], list[str]]]:
@@ -239,11 +218,11 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=torch.cuda.device_count() if cuda else 2, help="number of ranks")
     parser.add_argument("--divide", type=int, default=1, help="divide every size of the layer by this")
     parser.add_argument("--repeat", type=int, default=30, help="measured repetitions")
-    parser.add_argument("--only", choices=["packing", "gathers", "copies", "merges"], help="print one table")
+    parser.add_argument("--only", choices=["gathers", "copies", "merges"], help="print one table")
     args = parser.parse_args()
-    if args.only and args.only != "packing" and args.device != "cuda":
+    if args.only and args.device != "cuda":
         parser.error(f"--only {args.only} needs GPUs")
-    if args.only in ("packing", "gathers") and args.world == 1:
+    if args.only == "gathers" and args.world == 1:
         parser.error(f"--only {args.only} needs more than one rank")
     if args.world < 1 or args.divide < 1 or args.repeat < 1 or args.divide > 1024:
         parser.error("--world and --repeat must be positive, --divide between 1 and 1024")

@@ -119,7 +119,6 @@ class Capture:
         nothing_moves: Whether parameters are read where they are, and gradients stay where they are written, if they
             are whole: graphs without equal blocks are not cut then.
         replays: Replays programs as CUDA graphs; None: they run.
-        pack_below: Bytes of the largest shard that travels packed with others.
 
     Attributes:
         executables: One per program, in order of compilation.
@@ -128,6 +127,7 @@ class Capture:
         blocks: Blocks that were not traced by themselves but with their equals.
         tracing: How the step is traced, from its next trace on.
         ahead: Regions between a copy of a saved tensor and what needs it, where no plan says it.
+        traces_once: Whether equal blocks share one trace.
         several_backward_passes: Whether a step has several, with optimizers' steps in between.
         step_code: Of the step under way.
         before_first_run: Called before a training step's program first runs: with None on all ranks at the same place,
@@ -149,7 +149,6 @@ class Capture:
     guard: Guard | None = None
     nothing_moves: bool = False
     replays: replay.Replays | None = None
-    pack_below: int = 0
     executables: list[Executable] = field(default_factory=list)
     saved_parameters: int = 0
     causal_masks: int = 0
@@ -158,6 +157,7 @@ class Capture:
     seconds: float = 0.0
     tracing: Tracing = field(default_factory=Tracing)
     ahead: int = COPY_AHEAD
+    traces_once: bool = True
     several_backward_passes: bool = False
     before_first_run: Callable[[int | None], None] | None = None
     step_code: types.CodeType | None = None
@@ -176,12 +176,10 @@ class Capture:
         self.regions = RegionCompiler(self.config.region_backend)
         activations = self.config.offloading.activations
         self.settings = PlanSettings(
-            self.config.prefetch_blocks,
-            self.config.keep_last_block,
             # By itself, nothing is offloaded before sizes say that it must.
-            "none" if self.config.memory_budget is None and activations == "auto" else activations,
-            self.config.reduction(self.stage),
-            self.config.rounding,
+            offload_activations="none" if self.config.memory_budget is None and activations == "auto" else activations,
+            reduce=self.config.reduction(self.stage),
+            rounding=self.config.rounding,
         )
         self.passes: tuple[Pass, ...] = DEFAULT_PASSES
         # By structure: whatever shapes each rank meets, programs of one structure must gather alike on all of them.
@@ -212,8 +210,7 @@ class Capture:
             check_graph(gm, example_inputs, names, self.model.replicated)
             if self.several_backward_passes:
                 check_losses_are_apart(gm)
-            if self.config.recognize_causal_masks:
-                self.causal_masks += recognize_causal_masks(gm)
+            self.causal_masks += recognize_causal_masks(gm)
             if self.lookups is not None:
                 self.exchanged += self.lookups.rewrite(gm)
             for what, chunk in _CHUNK.items():
@@ -222,7 +219,7 @@ class Capture:
                 elif self.config.rounding != "same":
                     frame.whole[what] = chunk(gm, 0)
             eager = self.config.region_backend == "eager"
-            if self.config.trace_blocks_once:
+            if self.traces_once:
                 gm, frame.blocks = call_repeats(
                     gm,
                     lambda id_: self.params[id_].block,

@@ -39,7 +39,7 @@ READS_GRADIENTS = "it reads or sets `.grad`, which nothing has inside of a graph
 
 _HINTS = {
     "compiled more than": "Keep what changes with every step out of it, or pass it as a tensor; or raise "
-    "CompileConfig(recompile_limit=...) if there are that many shapes.",
+    "`torch._dynamo.config.recompile_limit` before training if there are that many shapes.",
     READS_GRADIENTS: "Read gradients in a hook such as `on_before_optimizer_step`.",
     BROKEN_TEXT: "Read the tensor in a line before the f-string.",
     "": "It is right and as fast as eager FSDP. CompileConfig(fallback='error') makes it an error.",

@@ -2,8 +2,8 @@
 
 A token needs one row of an embedding's table, and gives a gradient to that one alone. Where nothing else reads the
 table, ``F.embedding(tokens, gather(table))`` becomes a look-up on the ranks that hold the rows; the table is neither
-gathered nor is its gradient, which is as large, reduced. That is decided by the settings, by sizes that all ranks know,
-and by the graph: never by how many tokens a rank happens to have.
+gathered nor is its gradient, which is as large, reduced. That is decided by sizes that all ranks know, and by the
+graph: never by how many tokens a rank happens to have.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from torch import fx
 from torch.nn import functional as F
 
 from lightning_deepcompile.capture.dynamo_graph import calls_gather, erase_unused, gathered_id
-from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.runtime.lookups import lookup_ops
 from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.shards import ShardedModel
@@ -30,7 +28,8 @@ __all__ = ["LookupExchange", "exchange_lookups"]
 _log = logging.getLogger(__name__)
 
 _LARGE_TABLE = 64 << 20
-"""Bytes, gathered: what moves in less than what the exchange costs in launches (some 0.2 ms) is left to gathers."""
+"""Bytes, gathered: what moves in less than what the exchange costs in launches (some 0.2 ms) is left to gathers.
+An exchange of the embedding of Llama-3-8B's shape makes a step of 144.8 ms one of 139.2 (1024 tokens, 4xH200)."""
 
 _ROWS_PER_RANK = 8192
 """An exchange sends every token's row to every rank, so it sends less than the table as long as a rank has fewer tokens
@@ -99,36 +98,39 @@ class LookupExchange:
 
 
 def exchange_lookups(
-    config: CompileConfig,
     model: ShardedModel,
     stage: int,
     reduce_dtype: torch.dtype | None,
     host_group: dist.ProcessGroup,
+    *,
+    least_bytes: int = _LARGE_TABLE,
+    least_rows: int = _ROWS_PER_RANK,
 ) -> LookupExchange | None:
     """Decides which tables may be looked up by exchange.
 
     Args:
-        config: The settings.
         model: The sharded model.
         stage: ZeRO stage; parameters of the others than 3 are whole when they are needed.
         reduce_dtype: In which gradients travel.
         host_group: Of the ranks' CPUs.
+        least_bytes: Of a gathered table.
+        least_rows: That each rank holds of a table.
 
     Returns:
         The decision; None if there is nothing to exchange.
     """
-    ranks, mode = model.ranks, config.embedding
-    if mode == "gather" or stage != 3 or ranks.shards == 1 or ranks.replicas > 1:
+    ranks = model.ranks
+    if stage != 3 or ranks.shards == 1 or ranks.replicas > 1:
         return None
-    tables = {p.ds_id: p for p in model.parameters if len(p.layout.spec.shape) == 2 and _pays(mode, p, ranks)}
+
+    def pays(parameter: ShardedParameter) -> bool:
+        gathered = parameter.layout.shard_numel * ranks.shards * parameter.gather_dtype.itemsize
+        return gathered >= least_bytes and parameter.layout.rows_padded >= least_rows
+
+    tables = {p.ds_id: p for p in model.parameters if len(p.layout.spec.shape) == 2 and pays(p)}
     if not tables:
         return None
     return LookupExchange(tables, ranks.shard_group.group_name, host_group.group_name, reduce_dtype)
-
-
-def _pays(mode: str, parameter: ShardedParameter, ranks: Ranks) -> bool:
-    gathered = parameter.layout.shard_numel * ranks.shards * parameter.gather_dtype.itemsize
-    return mode == "exchange" or (gathered >= _LARGE_TABLE and parameter.layout.rows_padded >= _ROWS_PER_RANK)
 
 
 def _bind(node: fx.Node) -> dict[str, Any] | None:

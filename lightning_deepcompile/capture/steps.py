@@ -80,9 +80,7 @@ class CompiledSteps:
     def _compile(self, name: str) -> Callable[..., Any]:
         step = getattr(self._module, name)
         falls_back = self._config.fallback == "warn"
-        self._settings[name] = compat.step_settings(
-            self._config.recompile_limit, falls_back=falls_back, follows=self._follows
-        )
+        self._settings[name] = compat.step_settings(falls_back=falls_back, follows=self._follows)
         attributes = vars(self._module).items()
         bounded = {n for n, value in attributes if isinstance(value, deque) and value.maxlen is not None}
         found = self.mentions(name)

@@ -42,7 +42,12 @@ INNER_CALL = "_compiled_call_impl"
 """A module's attribute: what a call of the module runs if it is not None, and what Dynamo does not look at."""
 
 
-def step_settings(recompile_limit: int, *, falls_back: bool, follows: bool) -> contextlib.AbstractContextManager[None]:
+_DEFAULT_LIMIT, _LIMIT = 8, 16
+"""Compilations of one function, before it is given up: PyTorch's default, and what replaces it, as a step meets batches
+of several sizes, micro-batches and evaluation."""
+
+
+def step_settings(*, falls_back: bool, follows: bool) -> contextlib.AbstractContextManager[None]:
     """Dynamo's settings around a compiled step; to be made once, and entered for every step.
 
     Integers on modules (``self.global_step``) become inputs instead of guards. A function that cannot be compiled, or
@@ -52,15 +57,17 @@ def step_settings(recompile_limit: int, *, falls_back: bool, follows: bool) -> c
 
     Each one made costs time, and memory that PyTorch 2.13 never frees.
 
+    A function may be compiled 16 times, or as often as ``torch._dynamo.config.recompile_limit`` says if it was changed.
+
     Args:
-        recompile_limit: Compilations of one function before it is given up.
         falls_back: Whether functions that cannot be compiled run as they are; else that is an error.
         follows: Whether attributes of a module are written to whenever one of its parameters is frozen, or trained
             again. PyTorch 2.11 would not notice otherwise, and looks at every tensor in every step where it must not
             rely on it.
     """
+    limit = torch._dynamo.config.recompile_limit
     return torch._dynamo.config.patch(
-        recompile_limit=recompile_limit,
+        recompile_limit=_LIMIT if limit == _DEFAULT_LIMIT else limit,
         allow_unspec_int_on_nn_module=True,
         skip_tensor_guards_with_matching_dict_tags=follows,
         suppress_errors=falls_back,

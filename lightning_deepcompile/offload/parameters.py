@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.plan.budget import parse_budget
 from lightning_deepcompile.plan.fit import Move, Need, fit
-from lightning_deepcompile.plan.offload import Offloading, check_host
+from lightning_deepcompile.plan.offload import Offloading, check_host, chunk_bytes
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.ranks.exchange import maxima
@@ -128,8 +127,7 @@ def _others(
     states, stepping = 2 * gradients, 0  # Adam's
     if config.offloading.states != "none":  # they are copied to the device with their parameters, through three buffers
         sizes = [shard.shard_numel * chunk.dtype.itemsize for chunk in chunks for shard in chunk.shards]
-        chunk_bytes = parse_budget(config.offload_chunk, total=1, name="offload_chunk")
-        states, stepping = 0, 3 * min(max(chunk_bytes, 3 * max(sizes, default=0)), gradients)
+        states, stepping = 0, 3 * min(max(chunk_bytes(states), 3 * max(sizes, default=0)), gradients)
     working = max(moving_bytes(config, chunks, ranks.shards, stage=3, gather_dtype=gather_dtype), stepping)
     return gradients + states + working
 

@@ -20,13 +20,13 @@ from lightning_deepcompile.offload.chunks import Parts
 from lightning_deepcompile.offload.probe import StateSizes, probe_states
 from lightning_deepcompile.offload.reserve import reserve
 from lightning_deepcompile.offload.states import StateOffload
-from lightning_deepcompile.plan.budget import parse_budget
 from lightning_deepcompile.plan.fit import Move, Need, fit
 from lightning_deepcompile.plan.offload import (
     OffloadDecision,
     OffloadMode,
     StatePlaces,
     check_host,
+    chunk_bytes,
     leaving_order,
 )
 from lightning_deepcompile.plan.state_copies import LEAST_SLOTS
@@ -95,7 +95,7 @@ class Residency:
     ) -> None:
         self._config, self._mode, self._model, self._runtime = config, mode, model, runtime
         self._group, self._device, self._memory, self._limit = group, device, memory, limit
-        self._chunk_bytes = parse_budget(config.offload_chunk, total=1, name="offload_chunk")
+        self._chunk_bytes = chunk_bytes(2 * sum(chunk.nbytes for chunk in model.chunks if chunk.is_trained))  # Adam's
         self._attached: list[tuple[weakref.ref[Optimizer], StateOffload]] = []
         self._observing = False
         self._seen: _Seen | None = None  # what the decision fell by

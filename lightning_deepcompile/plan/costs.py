@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from lightning_deepcompile.plan.arena import group_bytes
 from lightning_deepcompile.plan.records import RecordError, parse, read_record
 from lightning_deepcompile.plan.topology import Topology, TopologyError
 from lightning_deepcompile.program.schedule import Instruction, Schedule, ScheduleError, check_schedule
 
 __all__ = [
     "PROFILE_VERSION",
+    "REDUCE_WINDOW",
     "Contention",
     "Labels",
     "Link",
@@ -24,7 +24,11 @@ __all__ = [
     "Resident",
 ]
 
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
+
+REDUCE_WINDOW = 2
+"""Groups of full gradients that may be on their way to their shards before compute waits for the oldest: one travels
+while the next one is computed. Each costs the memory of one block's gradients."""
 
 
 class ProfileError(ValueError):
@@ -178,8 +182,6 @@ class Profile:
         resident: What memory holds besides programs, for reports, too.
         rows: The rows of each parameter, by its id as text: on other numbers of ranks they are padded to another one.
         window_from: Bytes of the smallest group that is gathered to memory which stays from step to step; 0: none is.
-        pack_below: Bytes of the largest shard that travels packed with others of its group; 0: none does.
-        packs_reductions: Whether gradients do, too.
         topology: Nodes that ranks are in; None if all of them are connected as those that were measured.
     """
 
@@ -199,7 +201,7 @@ class Profile:
     early_gathers: bool = False
     head_start: bool = False
     between_seconds: float = 0.0
-    reduce_window: int = 2
+    reduce_window: int = REDUCE_WINDOW
     budget: int | None = None
     room: int = 0
     host_budget: int | None = None
@@ -216,8 +218,6 @@ class Profile:
     resident: Resident = field(default_factory=Resident)
     rows: dict[str, int] = field(default_factory=dict)
     window_from: int = 0
-    pack_below: int = 0
-    packs_reductions: bool = False
     topology: Topology | None = None
 
     @property
@@ -254,8 +254,7 @@ class Profile:
         size = sum(sizes)
         if self.topology is None:
             return self.gather.seconds(size, self.world_size)
-        operations = self._operations(sizes, packs=True)
-        moving = self.topology.gather_seconds(size, self.world_size, self.gather.bandwidth, operations)
+        moving = self.topology.gather_seconds(size, self.world_size, self.gather.bandwidth, len(sizes))
         return self.gather.latency + moving
 
     def reduce_seconds(self, sizes: Sequence[int]) -> float:
@@ -269,27 +268,9 @@ class Profile:
             self.world_size,
             self.reduce.bandwidth,
             all_reduces=self.host_computes,
-            operations=self._operations(sizes, packs=self.packs_reductions),
+            operations=len(sizes),
         )
         return launches * self.reduce.latency + moving
-
-    def packed_bytes(self, sizes: Sequence[int]) -> int:
-        """Bytes of the buffer in which a group of parameters of `sizes` bytes travels, as far as it is packed.
-
-        Where the host computes they are not counted, as gloo's own buffers are not.
-        """
-        if self.host_computes:
-            return 0
-        parts = [-(-size // self.world_size) for size in self._packed(sizes)]
-        # One part and everybody's, and what gaps are unpacked to (csrc/communicators/packing.cpp).
-        return group_bytes(parts) * (self.world_size + 1) + 2048 * self.world_size if parts else 0
-
-    def _packed(self, sizes: Sequence[int]) -> list[int]:
-        small = [size for size in sizes if 0 < size <= self.pack_below * self.world_size]
-        return small if len(small) > 1 and self.world_size > 1 else []
-
-    def _operations(self, sizes: Sequence[int], packs: bool) -> int:
-        return len(sizes) - max(len(self._packed(sizes)) - 1, 0) if packs else len(sizes)
 
     def for_ranks(self, world_size: int, topology: Topology | None = None) -> Profile:
         """What the same program would cost on other ranks: smaller shards with other padding, other collectives.

@@ -29,7 +29,6 @@ def add_link_options(parser: argparse.ArgumentParser) -> None:
     add("--node-latency", type=float, help="microseconds of each of its steps between nodes (0)")
     add("--replicas", type=int, help="hybrid sharding: parts of the ranks that each share all parameters (1)")
     add("--lanes", type=int, help="operations of a group that are under way at a time (all): 2 with gloo")
-    add("--pack-below", type=int, help="bytes of a shard up to which it travels packed with others (as profiled)")
     add("--algorithm", choices=get_args(Algorithm), help="how collectives get to all ranks (ring)")
 
 
@@ -74,10 +73,6 @@ def with_links(profile: Profile, options: argparse.Namespace, ranks: int) -> Pro
     except TopologyError as error:
         given_as = [f"--world {ranks}", f"--ranks-per-node {options.ranks_per_node}", f"--replicas {options.replicas}"]
         raise ValueError(f"{' '.join(text for text in given_as if 'None' not in text)}: {error}") from error
-    if options.pack_below is not None:
-        if options.pack_below < 0:
-            raise ValueError(f"--pack-below {options.pack_below}: expected bytes, at least 0.")
-        profile = replace(profile, pack_below=options.pack_below)
     links = [_link(profile.gather, options, "gather"), _link(profile.reduce, options, "reduce")]
     return replace(profile, gather=links[0], reduce=links[1])
 

@@ -15,6 +15,7 @@ __all__ = [
     "Offloading",
     "StatePlaces",
     "check_host",
+    "chunk_bytes",
     "leaving_order",
     "pinned_bytes",
 ]
@@ -51,6 +52,9 @@ class Offloading:
         return self != Offloading()
 
 
+_CHUNK_BYTES = 256 << 20
+
+
 def pinned_bytes(size: int) -> int:
     """Bytes of the host buffer that the runtime takes for a saved tensor of `size` bytes: a power of two."""
     return 1 << max(size - 1, 0).bit_length()
@@ -82,6 +86,18 @@ class StatePlaces:
 
     away: int
     slots: int
+
+
+def chunk_bytes(states: int) -> int:
+    """Returns the most bytes of states, and of shards in host memory, that step together.
+
+    A copy of 256 MiB takes 5 ms at 53 GB/s, beside which a chunk's own launches are small. Three chunks are on the
+    device while the optimizer steps: where all states are less than 4 GiB, each is a sixteenth of them.
+
+    Args:
+        states: Bytes of all states.
+    """
+    return max(min(_CHUNK_BYTES, states // 16), 1)
 
 
 def leaving_order(size: int, chunk: int) -> int:

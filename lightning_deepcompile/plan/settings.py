@@ -7,7 +7,11 @@ from typing import Literal
 
 from lightning_deepcompile.plan.offload import OffloadMode
 
-__all__ = ["PlanSettings", "Reduction", "Rounding"]
+__all__ = ["PREFETCH_BLOCKS", "PlanSettings", "Reduction", "Rounding"]
+
+PREFETCH_BLOCKS = 2
+"""Blocks ahead of its use that a block is gathered, until a plan moves gathers by what it measured: the next block's
+gather runs beside a block's compute, and one more covers what blocks differ by. Each costs the memory of one block."""
 
 Reduction = Literal["every", "boundary"]
 """When gradients of accumulated micro-batches travel."""
@@ -28,7 +32,7 @@ class PlanSettings:
         rounding: Whether last bits may change.
     """
 
-    prefetch_blocks: int = 2
+    prefetch_blocks: int = PREFETCH_BLOCKS
     keep_last_block: bool = True
     offload_activations: OffloadMode = "none"
     reduce: Reduction | Literal["auto"] = "every"

@@ -180,7 +180,7 @@ def arena_bytes(schedules: Sequence[Schedule], **fields: Any) -> list[list[int]]
 
     Args:
         schedules: The programs of a micro-batch.
-        **fields: As of a `Profile`: ``window_from``, ``pack_below``, ``world_size``, ``device_type``.
+        **fields: As of a `Profile`: ``window_from``, ``world_size``, ``device_type``.
 
     Returns:
         Bytes of the arena's slots, without windows, less those of saved tensors that are in host memory.
@@ -466,8 +466,6 @@ class _Simulation:
         if slot is None:
             self._barrier.append(done)
             return
-        if (packed := self._profile.packed_bytes(sizes)) and window is None:
-            self._arena.release(self._arena.acquire(packed), done)
         group = _Group(slot, done, len(absent))
         for i, _ in absent:
             self._gathered[i] = group

@@ -27,10 +27,7 @@ def build_profile(
     *,
     world_size: int,
     hold_ratio: float,
-    reduce_window: int,
     window_from: int,
-    pack_below: int,
-    packs_reductions: bool,
     budget: int | None,
     step_seconds: float,
     live: Mapping[str, Mapping[str, tuple[int, int, int]]],
@@ -44,10 +41,7 @@ def build_profile(
         isolated_schedules: What ran in `isolated`, by program name.
         world_size: Number of ranks.
         hold_ratio: Bytes of a sum of whole gradients per byte of a gradient.
-        reduce_window: As configured.
         window_from: As of a `Profile`.
-        pack_below: Likewise.
-        packs_reductions: Likewise.
         budget: Bytes that may be allocated.
         step_seconds: Duration of ordinary steps.
         live: Estimated memory of regions by program name, for devices whose allocator does not count.
@@ -74,13 +68,7 @@ def build_profile(
     ran = [isolated_schedules[name] for name in order]
     memory = _Memory(
         order,
-        arena_bytes(
-            ran,
-            window_from=window_from,
-            pack_below=pack_below,
-            world_size=world_size,
-            device_type=isolated.device.type,
-        ),
+        arena_bytes(ran, window_from=window_from, world_size=world_size, device_type=isolated.device.type),
         gradient_bytes(ran, hold_ratio, isolated.micro_batches if accumulates else 1, world_size),
         None if on_device else live,
     )
@@ -100,10 +88,7 @@ def build_profile(
         launch_seconds=statistics.median(samples.launches) if on_device and samples.launches else 0.0,
         hold_seconds=_rate(samples.holds) if samples.holds else None,
         hold_ratio=hold_ratio,
-        reduce_window=reduce_window,
         window_from=window_from,
-        pack_below=pack_below,
-        packs_reductions=packs_reductions,
         budget=budget,
         step_seconds=step_seconds,
         exposed_seconds=_exposed(observed, schedules),

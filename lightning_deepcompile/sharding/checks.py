@@ -49,7 +49,7 @@ def check_module(module: nn.Module, ours: Set[Tensor] = frozenset(), *, world_si
             raise ValueError(
                 f"{type(child).__name__} {path!r} was made with sparse=True: its gradient would be sparse, which "
                 "cannot be reduced to shards. Use sparse=False, with SGD or Adam in place of SparseAdam; only the rows "
-                "that a batch looks up travel where CompileConfig(embedding=...) exchanges them."
+                "that a batch looks up travel where they are exchanged, as those of large tables are."
             )
     parameters = collect_parameters(module)
     for parameter, owners in parameters.items():

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.plan.costs import REDUCE_WINDOW
+from lightning_deepcompile.plan.settings import PREFETCH_BLOCKS
 from lightning_deepcompile.sharding.layout import ChunkLayout
 
 __all__ = ["moving_bytes"]
@@ -23,7 +25,7 @@ def moving_bytes(
     """The most bytes that gathered parameters, and gradients that are not reduced yet, take on a rank at a time.
 
     Args:
-        config: How far ahead blocks are gathered, and how many gradients may wait.
+        config: When gradients are reduced.
         chunks: The shards of a rank.
         shards: Ranks that share the parameters.
         stage: ZeRO stage.
@@ -37,12 +39,12 @@ def moving_bytes(
     for chunk, size in zip(chunks, wire, strict=True):
         blocks[chunk.block] = blocks.get(chunk.block, 0) + size
     sizes = list(blocks.values())
-    window = config.prefetch_blocks + 1 if stage == 3 else len(sizes)  # below stage 3 they stay whole
+    window = PREFETCH_BLOCKS + 1 if stage == 3 else len(sizes)  # below stage 3 they stay whole
     gathered = max((sum(sizes[k : k + window]) for k in range(len(sizes))), default=0) * shards
     whole = [size * shards for chunk, size in zip(chunks, wire, strict=True) if chunk.is_trained]
     # Gradients before they are reduced: of all blocks, or of those that are on their way and the one that is computed.
     at_boundary = config.reduction(stage) == "boundary"
-    pending = sum(whole) if at_boundary else (config.reduce_window + 1) * max(whole, default=0)
+    pending = sum(whole) if at_boundary else (REDUCE_WINDOW + 1) * max(whole, default=0)
     return gathered + pending + max(wire, default=0)  # shards are cast before they travel
 
 

@@ -145,7 +145,7 @@ class EarlyGathers:
                 "Parameters were written to after the optimizer's step in a way that PyTorch does not count "
                 "(`parameter.data`, or a `torch._foreach` function on parameters), for the first time since training "
                 "began: a step has computed with values from before. Write to the parameters themselves under "
-                "`torch.no_grad()`, or set CompileConfig(early_gathers=False)."
+                "`torch.no_grad()`."
             )
 
     @torch.no_grad()

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_deepcompile.capture.backend import Capture
-from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.step.early_gathers import EarlyGathers
 from lightning_deepcompile.step.freshness import Freshness, writes_to
 
@@ -25,7 +24,6 @@ class StepPrefetch:
     (`launch_in_optimizer`), after the optimizer's step (`launch`), or with the step itself.
 
     Args:
-        config: Says whether they are launched early.
         capture: Its programs say which gathers a step begins with.
         runtime: ``_C.Runtime`` that gathers.
         host_group: Of the ranks' CPUs.
@@ -33,6 +31,8 @@ class StepPrefetch:
         stage: ZeRO stage.
 
     Attributes:
+        may_be_early: Whether the first gathers may be launched before their step.
+        may_be_in_optimizer: Whether that may be while the optimizer steps.
         early: Whether the first gathers of the last step were launched before it.
         in_optimizer: Whether they were launched while the optimizer stepped.
         follows: Whether a training step follows the optimizer's: nobody's code is known to come in between.
@@ -41,7 +41,6 @@ class StepPrefetch:
 
     def __init__(
         self,
-        config: CompileConfig,
         capture: Capture,
         runtime: Any,
         host_group: dist.ProcessGroup,
@@ -51,8 +50,8 @@ class StepPrefetch:
         self._runtime = runtime
         self._fresh = Freshness(capture.model, runtime, stage)
         self._keeps = stage == 3
-        self._is_early = stage == 3 and config.early_gathers and capture.model.ranks.shards > 1
-        self._may_in_optimizer = self._is_early and config.head_start
+        self.may_be_early = stage == 3 and capture.model.ranks.shards > 1
+        self.may_be_in_optimizer = True
         self._capture = capture
         self._early = EarlyGathers(capture, host_group, device)
         self._model = capture.model
@@ -117,7 +116,7 @@ class StepPrefetch:
         raise RuntimeError(
             f"A training step wrote to the parameter {name!r}, which had been gathered before the step began: it may "
             "have computed with values from before. Write in a hook, such as `on_train_batch_end` (an average of "
-            "weights, or `target.load_state_dict(net.state_dict())`), or set CompileConfig(early_gathers=False)."
+            "weights, or `target.load_state_dict(net.state_dict())`)."
         )
 
     def after_backward(self, last: bool) -> None:
@@ -127,7 +126,7 @@ class StepPrefetch:
 
     def stepped_first(self) -> frozenset[Tensor]:
         """Local shards on which the optimizer steps first, before `launch_in_optimizer`; may be empty."""
-        if not (self._may_in_optimizer and self.follows) or self._replays:
+        if not (self.may_be_early and self.may_be_in_optimizer and self.follows) or self._replays:
             return frozenset()
         shards = [shard for chunk in self._early.chunks() for shard in chunk.shards]
         return frozenset(self._model.by_name[shard.spec.name].local for shard in shards)
@@ -160,7 +159,7 @@ class StepPrefetch:
             self._fresh.settle()
             self._launched = self.early = True
             return
-        if self._is_early and self._early.useful and not self._replays:
+        if self.may_be_early and self._early.useful and not self._replays:
             self.before = self._runtime.stats()
             self._early.launch()
             self._fresh.settle()

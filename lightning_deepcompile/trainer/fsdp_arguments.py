@@ -28,9 +28,9 @@ _STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 1, "HYBRID_SHARD": 3
 _INSTEAD = {
     "auto_wrap_policy": "blocks are found in the model's lists of layers",
     "use_orig_params": "parameters keep their names and shapes",
-    "backward_prefetch": "CompileConfig(prefetch_blocks=...) says how far ahead parameters are gathered",
-    "forward_prefetch": "CompileConfig(prefetch_blocks=...) says how far ahead parameters are gathered",
-    "limit_all_gathers": "CompileConfig(prefetch_blocks=...) says how far ahead parameters are gathered",
+    "backward_prefetch": "plans place gathers by what a step measured (CompileConfig.schedule)",
+    "forward_prefetch": "plans place gathers by what a step measured (CompileConfig.schedule)",
+    "limit_all_gathers": "plans place gathers by what a step measured (CompileConfig.schedule)",
     "sync_module_states": "all ranks always start with rank 0's values",
     "param_init_fn": "deferred parameters are initialised by their modules' `reset_parameters` or the model's own way",
     "ignored_modules": "the parameters of all modules are sharded, and trained with the mean gradient of all ranks",

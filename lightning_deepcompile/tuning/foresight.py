@@ -217,8 +217,5 @@ class Foresight:
             "device_type": device.type,
             "hold_ratio": hold_ratio(dtypes),
             "micro_batches": 1 if capture.gradients.update else 2,
-            "reduce_window": config.reduce_window,
-            "pack_below": capture.pack_below,
-            "packs_reductions": config.packs_reductions(device.type, max(ranks.shards, ranks.replicas)),
             "budget": memory_limit(device, config.memory_budget, self._memory.beside()),
         }

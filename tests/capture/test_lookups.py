@@ -7,6 +7,7 @@ import random
 import time
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_deepcompile import CompileConfig
+from lightning_deepcompile.capture.lookups import exchange_lookups
 from lightning_deepcompile.runtime import load_extension
 from lightning_deepcompile.runtime.lookups import look_up, look_up_gradient, most_indices
 
@@ -107,8 +109,6 @@ def _mistakes() -> str:
 
 def test_what_goes_wrong_is_named() -> None:
     assert run_ranks(_mistakes, 2, timeout=60)[0]
-    with pytest.raises(ValueError, match="CompileConfig\\(embedding='rows'\\): use 'auto', 'gather' or 'exchange'"):
-        CompileConfig(embedding="rows")  # type: ignore[arg-type]
 
 
 def test_tracers_know_the_operators() -> None:
@@ -160,11 +160,21 @@ RUNS += [(name, "eager", 1, ()) for name in ("frozen", "graph_break", "gpt_tied"
 RUNS += [("llama", "eager", 1, ("states", "parameters"))]
 
 
-def _run(run: Run, mode: str, accelerator: str) -> Record:
+class Exchange(pl.Callback):
+    """Exchanges the rows of tables of any size."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        engine = trainer.strategy.engine
+        assert engine.capture.lookups is None, "which small tables are not worth"
+        found = exchange_lookups(engine.model, 3, None, engine.host_group, least_bytes=0, least_rows=0)
+        engine.capture.lookups = found
+
+
+def _run(run: Run, exchanges: bool, accelerator: str) -> Record:
     from lightning_deepcompile import DeepCompileStrategy
 
     case, backend, accumulate, offloads = run
-    config = CompileConfig(region_backend=backend, embedding=mode, offload=list(offloads) or "auto")
+    config = CompileConfig(region_backend=backend, offload=list(offloads) or "auto")
     return train(
         BUILDS[case],
         DeepCompileStrategy(compile=config),
@@ -172,13 +182,14 @@ def _run(run: Run, mode: str, accelerator: str) -> Record:
         rank=int(os.environ["RANK"]),
         accumulate=accumulate,
         gradient_clip_val=CLIPPED.get(case),
+        callbacks=[Exchange()] if exchanges else [],
         inspect=lambda trainer: (trainer.strategy.summary(), trainer.strategy.programs()),
         accelerator=accelerator,
     )
 
 
 def _train_all(runs: list[Run], accelerator: str) -> dict[Any, Record]:
-    return {run: _run(run, "exchange", accelerator) for run in runs}
+    return {run: _run(run, True, accelerator) for run in runs}
 
 
 def _check(world_size: int, runs: list[Run], accelerator: str) -> None:
@@ -213,7 +224,7 @@ def test_training_is_that_of_one_gpu() -> None:
 
 
 def _train_ragged(accelerator: str) -> list[Record]:
-    return [_run(("ragged", "eager", 2, ()), mode, accelerator) for mode in ("gather", "exchange")]
+    return [_run(("ragged", "eager", 2, ()), exchanges, accelerator) for exchanges in (False, True)]
 
 
 def _check_ragged(accelerator: str) -> None:

@@ -133,7 +133,9 @@ def _batches(*lengths: int) -> list[Tensor]:
 
 
 def _engine(model: nn.Module, mesh: DeviceMesh, once: bool) -> Engine:
-    return Engine(model.train(), mesh, CompileConfig(region_backend="eager", trace_blocks_once=once))
+    engine = Engine(model.train(), mesh, CompileConfig(region_backend="eager"))
+    engine.capture.traces_once = once
+    return engine
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -34,7 +34,7 @@ class Counter(nn.Module):
 def test_integers_of_a_module_are_inputs() -> None:
     counter, compiles = Counter(), []
     step = torch.compile(counter, backend=lambda gm, inputs: compiles.append(gm) or gm)
-    with compat.step_settings(3, falls_back=True, follows=True):
+    with compat.step_settings(falls_back=True, follows=True):
         for expected in range(1, 8):
             assert float(step(torch.ones(()))) == expected
     assert len(compiles) <= 2
@@ -54,7 +54,7 @@ def test_what_is_said_once_breaks_no_graph(method: str, graphs: int, said: int) 
         return y * 2
 
     step = torch.compile(inner, backend=counter)
-    with compat.step_settings(3, falls_back=True, follows=True):
+    with compat.step_settings(falls_back=True, follows=True):
         assert [float(step(torch.ones(()))) for _ in range(3)] == [4.0] * 3
         own = torch._dynamo.config.ignore_logging_functions
         assert json.dumps(sorted(own) if isinstance(own, set) else own) == "[]"  # as PyTorch 2.11 writes its settings
@@ -79,7 +79,14 @@ def test_functions_that_are_left_uncompiled_are_told(caplog: pytest.LogCaptureFi
 
     step = torch.compile(outer, backend="eager")
     before = torch._dynamo.config.recompile_limit
-    with compat.step_settings(3, falls_back=True, follows=True), compat.compile_failures(tell):
+    assert before == 8, "which is replaced"
+    with compat.step_settings(falls_back=True, follows=True):
+        assert torch._dynamo.config.recompile_limit == 16
+    with (
+        torch._dynamo.config.patch(recompile_limit=3),
+        compat.step_settings(falls_back=True, follows=True),
+        compat.compile_failures(tell),
+    ):
         for name in ("a", "ab", "abc", "abcd", "abcde"):
             assert float(step(torch.ones(()), name)) == 2 * (1 + len(name))
         assert [name for name, _ in told] == ["outer test_compat_dynamo.py"]
@@ -90,7 +97,7 @@ def test_functions_that_are_left_uncompiled_are_told(caplog: pytest.LogCaptureFi
     assert torch._dynamo.config.recompile_limit == before
     assert not [record for record in caplog.records if "_dynamo" in record.name]
     with (
-        compat.step_settings(3, falls_back=False, follows=True),
+        compat.step_settings(falls_back=False, follows=True),
         compat.compile_failures(tell),
         pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no such backend"),
     ):

@@ -281,10 +281,7 @@ void test_recordings() {
 
 /// An operation that fails may have been queued in part: compute waits for that, as what it drops is compute's.
 void test_failures_are_waited_for() {
-  RuntimeOptions options;
-  options.pack_below = 1 << 20;
-  options.pack_reductions = true;
-  Streams streams(options);
+  Streams streams;
   GatherEngine& gathers = streams.gathers;
   ReduceEngine& reductions = streams.reductions;
   HostSlabs slabs(host_memory(), "shards", [] {});

@@ -44,7 +44,7 @@ def test_case_says_what_it_expects(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["fsdp3", "fsdp@forward_prefetch=1", "deepcompile@prefetch_blocks", "deepspeed@compile", "@a=1"]
+    "text", ["fsdp3", "fsdp@forward_prefetch=1", "deepcompile@schedule", "deepspeed@compile", "@a=1"]
 )
 def test_system_refuses_what_it_cannot_run(text: str) -> None:
     with pytest.raises(ValueError, match="system"):
@@ -52,8 +52,8 @@ def test_system_refuses_what_it_cannot_run(text: str) -> None:
 
 
 def test_system_options_keep_their_types() -> None:
-    system = System.parse("deepcompile@prefetch_blocks=3+region_backend=eager+keep_last_block=false")
-    assert system.options == {"prefetch_blocks": 3, "region_backend": "eager", "keep_last_block": False}
+    system = System.parse("deepcompile@memory_budget=3+region_backend=eager+symmetric_memory=false")
+    assert system.options == {"memory_budget": 3, "region_backend": "eager", "symmetric_memory": False}
 
 
 def make_job(system: str, *cases: Case, **more: object) -> Job:
@@ -64,7 +64,7 @@ def make_job(system: str, *cases: Case, **more: object) -> Job:
 
 @pytest.mark.parametrize("profile", [None, Case(8, 1, 2)])
 def test_job_survives_its_file(tmp_path: Path, profile: Case | None) -> None:
-    job = make_job("deepcompile@prefetch_blocks=3", Case(8, 1, 2), Case(16, 1, 1), profile=profile)
+    job = make_job("deepcompile@memory_budget=3", Case(8, 1, 2), Case(16, 1, 1), profile=profile)
     job.save(tmp_path / "job.json")
     assert Job.load(tmp_path / "job.json") == job
 
@@ -403,12 +403,12 @@ def test_a_sweep_says_what_it_compares() -> None:
 
     arguments = sweep.parse_arguments(
         ["--out", "unused", "--ablation", "--fsdp2", "--option", "memory_budget", "--values", "9GiB", "8GiB",
-         "--fixed", "offload=auto", "prefetch_blocks=3"]
+         "--fixed", "offload=auto", "reduce=boundary"]
     )  # fmt: skip
     systems = sweep.settings(arguments)
     assert [s.name for s in systems] == [*sweep.ABLATION, "memory_budget=9GiB", "memory_budget=8GiB", "fsdp2"]
-    assert systems[1].options == {"offload": "auto", "prefetch_blocks": 3, "schedule": sweep.ABLATION["+ fuse"]}
-    assert systems[4].options == {"offload": "auto", "prefetch_blocks": 3, "memory_budget": "9GiB"}
+    assert systems[1].options == {"offload": "auto", "reduce": "boundary", "schedule": sweep.ABLATION["+ fuse"]}
+    assert systems[4].options == {"offload": "auto", "reduce": "boundary", "memory_budget": "9GiB"}
     assert systems[-1].options == {}
     with pytest.raises(SystemExit):
         sweep.parse_arguments(["--out", "unused", "--fsdp2", "--deferred-init"])

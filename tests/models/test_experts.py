@@ -193,7 +193,7 @@ COMPILED = {"buffered", "buffered, checkpointed", "Mixtral", "Mixtral, checkpoin
 """Of the others, Dynamo takes no loop with sizes that depend on values, and no grouped product of fp32."""
 
 Run = tuple[str, str, str, dict[str, Any]]  # its id, model, routing, settings
-OFFLOAD, RECOMPUTE = {"offload": ["states"], "offload_chunk": 4000}, {"rounding": "any"}
+OFFLOAD, RECOMPUTE = {"offload": ["states"]}, {"rounding": "any"}
 RUNS: dict[int, list[Run]] = {
     2: [
         ("loop", "loop", "apart", {}),

@@ -167,14 +167,14 @@ def same(actual: dict[str, Any], expected: dict[str, Any], name: str) -> None:
         assert equal, f"{name}: {key} is {actual[key]} instead of {value}"
 
 
-EVERYTHING = {"offload": ["states"], "offload_chunk": CHUNK}
+EVERYTHING = {"offload": ["states"]}
 
 
 def some_leave(plain: pl.Trainer) -> dict[str, Any]:
     """Settings with which a part must leave: AdamW's states are twice the parameters, gradients once."""
     shards = plain.strategy.summary().sharded_bytes_per_rank
     schedule = [{"step": 0, "passes": ["zero3", "prefetch"]}]
-    return {"offload": "auto", "offload_chunk": 17_000, "memory_budget": f"{int(3.7 * shards)}B", "schedule": schedule}
+    return {"offload": "auto", "memory_budget": f"{int(3.7 * shards)}B", "schedule": schedule}
 
 
 def _equal_training() -> dict[str, str]:
@@ -340,7 +340,7 @@ def _refused() -> None:
         (lambda p: AdamW(p), {"offload": "auto", "memory_budget": "60kB"}, "a step still needs [0-9]+"),
         (
             lambda p: AdamW(p),
-            {"offload": "auto", "offload_chunk": CHUNK, "memory_budget": "185kB", "host_memory_budget": "2kB"},
+            {"offload": "auto", "memory_budget": "185kB", "host_memory_budget": "2kB"},
             "gives each rank 1000 bytes of host memory",
         ),
     ):

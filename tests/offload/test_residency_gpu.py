@@ -56,7 +56,7 @@ def _train_all(accelerator: str) -> dict[str, Record]:
     same_bits_every_time()
 
     def run(optimizer: str, callbacks: list[pl.Callback], offload: str = "none", **arguments: Any) -> Record:
-        config = CompileConfig(region_backend="eager", schedule=None, offload=offload, offload_chunk=8_000)
+        config = CompileConfig(region_backend="eager", schedule=None, offload=offload)
         return train(
             CASES["gpt_tied"],
             DeepCompileStrategy(compile=config, timeout=timedelta(seconds=60), **arguments),

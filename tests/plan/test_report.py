@@ -147,7 +147,6 @@ def test_many_ranks_in_nodes_are_one_table(
         ),
         ("--world 16 --node-bandwidth 50", "--node-bandwidth 50: without nodes it means nothing"),
         ("--world 16 --lanes 0", "--world 16: lanes is 0: expected a positive integer"),
-        ("--world 16 --pack-below -1", "--pack-below -1: expected bytes, at least 0"),
         ("--ranks-per-node 0", "--ranks-per-node 0: expected a positive number"),
         ("--world 16 --ranks-per-node 8 --node-bandwidth nan", "--node-bandwidth nan: expected GB/s, more than 0"),
         ("--step-latency -3", "--step-latency -3: expected microseconds, at least 0"),

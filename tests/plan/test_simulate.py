@@ -332,7 +332,7 @@ def test_profiles_survive_json_and_damaged_ones_are_refused() -> None:
     for broken, message in [
         ("no json", "no profile"),
         ("[]", "no profile"),
-        (original.to_json().replace('"version": 2', '"version": 1'), "version 1"),
+        (original.to_json().replace('"version": 3', '"version": 2'), "version 2"),
         (original.to_json().replace('"kept"', '"kept2"'), "damaged"),
         (original.to_json().replace('"world_size": 2', '"world_size": 0'), "world_size is 0"),
         (original.to_json().replace('"seconds": 1.0', '"seconds": -1.0'), "cannot be negative"),

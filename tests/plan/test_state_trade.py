@@ -147,9 +147,7 @@ class Watch(pl.Callback):
 def _fit(*, gives_up: bool = True, **settings: Any) -> tuple[Watch, dict[str, Any], pl.Trainer]:
     torch.manual_seed(3)
     module, watch = Model(CASES["adamw_foreach"][0]), Watch(gives_up)
-    strategy = DeepCompileStrategy(
-        compile=CompileConfig(region_backend="eager", **{**ONLY, "offload_chunk": "16KiB", **settings})
-    )
+    strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager", **{**ONLY, **settings}))
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=WORLD, max_steps=14, callbacks=[watch], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -186,9 +184,9 @@ def _moves(folder: Path) -> None:
     # Where what the first step shows leaves no memory for the plan's places, as many leave as must.
     if os.environ["RANK"] == "0":
         file = json.loads((folder / "plan").read_text())
-        file["setting"]["memory_budget"] = f"{int(3.6 * shards)}B"  # as of a run that had needed less
+        file["setting"]["memory_budget"] = f"{int(3.85 * shards)}B"  # as of a run that had needed less
         (folder / "plan").write_text(json.dumps({**file, "states": {"away": 0, "slots": 3}}))
-    tight, _, trainer = _fit(gives_up=False, **{**settings, "memory_budget": f"{int(3.6 * shards)}B"})
+    tight, _, trainer = _fit(gives_up=False, **{**settings, "memory_budget": f"{int(3.85 * shards)}B"})
     # The plan may have sent away no more than had to leave, by the times that were measured.
     assert tight.losses == plain.losses and 0 < tight.away[0] <= again.away[0], (tight.away, again.away)
     assert " exceed " in trainer.strategy.summary().offload_reason

@@ -61,8 +61,7 @@ def _step(program: str, *seconds: float) -> StepProbe:
 
 def _built(observed: StepProbe, isolated: StepProbe, before: dict[str, Schedule], then: dict[str, Schedule]) -> Profile:
     return build_profile(
-        observed, isolated, before, then, world_size=2, hold_ratio=1.0, reduce_window=2, window_from=0, pack_below=0,
-        packs_reductions=False, budget=None, step_seconds=0.0,
+        observed, isolated, before, then, world_size=2, hold_ratio=1.0, window_from=0, budget=None, step_seconds=0.0,
         live={name: {"region_0": (0, 0, 0), "region_1": (0, 0, 0)} for name in then},
     )  # fmt: skip
 

@@ -59,7 +59,7 @@ class Wide(Base):
 
 REFUSED: dict[str, dict[str, Any]] = {
     "setup": {"offload": ["states"]},
-    "step": {"offload": "auto", "memory_budget": 118 << 20, "offload_chunk": "1MiB"},
+    "step": {"offload": "auto", "memory_budget": 118 << 20},
 }
 
 

@@ -128,7 +128,7 @@ def _threshold_and_growth() -> list[tuple[int, int]]:
         stats = side.stats()
         seen.append((stats["symmetric_gathers"] - before, stats["symmetric_bytes"]))
     side.runtime.close()
-    with pytest.raises(ValueError, match="how gathers travel differs between ranks"):
+    with pytest.raises(ValueError, match="the bound of symmetric memory differs between ranks"):
         _Side(shards, [(size // 4,) for size in sizes], symmetric_threshold=MIB + rank)
     return seen
 

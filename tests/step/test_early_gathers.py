@@ -55,6 +55,17 @@ class _Writes(pl.Callback):
                     parameter.mul_(0.9)
 
 
+class _Late(pl.Callback):
+    """Has steps launch all their gathers themselves."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        trainer.strategy.engine.timeline.prefetch.may_be_early = False
+
+
+def _when(early: bool) -> list[pl.Callback]:
+    return [] if early else [_Late()]
+
+
 def _train(callbacks: list[pl.Callback], world_size: int = 2, strategy: Any = "auto", **arguments: Any) -> Record:
     rank = int(os.environ.get("RANK", "0"))
     data = {} if world_size > 1 else {"data_world": 2}
@@ -73,10 +84,10 @@ def _train(callbacks: list[pl.Callback], world_size: int = 2, strategy: Any = "a
 def _sharded(way: str, first: int, inside: bool = False, early: bool = True, stage: int = 3, **options: Any) -> Record:
     from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
-    config = CompileConfig(region_backend="eager", early_gathers=early, schedule=None)
+    config = CompileConfig(region_backend="eager", schedule=None)
     strategy = DeepCompileStrategy(stage=stage, compile=config)
     return _train(
-        [_Writes(way, first, inside)],
+        [_Writes(way, first, inside), *_when(early)],
         strategy=strategy,
         inspect=lambda trainer: (_early(trainer)._safe, _early(trainer)._may_in_optimizer),
         **options,
@@ -126,7 +137,7 @@ def test_one_rank_may_write_alone(inside: bool) -> None:
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_uncounted_writes_that_begin_late_end_training(inside: bool) -> None:
-    with pytest.raises(RankError, match="early_gathers=False"):
+    with pytest.raises(RankError, match="Write to the parameters themselves under"):
         run_ranks(_sharded, 2, "uncounted", 3, inside, timeout=90)
     if inside:
         return
@@ -152,9 +163,10 @@ class _WritesInside(Mlp):
 def _train_inside(early: bool) -> Record:
     from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
-    config = CompileConfig(region_backend="eager", early_gathers=early, schedule=None)
+    config = CompileConfig(region_backend="eager", schedule=None)
     strategy = DeepCompileStrategy(compile=config)
-    return train(_WritesInside, strategy, world_size=2, rank=int(os.environ["RANK"]), steps=STEPS)
+    rank = int(os.environ["RANK"])
+    return train(_WritesInside, strategy, world_size=2, rank=rank, steps=STEPS, callbacks=_when(early))
 
 
 def test_writes_inside_of_a_step_are_what_the_rest_of_it_computes_with() -> None:
@@ -174,9 +186,9 @@ def _counted(early: bool) -> tuple[Any, list[tuple[str, int]]]:
         def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
             starts.append((batch_idx, trainer.strategy.engine.runtime.stats()["gather_groups"]))
 
-    config = CompileConfig(region_backend="eager", early_gathers=early, schedule=None)
+    config = CompileConfig(region_backend="eager", schedule=None)
     strategy = DeepCompileStrategy(compile=config)
-    record = _train([Starts()], strategy=strategy, inspect=lambda trainer: trainer.strategy.summary())
+    record = _train([Starts(), *_when(early)], strategy=strategy, inspect=lambda trainer: trainer.strategy.summary())
     return record.extra, starts
 
 
@@ -204,13 +216,20 @@ def _in_parts(accelerator: str) -> dict[tuple[str, bool], tuple[Record, list[int
             gathered: list[int] = []
 
             class Steps(pl.Callback):
-                def on_train_start(self, trainer: pl.Trainer, module: Any, gathered: list[int] = gathered) -> None:
+                def on_train_start(
+                    self,
+                    trainer: pl.Trainer,
+                    module: Any,
+                    gathered: list[int] = gathered,
+                    head_start: bool = head_start,
+                ) -> None:
                     (stepping,) = trainer.optimizers
                     runtime = trainer.strategy.engine.runtime
+                    trainer.strategy.engine.timeline.prefetch.may_be_in_optimizer = head_start
                     stepping.register_step_post_hook(lambda *_: gathered.append(runtime.stats()["gather_groups"]))
 
             offload = "auto" if optimizer == "sgd" and head_start else "none"
-            config = CompileConfig(region_backend="eager", head_start=head_start, schedule=None, offload=offload)
+            config = CompileConfig(region_backend="eager", schedule=None, offload=offload)
             strategy = DeepCompileStrategy(compile=config)
             record = _train(
                 [Steps()],

@@ -82,8 +82,6 @@ def test_cpu_offload_where_nothing_may_be_offloaded() -> None:
         ({"offload": "some"}, "offload='some'"),
         ({"offload": ["state"]}, "offload=.'state'"),
         ({"host_memory_budget": "much"}, "host_memory_budget='much'"),
-        ({"offload_chunk": 0.5}, "offload_chunk=0.5"),
-        ({"offload_chunk": "1 parsec"}, "offload_chunk='1 parsec'"),
     ],
 )
 def test_offload_settings_that_cannot_be_meant(arguments: dict[str, Any], message: str) -> None:

@@ -86,9 +86,9 @@ def test_lightning_cli_takes_names_class_paths_and_settings(metadata: Path) -> N
         "strategy('--trainer.strategy=deepcompile')\n"
         "strategy(f'--trainer.strategy={path}')\n"
         "for name in (path, 'DeepCompileStrategy', 'deepcompile'):\n"
-        "    settings = ['--trainer.strategy.compile.prefetch_blocks', '3', '--trainer.strategy.stage', '2']\n"
+        "    settings = ['--trainer.strategy.compile.memory_budget', '24GiB', '--trainer.strategy.stage', '2']\n"
         "    made = strategy('--trainer.strategy', name, *settings)\n"
-        "    assert made.compile.prefetch_blocks == 3 and made.stage == 2\n",
+        "    assert made.compile.memory_budget == '24GiB' and made.stage == 2\n",
         paths=(metadata,),
     )
 

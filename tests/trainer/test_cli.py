@@ -92,7 +92,7 @@ def test_the_configuration_and_the_help_are_whole(tmp_path: Path) -> None:
     settings = config["strategy"]["init_args"]
     assert settings["stage"] == 2 and settings["timeout"] == "0:30:00" and settings["state_dict_type"] == "full"
     assert settings["device_mesh"] == "auto"
-    assert settings["compile"]["prefetch_blocks"] == 2 and settings["compile"]["region_backend"] == "inductor"
+    assert settings["compile"]["memory_budget"] == "90%" and settings["compile"]["region_backend"] == "inductor"
 
     printed = run_cli(tmp_path, "--trainer.strategy.help=lightning_deepcompile.DeepCompileStrategy")
     shown = " ".join(printed.partition("Help for --trainer.strategy.help=")[2].split())
@@ -190,9 +190,9 @@ def test_every_setting_survives_the_command_line_and_a_file(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("argument", "named"),
     [
-        ("compile.prefetch_block=3", "Option 'prefetch_block' is not accepted"),
+        ("compile.memory_budge=3", "Option 'memory_budge' is not accepted"),
         ("compile={offload: all, schedul: null}", "Option 'schedul' is not accepted"),
-        ("compile.prefetch_blocks=null", r'key "prefetch_blocks":\s*Expected a <class .int.>'),
+        ("compile.fallback=null", r'key "fallback":\s*Expected a typing.Literal'),
         ("stge=3", "Option 'stge' is not accepted"),
     ],
 )

@@ -314,7 +314,7 @@ def _train_with_states() -> tuple[list[list[float]], list[list[float]], list[int
     results: list[list[list[float]]] = []
     for plan, offload in ((None, "none"), ("kept", "auto")):
         # With more memory, states stay in any case.
-        engine = planned_engine(mesh, plan, offload=offload, offload_chunk="2KiB", memory_budget="120kB")
+        engine = planned_engine(mesh, plan, offload=offload, memory_budget="120kB")
         optimizer = torch.optim.AdamW(engine.module.parameters(), 1e-2)
         engine.attach_optimizer(optimizer)
         losses, away = [], []

@@ -20,6 +20,7 @@ from test_profile import EARLY, ROUND
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_deepcompile.plan.leaner import Shortage
+from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.profile.build import limit_memory
 from lightning_deepcompile.tuning.tuner import Tuner
 
@@ -131,7 +132,8 @@ def test_a_training_that_ends_while_it_is_measured_leaves_nothing(mesh: DeviceMe
 def test_a_pass_that_needs_no_profile_is_applied_once(mesh: DeviceMesh) -> None:
     passes = ["zero3", "prefetch", early_ends]
     for schedule in ([{"step": 0, "passes": passes}], [{"step": 0, "passes": passes}, {"step": 3, "passes": passes}]):
-        engine = make_engine(mesh, schedule=schedule, prefetch_blocks=1)
+        engine = make_engine(mesh, schedule=schedule)
+        engine.replan(PlanSettings(prefetch_blocks=1))
         optimizer = sgd(engine)
         for _ in range(ROUND):
             one_step(engine, TOKENS, optimizer)

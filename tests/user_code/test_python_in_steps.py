@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -116,8 +116,15 @@ def contents(module: Fills) -> list[Any]:
     return [module.list, module.dict, module.lists, dict(module.by_name), module.epochs, list(module.window)]
 
 
+@pytest.fixture(autouse=True)
+def few_compilations() -> Iterator[None]:
+    """Functions that change with every step are soon left uncompiled."""
+    with torch._dynamo.config.patch(recompile_limit=3):
+        yield
+
+
 def ours() -> DeepCompileStrategy:
-    return DeepCompileStrategy(compile=CompileConfig(region_backend="eager", recompile_limit=3))
+    return DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
 
 
 def text(module: Any, loss: Tensor, index: int) -> None:
@@ -340,7 +347,8 @@ def on_first_rank(module: Any, loss: Tensor, index: int) -> None:
 
 
 def _on_first_rank() -> tuple[int, int]:
-    module = run(ours(), on_first_rank, Numbers)
+    with torch._dynamo.config.patch(recompile_limit=3):
+        module = run(ours(), on_first_rank, Numbers)
     return len(module.list), len(module.history)
 
 
