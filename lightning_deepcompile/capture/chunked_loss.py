@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from lightning_deepcompile import compat
@@ -59,10 +60,10 @@ def chunk_losses(gm: fx.GraphModule, pieces: int) -> int:
     number = 0
     for linear in [n for n in gm.graph.nodes if n.op == "call_function" and n.target is F.linear and not n.kwargs]:
         hidden, weight = (n.meta["example_value"].shape for n in args_of(linear)[:2])
-        if len(hidden) < 2 or len(weight) != 2 or weight[0] <= weight[1]:
+        if len(hidden) < 2 or len(weight) != 2 or not statically_known_true(weight[0] > weight[1]):
             continue
         classes = weight[0]
-        if not pieces and classes < _MANY_CLASSES:
+        if not pieces and not statically_known_true(classes >= _MANY_CLASSES):
             continue
         found = _Rows(linear)
         try:

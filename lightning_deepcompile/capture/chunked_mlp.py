@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from lightning_deepcompile import compat
@@ -115,7 +116,7 @@ def _find(linear: fx.Node) -> _FeedForward | None:
         if not by_row.isdisjoint(node.all_input_nodes) and _is_by_row(node, by_row, example.shape[:-1]):
             by_row.add(node)
             value = node.meta["example_value"]
-            if isinstance(value, Tensor) and value.shape[-1] <= example.shape[-1]:
+            if isinstance(value, Tensor) and statically_known_true(value.shape[-1] <= example.shape[-1]):
                 layer = _closed(node, rows, by_row)
                 if layer is not None and linear in layer.nodes:
                     change = change_between(layer.nodes[0], node)
@@ -148,7 +149,11 @@ def _is_linear(node: fx.Node) -> bool:
 
 def _widens(linear: fx.Node) -> bool:
     rows, weight = (n.meta["example_value"].shape for n in args_of(linear)[:2])
-    return len(rows) > 1 and len(weight) == 2 and bool(weight[0] > weight[1])
+    return len(rows) > 1 and len(weight) == 2 and statically_known_true(weight[0] > weight[1])
+
+
+def _is_one_row(shape: Sequence[Any]) -> bool:
+    return same_shape(shape[:-1], [1] * (len(shape) - 1))
 
 
 def _is_by_row(node: fx.Node, by_row: set[fx.Node], leading: Sequence[Any]) -> bool:
@@ -164,7 +169,7 @@ def _is_by_row(node: fx.Node, by_row: set[fx.Node], leading: Sequence[Any]) -> b
     if name in _BY_ROW:
         # Of the same rows, numbers, or vectors along rows.
         return all(
-            n in by_row or (isinstance(e := n.meta.get("example_value"), Tensor) and e.shape[:-1].numel() == 1)
+            n in by_row or (isinstance(e := n.meta.get("example_value"), Tensor) and _is_one_row(e.shape))
             for n in node.all_input_nodes
         )
     if source not in by_row:

@@ -54,6 +54,7 @@ class Round:
             for that. ``"measured"`` where there is nothing to plan.
         reason: What made a leaner plan take over, and what it does differently, or why nothing was planned; else empty.
         before_peak_bytes: Measured peak memory of this rank before; None where the allocator does not count.
+        compared: Whether steps before and after had batches of equal sizes, so that their durations compare.
     """
 
     step: int
@@ -66,6 +67,7 @@ class Round:
     outcome: str = "measuring"
     reason: str = ""
     before_peak_bytes: int | None = None
+    compared: bool = True
 
     def __str__(self) -> str:
         """The round as a table."""
@@ -83,6 +85,11 @@ class Round:
         peaks = ""
         if self.after_peak_bytes and self.before_peak_bytes:
             peaks = f", and {format_bytes(self.after_peak_bytes)} ({format_bytes(self.before_peak_bytes)} before)"
+        if self.outcome == "kept" and not self.compared:
+            return (
+                f"The plan of step {self.step} is kept, by its prediction: no two steps before and after it had "
+                f"batches of equal sizes{peaks}."
+            )
         if self.outcome == "kept":
             return f"The plan of step {self.step} is kept: {after:.1f} ms a step ({before:.1f} ms before){peaks}."
         if self.outcome == "reverted":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -72,7 +71,8 @@ def build_profile(
         gradient_bytes(ran, hold_ratio, isolated.micro_batches if accumulates else 1, world_size),
         None if on_device else live,
     )
-    samples = _Samples(isolated, memory, _region_times(observed, schedules))
+    # Regions of another batch's sizes take another time: of the step whose duration is known.
+    samples = _Samples(isolated, memory, _region_times(observed, schedules), equal=observed.work == isolated.work)
     for name in dict.fromkeys(run.program for run in isolated.runs):
         samples.add(isolated_schedules[name])
     profile = Profile(
@@ -133,9 +133,13 @@ class _Samples:
         isolated: The step.
         memory: Knows the memory of regions.
         ordinary: Seconds of regions, and of their launch, in the step that ran as scheduled.
+        equal: Whether both steps had batches of the same sizes.
     """
 
-    def __init__(self, isolated: StepProbe, memory: _Memory, ordinary: Mapping[str, tuple[float, float]]) -> None:
+    def __init__(
+        self, isolated: StepProbe, memory: _Memory, ordinary: Mapping[str, tuple[float, float]], equal: bool
+    ) -> None:
+        self._equal = equal
         self._probe, self._memory, self._ordinary = isolated, memory, ordinary
         self._on_device = isolated.device.type == "cuda"
         self.regions: dict[str, RegionCost] = {}
@@ -154,11 +158,10 @@ class _Samples:
             traits = instruction.traits
             if instruction.region:
                 key = f"{schedule.name}/{instruction.region}"
+                alone = (seconds[position], host[position])
+                ordinary = self._ordinary.get(key, alone)
                 # Either step may have met with a hiccup; communication beside a region makes it no faster.
-                times = zip(
-                    (seconds[position], host[position]), self._ordinary.get(key, (math.inf, math.inf)), strict=True
-                )
-                device, launched = map(min, times)
+                device, launched = map(min, zip(alone, ordinary, strict=True)) if self._equal else ordinary
                 cost = (device, launched if self._on_device else 0.0)
                 self.regions[key] = RegionCost(*cost, *self._memory.of(schedule, position, runs))
             elif traits.effect == ("launch", "parameters"):

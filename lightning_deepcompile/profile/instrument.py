@@ -25,10 +25,12 @@ def instrument(executables: Iterable[Executable], probe: StepProbe) -> dict[str,
         The schedules that run, by program name.
     """
     schedules = {}
+    executables = list(executables)
     for executable in executables:
         program = executable.program
         if probe.drain is not None:
             program = reschedule(program, just_in_time(program.schedule), "isolated")
         schedules[program.name] = program.schedule
         executable.profile(program, probe.marks_of(program.name))
+    probe.watch(executables)
     return schedules

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from lightning_deepcompile.profile.peak_memory import PeakMemory
+from lightning_deepcompile.program.executable import Executable
 
 __all__ = ["Mark", "ProgramMarks", "Run", "StepProbe"]
 
@@ -75,6 +76,9 @@ class StepProbe:
         end: End of the optimizer's step.
         micro_batches: Forward and backward passes seen.
         accumulating: Numbers of those whose gradients only accumulate.
+        work: The programs that ran, each with the sizes of its arguments, in order. Steps are compared where these are
+            equal.
+        compiled: Whether programs were compiled during the step, which makes it long.
     """
 
     device: torch.device
@@ -85,6 +89,18 @@ class StepProbe:
     end: Mark | None = None
     micro_batches: int = 0
     accumulating: set[int] = field(default_factory=set)
+    work: list[tuple[Hashable, ...]] = field(default_factory=list)
+    compiled: bool = False
+
+    def watch(self, executables: Iterable[Executable]) -> None:
+        """Notes what `executables` run, until their programs are swapped."""
+        for executable in executables:
+            executable.watch = self._note
+
+    def _note(self, program: str, args: Sequence[Any]) -> None:
+        self.work.append(
+            (program, *(tuple(a.shape) if isinstance(a, torch.Tensor) else type(a) is int and a for a in args))
+        )
 
     def begin_micro_batch(self) -> None:
         """A forward pass is about to start."""

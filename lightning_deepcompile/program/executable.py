@@ -48,6 +48,7 @@ class Executable:
         seconds: What they took of the host's time.
         first_gathers: The gathers that the current schedule begins with.
         waits_for_states: Whether it waits for optimizer states that leave the device.
+        watch: Called before every run with the program's name and its arguments, until `swap`; None: nothing is.
     """
 
     base: Program
@@ -61,6 +62,7 @@ class Executable:
     source: str = field(init=False, default="")
     first_gathers: list[Gathers] = field(init=False)
     waits_for_states: bool = field(init=False)
+    watch: Callable[[str, Sequence[Any]], None] | None = field(init=False, default=None)
     _run: Callable[[list[Any]], Sequence[Any]] = field(init=False)
     _running: Program = field(init=False)
     _guard: Guard | None = field(init=False)
@@ -82,6 +84,7 @@ class Executable:
         if program.graph_id != self.base.graph_id:
             raise ValueError(f"The program {program.name!r} belongs to another graph than {self.base.name!r}.")
         self.program = self._running = program
+        self.watch = None
         self._guard = None if _GUARDED.isdisjoint(program.history) else self.guard
         self._run, self.source = generate(program, guard=self._guard)
         self._with_names = None
@@ -130,6 +133,8 @@ class Executable:
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Runs the program on `args`, which is emptied."""
+        if self.watch is not None:
+            self.watch(self.program.name, args)
         behind = self.check(self._running)
         self.calls += 1
         self.before()

@@ -1,13 +1,19 @@
-"""The measured steps of a round, what one rank saw of them as a profile, and what all ranks plan with."""
+"""The measured steps of a round, what one rank saw of them as a profile, and what all ranks plan with.
+
+Batches may differ from step to step. A profile is made of two steps that ran the same programs; if the first two did
+not, more are measured until two of them did. Durations are compared only between steps of equal work: the same programs
+with arguments of the same sizes, on every rank.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.plan.costs import Profile
@@ -22,12 +28,16 @@ from lightning_deepcompile.profile.probe import Run, StepProbe
 from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.live import live_bytes
 from lightning_deepcompile.program.schedule import Schedule
+from lightning_deepcompile.ranks.exchange import exchange, number_of
 
 __all__ = ["ISOLATED", "OBSERVED", "PLANNED", "TIMED", "VERIFIED", "Measurement", "agreed_profile"]
 
 # A round, in steps from its first profiled one: two ordinary steps before are timed. One runs as scheduled, with marks;
 # the next waits for every collective at once.
 OBSERVED, ISOLATED, PLANNED, TIMED, VERIFIED = 0, 1, 2, 3, 6
+
+_MOST_REPEATS = 6
+"""With batches of few kinds (full ones and a last one, one sample and several), two of thirteen steps are alike."""
 
 _MARGIN = 8  # of a chosen budget, plans leave 1 / 2^8 free: predictions are not better than that
 
@@ -45,7 +55,10 @@ class Measurement:
     def __init__(self, first: int, searching: bool = False) -> None:
         self.first, self.searching = first, searching
         self._probes: dict[int, StepProbe] = {}
-        self._schedules: dict[int, dict[str, Schedule]] = {}  # what ran in the profiled steps
+        self._repeats = 0
+        # Profiled steps, with what ran in them: as scheduled, and with every collective by itself.
+        self._observed: list[tuple[StepProbe, dict[str, Schedule]]] = []
+        self._isolated: list[tuple[StepProbe, dict[str, Schedule]]] = []
 
     def probe(
         self, moment: int, device: torch.device, memory: PeakMemory, runtime: Any, capture: Capture
@@ -63,28 +76,89 @@ class Measurement:
             capture: Has the programs.
         """
         capture.measures = None
+        for executable in capture.executables:
+            executable.watch = None
         if not (-2 <= moment < PLANNED or TIMED <= moment < VERIFIED):
             return None
         # Of the round it may know nothing: programs with marks outlive a training that ends during one.
         drain = functools.partial(runtime.gradients.free, []) if moment == ISOLATED else None
         probe = self._probes[moment] = StepProbe(device, memory, drain)
+        training = [e for e in capture.executables if e.program.kind != "inference"]
         if moment in (OBSERVED, ISOLATED):
-            schedules = self._schedules[moment] = {}
-            measures = capture.measures = functools.partial(_measure, schedules, probe)
-            for executable in capture.executables:
-                if executable.program.kind != "inference":
-                    measures(executable)
+            schedules = instrument(training, probe)
+            (self._observed if moment == OBSERVED else self._isolated).append((probe, schedules))
+            capture.measures = functools.partial(_measure, schedules, probe)
+        else:
+            probe.watch(training)
+            capture.measures = functools.partial(_compiled, probe)
         return probe
 
+    def repeat(self) -> bool:
+        """Measures two more steps, if there may be more; call on all ranks where a rank has no two of equal programs.
+
+        Returns:
+            Whether the step that begins is the first of them.
+        """
+        if self._repeats == _MOST_REPEATS:
+            return False
+        self._repeats += 1
+        self.first += PLANNED
+        self._probes = {moment - PLANNED: probe for moment, probe in self._probes.items() if moment != ISOLATED}
+        return True
+
     def fastest(self, first: int, last: int) -> float:
-        """Seconds of the shortest of the steps from `first` up to `last`; 0 if none was timed."""
-        times = [self._probes[m].seconds() for m in range(first, last) if m in self._probes]
+        """Seconds of the shortest of the steps from `first` up to `last` of equal work; 0 if none was timed.
+
+        Equal to the work of the step that the profile is made of, or else of the last one.
+        """
+        probes = [self._probes[m] for m in range(first, last) if m in self._probes]
+        if not probes:
+            return 0.0
+        reference = self._pair()[0][0] if first < OBSERVED else probes[-1]
+        # A step in which something was compiled tells nothing.
+        equal = [one for one in probes if one.work == reference.work and not one.compiled]
+        times = [one.seconds() for one in equal or [one for one in probes if not one.compiled]]
         return min((t for t in times if t > 0), default=0.0)
+
+    def compare(self, group: dist.ProcessGroup) -> tuple[float, float] | None:
+        """Compares steps before and after the plan that did the same on every rank; a collective.
+
+        Args:
+            group: The ranks.
+
+        Returns:
+            Seconds of the fastest step before, and of the fastest after, of equal work; None if no two can be compared.
+            (0, 0) if the work of all steps is equal.
+        """
+        timed = [m for m in self._probes if m < ISOLATED or m >= TIMED]
+        mine = {m: (number_of(repr(self._probes[m].work)), self._probes[m].seconds()) for m in timed if self._valid(m)}
+        ranks = exchange(mine, group)
+        kinds: dict[tuple[int, ...], tuple[list[float], list[float]]] = {}
+        for moment in timed:
+            if all(moment in rank for rank in ranks):
+                seconds = max(rank[moment][1] for rank in ranks)
+                before_and_after = kinds.setdefault(tuple(rank[moment][0] for rank in ranks), ([], []))
+                before_and_after[moment >= TIMED].append(seconds)
+        if len(kinds) == 1 and all(next(iter(kinds.values()))):
+            return 0.0, 0.0
+        pairs = [(min(before), min(after)) for before, after in kinds.values() if before and after]
+        return min(pairs, key=lambda pair: pair[1] / pair[0], default=None)
+
+    def _valid(self, moment: int) -> bool:
+        probe = self._probes[moment]
+        return bool(probe.work) and not probe.compiled and probe.seconds() > 0
 
     @property
     def runs(self) -> list[Run]:
-        """What the isolated step ran."""
-        return self._probes[ISOLATED].runs
+        """The runs of the isolated step that the profile is made of."""
+        return self._pair()[1][0].runs
+
+    def _pair(self) -> tuple[tuple[StepProbe, dict[str, Schedule]], tuple[StepProbe, dict[str, Schedule]]]:
+        """The last two profiled steps that ran the same programs, rather with arguments of the same sizes."""
+        pairs = [(o, i) for i in reversed(self._isolated) for o in reversed(self._observed)]
+        alike = [(o, i) for o, i in pairs if _programs(o[0]) == _programs(i[0])]
+        equal = [(o, i) for o, i in alike if o[0].work == i[0].work]
+        return next(iter([*equal, *alike, *pairs]))
 
     def profile(
         self,
@@ -110,9 +184,9 @@ class Measurement:
             host_room: Bytes of host memory that saved tensors may take; None where none may leave.
             states_travel: Whether optimizer states come and go.
         """
-        observed, isolated = self._probes[OBSERVED], self._probes[ISOLATED]
+        (observed, schedules), (isolated, isolated_schedules) = self._pair()
         window_size, window_from = windows
-        between = [self._probes[m + 1].seconds_since(self._probes[m]) for m in range(-2, 0) if m in self._probes]
+        between = [second.seconds_since(first) for first, second in self._successive()]
         config, model = capture.config, capture.model
         names = list(dict.fromkeys(run.program for run in isolated.runs))
         start = capture.schedules(names, passes)
@@ -121,8 +195,8 @@ class Measurement:
         profile = build_profile(
             observed,
             isolated,
-            self._schedules[OBSERVED],
-            self._schedules[ISOLATED],
+            schedules,
+            isolated_schedules,
             world_size=model.ranks.shards,
             hold_ratio=hold_ratio(dtypes),
             window_from=window_from,
@@ -144,9 +218,23 @@ class Measurement:
             profile = replace(profile, copy_out=out, copy_in=back, contention=contention, host_budget=room)
         return profile, tuple(start[s.name] for s in profile.schedules)
 
+    def _successive(self) -> Iterator[tuple[StepProbe, StepProbe]]:
+        for moment, probe in self._probes.items():
+            if moment < OBSERVED and moment + 1 in self._probes:
+                yield probe, self._probes[moment + 1]
+
 
 def _measure(schedules: dict[str, Schedule], probe: StepProbe, executable: Executable) -> None:
     schedules |= instrument([executable], probe)
+    probe.compiled = True
+
+
+def _compiled(probe: StepProbe, executable: Executable) -> None:
+    probe.compiled = True
+
+
+def _programs(probe: StepProbe) -> list[str]:
+    return [run.program for run in probe.runs]
 
 
 def agreed_profile(

@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 _NOISE = 0.03  # how much slower than before a plan may measure
 _ALONE = "One rank has no other to wait for: its step was measured, and there was nothing to plan."
-_ATTEMPTS = 4  # at most, so that a model with ever new shapes does not plan for ever
+_ATTEMPTS = 3  # at most, so that a model with ever new shapes does not plan for ever
 
 
 class Tuner:
@@ -257,6 +257,7 @@ class Tuner:
         moment = self._step - self._round.first
         if moment == PLANNED:
             self._plan(self._round)
+            moment = OBSERVED if self._round is not None and self._round.first == self._step else moment
         elif moment == VERIFIED:
             self._verify()
         if self._round is not None:
@@ -281,6 +282,8 @@ class Tuner:
         try:
             seen = put_together(mine, error, self._group)
         except ProfileError as failure:
+            if measurement.repeat():
+                return
             self._attempts += 1
             level = logging.WARNING if self._passes or self._retracing.pending else logging.INFO
             self._say(f"No plan was made at step {self._step}, and training goes on as before: {failure}", level)
@@ -400,10 +403,14 @@ class Tuner:
         after, most = maxima([after, -1 if (mine := self._peak()) is None else mine], self._group)
         peak = None if most < 0 else int(most)
         before = self.rounds[-1].before_seconds
-        assert self.profile is not None
+        assert self.profile is not None and self._round is not None
+        pair = self._round.compare(self._group)
+        if pair is not None and pair[0] > 0:
+            before, after = pair
         held = self.rounds[-1].passes[0].peak_bytes <= (self.profile.budget or 0) + self.profile.room
         must = not held or self._states.must
-        slower = before > 0 and after > before * (1 + _NOISE) and not must  # what did not fit is no alternative
+        # What did not fit is no alternative; batches of other sizes are no comparison.
+        slower = pair is not None and before > 0 and after > before * (1 + _NOISE) and not must
         if slower:
             passes, plan = self._previous
             self._run_plan(plan, passes)
@@ -413,7 +420,13 @@ class Tuner:
             self._excess += excess  # memory that no model knows of: the next plan leaves it free
             self._say(f"Steps take {format_bytes(excess)} more than the memory budget: planning anew.", logging.WARNING)
             self._entries.insert(0, (self._step + 3, self._passes))
-        self._finish_round(after_seconds=after, after_peak_bytes=peak, outcome="reverted" if slower else "kept")
+        self._finish_round(
+            before_seconds=before,
+            after_seconds=after,
+            after_peak_bytes=peak,
+            outcome="reverted" if slower else "kept",
+            compared=pair is not None,
+        )
 
     def _finish_round(self, **fields: Any) -> None:
         self.rounds[-1] = done = replace(self.rounds[-1], **fields)
