@@ -157,18 +157,28 @@ def _deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _apply_of(original: type[nn.Module]) -> Callable[..., nn.Module]:
-    """What ``module.to(...)`` calls. Where it changes nothing it assigns nothing: `ShardedModel.check_installed`."""
+    """Makes the method behind ``module.to(...)``. It assigns only what it changes: `ShardedModel.check_installed`."""
 
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        def changed(tensor: Tensor) -> Tensor:
-            new = fn(tensor)
-            if not (isinstance(tensor, DTensor) and isinstance(new, DTensor)) or new.dtype != tensor.dtype:
-                return new
-            return tensor if compat.local_of(new).data_ptr() == compat.local_of(tensor).data_ptr() else new
-
-        return original._apply(self, changed, recurse)
+        parameters = self._parameters
+        with torch.no_grad():
+            changed = {name: p for name, p in parameters.items() if p is not None and not _stays(p, fn(p))}
+        # PyTorch swaps a tensor subclass for a new one, with its attributes, even where nothing changes.
+        self.__dict__["_parameters"] = changed
+        try:
+            return original._apply(self, fn, recurse)
+        finally:
+            parameters.update(changed)
+            self.__dict__["_parameters"] = parameters
 
     return _apply
+
+
+def _stays(tensor: Tensor, new: Tensor) -> bool:
+    """Returns whether `new`, made of a parameter, is that parameter: of the same dtype, in the same memory."""
+    if not (isinstance(tensor, DTensor) and isinstance(new, DTensor)) or new.dtype != tensor.dtype:
+        return new is tensor
+    return compat.local_of(new).data_ptr() == compat.local_of(tensor).data_ptr()
 
 
 def _reduced(self: nn.Module, protocol: Any) -> Any:

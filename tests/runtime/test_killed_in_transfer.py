@@ -65,5 +65,7 @@ def test_the_others_end_and_training_goes_on_from_the_last_checkpoint(tmp_path: 
         message = str(ended.value)
         assert "rank 1 died with exit code -9" in message, message
         # By itself, within the timeout: what still runs 10 seconds after the first death is killed, and said to be.
-        assert "was still running" not in message and "failed on rank 0 of 2" in message, message
+        assert "was still running" not in message, message
+        # A transfer notices it, or the exchange between hosts that follows.
+        assert "failed on rank 0 of 2" in message or "Rank 1 has gone" in message, message
     run_ranks(_resumes, WORLD, tmp_path, timeout=120)
