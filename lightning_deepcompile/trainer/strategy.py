@@ -497,7 +497,8 @@ class DeepCompileStrategy(ProcessStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state dict: full on rank 0 and empty on others, or sharded; all ranks must call it."""
-        self.engine.timeline.meet(Where.STATE)
+        if self._sharded is not None:
+            self._sharded.engine.timeline.meet(Where.STATE)
         return self._checkpoints.module_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -153,6 +153,12 @@ class Measurement:
         """The runs of the isolated step that the profile is made of."""
         return self._pair()[1][0].runs
 
+    @property
+    def paired(self) -> bool:
+        """Returns whether two profiled steps ran the same programs."""
+        (observed, _), (isolated, _) = self._pair()
+        return _programs(observed) == _programs(isolated)
+
     def _pair(self) -> tuple[tuple[StepProbe, dict[str, Schedule]], tuple[StepProbe, dict[str, Schedule]]]:
         """The last two profiled steps that ran the same programs, rather with arguments of the same sizes."""
         pairs = [(o, i) for i in reversed(self._isolated) for o in reversed(self._observed)]

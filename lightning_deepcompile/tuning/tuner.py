@@ -282,7 +282,7 @@ class Tuner:
         try:
             seen = put_together(mine, error, self._group)
         except ProfileError as failure:
-            if measurement.repeat():
+            if on_any(not measurement.paired, self._group) and measurement.repeat():
                 return
             self._attempts += 1
             level = logging.WARNING if self._passes or self._retracing.pending else logging.INFO

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,15 @@ def _short(folder: Path) -> None:
     assert strategy.save_report(folder / "report.html") == folder / "report.html"
 
 
+def _blocks(name: str) -> Iterator[str]:
+    """Yields the blocks that an event is named after; neighbours are a range, ``layers.0-2``."""
+    for part in name.split(", "):
+        if (found := re.fullmatch(r"(.*\.)(\d+)-(\d+)", part)) is None:
+            yield part
+        else:
+            yield from (f"{found[1]}{index}" for index in range(int(found[2]), int(found[3]) + 1))
+
+
 def _long(folder: Path) -> list[str]:
     """Returns the names of the files that this rank has written."""
     accumulated = 2 if int(os.environ["WORLD_SIZE"]) > 1 else 1
@@ -50,7 +61,7 @@ def _long(folder: Path) -> list[str]:
         (folder / "profile.json").write_text(profile.to_json())
         blocks = set(profile.labels.parameters.values())
         names = {row["name"] for row in json.loads((folder / "trace.json").read_text())["traceEvents"]}
-        assert blocks and blocks <= {part for name in names for part in name.split(", ")}, (blocks, names)
+        assert blocks and blocks <= {block for name in names for block in _blocks(name)}, (blocks, names)
         sys.argv = ["", "simulate", str(folder / "profile.json"), *ELSEWHERE]
         main()  # ends the process if something is missing
     return [path.name for path in written if path is not None]
