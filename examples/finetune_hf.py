@@ -167,7 +167,7 @@ def add_adapters(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def answers(model: Any, tokenizer: Any, device: torch.device) -> list[str]:
-    """What the model says to the question about each country."""
+    """Returns the model's answers to the question about each country."""
     questions = [QUESTION.format(country=country) for country in CAPITALS]
     asked = tokenizer(questions, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     training = model.training

@@ -62,7 +62,7 @@ class Windows(Dataset[Tensor]):
 
     @classmethod
     def random_crops(cls, text: Tensor, length: int, seed: int = 0) -> Windows:
-        """As many windows as cover the text once, at offsets drawn from `seed`."""
+        """Returns as many windows as cover the text once, at offsets drawn from `seed`."""
         cls._check(text, length)
         generator = torch.Generator().manual_seed(seed)
         return cls(text, torch.randint(len(text) - length + 1, (len(text) // length,), generator=generator), length)

@@ -41,7 +41,7 @@ _VARIABLES = ("NCCL_", "TORCH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LDC_
 
 
 def collect() -> Report:
-    """Gathers the report.
+    """Collects the report.
 
     Returns:
         Sections by name, each a dict of plain values; ``missing`` is a list of sentences, empty if all is well.
@@ -65,7 +65,7 @@ def collect() -> Report:
 
 
 def render(report: Report) -> str:
-    """Lays the report out as a table.
+    """Formats the report as a table.
 
     Args:
         report: What :func:`collect` returned.
@@ -92,7 +92,7 @@ def main() -> None:
         arguments = ["info", *arguments]
     if arguments[0] in _COMMANDS:
         module, _ = _COMMANDS[arguments[0]]
-        # Imported now: all but `info` need torch, which may be what is broken.
+        # Imported now: all but `info` need torch, which may be broken.
         run = _info if module is None else importlib.import_module(module).main
         run(arguments[1:])
         return
@@ -166,7 +166,7 @@ def _devices(torch: ModuleType | None) -> Report:
 
 
 def _host_memory() -> Report:
-    """What there is for tensors that leave their device."""
+    """Memory available for offloaded tensors."""
     memory: Report = {}
     try:
         from lightning_deepcompile.offload.host_memory import available_host_memory
@@ -199,7 +199,7 @@ def _backends(torch: ModuleType | None) -> Report:
 
 
 def _communicators(build: Report, devices: Report, backends: Report) -> Report:
-    """Says for each of the runtime's two communicators "yes", or what stands in its way."""
+    """Says for each of the runtime's two communicators "yes", or the obstacle."""
     no_runtime = None if build["state"] == "loaded" else "no: the extension is not usable"
     reason = build.get("reason")
     built_without = f"no: the extension was built without NCCL{f' ({reason})' if reason else ''}"
@@ -240,14 +240,14 @@ def _missing(torch_error: str, build: Report, devices: Report, communicators: Re
 
 
 def _hidden_installation() -> Path | None:
-    """The folder of an installed package with a runtime, which this one comes before."""
+    """The folder of an installed package with a runtime, which this one shadows."""
     folders = [Path(entry, "lightning_deepcompile").resolve() for entry in sys.path]
     own = Path(__file__).resolve().parent
     return next((folder for folder in folders if folder != own and any(folder.glob("_C*.so"))), None)
 
 
 def _autoload_problem() -> str:
-    """Why ``Trainer(strategy="deepcompile")`` needs an import of this package here; empty if it does not."""
+    """The reason why ``Trainer(strategy="deepcompile")`` needs an import of this package; empty if it does not."""
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         return 'TORCH_DEVICE_BACKEND_AUTOLOAD=0 hides strategy="deepcompile" from the Trainer: unset it.'
     if importlib.metadata.entry_points(group="torch.backends", name="lightning_deepcompile"):

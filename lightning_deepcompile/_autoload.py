@@ -1,4 +1,4 @@
-"""Makes Lightning know our strategies as soon as Lightning is imported, without anybody importing this package.
+"""Registers our strategies as soon as Lightning is imported, without an import of this package by the user.
 
 Lightning reads no entry point when it looks up a strategy by name. But it imports torch first, and torch calls every
 entry point of the group ``torch.backends`` at the end of its own import. The module ``lightning_deepcompile_autoload``,
@@ -6,7 +6,7 @@ which lies beside the package, is one of them and calls :func:`install`, which w
 imported, and adds our names to them.
 
 An error here would make ``import torch`` fail for everybody on the machine. So this module (and the package's
-``__init__``, which is imported with it) uses the standard library alone, and :func:`install` never raises.
+``__init__``, which is imported with it) uses only the standard library, and :func:`install` never raises.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def install() -> None:
                 _register(module)
         if (module := sys.modules.get(_CLI)) is not None:
             _name_classes(module)
-        # The finder stays for the life of the process, as taking it out while another thread walks through
-        # `sys.meta_path` would make that thread skip a finder.
+        # The finder stays for the life of the process: removing it while another thread iterates over `sys.meta_path`
+        # would make that thread skip a finder.
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())
     except Exception as error:
@@ -91,7 +91,7 @@ def _warn(error: Exception) -> None:
 
 
 class _Finder:
-    """Finds modules of Lightning's as the other finders do, and has us told when one was executed."""
+    """Finds Lightning's modules as the other finders do, and calls us when one was executed."""
 
     def __init__(self) -> None:
         self._searching: set[str] = set()
@@ -101,7 +101,7 @@ class _Finder:
     ) -> ModuleSpec | None:
         if name not in (*_REGISTRIES, _CLI) or name in self._searching:
             return None
-        # Import hooks of others may ask all finders in turn, this one included.
+        # Other import hooks may ask all finders in turn, including this one.
         self._searching.add(name)
         try:
             spec = self._ask_the_others(name, path, target)
@@ -131,7 +131,8 @@ class _Loader:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # From here on the module looks as if nobody had stood in between: resources, sources and reloading go by these.
+        # From here on the module shows no trace of this loader: resources, sources and reloading depend on these
+        # attributes.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

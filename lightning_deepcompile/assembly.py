@@ -55,7 +55,7 @@ begin at a place of a step that differs between ranks, and gain nothing where th
 
 
 class Assembly:
-    """What the parts of one engine are built from. Its methods are called once, in the order in which they stand.
+    """The common inputs of an engine's parts. Call its methods once each, in the order in which they are written.
 
     Args:
         mesh: Device mesh of the ranks.
@@ -70,8 +70,8 @@ class Assembly:
         device: Where the programs run.
         memory: Of that device.
         host_group: Of the ranks' CPUs.
-        hosted: Which parameters' shards live in host memory.
-        fallbacks: What is left uncompiled.
+        hosted: The shards that live in host memory.
+        fallbacks: Records functions that are left uncompiled.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Assembly:
         self._graphs = False
 
     def runtime(self, module: nn.Module) -> Any:
-        """The ``_C.Runtime``; decides which shards of `module` live in host memory."""
+        """Makes the ``_C.Runtime``, and decides which shards of `module` live in host memory."""
         config, ranks, device = self._config, self._ranks, self.device
         extension = load_extension()
         gather_group = reduce_group = ranks.shard_group
@@ -132,12 +132,12 @@ class Assembly:
         )
         if self._shares:
             runtime.setup.share_shards()
-        known = weakref.ref(runtime)  # programs that are being measured have `memory`, and outlive an engine
+        known = weakref.ref(runtime)  # programs being measured hold `memory`, and outlive an engine
         self.memory.beside = lambda: 0 if (one := known()) is None else one.memory.windows()[0]
         return runtime
 
     def _on_one_host(self) -> bool:
-        """Whether parameters are shared by several GPUs of one host, everywhere, and NCCL gathers by copy engines."""
+        """Returns whether all GPUs that share parameters are on one host, and NCCL can gather by copy engines."""
         if self.device.type != "cuda" or self._ranks.shards == 1 or torch.cuda.nccl.version() < (2, 28):
             return False
         host = os.environ.get("NCCL_HOSTID") or socket.gethostname()  # as NCCL tells hosts apart
@@ -146,22 +146,22 @@ class Assembly:
     def model(
         self, module: nn.Module, runtime: Any, stored: Mapping[nn.Parameter, ReadRows] | None = None
     ) -> ShardedModel:
-        """The sharded `module`; `stored` reads the values of parameters that have no memory yet."""
+        """Makes the sharded `module`; `stored` reads the values of parameters that have no memory yet."""
         dtypes = {"gather_dtype": self._gather_dtype, "reduce_dtype": self._reduce_dtype}
         return shard_module(module, runtime, self._ranks, hosted=self.hosted.chunks, stored=stored, **dtypes)
 
     def gradients(self, runtime: Any, model: ShardedModel) -> GradientSession:
-        """What has the gradients."""
+        """Makes the object that has the gradients."""
         holds_back = self._config.reduction(self._stage) != "every"
         return GradientSession(runtime, model, self._ranks.group, holds_back=holds_back)
 
     def timeline(self, runtime: Any, model: ShardedModel, gradients: GradientSession) -> tuple[Timeline, Failures]:
-        """Everything that takes part in a step, and what tells the other ranks of this one's failure."""
+        """Makes all parts of a step, and the object that tells other ranks of a failure of this one."""
         config, device, stage, group = self._config, self.device, self._stage, self._ranks.group
         rank = dist.get_rank(group)
         store = compat.store()
-        # A number of its own keeps one engine's keys from another's. The first rank counts for all: where another one
-        # has failed half-way, and all try again, it has begun less often.
+        # A number of its own separates one engine's keys from another's. The first rank's counts for all: if another
+        # rank failed half-way and all try again, that rank has started less often.
         count = store.add("lightning_deepcompile/engines", 1) if rank == 0 else 0
         number = from_first(count, group)
         meeting = (store, rank, self._ranks.world_size, self._timeout, f"lightning_deepcompile/engine{number}")

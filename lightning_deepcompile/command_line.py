@@ -1,8 +1,8 @@
-"""How jsonargparse, and with it LightningCLI, reads the arguments of this package's classes.
+"""Annotations by which jsonargparse, and with it LightningCLI, reads the arguments of this package's classes.
 
-On its way to a setting inside of another one (``--trainer.strategy.compile.plan=null``), jsonargparse writes None out
-as the text ``'None'`` and parses that. Where an argument may be an object or a dict of its arguments, it takes any keys
-for the dict, misspelt ones, too.
+For a nested setting (``--trainer.strategy.compile.plan=null``), jsonargparse writes None as the text ``'None'`` and
+parses that. If an argument may be an object or a dict of its arguments, it accepts any keys of the dict, even
+misspelt ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Null:
 
 
 def as_parsed(hint: Any, is_settings: Callable[[Any], bool]) -> Any:
-    """The annotation that jsonargparse is to see.
+    """Returns the annotation for jsonargparse.
 
     Args:
         hint: The annotation of an argument.

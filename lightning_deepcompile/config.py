@@ -44,7 +44,7 @@ _GONE = {
 @checked
 @dataclass
 class CompileConfig:
-    """How the step is compiled and how its program is scheduled.
+    """Settings of how the step is compiled and how its programs are scheduled.
 
     Args:
         region_backend: What compiles the compute between two collectives. ``"inductor"`` is the fast one; ``"eager"``
@@ -139,11 +139,11 @@ class CompileConfig:
 
     @property
     def offloading(self) -> Offloading:
-        """How each kind of what `offload` names is offloaded."""
+        """The mode of each kind of tensors that `offload` names."""
         return Offloading.of(self.offload)
 
     def reduction(self, stage: int) -> Reduction | Literal["auto"]:
-        """When gradients are reduced under a ZeRO stage; ``"auto"`` only where plans are made."""
+        """The time at which gradients are reduced under a ZeRO stage; ``"auto"`` only where plans are made."""
         if self.reduce is None and self.rounding == "any" and stage == 3:
             return "auto"
         return self.reduce or ("boundary" if stage == 1 else "every")
@@ -171,7 +171,7 @@ class CompileConfig:
 
     @property
     def replays(self) -> Literal["auto"] | bool:
-        """As `cuda_graphs`, where the other settings allow for it."""
+        """The setting `cuda_graphs`, or False where another setting rules graphs out."""
         return False if self._without_graphs else self.cuda_graphs
 
     @property

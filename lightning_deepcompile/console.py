@@ -1,7 +1,7 @@
-"""Where this package's messages go: to the user's own handlers, or to the screen if there are none.
+"""Prints this package's messages: through the user's own handlers, or on the screen if there are none.
 
-PyTorch imports this package long before users configure logging. So whether somebody else prints a message is looked at
-when it is printed, and messages always go up to the root logger.
+PyTorch imports this package long before users configure logging. So each message looks for other handlers when it is
+printed, and messages always propagate to the root logger.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class _Screen(logging.Handler):
 
 
 def show_messages(level: LogLevel | None = None) -> None:
-    """Has messages shown, once, however often it is called.
+    """Shows messages from now on; further calls only change the level.
 
     Args:
-        level: Least level of what is told; the environment variable ``DEEPCOMPILE_LOG`` goes before it. None: what the
-            user has set for the logger ``lightning_deepcompile``, or ``"info"``.
+        level: Least level of messages; the environment variable ``DEEPCOMPILE_LOG`` overrides it. None: the level that
+            the user has set for the logger ``lightning_deepcompile``, or ``"info"``.
 
     Raises:
         ValueError: If the variable names no level.
@@ -72,7 +72,7 @@ def show_messages(level: LogLevel | None = None) -> None:
 
 
 def quieten(rank: int) -> None:
-    """Has every rank but the first tell warnings alone: they all would say the same. A level of the user's own stays.
+    """Shows only warnings on all ranks but the first: they would all say the same. A level that the user has set stays.
 
     Args:
         rank: This process's, among all.

@@ -1,4 +1,4 @@
-"""What makes one module run sharded: runtime, shards, gradients, compiled steps. Knows nothing of Lightning."""
+"""Runs one module sharded: runtime, shards, gradients, compiled steps. Knows nothing of Lightning."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ class Engine:
         config: Settings.
         gather_dtype: Dtype in which floating-point parameters are gathered; None keeps their own.
         reduce_dtype: Dtype in which gradients are reduced; None keeps the one they are computed in.
-        stage: ZeRO stage: what stays whole between uses (1, 2: parameters; 1: also gradients while they accumulate).
+        stage: ZeRO stage: at 1 and 2 parameters stay whole between uses, at 1 also gradients while they accumulate.
         timeout: How long to wait for other ranks.
-        previous: Engines that have sharded the module, or parts of it, which is sharded anew. What cannot be sharded
-            stays as it is with them.
+        previous: Engines that have sharded the module, or parts of it, which is sharded again. Parts that cannot be
+            sharded stay with these engines.
         stored: Parameters on the meta device of which each rank reads its rows; see `shard_module`.
     """
 
@@ -93,7 +93,7 @@ class Engine:
         self.device, self.host_group, self.fallbacks = parts.device, parts.host_group, parts.fallbacks
         self._memory = parts.memory
         self.runtime = parts.runtime(module)
-        # Garbage is collected at another time on every rank, which must not wait for the others then; at exit it may.
+        # Garbage is collected at different times on the ranks, so this must not wait for other ranks; at exit it may.
         at_exit = functools.partial(self.runtime.close, _EXIT_SECONDS)
         atexit.register(at_exit)
         self._retire = weakref.finalize(self, _retire, self.runtime, at_exit)
@@ -123,11 +123,11 @@ class Engine:
             **kwargs: The method's keyword arguments.
 
         Returns:
-            What the method returns.
+            The method's result.
 
         Raises:
             RuntimeError: If a part of it cannot be compiled, and the settings make that an error.
-            UnsupportedStepError: If the step does with parameters what cannot be done with shards.
+            UnsupportedStepError: If the step uses parameters in a way that is not possible with shards.
         """
         if not self.model.state.whole:
             self.model.check_installed()
@@ -153,20 +153,20 @@ class Engine:
                 raise explained from error
 
     def mentions(self, name: str) -> Mentions:
-        """What the code of the step `name` mentions."""
+        """The names that the code of the step `name` mentions."""
         return self._steps.mentions(name)
 
     def has_run(self, name: str) -> bool:
-        """Whether the step `name` was called before."""
+        """Returns whether the step `name` was called before."""
         return self._steps.has_run(name)
 
     def finish_step(self) -> None:
-        """Call when an optimizer step is over and the next training step uses its parameters; may gather them."""
+        """Call when an optimizer step has ended and the next training step uses its parameters; may gather them."""
         self.timeline.end()
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Inside, backward passes are not the last ones before the optimizer steps: stage 1 reduces nothing yet."""
+        """Returns a context for backward passes before the last one of an optimizer step: stage 1 reduces nothing."""
         self.gradients.update = False
         try:
             yield
@@ -211,7 +211,7 @@ class Engine:
                 self.states_loaded(optimizer)
 
     def _parts_of(self, optimizer: Optimizer, ways: OptimizerWays, *, has_stepped: bool) -> Parts | None:
-        """Returns what divides the steps of `optimizer`, if anything does."""
+        """Returns the object that divides the steps of `optimizer`, if they are divided."""
         alone = self.model.ranks.shards == 1
         stay = set(ways.ways()) != {Way.SHARDS} or (self.residency is not None and alone and couples_tensors(optimizer))
         if stay and self.config.offloading.states == "all":
@@ -237,13 +237,13 @@ class Engine:
         return None if owners is None else owners.owner_of(parameter)
 
     def offload_of(self, optimizer: Optimizer) -> StateOffload | None:
-        """What keeps states of `optimizer` in host memory, if it was attached and the settings ask for it."""
+        """The object that keeps states of `optimizer` in host memory, if it is attached and the settings ask for it."""
         shards = self._local_shards.get(optimizer)
         return None if shards is None else shards.offload
 
     @contextlib.contextmanager
     def stepping(self, optimizer: Optimizer, *, follows: bool = False) -> Iterator[None]:
-        """Around a step of `optimizer`: whatever happens inside, it holds the parameters again afterwards.
+        """Returns a context for a step of `optimizer`: it holds the parameters again afterwards, whatever happens.
 
         Args:
             optimizer: One that was attached, or any other.
@@ -260,7 +260,7 @@ class Engine:
 
     @contextlib.contextmanager
     def calling(self, optimizer: Optimizer, *, may_step: bool) -> Iterator[None]:
-        """Around a method of an optimizer's class other than ``step``.
+        """Returns a context for a method of an optimizer's class other than ``step``.
 
         Args:
             optimizer: One that was attached, or any other.
@@ -277,7 +277,7 @@ class Engine:
             self._local_shards[optimizer].show_states()
 
     def local_shards(self, optimizer: Optimizer) -> LocalShards:
-        """The context in which `optimizer`, which was attached, holds plain shards."""
+        """The context in which `optimizer`, which must be attached, holds plain shards."""
         return self._local_shards[optimizer]
 
     def backward(self, run: Callable[[], Any]) -> Any:
@@ -301,11 +301,11 @@ class Engine:
 
     @contextlib.contextmanager
     def full_parameters(self, module: nn.Module | None = None, *, writeback: bool = True) -> Iterator[None]:
-        """Inside, the parameters are whole, plain tensors on every rank; all ranks must enter and leave together.
+        """Returns a context in which parameters are whole, plain tensors on every rank; all ranks must enter it.
 
         Args:
             module: Whose parameters; by default the whole model's, which must then fit into memory.
-            writeback: Keep what was written to them, each rank's own rows; else it is dropped.
+            writeback: Keep what was written to them, each rank's own rows; otherwise it is dropped.
         """
         if self.ended:
             raise RuntimeError("The module's parameters are not this Trainer's any more: its communication has ended.")
@@ -313,7 +313,7 @@ class Engine:
             yield
 
     def parameters_changed(self) -> None:
-        """Call when parameters were written to: what is gathered is out of date, gradients may be dropped."""
+        """Call when parameters were written to: gathered copies are out of date, and gradients may be dropped."""
         self.timeline.stepped()
 
     def drop_stale_gradients(self) -> None:
@@ -325,11 +325,11 @@ class Engine:
         self.capture.replan(settings)
 
     def report(self) -> list[Round]:
-        """What each round of profiling and planning did."""
+        """The rounds of profiling and planning."""
         return list(self.tuner.rounds)
 
     def profile(self) -> Profile | None:
-        """What the last round planned with, with names and sizes for reports; None if no step was measured."""
+        """The profile of the last round, with names and sizes for reports; None if no step was measured."""
         profile = self.tuner.profile
         if profile is None:
             return None
@@ -339,12 +339,12 @@ class Engine:
         return replace(profile, labels=labels, rows=rows, resident=Resident(self.model.device_bytes, states))
 
     def record(self) -> StepRecord:
-        """What a report of the training step shows."""
+        """Returns the contents of a report of the training step."""
         profile = self.profile()
         schedules: tuple[Schedule, ...] = ()
         if profile is not None:
             current = {e.program.name: e.program.schedule for e in self.capture.executables}
-            # A step that was traced anew since has other programs: then those that were measured are shown.
+            # If the step was retraced since, it has other programs: then the measured ones are shown.
             schedules = tuple(current.get(schedule.name, schedule) for schedule in profile.schedules)
             if not all(map(profile.covers, schedules)):
                 schedules = profile.schedules
@@ -397,7 +397,7 @@ class Engine:
         )
 
     def release_memory(self) -> None:
-        """Gives back what is only needed while steps run."""
+        """Releases resources that only steps need."""
         self.timeline.rest()
         if not self.ended:
             self.timeline.release_memory()
@@ -405,7 +405,7 @@ class Engine:
     def abort(self) -> None:
         """Ends communication at once: pending collectives of this rank will not complete.
 
-        What it did last is written down where the environment says so (`write_flight_record`).
+        Its last operations are written to a file if the environment asks for it (`write_flight_record`).
         """
         if not self.ended:
             write_flight_record(self.runtime.history(), self.model.ranks, self.runtime.communicator)

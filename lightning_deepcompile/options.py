@@ -1,7 +1,7 @@
 """Checks the arguments of a class against its annotations, when an object of it is made.
 
-An annotation says which types and choices there are; a `Rule` in an ``Annotated`` says what a type does not: ranges,
-units, names. An error names the argument, the value seen and what may be there instead.
+An annotation gives types and choices; a `Rule` in an ``Annotated`` adds what a type does not express: ranges, units,
+names. An error names the argument, the value seen and the allowed values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WORDS = {int: "an integer", float: "a number", str: "a text", list: "a list", t
 
 
 class Rule:
-    """What may be there beyond a type; belongs into an ``Annotated``.
+    """A condition beyond a type; belongs into an ``Annotated``.
 
     Attributes:
         expected: In words; "": as the type says.
@@ -35,19 +35,19 @@ class Rule:
     expected: str = ""
 
     def read(self, value: Any) -> Any:
-        """`value` as it is compared with the type."""
+        """Returns `value` in the form that is compared with the type."""
         return value
 
     def complaint(self, value: Any) -> str:
-        """What is wrong with `value`, which is of the type, and what to do; "" if nothing is."""
+        """Describes the problem with `value`, which is of the type, and what to do; "" if there is none."""
         return ""
 
 
 class AnyCase(Rule):
-    """A choice whose letters may be small ones."""
+    """A choice that may also be written in lower case."""
 
     def read(self, value: Any) -> Any:
-        """A text in capitals."""
+        """Returns a text in capitals."""
         return value.upper() if isinstance(value, str) else value
 
 
@@ -78,7 +78,7 @@ def checked(cls: type[T]) -> type[T]:
                 _check(cls.__name__, name, value, hints.get(name, Any))
         plain(self, *args, **kwargs)
 
-    # What tools look at that read arguments from files and command lines.
+    # Read by tools that take arguments from files and command lines.
     own, *others = signature.parameters.values()
     shown = [p.replace(annotation=as_parsed(hints.get(p.name, Any), _is_checked)) for p in others]
     init.__signature__ = signature.replace(parameters=[own, *shown], return_annotation=None)  # type: ignore[attr-defined]
@@ -89,11 +89,11 @@ def checked(cls: type[T]) -> type[T]:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` with what `name` is most like; "" if it is like nothing that there is.
+    """Returns `` Did you mean 'x'?`` with the known name that is most like `name`; "" if none is.
 
     Args:
-        name: What was given.
-        known: What may be given.
+        name: The given name.
+        known: The allowed names.
     """
     close = difflib.get_close_matches(str(name), list(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
@@ -118,7 +118,7 @@ def _check(owner: str, name: str, value: Any, hint: Any) -> None:
 
 
 def _judge(hint: Any, value: Any) -> str | None:
-    """Whether `value` is what `hint` says: "" if so, a complaint if it is of the type alone, None if not even that."""
+    """Judges `value` by `hint`: "" if it fits, a complaint if only its type does, None if not even that."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         rules = [rule for rule in arguments[1:] if isinstance(rule, Rule)]
@@ -139,7 +139,7 @@ def _is(origin: Any, arguments: tuple[Any, ...], hint: Any, value: Any) -> bool:
         return isinstance(value, type)
     if origin is collections.abc.Callable:
         return callable(value)
-    if origin in _COLLECTIONS:  # whichever of them: YAML has lists alone
+    if origin in _COLLECTIONS:  # any of them: YAML has only lists
         inner = [one for argument in arguments for one in _alternatives(argument)]
         return isinstance(value, _COLLECTIONS) and all(any(_judge(one, v) == "" for one in inner) for v in value)
     if isinstance(origin, type):
@@ -154,7 +154,7 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
-    """The values that `hint` spells out."""
+    """The values that `hint` lists."""
     if get_origin(hint) is Annotated:
         return tuple(choice for one in _alternatives(get_args(hint)[0]) for choice in _choices(one))
     if get_origin(hint) is Literal:

@@ -1,4 +1,4 @@
-"""The names under which Lightning's Trainer and LightningCLI know our strategies, and what others say to them."""
+"""The names under which Lightning's Trainer and LightningCLI know our strategies, and the errors of other packages."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ STRATEGIES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 class Registry(Protocol):
-    """What we need of Lightning's ``StrategyRegistry``."""
+    """The members of Lightning's ``StrategyRegistry`` that are used here."""
 
     def register(
         self, name: str, strategy: Any = None, description: str | None = None, override: bool = False, **parameters: Any
     ) -> Any:
-        """Maps a name to what is called to make the strategy."""
+        """Maps a name to the function that makes the strategy."""
 
 
 def register_strategies(registry: Registry) -> None:
@@ -43,7 +43,7 @@ def register_strategies(registry: Registry) -> None:
 
 
 def register_refusals(registry: Registry, package: str) -> None:
-    """Adds our names to a registry whose owner cannot run our strategies: each ends in an error that says what can.
+    """Adds our names to a registry whose owner cannot run our strategies: each raises an error that says what can.
 
     Args:
         registry: The registry of Fabric, or of the package ``pytorch_lightning``.

@@ -1,4 +1,4 @@
-"""What the strategy did, as data and as a table."""
+"""Counters of a strategy, as data and as a table."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Summary:
 
     Args:
         world_size: Number of ranks that share the parameters.
-        replicas: How many such groups of ranks there are (more than 1 with hybrid sharding).
-        communicator: What carries gathers and reductions: ``"nccl"`` or ``"process_group"``.
+        replicas: The number of such groups of ranks (more than 1 with hybrid sharding).
+        communicator: The communicator of gathers and reductions: ``"nccl"`` or ``"process_group"``.
         graphs: Graphs that Dynamo captured (1 per distinct step without graph breaks).
         programs: Programs made of them (forward, backward, inference).
         regions_compiled: Distinct regions, each compiled once.
@@ -34,8 +34,8 @@ class Summary:
         chunked_losses: Losses that are computed in pieces, each without whole logits.
         chunked_mlps: Feed-forward layers that are computed in pieces.
         offloaded_bytes: Optimizer states of this rank in host memory.
-        offload_moved_bytes: What the last optimizer step copied of them, to the device and back.
-        offload_reason: Why so many; empty before it is decided, and without offloading.
+        offload_moved_bytes: Bytes of them that the last optimizer step copied, to the device and back.
+        offload_reason: The reason; empty before the decision, and without offloading.
         symmetric_gathers_per_step: Of the groups that were gathered, those that copy engines moved.
         symmetric_bytes: Device memory that these are gathered to; PyTorch's allocator does not count it.
         offloaded_activation_bytes: Saved tensors that the last training step copied to host memory, and back.
@@ -47,10 +47,10 @@ class Summary:
             anew when it measures: ``torch.cuda.max_memory_allocated()`` is of the time since then. 0 on CPUs.
         replayed: Programs, optimizers' steps and pieces of clipping that were replayed as CUDA graphs.
         not_replayed: Those that were not, though they should have been, ``name: reason``.
-        optimizers: How each optimizer steps, and why.
+        optimizers: The way in which each optimizer steps, and the reason.
         uncompiled: Functions that run as Python, ``name (file:line): reason``.
-        uncompiled_share: Part of the host's time in the last training step (forward and backward) that was not spent in
-            compiled programs; 0 where all is compiled.
+        uncompiled_share: The share of the host's time in the last training step (forward and backward) that was not
+            spent in compiled programs; 0 if all code is compiled.
     """
 
     world_size: int

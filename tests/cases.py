@@ -230,7 +230,7 @@ CASES: dict[str, Callable[[], Base]] = {
 
 @dataclass
 class Record:
-    """What a training run did.
+    """The record of a training run.
 
     Args:
         losses: Mean loss over ranks of every micro-batch.

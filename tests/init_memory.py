@@ -1,4 +1,4 @@
-"""How much memory building and sharding a model takes at its peak, measured from inside of a Trainer."""
+"""Measures the peak of memory while a model is built and sharded, from inside of a Trainer."""
 
 from __future__ import annotations
 

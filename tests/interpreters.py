@@ -31,7 +31,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def python_path(*first: Path) -> str:
-    """What a child process imports from: `first`, this checkout, and where this process was told to look."""
+    """The import path of a child process: `first`, this checkout, and this process's own path."""
     return os.pathsep.join(filter(None, (*map(str, first), str(ROOT), os.environ.get("PYTHONPATH"))))
 
 

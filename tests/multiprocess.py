@@ -139,12 +139,12 @@ def join(device_type: str) -> torch.device:
 
 
 def said(error: str) -> str:
-    """What an error of any rank says; where all ranks fail alike, rank 0 alone prints the whole of it."""
+    """Returns the text of the ranks' errors; if all ranks fail alike, only rank 0 prints all of it."""
     return error.removeprefix("As on rank 0, which prints it in full: ")
 
 
 def _where_they_hang(processes: list[Any], folder: str) -> dict[int, str]:
-    """What the threads of the ranks that still run are doing, by rank."""
+    """Describes what the threads of the ranks that still run are doing, by rank."""
     alive = [rank for rank, process in enumerate(processes) if process.is_alive()]
     for rank in alive:
         if Path(folder, f"stack{rank}").exists():  # else the signal would end it
@@ -178,7 +178,7 @@ def _free_port() -> int:
 
 
 def _environment(world_size: int) -> dict[str, str]:
-    """What torchrun would say to all ranks."""
+    """The environment that torchrun would set for all ranks."""
     return {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
@@ -192,7 +192,7 @@ def _environment(world_size: int) -> dict[str, str]:
 
 
 def own_environment(rank: int, world_size: int) -> dict[str, str]:
-    """What torchrun would say to one rank.
+    """The environment that torchrun would set for one rank.
 
     NCCL takes no two ranks of one host on one GPU. Ranks that share GPUs tell it that each is a host of its own: data
     then takes the way over sockets, which is slow and right.

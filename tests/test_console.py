@@ -18,7 +18,7 @@ LOG = logging.getLogger("lightning_deepcompile.some.part")
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a new process, whose user has configured nothing."""
+    """A logger as in a new process whose user has configured nothing."""
     monkeypatch.delenv("DEEPCOMPILE_LOG", raising=False)
     monkeypatch.setattr(PACKAGE, "handlers", [])
     level = PACKAGE.level

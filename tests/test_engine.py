@@ -339,7 +339,7 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize("region_backend", ["inductor", "eager"])
 def test_products_that_inductor_pads(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, region_backend: str) -> None:
-    """On GPUs it does so where that is faster; then what views a product has other strides than it was traced with."""
+    """Inductor pads products on GPUs if that is faster: views of one then have other strides than in the trace."""
     from torch._inductor import config
     from torch._inductor.fx_passes import pad_mm
 

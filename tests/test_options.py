@@ -1,4 +1,4 @@
-"""What cannot be meant is refused when it is set: which argument, what was seen, what may be there."""
+"""Values that make no sense are refused when they are set: the error names the argument, the value and the choices."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ MOST = 48  # transfers in one measurement, so that the queues of the device hold
 
 @dataclass(frozen=True)
 class Beside:
-    """What transfers and a stream of matmuls do to each other.
+    """The effect of transfers and a stream of matmuls on each other.
 
     Args:
         ms: Milliseconds of one transfer while matmuls run.

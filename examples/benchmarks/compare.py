@@ -207,7 +207,7 @@ class Comparison:
 
 
 def too_large(system: System, shape: Shape, memory: int | None) -> str | None:
-    """Why a model cannot be built in fp32 on a device of so many bytes (None: not known); None if it may fit.
+    """Explains why a model cannot be built in fp32 on a device of `memory` bytes (None: unknown); None if it may fit.
 
     What is sharded needs the parameters whole at first; under DDP gradients and AdamW's two states are whole, too.
     """

@@ -14,7 +14,7 @@ SAVED = (4096, 14336)
 
 
 class _Plain:
-    """What the runtime is compared with: copies from and to pinned memory, each way on a stream of its own."""
+    """The reference for the runtime: copies from and to pinned memory, each way on a stream of its own."""
 
     def __init__(self, saved: Tensor) -> None:
         self._saved, self._target = saved, torch.empty_like(saved)

@@ -1,4 +1,4 @@
-"""How DeepSpeed trains: ZeRO-3 in the plain loop its users write; eager, with compiled blocks, or with DeepCompile."""
+"""Trains with DeepSpeed: ZeRO-3 in the plain loop its users write; eager, with compiled blocks, or with DeepCompile."""
 
 from __future__ import annotations
 

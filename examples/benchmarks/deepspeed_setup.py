@@ -1,4 +1,4 @@
-"""What DeepSpeed is given: its configuration, the environment of its workers, and whether it can run; imports no torch.
+"""DeepSpeed's configuration, the environment of its workers, and a check whether it can run; imports no torch.
 
 The configuration is what the documentation says is fast, or else lets DeepSpeed do what the other systems do, no more:
 
@@ -37,7 +37,7 @@ _IMPORT_LIMIT_S = 120
 
 
 def unable(system: System, device: str) -> str | None:
-    """Why a system of DeepSpeed cannot run here; None if it can."""
+    """The reason why a system of DeepSpeed cannot run here; None if it can."""
     if system.kind == "deepspeed-deepcompile" and device == "cpu":
         return "DeepSpeed's DeepCompile needs GPUs"
     problem = _import_problem(device)
@@ -92,12 +92,12 @@ def _nccl_headers() -> str | None:
 
 
 def offloads_optimizer(system: System) -> bool:
-    """Whether the optimizer steps on the CPU."""
+    """True if the optimizer steps on the CPU."""
     return "offload_optimizer" in system.options
 
 
 def compiles_blocks(system: System) -> bool:
-    """Whether the blocks are leaf modules and compiled one by one."""
+    """True if the blocks are leaf modules and compiled one by one."""
     return bool(system.options.get("compile", False))
 
 

@@ -1,4 +1,4 @@
-"""What is measured (shapes, cases, systems) and the order the driver hands to a group of workers; imports no torch."""
+"""The measurements (shapes, cases, systems) and the job of a group of workers; imports no torch."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class System:
 
     @property
     def case_by_case(self) -> bool:
-        """Whether each case gets processes of its own.
+        """True if each case gets processes of its own.
 
         What is planned with measurements of the first steps is for one case, and DeepSpeed's engines are told when they
         are made how many micro-batches a step has.

@@ -86,7 +86,7 @@ class Search:
 
 @dataclass
 class State:
-    """What is known; rank 0 keeps it in a file, which started-again processes read.
+    """The known results; rank 0 keeps them in a file, which restarted processes read.
 
     Attributes:
         began: When the first processes began.

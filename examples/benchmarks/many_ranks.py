@@ -30,7 +30,7 @@ PRELOADED = ["torch._inductor.compile_fx", "lightning_deepcompile.trainer.strate
 
 
 class Task(NamedTuple):
-    """What ranks do: train from `first` to `last`, from the checkpoint `resume` on, and save `save` at the end.
+    """The task of the ranks: train from `first` to `last`, from the checkpoint `resume` on, and save `save` at the end.
 
     Args:
         ranks: How many; 0 is one process without this package.
@@ -124,7 +124,7 @@ def work(task: Task, rank: int) -> None:
 
 
 def run(context: Any, task: Task, minutes: float) -> list[dict[str, Any]]:
-    """What every rank wrote."""
+    """Returns the results that every rank wrote."""
     Path(task.out).mkdir()
     ranks = [context.Process(target=work, args=(task, rank)) for rank in range(max(task.ranks, 1))]
     for process in ranks:

@@ -86,7 +86,7 @@ class StepMeter:
         self._allocated = 0
 
     def begin(self) -> None:
-        """To be called right before the first step of the case."""
+        """Call right before the first step of the case."""
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -103,13 +103,13 @@ class StepMeter:
             self._losses[-1] += loss.detach()
 
     def begin_optimizer(self) -> None:
-        """To be called when all gradients are there."""
+        """Call when all gradients are computed."""
         if self._done == 0 and self._device.type == "cuda":
             self._allocated = torch.cuda.memory_allocated(self._device)
         self._optimizer_began = self._now()
 
     def end_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """To be called when the optimizer has stepped, before gradients are dropped."""
+        """Call when the optimizer has stepped, before gradients are dropped."""
         if self._done == 0:
             states = [v for entries in optimizer.state.values() for v in entries.values() if isinstance(v, Tensor)]
             local = [v.to_local() if isinstance(v, DTensor) else v for v in states]
@@ -121,7 +121,7 @@ class StepMeter:
             self._optimizer_marks.append((self._optimizer_began, self._now()))
 
     def end_step(self) -> None:
-        """To be called after each optimizer step."""
+        """Call after each optimizer step."""
         done = self._done = self._done + 1
         if done == 1:
             synchronize(self._device)
@@ -204,5 +204,5 @@ class Recorder:
             (Path(self._job.out) / name).write_text(profile.to_json())
 
     def out_of_time(self, device: torch.device) -> bool:
-        """Whether any rank sees the deadline passed: all ranks get the same answer."""
+        """Returns whether any rank is past the deadline; the same answer on all ranks."""
         return agree(time.time() > self._job.deadline, device)

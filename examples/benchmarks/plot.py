@@ -20,7 +20,7 @@ COLORS = ("#1b6ca8", "#e07b39", "#6a994e", "#a4508b", "#8d99ae", "#bc4749")
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed; nothing else here needs it."""
+    """Returns whether matplotlib is installed; nothing else here needs it."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

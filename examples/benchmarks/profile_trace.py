@@ -47,7 +47,7 @@ class StepProfiler:
         self._trace = b"{}"
 
     def boundary(self) -> None:
-        """To be called before the first of the profiled steps and after each of them."""
+        """Call before the first of the profiled steps and after each of them."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         if self._started:

@@ -105,7 +105,7 @@ def headline(reason: str) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """What a reader needs to judge the numbers, as far as it is to be had without importing torch."""
+    """Describes the environment that a reader needs to judge the numbers, without importing torch."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     root = Path(__file__).resolve().parents[2]
     return {

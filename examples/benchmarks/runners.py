@@ -1,4 +1,4 @@
-"""How each system trains: Lightning systems through ``Trainer.fit``, FSDP2 in the plain loop its users write."""
+"""Trains with each system: Lightning systems through ``Trainer.fit``, FSDP2 in the plain loop its users write."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class CaseCallback(pl.Callback):
 
 
 def _prediction(rounds: list[Any]) -> dict[str, float]:
-    """What the last plan that was kept promised; empty without one."""
+    """The prediction of the last plan that was kept; empty without one."""
     kept = [made for made in rounds if made.outcome == "kept" and made.passes]
     if not kept:
         return {}

@@ -112,7 +112,7 @@ def measure_wire(layer: Layer, watch: Stopwatch, device: torch.device, world: in
 
 
 def gather_together(whole: list[Tensor], parts: list[Tensor], device: torch.device) -> None:
-    """What `prefetch_params_fused` does, by torch's process group."""
+    """Does the work of `prefetch_params_fused` with torch's process group."""
     with dist._coalescing_manager(device=device):
         for tensor, part in zip(whole, parts, strict=True):
             dist.all_gather_into_tensor(tensor, part)
@@ -201,7 +201,7 @@ def summary(layer: Layer, watch: Stopwatch, device: torch.device, world: int, re
 def gpu_tables(
     layer: Layer, watch: Stopwatch, device: torch.device, world: int, divide: int
 ) -> dict[str, Callable[[], list[str]]]:
-    """What measures each table, by the name that ``--only`` takes."""
+    """The functions that measure each table, by the name that ``--only`` takes."""
     shapes = [tuple(size // divide for size in shape) for shape in LAYER]
     between = {"gathers": lambda: symmetric.table(shapes, device, watch.milliseconds)}
     return (between if world > 1 else {}) | {

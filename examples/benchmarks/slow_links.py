@@ -52,7 +52,7 @@ def address(node: int) -> str:
 
 
 def node_command(node: int) -> list[str]:
-    """What to put before a command so that it runs on a node."""
+    """Returns the prefix of a command that runs it on a node."""
     return ["ip", "netns", "exec", f"node{node}"]
 
 

@@ -46,7 +46,7 @@ Result = dict[str, Any]
 
 
 def settings(arguments: argparse.Namespace) -> list[System]:
-    """What the command line asks for, in its order."""
+    """Returns the settings that the command line asks for, in its order."""
     schedules = ABLATION if arguments.ablation else {}
     systems = [System(label, "deepcompile", {"schedule": schedule}) for label, schedule in schedules.items()]
     for value in arguments.values:

@@ -1,1 +1,1 @@
-"""The compiler backend: Dynamo's graphs in, executables out; shards are made elsewhere, and no plan is made here."""
+"""The compiler backend: turns Dynamo's graphs into executables. It makes neither shards nor plans."""

@@ -1,4 +1,4 @@
-"""The compiler backend behind the strategy's steps: Dynamo's graphs in, executables out.
+"""The compiler backend of the strategy's steps: turns Dynamo's graphs into executables.
 
 Nothing here communicates, and nothing here may: a compile hook runs when a rank happens to compile, and ranks need not
 compile at the same moment (one finds a cached artefact, or meets a new shape first).
@@ -74,16 +74,16 @@ class _Frame:
         index: Its number.
         ids: Parameters that it gathers or reduces.
         kept: Those that forward leaves gathered for backward.
-        offloaded: Saved tensors that forward leaves in host memory.
-        chosen: Those that do so where no plan says otherwise; None until its forward program is compiled.
+        offloaded: Saved tensors that forward offloads.
+        chosen: Those that it offloads unless a plan says otherwise; None until its forward program is compiled.
         executables: Its programs.
-        blocks: Those that its graphs call until they are compiled.
-        chunked: How much is computed in pieces, by kind.
-        whole: How much could be, and is not yet.
+        blocks: Traced blocks that its graphs call until they are compiled.
+        chunked: Number of losses and MLPs computed in pieces, by kind.
+        whole: Number of those that could be, and are not yet.
         outputs: Number of the forward graph's outputs that are not saved for backward.
         computed: Names of the saved tensors that backward only computes with.
-        saved: Numbers of the saved tensors that may leave, by name.
-        replayed: What its programs tell each other where they are replayed.
+        saved: Numbers of the saved tensors that may be offloaded, by name.
+        replayed: The state that its programs share when they are replayed.
     """
 
     index: int
@@ -122,7 +122,7 @@ class Capture:
 
     Attributes:
         executables: One per program, in order of compilation.
-        saved_parameters: Gathered parameters among saved activations; a full parameter there would defeat sharding.
+        saved_parameters: Gathered parameters among saved activations; a full parameter there defeats sharding.
         exchanged: Look-ups of rows that were made exchanges.
         blocks: Blocks that were not traced by themselves but with their equals.
         tracing: How the step is traced, from its next trace on.
@@ -165,12 +165,12 @@ class Capture:
     measures: Callable[[Executable], None] | None = None
     _prepare: Callable[[], None] | None = None
     _frames: list[_Frame] = field(default_factory=list)
-    _captured: int = 0  # numbers of graphs and of programs: those of forgotten ones are not given again
+    _captured: int = 0  # numbers of graphs and of programs; those of dropped ones are not reused
     _lowered: int = 0
     _flops: dict[str, int] = field(default_factory=dict)  # of a run of each program, by its name
     _timing: bool = False
     _first_frame: _Frame | None = None
-    _turns: int = 0  # that ranks had taken when the last training step began
+    _turns: int = 0  # the number that ranks had taken when the last training step began
 
     def __post_init__(self) -> None:
         self.regions = RegionCompiler(self.config.region_backend)
@@ -182,7 +182,7 @@ class Capture:
             rounding=self.config.rounding,
         )
         self.passes: tuple[Pass, ...] = DEFAULT_PASSES
-        # By structure: whatever shapes each rank meets, programs of one structure must gather alike on all of them.
+        # By structure: whatever shapes each rank meets, all ranks must gather alike in programs of one structure.
         self.plan: dict[str, Schedule] = {}
         world = self.model.ranks.shards
         self.params = {
@@ -202,7 +202,7 @@ class Capture:
         self._captured += 1
         self._frames.append(frame)
         if self.config.region_backend == "inductor" and any(getattr(x, "is_cuda", False) for x in example_inputs):
-            compat.start_compile_workers()  # they sleep when nothing was compiled for a while
+            compat.start_compile_workers()  # they sleep if nothing was compiled for a while
         captured = gm
         with self._timed():
             gathers_of(gm)
@@ -248,25 +248,25 @@ class Capture:
 
     @property
     def captured(self) -> int:
-        """Graphs that Dynamo captured so far, those that were forgotten included."""
+        """Graphs that Dynamo captured so far, including dropped ones."""
         return self._captured
 
     def chunked(self, what: Chunkable) -> int:
-        """How many losses, or feed-forward layers, are computed in pieces."""
+        """The number of losses, or feed-forward layers, that are computed in pieces."""
         return sum(frame.chunked[what] for frame in self._frames)
 
     def whole(self, what: Chunkable) -> int:
-        """How many of training steps are computed whole, and would be in pieces if `tracing` said so."""
+        """The number of those that training steps compute whole and could compute in pieces if `tracing` said so."""
         return sum(f.whole[what] for f in self._frames if any(e.program.kind != "inference" for e in f.executables))
 
     @property
     def flops_done(self) -> int:
-        """Floating-point operations that training steps' programs have computed on this rank; see `count_flops`."""
+        """Floating-point operations that training steps' programs have done on this rank; see `count_flops`."""
         training = [one for one in self.executables if one.program.kind != "inference"]
         return sum(one.calls * self._flops[one.program.name] for one in training)
 
     def checkpoints(self, frame: int) -> list[Checkpoint]:
-        """The blocks of a graph that are computed again in backward and need not be, in order.
+        """The blocks of a graph that are recomputed in backward and need not be, in order.
 
         Args:
             frame: The graph's number.
@@ -279,10 +279,10 @@ class Capture:
         ]
 
     def trace_anew(self, tracing: Tracing) -> None:
-        """Forgets what was captured of training steps; call between optimizer steps, on all ranks alike.
+        """Drops the captured graphs of training steps; call between optimizer steps, on all ranks alike.
 
         Args:
-            tracing: As the attribute, from now on.
+            tracing: The new value of the attribute.
         """
         self.tracing = tracing
         self._frames = [f for f in self._frames if all(e.program.kind == "inference" for e in f.executables)]
@@ -293,12 +293,13 @@ class Capture:
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        # A backward graph compiles inside a backward pass as a rule, but inside __call__ where it saves symbolic sizes.
+        # As a rule a backward graph compiles inside a backward pass; it compiles inside __call__ if it saves symbolic
+        # sizes.
         if self._timing:
             yield
             return
         self._timing, start = True, time.perf_counter()
-        # Compiling makes millions of objects that stay: looking through them for garbage takes a tenth of the time.
+        # Compiling makes millions of objects that stay: garbage collection would take a tenth of the time.
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -311,15 +312,15 @@ class Capture:
 
     @property
     def in_step(self) -> bool:
-        """Whether a step of this capture's module, or its backward pass, is under way."""
+        """True if a step of this capture's module, or its backward pass, is under way."""
         return self._prepare is not None
 
     @contextlib.contextmanager
     def preparing(self, prepare: Callable[[], None]) -> Iterator[None]:
-        """Inside, programs call `prepare` before they run: code that is not compiled may have changed what they read.
+        """Returns a context in which programs call `prepare` before they run: their inputs may have changed.
 
         Args:
-            prepare: What to call.
+            prepare: The function to call.
         """
         before, self._prepare = self._prepare, prepare
         try:
@@ -328,10 +329,10 @@ class Capture:
             self._prepare = before
 
     def runs_first(self) -> bool:
-        """Returns whether the program that is about to run is the first thing that its step does.
+        """Returns whether the program that is about to run comes first in its step.
 
         Dynamo calls a graph from the code of the function that it captured: the step's own if nothing broke the graph
-        before, else that of a continuation, or of a function that the step calls.
+        before, otherwise that of a continuation, or of a function that the step calls.
         """
         frame = sys._getframe()
         while frame.f_back is not None and (frame.f_globals.get("__name__") or "").partition(".")[0] in _FRAMEWORK:
@@ -370,19 +371,21 @@ class Capture:
         passes: Sequence[Pass] | None = None,
         plan: Iterable[Schedule] = (),
     ) -> None:
-        """Swaps every program for one planned anew; nothing is traced or compiled again.
+        """Swaps every program for a newly planned one; nothing is retraced or recompiled.
+
+        Call between optimizer steps, on all ranks alike.
 
         Args:
-            settings: New choices; None keeps those in use. When gradients are reduced stays as configured, unless
-                `plan` says otherwise. Call between optimizer steps, on all ranks alike.
-            passes: What programs go through from now on; those that need a profile are left to whoever has one.
+            settings: New choices; None keeps those in use. The time of reductions stays as configured, unless `plan`
+                says otherwise.
+            passes: The passes for programs from now on; those that need a profile are skipped here.
             plan: Schedules for programs, now and later, of the same structure, whatever their shapes: for other shapes
-                it is the nearest plan that there is. All other programs have what the passes make of them.
+                it is the nearest plan that exists. All other programs get the result of the passes.
         """
         self.settings = replace(settings or self.settings, reduce=self.settings.reduce)
         self.passes = self.passes if passes is None else tuple(passes)
         self.plan = {schedule.structure: schedule for schedule in plan}
-        self.agreement.forget()  # a program that fitted the others' old ones may not fit their new ones
+        self.agreement.forget()  # a program that matched the others' old ones may not match their new ones
         self.runtime.parameters.invalidate()
         for frame in self._frames:
             for executable in frame.executables:
@@ -404,12 +407,12 @@ class Capture:
                 executable.swap(self._plan(frame, executable.base))
 
     def new_graph_id(self) -> int:
-        """A runtime id for a graph."""
+        """Returns a new runtime id for a graph."""
         self._lowered += 1
         return self.runtime.serial << 32 | self._lowered - 1
 
     def _inline(self, frame: _Frame, kind: ProgramKind, gm: fx.GraphModule) -> None:
-        # Not earlier: AOTAutograd copies and prints its graphs, which a step of many blocks would wait for.
+        # Not earlier: AOTAutograd copies and prints its graphs, which takes long for a step of many blocks.
         inline_blocks(gm, frame.blocks)
         if kind == "inference":
             hide_from_passes(gm)
@@ -428,8 +431,8 @@ class Capture:
         with self._timed():
             self._inline(frame, kind, gm)
             flops = count_flops(gm, backward=kind == "backward")
-            examined = None if self.replays is None else self.replays.examine(gm)  # now: lowering rewrites it
-            # A backward program also releases what the forward program left, whether it reads it or not.
+            examined = None if self.replays is None else self.replays.examine(gm)  # before lowering, which rewrites it
+            # A backward program also releases parameters that the forward program left, whether it reads them or not.
             frame.ids |= {n.args[1] for n in gm.graph.nodes if is_gather(n) or is_reduce(n)}
             name = f"frame{frame.index}.{kind}"
             base = lower(
@@ -447,7 +450,7 @@ class Capture:
             base = replace(base, members=tuple(sorted(i & LOCAL_ID for i in frame.ids)))
             if self.tracing.uncheckpointed:
                 base = replace(base, history=(*base.history, UNCHECKPOINTED))
-            if frame.whole.total() and kind != "inference":  # only training steps are traced anew
+            if frame.whole.total() and kind != "inference":  # only training steps are retraced
                 base = replace(base, history=(*base.history, WHOLE))
             self.runtime.setup.register_graph(graph_id, sorted(frame.ids), stage=self.stage, reduce="every")
             if kind == "backward":
@@ -473,7 +476,7 @@ class Capture:
         return executable
 
     def _cuts(self, frame: _Frame) -> bool:
-        """Whether the graphs of `frame` are cut: for what moves between regions, or to compile equal blocks once."""
+        """Returns whether the graphs of `frame` are cut, either for communication or to compile equal blocks once."""
         return not self.nothing_moves or bool(frame.blocks) or not all(self.model.by_id[i].is_whole for i in frame.ids)
 
     def _note_first(self, frame: _Frame) -> None:
@@ -484,9 +487,9 @@ class Capture:
         self._first_frame, self._turns = None, self.agreement.turns
 
     def first_gathers(self) -> list[Gathers]:
-        """The gathers that the last training step's first program begins with; none if ranks ran different ones.
+        """The gathers that the last training step's first program begins with; none if ranks ran different programs.
 
-        Ranks whose programs communicate alike get the same, whatever shapes they met.
+        Ranks whose programs communicate alike get the same gathers, whatever their shapes.
         """
         if self._first_frame is None or self._turns != self.agreement.turns:
             return []
@@ -495,11 +498,11 @@ class Capture:
 
     @property
     def waits_for_states(self) -> bool:
-        """Whether the last training step's first program waits for optimizer states that leave the device."""
+        """True if the last training step's first program waits for optimizer states that leave the device."""
         return self._first_frame is not None and any(e.waits_for_states for e in self._first_frame.executables)
 
     def schedules(self, names: Iterable[str], passes: Sequence[Pass]) -> dict[str, Schedule]:
-        """What planning with `passes` starts from; nothing is swapped.
+        """Returns the schedules that planning with `passes` starts from; nothing is swapped.
 
         Args:
             names: Names of programs.
@@ -520,7 +523,7 @@ class Capture:
         return apply_passes(base, self.settings, [one for one in passes if "profile" not in one.needs])
 
     def _plan(self, frame: _Frame, base: Program) -> Program:
-        # Forward comes first, also when all are planned anew: a backward program must know what is left to it.
+        # Forward comes first, also when all are planned again: a backward program must know what forward leaves.
         program = self._apply(base.with_kept(frame.kept), self.passes)
         schedule = program.schedule
         wanted = self.plan.get(schedule.structure)
@@ -556,10 +559,10 @@ def _partition(
 
 
 def _unless_elsewhere(capture: Capture, compiled: Callable[..., Any], graph: Callable[..., Any]) -> Callable[..., Any]:
-    """A graph without parameters, which Dynamo may also run in steps that are not this capture's.
+    """Wraps a graph without parameters, which Dynamo may also run in steps of another module.
 
-    Where a function was compiled too often, Dynamo takes whatever fits that it has of the functions that it calls,
-    whoever compiled it. A graph with parameters never fits another module's.
+    If a function was compiled too often, Dynamo uses any fitting compiled code of the functions that it calls, whoever
+    compiled it. A graph with parameters never fits another module's.
     """
     held_weakly = weakref.ref(capture)
 
@@ -571,4 +574,4 @@ def _unless_elsewhere(capture: Capture, compiled: Callable[..., Any], graph: Cal
 
 
 def _nothing() -> None:
-    """Inference needs no preparation."""
+    """Does nothing: inference needs no preparation."""

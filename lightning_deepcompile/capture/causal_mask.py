@@ -1,10 +1,10 @@
-"""Recognises attention masks that are the causal mask, and says so to the attention operator.
+"""Recognises attention masks that are the causal mask, and replaces them by ``is_causal=True``.
 
 Transformers builds its mask with ordinary operators when it is traced; a mask given as a tensor rules out the flash
-attention kernels. Where the mask depends on nothing but constants it is computed during compilation and compared with
-the causal mask element by element: that is a proof for the graph's static shapes. Of a long sequence's mask, which
-would fill a device, some rows are computed at a time. With symbolic shapes, with operators that are not known to be
-pure, and where anything may write to the mask in place, it is left alone.
+attention kernels. If the mask depends only on constants, it is computed during compilation and compared with the causal
+mask element by element: that is a proof for the graph's static shapes. A long sequence's mask, which would fill a
+device, is computed a few rows at a time. With symbolic shapes, with operators that are not known to be pure, and if
+anything may write to the mask in place, the call does not change.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def recognize_causal_masks(gm: fx.GraphModule) -> int:
 
 
 def _rewrite(gm: fx.GraphModule, verdicts: dict[fx.Node, bool]) -> int:
-    """Changes the attention calls of `gm`; `verdicts` says which of its inputs are the causal mask."""
+    """Rewrites the attention calls of `gm`; `verdicts` says which of its inputs are the causal mask."""
     changed = 0
     dropped: set[fx.Node] = set()
 
@@ -116,7 +116,7 @@ def _set_causal(attention: fx.Node) -> None:
 
 
 def _lengths_match(attention: fx.Node, mask: fx.Node) -> bool:
-    """`is_causal` aligns at the first key; with equal lengths that is the mask that was proved."""
+    """Returns whether query and key have equal lengths: only then is `is_causal` the mask that was proved."""
     lengths = []
     for position, name in enumerate(("query", "key")):
         source = _argument(attention, position, name)
@@ -145,7 +145,7 @@ def _is_causal(mask: fx.Node) -> bool:
 
 
 def _constant_ancestors(mask: fx.Node) -> set[fx.Node] | None:
-    """All nodes that `mask` is computed from, or None if one of them depends on data, sizes or state."""
+    """All nodes that `mask` is computed from; None if one of them depends on data, sizes or state."""
     ancestors: set[fx.Node] = set()
     pending = [mask]
     while pending:
@@ -162,12 +162,13 @@ def _constant_ancestors(mask: fx.Node) -> set[fx.Node] | None:
 
 
 def _may_be_written(gm: fx.GraphModule, nodes: Iterable[fx.Node], *, operands: bool = False) -> bool:
-    """Whether anything in `gm` may write to memory that one of `nodes` returns.
+    """Returns whether anything in `gm` may write to memory that one of `nodes` returns.
 
     Args:
         gm: The graph.
         nodes: Nodes of it.
-        operands: The graph is called by another: handing their memory back counts, as the caller may write to it.
+        operands: Whether the graph is called by another: then returning their memory counts, as the caller may write to
+            it.
     """
     aliases = set(nodes)
     pending = list(aliases)
@@ -209,13 +210,13 @@ def _equals_causal(mask: fx.Node, length: int) -> bool:
 
 
 class _TooLargeError(Exception):
-    """What would be computed at once takes too much memory."""
+    """The values to compute at once take too much memory."""
 
 
 class _Rows:
     """Computes rows of masks from constants.
 
-    A value may be smaller than what stands in the graph where broadcasting makes up for it.
+    A value may be smaller than the one in the graph if broadcasting makes up for it.
 
     Args:
         length: The number of all rows.
@@ -226,7 +227,7 @@ class _Rows:
         self._whole: dict[fx.Node, Any] = {}
 
     def of(self, node: fx.Node, low: int, high: int) -> Any:
-        """Rows from `low` up to `high` of what `node` returns; all of it where it has one row for all, or none.
+        """Returns rows `low` to `high` of the value of `node`; all of it if it has one row for all, or none.
 
         Raises:
             _TooLargeError: If it has to be computed whole, and is large.
@@ -245,7 +246,7 @@ class _Rows:
             adds = name == "unsqueeze" or (name == "getitem" and _adds_dimensions(node.args[1]))
             expands = name not in ("unsqueeze", "getitem")
             if ends_alike and (expands or (adds and all(size == 1 for size in before.shape[:-2]))):
-                return self.of(source, low, high)  # broadcasting will do as much
+                return self.of(source, low, high)  # broadcasting has the same effect
         if example.numel() > _LARGEST:
             raise _TooLargeError(f"`{name}`")
         return self._rows_of_whole(node, low, high)
@@ -262,7 +263,7 @@ class _Rows:
 
 
 def _adds_dimensions(index: Any) -> bool:
-    """Whether ``x[index]`` is `x` with dimensions of size 1 before its own."""
+    """Returns whether ``x[index]`` is `x` with dimensions of size 1 before its own."""
     parts = list(index) if isinstance(index, tuple) else [index]
     while parts and parts[0] is None:
         parts.pop(0)

@@ -1,15 +1,15 @@
-"""Computes a loss over many classes in pieces of tokens, so that its logits never exist whole.
+"""Computes a loss over many classes in pieces of tokens, so that full logits are never materialised.
 
-In a captured graph, what follows a linear layer with more outputs than inputs is followed from value to value, as long
-as every row of logits is treated by itself. If all of it ends in one number that is a sum over rows, or their mean, one
-call takes its place. The call takes the rows in pieces, computes logits, loss and gradients of one piece after the
-other, and adds up: the loss in its own dtype, the gradients of weights in fp32. A weight's gradient is there when
-forward ends, so backward neither computes logits again nor needs the weight.
+In a captured graph, the values computed from a linear layer with more outputs than inputs are followed, as long as
+every row of logits is treated separately. If they end in one number that is a sum over rows, or their mean, one call
+replaces them all. The call takes the rows in pieces, computes logits, loss and gradients piece by piece, and adds up:
+the loss in its own dtype, the gradients of weights in fp32. A weight's gradient is complete when forward ends, so
+backward neither recomputes logits nor needs the weight.
 
-That gradients can come with the loss is an idea of Liger Kernel's cross entropy, which torch's
-``linear_cross_entropy`` (2.13) took up; that one knows fewer losses, and keeps a compiler out. Inductor's
-``auto_chunker`` does not serve: it looks at graphs of forward and backward in one, and only at products whose output is
-8 times as large as their inputs, which no head is whose weight is larger than the hidden states.
+Computing gradients together with the loss is an idea of Liger Kernel's cross entropy, which torch's
+``linear_cross_entropy`` (2.13) adopted; that one supports fewer losses, and rules out a compiler. Inductor's
+``auto_chunker`` does not serve: it needs forward and backward in one graph, and considers only products whose output is
+8 times as large as their inputs, which excludes every head whose weight is larger than the hidden states.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def chunk_losses(gm: fx.GraphModule, pieces: int) -> int:
         pieces: How many; 0: replaces nothing, and counts losses of 32 768 classes and more that could be.
 
     Returns:
-        How many losses were replaced, or could be.
+        The number of losses that were, or could be, replaced.
     """
     number = 0
     for linear in [n for n in gm.graph.nodes if n.op == "call_function" and n.target is F.linear and not n.kwargs]:
@@ -82,17 +82,17 @@ def chunk_losses(gm: fx.GraphModule, pieces: int) -> int:
 
 
 class _NotByRows(Exception):
-    """Why logits are needed whole, in words for the user."""
+    """The reason why full logits are needed, in words for the user."""
 
 
 @dataclass(frozen=True)
 class _Value:
-    """What is known of a node that holds something for every row.
+    """The properties of a node that has a value for every row.
 
     Args:
-        moves: How many changes of the rows' shape lie before it.
+        moves: The number of changes of the rows' shape before it.
         classes: Whether its last dimension are the classes; a loss for every row has none.
-        swapped: Whether the classes come before the last dimension, as `F.cross_entropy` likes them.
+        swapped: Whether the classes come before the last dimension, as `F.cross_entropy` wants them.
     """
 
     moves: int
@@ -102,13 +102,13 @@ class _Value:
 
 @dataclass
 class _Rows:
-    """What is computed of a linear layer's output, row by row, down to one number.
+    """The computation on a linear layer's output, row by row, down to one number.
 
     Args:
         linear: The layer.
 
     Attributes:
-        losses: How many losses over classes there are.
+        losses: The number of losses over classes.
         result: The number; None if there is none.
     """
 
@@ -125,10 +125,10 @@ class _Rows:
     _counts: list[_Count] = field(default_factory=list)
 
     def follow(self) -> None:
-        """Follows the logits to the end.
+        """Follows the values computed from the logits to the end.
 
         Raises:
-            _NotByRows: If they, or what is computed of them, are needed whole.
+            _NotByRows: If they, or values computed from them, are needed whole.
         """
         hidden, weight, *bias = args_of(self.linear)
         self._classes = weight.meta["example_value"].shape[0]
@@ -141,7 +141,7 @@ class _Rows:
             try:
                 self._take(after)
             except _NotByRows as found:
-                reason = reason or found  # a loss may come later, and then it is worth a word
+                reason = reason or found  # a loss may come later, which makes the reason worth reporting
             after = after.next
         if reason is not None:
             raise reason
@@ -156,11 +156,11 @@ class _Rows:
         self._check_between()
 
     def replace(self, gm: fx.GraphModule, name: str, pieces: int) -> None:
-        """Puts a call of a `ChunkedLoss` in the place of `result`.
+        """Replaces `result` by a call of a `ChunkedLoss`.
 
         Args:
             gm: The graph.
-            name: What the call is called.
+            name: The name of the call.
             pieces: How many there are.
         """
         assert self.result is not None
@@ -183,12 +183,12 @@ class _Rows:
 
     def _add(self, node: fx.Node, value: _Value, copy: fx.Node) -> None:
         if node.meta["example_value"].dtype == torch.float16:
-            # Gradients are computed before the loss is scaled, and would be rounded to nothing.
+            # Gradients are computed before the loss is scaled, and would underflow.
             raise _NotByRows("it is computed in float16; bfloat16 can be taken apart")
         self._values[node], self._copies[node] = value, copy
 
     def _take(self, node: fx.Node) -> None:
-        """Looks at one node of the graph; those that have nothing to do with the logits are passed over."""
+        """Examines one node of the graph; nodes that do not depend on the logits are skipped."""
         sources = [s for s in node.all_input_nodes if s in self._values]
         if not sources:
             if any(s in self._sums for s in node.all_input_nodes):
@@ -207,7 +207,7 @@ class _Rows:
         elif name in ELEMENTWISE:
             shape = node.meta["example_value"].shape
             alike = all(self._values[s] == value and same_shape(s.meta["example_value"].shape, shape) for s in sources)
-            if not alike or value.swapped:  # an outer product of rows, for one, is nothing of every row alone
+            if not alike or value.swapped:  # an outer product of rows, for one, has no separate rows
                 self._refuse(node)
             self._add(node, value, self._graph.node_copy(node, lambda n: self._operand(n, node, value)))
         else:
@@ -220,7 +220,7 @@ class _Rows:
         raise _NotByRows(f"`{name}` needs its logits whole")
 
     def _operand(self, operand: fx.Node, node: fx.Node, value: _Value) -> fx.Node:
-        """What an operator on every element reads besides: a number, one of every class, or one of every row."""
+        """Copies the other operand of an element-wise operator: a number, a value per class, or a value per row."""
         if operand in self._copies:
             return self._copies[operand]
         example = operand.meta.get("example_value")
@@ -235,7 +235,7 @@ class _Rows:
         self._refuse(node)
 
     def _input(self, name: str) -> fx.Node:
-        """An input of the loss of a piece; inputs come before all else in a graph."""
+        """Adds an input to the loss of a piece; inputs come first in a graph."""
         with self._graph.inserting_before(self._copies.get(self.linear)):
             return self._graph.placeholder(name)
 
@@ -330,12 +330,12 @@ class _Rows:
         self._end(node)
 
     def _end(self, node: fx.Node) -> None:
-        """`node` holds no rows any more, but their sum."""
+        """Marks `node` as a sum over rows."""
         del self._values[node]
         self._sums.add(node)
 
     def _take_sum(self, node: fx.Node) -> None:
-        """What is linear in sums is a sum; all else is done with the result."""
+        """Takes a linear function of sums as a sum; others are computed from the result."""
         name, sources = name_of(node), [leaf for leaf in (*node.args, *node.kwargs.values()) if leaf in self._sums]
         others = [n for n in node.all_input_nodes if n not in self._sums]
         if not all(_is_number(n) for n in (node, *others)):
@@ -355,7 +355,7 @@ class _Rows:
         self._sums.add(node)
 
     def _check_between(self) -> None:
-        """The call computes at the end what was computed in between: nothing may have changed by then."""
+        """Checks that nothing changes between the values and the end, where the call computes them."""
         assert self.result is not None
         change = change_between(self.linear, self.result)
         if change is not None:
@@ -363,13 +363,13 @@ class _Rows:
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Whether it is a tensor of one number."""
+    """Returns whether `node` is a tensor of one number."""
     example = node.meta.get("example_value")
     return isinstance(example, Tensor) and example.dim() == 0
 
 
 def _index(index: Any, rank: int) -> tuple[Any, ...] | None:
-    """``logits[index]`` as an index of rows; None if it does more than to pick slices of them."""
+    """Returns ``logits[index]`` as an index of rows; None if it does more than pick slices of them."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in parts:
         at = parts.index(Ellipsis)
@@ -382,7 +382,7 @@ def _index(index: Any, rank: int) -> tuple[Any, ...] | None:
 
 
 def _lead(shape: Sequence[Any], classes: int) -> tuple[Any, ...] | None:
-    """A shape of logits as a shape of rows; None if it is none, or has two sizes that change."""
+    """Returns a shape of logits as a shape of rows; None if it is none, or has two sizes that change."""
     sizes = [size if isinstance(size, int) else -1 for size in shape[:-1]]
     if len(shape) < 2 or not same_shape(shape[-1:], [classes]) or sizes.count(-1) > 1:
         return None
@@ -391,13 +391,13 @@ def _lead(shape: Sequence[Any], classes: int) -> tuple[Any, ...] | None:
 
 @dataclass(frozen=True)
 class _Count:
-    """What a mean over rows divides by.
+    """The divisor of a mean over rows.
 
     Args:
         node: Stands for it in the loss of a piece.
-        target: Which operand of rows says what classes are wanted.
-        weight: Which shared operand weighs classes; None: none.
-        ignored: The class whose rows do not count; None: all count, as classes are wanted by probabilities.
+        target: Index of the operand of rows with the wanted classes.
+        weight: Index of the shared operand with the classes' weights; None: none.
+        ignored: The class whose rows do not count; None: all rows count, as targets are probabilities.
     """
 
     node: fx.Node
@@ -406,7 +406,7 @@ class _Count:
     ignored: int | None
 
     def of(self, by_row: Sequence[Tensor], shared: Sequence[Tensor]) -> Tensor | int:
-        """The divisor.
+        """Computes the divisor.
 
         Args:
             by_row: Operands with something for every row.
@@ -429,8 +429,8 @@ class _ChunkedLoss(nn.Module):
         body: The loss of a piece.
         names: Of its inputs: the piece of the layer's input, the number of all rows, shared operands, operands of rows,
             divisors.
-        moves: What is done to the rows' shape before.
-        shared: How many operands are shared by all rows: the layer's weight is the first of them.
+        moves: The changes of the rows' shape before.
+        shared: The number of operands that all rows share: the layer's weight is the first of them.
         wide: Of the operands of rows, whether they have something for every class; the others are flattened.
         counts: Divisors of means.
         pieces: How many there are.
@@ -453,7 +453,7 @@ class _ChunkedLoss(nn.Module):
         self._counts, self._pieces = tuple(counts), pieces
 
     def forward(self, hidden: Tensor, *operands: Tensor) -> Tensor:
-        """The whole loss.
+        """Computes the whole loss.
 
         Args:
             hidden: The layer's input.
@@ -472,7 +472,7 @@ class _ChunkedLoss(nn.Module):
     def compute(
         self, rows: Tensor, shared: Sequence[Tensor], by_row: Sequence[Tensor], wanted: Sequence[bool]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """The loss, and its gradients.
+        """Computes the loss and its gradients.
 
         Args:
             rows: The layer's input, of shape ``(n, inputs)``.
@@ -502,7 +502,7 @@ class _ChunkedLoss(nn.Module):
 
 
 class _Differentiated(torch.autograd.Function):
-    """A loss whose gradients are there as soon as it is; backward scales them."""
+    """A loss whose gradients are computed with it; backward scales them."""
 
     @staticmethod
     def forward(ctx: Any, loss: _ChunkedLoss, shared: int, rows: Tensor, *operands: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
-"""Computes feed-forward layers in pieces of tokens, so that what is wide in them never exists whole.
+"""Computes feed-forward layers in pieces of tokens, so that their wide activations are never materialised whole.
 
-A linear layer with more outputs than inputs, and what is computed of it row by row until rows are narrow again: one
-call takes their place. It takes the rows in pieces and saves nothing but its input; backward computes each piece again
-before its gradients. Gradients of weights are added up in fp32. Under activation checkpointing, which computes the
-layer again anyway, that costs no time.
+One call replaces a linear layer with more outputs than inputs, and all that is computed of it row by row until rows are
+narrow again. The call takes the rows in pieces and saves only its input; backward recomputes each piece before its
+gradients. Gradients of weights are added up in fp32. Under activation checkpointing, which recomputes the layer anyway,
+that costs no time.
 
-The idea is that of the tiled MLP of Arctic Long Sequence Training (arXiv:2506.13996), which replaces the code of models
-that it knows; here it is found in the graph of any.
+The idea is that of the tiled MLP of Arctic Long Sequence Training (arXiv:2506.13996), which replaces the code of known
+models; here layers are found in the graph of any model.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def chunk_mlps(gm: fx.GraphModule, pieces: int) -> int:
         pieces: How many; 0: replaces nothing, and counts those that could be.
 
     Returns:
-        How many were replaced, or could be.
+        The number of layers that were, or could be, replaced.
     """
     bodies = {args_of(n)[0].target: checkpoint_body(gm, n) for n in gm.graph.nodes if compat.is_checkpoint(n)}
     number = sum(chunk_mlps(body, pieces) for body in bodies.values())
@@ -74,8 +74,8 @@ class _FeedForward:
 
     Args:
         rows: Its input.
-        nodes: What it computes, in order; the last one is its output.
-        shared: What is not computed by row, in order of use: weights, for one.
+        nodes: Its operators, in order; the last one is its output.
+        shared: Its inputs that are not computed by row, in order of use: weights, for one.
     """
 
     rows: fx.Node
@@ -83,11 +83,11 @@ class _FeedForward:
     shared: list[fx.Node]
 
     def replace(self, gm: fx.GraphModule, name: str, pieces: int) -> None:
-        """Puts a call of `run_in_pieces` in its place.
+        """Replaces the layer by a call of `run_in_pieces`.
 
         Args:
             gm: The graph.
-            name: What the layer of a piece is called.
+            name: The name of the layer of a piece.
             pieces: How many there are.
         """
         graph = fx.Graph()
@@ -107,7 +107,7 @@ class _FeedForward:
 
 
 def _find(linear: fx.Node) -> _FeedForward | None:
-    """The layer that begins with a linear layer that widens; None if what is wide is needed otherwise."""
+    """Returns the layer that begins with a linear layer that widens; None if its wide values are needed otherwise."""
     rows = args_of(linear)[0]
     example = rows.meta["example_value"]
     by_row = {rows}
@@ -129,7 +129,7 @@ def _find(linear: fx.Node) -> _FeedForward | None:
 
 
 def _closed(result: fx.Node, rows: fx.Node, by_row: set[fx.Node]) -> _FeedForward | None:
-    """What `result` is computed of, from `rows` on; None if anything else reads some of it."""
+    """Returns the layer that computes `result` from `rows`; None if anything else reads its values."""
     inside, shared, pending = {result}, set(), [result]
     while pending:
         for source in pending.pop().all_input_nodes:
@@ -157,7 +157,7 @@ def _is_one_row(shape: Sequence[Any]) -> bool:
 
 
 def _is_by_row(node: fx.Node, by_row: set[fx.Node], leading: Sequence[Any]) -> bool:
-    """Whether every row of `node` is computed of the same row of what it reads of `by_row`, and draws no numbers."""
+    """Returns whether each row of `node` depends on the same row of its inputs in `by_row`, and no random numbers."""
     value = node.meta.get("example_value")
     source, *others = args_of(node) or (None,)
     if _is_linear(node):
@@ -201,7 +201,7 @@ def run_in_pieces(layer: nn.Module, pieces: int, rows: Tensor, *shared: Tensor) 
         layer: Takes rows of shape ``(n, ..., inputs)``, and `shared`; treats each row by itself.
         pieces: How many pieces there are.
         rows: Shape ``(..., inputs)``.
-        *shared: What all rows read.
+        *shared: The inputs that all rows share.
 
     Returns:
         Shape ``(..., outputs)``.
@@ -221,7 +221,7 @@ def _forward(layer: nn.Module, pieces: int, rows: Tensor, shared: Sequence[Tenso
 
 
 class _InPieces(torch.autograd.Function):
-    """A layer that is computed again in backward, and differentiated, piece by piece."""
+    """A layer that backward recomputes, and differentiates, piece by piece."""
 
     @staticmethod
     def forward(ctx: Any, layer: nn.Module, pieces: int, rows: Tensor, *shared: Tensor) -> Tensor:

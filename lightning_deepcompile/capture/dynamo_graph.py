@@ -1,4 +1,4 @@
-"""Small questions about Dynamo's graphs: PyTorch's functions and tensors' methods, as users called them."""
+"""Small queries on Dynamo's graphs, which contain PyTorch's functions and tensors' methods as users called them."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ def name_of(node: fx.Node) -> str:
             name = name[2:-2] + ("_" if name in ("__and__", "__or__") else "")
         return name
     name = getattr(node.target, "__name__", "")
-    if name == "_get_data_attr":  # what Dynamo writes for `tensor.data`
+    if name == "_get_data_attr":  # Dynamo's form of `tensor.data`
         return "data"
     return name if any(getattr(owner, name, None) is node.target for owner in (torch, operator, F)) else ""
 
 
 def calls_gather(node: fx.Node) -> bool:
-    """Whether `node` gathers a parameter."""
+    """Returns whether `node` gathers a parameter."""
     return node.op == "call_function" and node.target in (torch.ops.dc.gather, torch.ops.dc.gather.default)
 
 
 def gathered_id(gather: fx.Node) -> int | None:
-    """The parameter that is gathered; None for a call of the user's own whose number is not a constant."""
+    """The id of the gathered parameter; None for a call of the user's own whose number is not a constant."""
     id_ = gather.args[1]
     return id_ if isinstance(id_, int) else None
 
 
 def leaves(value: Any) -> list[Any]:
-    """What is in nested lists, dicts and slices of arguments, except other nodes."""
+    """The values in nested lists, dicts and slices of arguments, except other nodes."""
     if isinstance(value, dict):
         return [leaf for item in value.values() for leaf in leaves(item)]
     if isinstance(value, tuple | list):
@@ -76,7 +76,7 @@ def checkpoint_body(gm: fx.GraphModule, checkpoint: fx.Node) -> fx.GraphModule:
 
 
 def checkpoint_operands(gm: fx.GraphModule, checkpoint: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """Pairs of a checkpointed graph's placeholder and what it is called with; none if others call that graph too."""
+    """Pairs of a checkpointed graph's placeholder and its argument; none if others call that graph too."""
     name = args_of(checkpoint)[0].target
     calls = [user for n in gm.graph.nodes if n.op == "get_attr" and n.target == name for user in n.users]
     if len(calls) != 1:
@@ -88,7 +88,7 @@ def checkpoint_operands(gm: fx.GraphModule, checkpoint: fx.Node) -> list[tuple[f
 def erase_unused(nodes: Iterable[fx.Node]) -> None:
     """Erases nodes that nothing reads, the last first.
 
-    ``Graph.eliminate_dead_code`` would do more: it takes methods that write in place, and what begins and ends a
+    ``Graph.eliminate_dead_code`` would do more: it takes methods that write in place, and the begin and end of a
     ``vmap``, for unused.
 
     Args:

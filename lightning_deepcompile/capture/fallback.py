@@ -1,4 +1,4 @@
-"""Which functions of a step run uncompiled, and why: said once for each, or an error."""
+"""Decides which functions of a step run uncompiled, and reports each once with the reason, or raises an error."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ __all__ = ["BROKEN_TEXT", "READS_GRADIENTS", "Fallbacks", "why_not"]
 _log = logging.getLogger("lightning_deepcompile")
 _LIBRARIES = re.compile(r"[/\\](torch|lightning|pytorch_lightning|torchmetrics|lightning_deepcompile)[/\\]|^<")
 
-# They run as Python by design, or are hooks of a profiler of which the user was warned.
+# Functions that run as Python by design, and hooks of a profiler of which the user was warned.
 _UNSPOKEN = re.compile(r"[/\\](lightning|pytorch_lightning|lightning_deepcompile)[/\\]")
 
-_RESUMED = re.compile(r"^torch_dynamo_resume_in_(.*)_at_\d+$")  # Dynamo's name of what follows a break
+_RESUMED = re.compile(r"^torch_dynamo_resume_in_(.*)_at_\d+$")  # Dynamo's name of the code after a break
 
 _SKIPPED = "Dynamo left it out of its graphs (TORCH_LOGS=graph_breaks says why)"
 BROKEN_TEXT = "an f-string reads a tensor behind a number (f'{i}: {loss.item()}'), of which Dynamo makes another text"
@@ -45,7 +45,7 @@ _HINTS = {
     "": "It is right and as fast as eager FSDP. CompileConfig(fallback='error') makes it an error.",
 }
 
-# Names of functions and arguments, and what they do that a compiled step cannot.
+# Names of functions and arguments, and the reason why a compiled step cannot contain them.
 _NAMES = {
     "functional_call": "it calls modules with other tensors in the place of their parameters (`functional_call`)",
     "swap_tensors": "it swaps tensors",
@@ -58,10 +58,10 @@ _TWICE = frozenset({"hessian", "hvp", "vhp"})  # of torch.autograd.functional
 
 
 def why_not(found: Mentions, bounded: set[str], step: types.CodeType | None) -> str | None:
-    """Why a step must run as it is, as a whole; None if nothing says so.
+    """Returns the reason why a whole step must run as Python; None if there is none.
 
     Args:
-        found: What its code mentions.
+        found: The names that its code mentions.
         bounded: Attributes that are deques of bounded length: inside of graphs they would grow beyond it.
         step: Its own code, which may stay uncompiled while all that it calls is compiled.
     """
@@ -83,11 +83,11 @@ def why_not(found: Mentions, bounded: set[str], step: types.CodeType | None) -> 
 
 
 class Fallbacks:
-    """Remembers which functions run uncompiled; one per engine.
+    """Records which functions run uncompiled; one per engine.
 
     Args:
         mode: ``"warn"`` or ``"error"``, as `CompileConfig.fallback`.
-        rank: This rank: the first one says it.
+        rank: This rank; the first one reports.
 
     Attributes:
         reasons: Each function, ``name (file:line)``, with the first line of the reason.
@@ -100,17 +100,17 @@ class Fallbacks:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Around a compiled step."""
+        """Returns a context for a compiled step."""
         with compat.compile_failures(self._failed):
             yield
 
     def add(self, name: str, place: str, reason: str) -> None:
-        """A function runs as it is.
+        """Records a function that runs uncompiled.
 
         Args:
             name: Its name, without a class.
-            place: Where it stands, ``file:line``.
-            reason: Why; the first line is kept.
+            place: Its place, ``file:line``.
+            reason: The reason; the first line is kept.
 
         Raises:
             RuntimeError: If settings say so.
@@ -135,7 +135,7 @@ class Fallbacks:
     def noticed(self) -> None:
         """Call where code that is not compiled reads a parameter: some function on the stack is left uncompiled."""
         if torch.is_anomaly_enabled():
-            return  # then all is, as the user asked for it
+            return  # then everything is, as the user asked
         frame: FrameType | None = sys._getframe(1)
         innermost: tuple[str, str] | None = None
         while frame is not None:
@@ -159,7 +159,7 @@ class Fallbacks:
 
 
 def _with_class(name: str, place: str) -> str:
-    """``Class.name`` of a method that starts at `place`: Dynamo tells the name alone, and many are called `forward`."""
+    """``Class.name`` of a method that starts at `place`: Dynamo tells only the name, and many are called `forward`."""
     file, _, line = place.rpartition(":")
     try:
         tree = ast.parse("".join(linecache.getlines(file)))

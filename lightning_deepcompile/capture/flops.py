@@ -1,4 +1,4 @@
-"""Counts what a graph computes: floating-point operations of matrix products, convolutions and attention."""
+"""Counts the floating-point operations of a graph: matrix products, convolutions and attention."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["count_flops"]
 
 
 def count_flops(gm: fx.GraphModule, *, backward: bool = False) -> int:
-    """Floating-point operations of a graph, by the formulas of `torch.utils.flop_counter`.
+    """Counts the floating-point operations of a graph, by the formulas of `torch.utils.flop_counter`.
 
-    What a backward graph computes again (activation checkpointing) does not count: utilization is that of the model.
+    Recomputation in a backward graph (activation checkpointing) does not count: utilization is that of the model.
 
     Args:
         gm: A forward, backward or inference graph of ATen operators. Symbolic sizes count with their hints.

@@ -1,4 +1,4 @@
-"""Graphs that would be wrong on shards are refused while they are compiled: their code runs as it is, or fails."""
+"""Refuses graphs that would be wrong on shards while they are compiled: their code runs uncompiled, or fails."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lightning_deepcompile.sharding.errors import UnsupportedStepError
 
 __all__ = ["UncompilableError", "check_graph", "check_losses_are_apart", "explain"]
 
-# Methods that end in an underscore, and write to no memory.
+# Methods that end in an underscore but write to no memory.
 _HARMLESS = frozenset({"requires_grad_", "and_", "or_"})
 
 
 class UncompilableError(RuntimeError):
-    """A function does with its parameters what a graph cannot, and the uncompiled path can."""
+    """A function uses its parameters in a way that a graph cannot handle, and the uncompiled path can."""
 
 
 def check_graph(
@@ -35,7 +35,7 @@ def check_graph(
     names: Mapping[int, str],
     replicated: Sequence[nn.Parameter] = (),
 ) -> None:
-    """Raises for a graph that writes to a gathered parameter, or that handles parameters as such.
+    """Raises for a graph that writes to a gathered parameter, or that treats a parameter as more than a tensor.
 
     Args:
         gm: Dynamo's graph.
@@ -64,10 +64,10 @@ def check_graph(
 
 
 def check_losses_are_apart(gm: fx.GraphModule) -> None:
-    """Raises for a graph that a second backward pass may go through, which eagerly would be a graph of its own.
+    """Raises for a graph that a second backward pass may go through, which would be a separate graph in eager code.
 
-    The discriminator's loss and the fake images of a GAN, say: their backward is one compiled function, which the first
-    pass frees, and whose parameters an optimizer's step changes.
+    For example the discriminator's loss and the fake images of a GAN: their backward is one compiled function, which
+    the first pass frees, and whose parameters an optimizer's step changes.
 
     Args:
         gm: Dynamo's graph, of a step with several backward passes.
@@ -102,13 +102,13 @@ _EXPLANATIONS = {
 
 
 def explain(error: BaseException) -> UnsupportedStepError | None:
-    """What to raise for an error of PyTorch's that does not say what to do; None if nothing is known of it."""
+    """Returns the error to raise for one of PyTorch's that does not say what to do; None if it is not known."""
     known = _EXPLANATIONS.items() if isinstance(error, RuntimeError) else ()
     return next((UnsupportedStepError(text) for part, text in known if part in str(error)), None)
 
 
 def _check_writes(gm: fx.GraphModule, inherited: Mapping[fx.Node, str], names: Mapping[int, str]) -> None:
-    # Which nodes are (views of) gathered parameters. `inherited`: placeholders of a checkpointed graph that are.
+    # The nodes that are (views of) gathered parameters. `inherited`: such placeholders of a checkpointed graph.
     gathered: dict[fx.Node, str] = dict(inherited)
     for node in gm.graph.nodes:
         if compat.is_checkpoint(node):

@@ -1,4 +1,4 @@
-"""Writes traced blocks out: every call of a block in a partitioned graph gives way to its template's nodes."""
+"""Inlines traced blocks: replaces every call of a block in a partitioned graph by its template's nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["computed_with", "inline_blocks"]
 def inline_blocks(gm: fx.GraphModule, instances: Sequence[Instance]) -> None:
     """Replaces the calls of blocks in `gm`, in place.
 
-    What a call returned keeps its name, by which AOTAutograd's two graphs find each other's tensors.
+    The results of a call keep their names, by which AOTAutograd's two graphs find each other's tensors.
 
     Args:
         gm: A forward, backward or inference graph that was traced with `run_block`.
@@ -36,7 +36,7 @@ def inline_blocks(gm: fx.GraphModule, instances: Sequence[Instance]) -> None:
 
 
 def computed_with(backward: fx.GraphModule, instances: Sequence[Instance]) -> set[str]:
-    """The placeholders that will only be computed with, and so neither returned nor reduced, when blocks are inlined.
+    """The placeholders that will only be computed with, and neither returned nor reduced, once blocks are inlined.
 
     Args:
         backward: A backward graph.
@@ -52,7 +52,7 @@ def computed_with(backward: fx.GraphModule, instances: Sequence[Instance]) -> se
 
 
 def _readers(node: fx.Node, instances: Sequence[Instance]) -> Iterator[fx.Node]:
-    """What reads `node` when blocks are inlined."""
+    """Yields the nodes that read `node` once blocks are inlined."""
     for user in node.users:
         called = called_body(user, instances)
         if called is None:
@@ -69,7 +69,7 @@ def _readers(node: fx.Node, instances: Sequence[Instance]) -> Iterator[fx.Node]:
 
 
 def _results(body: fx.GraphModule) -> list[fx.Node]:
-    """What a call of `body` returns."""
+    """The nodes that a call of `body` returns."""
     return [node for node in args_of(output_node(body.graph))[0] if node is not None]
 
 
@@ -112,23 +112,23 @@ def _copy_attribute(gm: fx.GraphModule, body: fx.GraphModule, node: fx.Node) -> 
 
 
 class _FreshValues:
-    """Fake tensors like a template's, of which two share memory where the template's do.
+    """Fake tensors like a template's; two of them share memory if the template's do.
 
-    Blocks must not share theirs: where two are neighbours in one region, Inductor would take a copy between them for
-    one of a tensor to itself, and leave it out.
+    Different blocks must not share memory: if two are neighbours in one region, Inductor would take a copy between them
+    for one of a tensor to itself, and drop it.
     """
 
     def __init__(self) -> None:
-        # Memory of the template to a tensor that lies in it, and one that lies in this block's.
+        # The template's memory, mapped to a tensor in it and one in this block's memory.
         self._bases: dict[StorageWeakRef, tuple[Tensor, Tensor]] = {}
 
     def know(self, value: Any, copy: Any) -> None:
-        """`copy` is the tensor that the block reads where its template reads `value`."""
+        """Registers `copy`, the tensor that the block reads where its template reads `value`."""
         if isinstance(value, Tensor) and isinstance(copy, Tensor):
             self._bases.setdefault(StorageWeakRef(value.untyped_storage()), (value, copy))
 
     def of(self, value: Any) -> Any:
-        """What stands for `value`: of tensors, and tuples of them, a copy."""
+        """Returns the block's value for `value`: a copy of a tensor, or of a tuple of tensors."""
         if isinstance(value, tuple | list):
             return type(value)(self.of(item) for item in value)
         if not isinstance(value, Tensor):
@@ -147,6 +147,6 @@ class _FreshValues:
 
 
 def _fits(value: Tensor, offset: int | torch.SymInt, base: Tensor) -> bool:
-    """Whether a view of the memory of `base`, of the shape of `value`, ends inside of it."""
+    """Returns whether a view of `base` at `offset`, of the shape of `value`, ends inside of its memory."""
     last = offset + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
     return last < base.untyped_storage().nbytes() // base.element_size()

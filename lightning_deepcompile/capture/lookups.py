@@ -1,4 +1,4 @@
-"""Exchanges rows instead of tables: embeddings whose whole table no rank needs.
+"""Exchanges rows instead of tables: looks rows of an embedding up where they are, without the whole table.
 
 A token needs one row of an embedding's table, and gives a gradient to that one alone. Where nothing else reads the
 table, ``F.embedding(tokens, gather(table))`` becomes a look-up on the ranks that hold the rows; the table is neither
@@ -40,7 +40,7 @@ _SIGNATURE = inspect.signature(F.embedding)
 
 @dataclass(frozen=True)
 class LookupExchange:
-    """Which tables are looked up by exchange, and among whom.
+    """The tables that are looked up by exchange, and the ranks among which they are.
 
     Args:
         tables: By parameter id.
@@ -61,7 +61,7 @@ class LookupExchange:
             gm: Dynamo's graph, before AOTAutograd.
 
         Returns:
-            How many look-ups were replaced.
+            The number of look-ups that were replaced.
         """
         gathers: dict[int, list[fx.Node]] = {}
         for node in gm.graph.nodes:
@@ -110,7 +110,7 @@ def exchange_lookups(
 
     Args:
         model: The sharded model.
-        stage: ZeRO stage; parameters of the others than 3 are whole when they are needed.
+        stage: ZeRO stage; below stage 3, parameters are whole when they are needed.
         reduce_dtype: In which gradients travel.
         host_group: Of the ranks' CPUs.
         least_bytes: Of a gathered table.
@@ -142,7 +142,7 @@ def _bind(node: fx.Node) -> dict[str, Any] | None:
 
 
 def _is_plain(gather: fx.Node, arguments: dict[str, Any] | None) -> bool:
-    """Whether all that is done with the gathered table is to look up rows of it."""
+    """Returns whether the gathered table is used only to look up rows of it."""
     return (
         arguments is not None
         and arguments["weight"] is gather

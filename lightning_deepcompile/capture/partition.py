@@ -1,8 +1,8 @@
 """Cuts the joint graph so that no gathered parameter is saved for backward, nor anything that is overwritten by then.
 
-A gather is not on the partitioner's list of cheap operators: left alone, it saves every full parameter as an
-activation. Tagging the gather alone is not enough: the partitioner then saves what follows it and is as large, such as
-the cast under autocast, the transpose, or the concatenation of several weights.
+A gather is not on the partitioner's list of cheap operators: by default it saves every full parameter as an activation.
+Tagging only the gather is not enough: the partitioner then saves a value computed from it that is as large, such as the
+cast under autocast, the transpose, or the concatenation of several weights.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _GRAPH_ID = 100_000
 
 _COPY = torch.ops.aten.clone.default
 
-# A product of parameters (a low-rank update) is worth its memory: what it costs to compute is not known here.
+# A product of parameters (a low-rank update) is worth saving: the cost to compute it is not known here.
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution"})
 
 
 def tag_gathers(gm: fx.GraphModule) -> None:
-    """Marks every gather, and all that is computed from parameters alone, as to be recomputed in backward.
+    """Marks every gather, and every value computed from parameters alone, for recomputation in backward.
 
     Args:
         gm: The joint graph.
@@ -49,10 +49,10 @@ def tag_gathers(gm: fx.GraphModule) -> None:
 
 
 def protect_written_inputs(gm: fx.GraphModule) -> None:
-    """Lets backward see buffers as they were before the step wrote to them.
+    """Makes backward see buffers as they were before the step wrote to them.
 
-    The write comes last in the forward graph. The partitioner may all the same save the buffer itself, which by then
-    holds the new value, and compute again from it what forward had computed from the old one: wrong gradients.
+    The write comes last in the forward graph. Still, the partitioner may save the buffer itself, which by then holds
+    the new value, and recompute from it what forward had computed from the old one: wrong gradients.
 
     Args:
         gm: The joint graph.
@@ -70,7 +70,7 @@ def protect_written_inputs(gm: fx.GraphModule) -> None:
 
 
 def count_saved_parameters(forward: fx.GraphModule, num_outputs: int) -> int:
-    """Counts gathered parameters, and what was computed from them alone, among the tensors saved for backward.
+    """Counts gathered parameters, and values computed from them alone, among the tensors saved for backward.
 
     Args:
         forward: The partitioned forward graph.
@@ -81,10 +81,10 @@ def count_saved_parameters(forward: fx.GraphModule, num_outputs: int) -> int:
 
 
 def separate_outputs(gm: fx.GraphModule, num_outputs: int) -> None:
-    """Lets every output be a tensor of its own.
+    """Makes every output a separate tensor.
 
-    Inductor's passes drop copies: of a loss and its detached copy one tensor is left, which requires no gradient, as
-    the copy does not.
+    Inductor's passes drop copies: of a loss and its detached copy only one tensor is left, which requires no gradient,
+    as the copy does not.
 
     Args:
         gm: A forward graph after all passes.
@@ -105,7 +105,7 @@ def separate_outputs(gm: fx.GraphModule, num_outputs: int) -> None:
 
 
 def _of_parameters_alone(graph: fx.Graph) -> set[fx.Node]:
-    """The gathers, and nodes that read nothing but them and constants. Products and random operators end a chain."""
+    """The gathers, and nodes that read only them and constants. Products and random operators end a chain."""
     derived: set[fx.Node] = set()
     constants: set[fx.Node] = set()
     for node in graph.nodes:
@@ -143,8 +143,8 @@ def partition(
     Args:
         gm: The joint graph.
         joint_inputs: Its inputs.
-        checkpointed: Whether what the model runs under activation checkpointing is computed again in backward.
-        sparing: Whether little is saved, and what is cheap to compute is computed again.
+        checkpointed: Whether backward recomputes what the model runs under activation checkpointing.
+        sparing: Whether to save little, and recompute all that is cheap.
         **kwargs: As for `compat.partition`.
 
     Returns:
@@ -162,9 +162,9 @@ def partition(
 
 
 def hide_from_passes(gm: fx.GraphModule) -> None:
-    """Keeps Inductor's passes over whole graphs from what they do wrong, until `show_to_compiler`.
+    """Hides operators that Inductor's passes over whole graphs would handle wrongly, until `show_to_compiler`.
 
-    They fail where rows are picked by a random permutation (``x[torch.randperm(n)]``), and drop copies of inputs, as
+    The passes fail if rows are picked by a random permutation (``x[torch.randperm(n)]``), and drop copies of inputs, as
     if nobody could write to those before backward: a queue of keys is read, copied, by one graph, and written by the
     next.
 
@@ -180,7 +180,7 @@ def hide_from_passes(gm: fx.GraphModule) -> None:
 
 
 def _viewed(node: fx.Node) -> fx.Node:
-    """What `node` is a view of, of views of views; itself if it is none."""
+    """The node that `node` is a view of, through views of views; itself if it is none."""
     while isinstance(node.target, compat.OpOverload):
         returns = compat.schema_of(node.target).returns
         if compat.schema_of(node.target).is_mutable or not returns or returns[0].alias_info is None:
@@ -190,7 +190,7 @@ def _viewed(node: fx.Node) -> fx.Node:
 
 
 def show_to_compiler(gm: fx.GraphModule) -> None:
-    """Ends what `hide_from_passes` began."""
+    """Undoes `hide_from_passes`."""
     for node in gm.graph.nodes:
         if type(node.target) is _Hidden:
             node.target = node.target.operator
@@ -211,10 +211,10 @@ def _prepare_uncheckpointed(gm: fx.GraphModule) -> None:
 
 
 class _Hidden:
-    """Stands for an operator that a pass shall not recognise."""
+    """Stands for an operator that a pass must not recognise."""
 
     def __init__(self, operator_: compat.OpOverload) -> None:
-        self.operator, self.overloadpacket = operator_, operator_.overloadpacket  # what the partitioner knows it by
+        self.operator, self.overloadpacket = operator_, operator_.overloadpacket  # the partitioner knows it by these
         self.__name__ = operator_.__name__
         self.__module__ = operator_.__module__
 
@@ -226,14 +226,15 @@ class _Hidden:
 
 
 class _Certain(_Hidden):
-    """Stands for an operator in calls of it that draw no random numbers."""
+    """Stands for a random operator in calls that draw no random numbers."""
 
 
 def _hide_randomness(gm: fx.GraphModule) -> None:
-    """Attention is tagged as random also where it drops nothing.
+    """Hides attention without dropout, which is tagged as random all the same.
 
-    Computed again in backward (activation checkpointing), it would first save the state of the random generator and set
-    it back: host time, and a state for each layer, for nothing.
+    Recomputed in backward (activation checkpointing), it would first save and restore the state of the random
+    generator:
+    host time, and a state for each layer, for nothing.
     """
     certain: dict[compat.OpOverload, _Certain] = {}
     for node in gm.graph.nodes:

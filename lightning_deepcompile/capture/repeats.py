@@ -1,11 +1,12 @@
-"""Finds the blocks of a Dynamo graph that are equal, such as the layers of a transformer, and makes each a call.
+"""Finds the equal blocks of a Dynamo graph, such as the layers of a transformer, and makes each a call.
 
 Tracing 32 equal layers with AOTAutograd, and cutting their joint graph in two, takes 32 times as long as for one layer,
-and is most of what a first step waits for. Equal blocks are therefore traced once (`capture/templates.py`): here each
-becomes one node, and after partitioning each is written out again (`capture/inlining.py`).
+and is most of the time before a first step. Equal blocks are therefore traced once (`capture/templates.py`): here each
+becomes one node, and after partitioning each is inlined again (`capture/inlining.py`).
 
-A block is what ran inside one module whose parameters form one block of the layout. Two are equal if they consist of
-the same operators with the same arguments, on inputs of the same shapes, but for the parameters that they gather.
+A block is the part of a graph that ran inside one module whose parameters form one block of the layout. Two are equal
+if they consist of the same operators with the same arguments, on inputs of the same shapes, except for the parameters
+that they gather.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ _FEWEST, _SMALLEST = 3, 10
 
 @dataclass
 class Block:
-    """A run of nodes of a Dynamo graph that does what other runs of the same `key` do.
+    """A run of nodes of a Dynamo graph that computes the same as other runs of the same `key`.
 
     Args:
         nodes: Its nodes, in order.
         key: Equal for equal blocks of one graph.
-        inputs: What it reads from outside: tensors, in order of first use.
+        inputs: The tensors that it reads from outside, in order of first use.
         outputs: Those of its nodes that others read: tensors.
         ids: The parameters that it gathers, in order of first use.
     """
@@ -49,15 +50,15 @@ class Block:
 
 
 def find_repeats(gm: fx.GraphModule, block_of: Callable[[int], str]) -> list[list[Block]]:
-    """Groups of equal blocks, in order of their first nodes.
+    """Finds groups of equal blocks, in order of their first nodes.
 
     Args:
         gm: Dynamo's graph.
         block_of: Parameter id to the name of the layout's block.
 
     Returns:
-        One list per kind of block that is there often enough; empty for a graph with symbolic sizes, or one that
-        changes PyTorch's global state in a way that is not known.
+        One list per kind of block that repeats often enough; empty for a graph with symbolic sizes, or one that changes
+        PyTorch's global state in an unknown way.
     """
     modes = _modes(gm.graph)
     if modes is None:
@@ -74,12 +75,12 @@ def find_repeats(gm: fx.GraphModule, block_of: Callable[[int], str]) -> list[lis
 def call_blocks(
     gm: fx.GraphModule, blocks: Sequence[Block], function: Callable[..., tuple[Tensor, ...]]
 ) -> fx.GraphModule:
-    """A copy of `gm` in which each of `blocks` is one call.
+    """Returns a copy of `gm` in which each of `blocks` is one call.
 
     Args:
-        gm: Dynamo's graph; left as it is.
+        gm: Dynamo's graph; it does not change.
         blocks: Blocks of it.
-        function: What they are replaced by: takes a block's place among `blocks`, and its inputs; returns its outputs.
+        function: The replacement: takes a block's place among `blocks`, and its inputs; returns its outputs.
     """
     first = {block.nodes[0]: (number, block) for number, block in enumerate(blocks)}
     inside = {node for block in blocks for node in block.nodes}
@@ -101,7 +102,7 @@ def call_blocks(
 
 
 def body_of(gm: fx.GraphModule, block: Block) -> fx.GraphModule:
-    """`block` as a graph of its own, from its inputs to a tuple of its outputs.
+    """Returns `block` as a graph of its own, from its inputs to a tuple of its outputs.
 
     Args:
         gm: The graph that it is a block of.
@@ -122,14 +123,14 @@ def body_of(gm: fx.GraphModule, block: Block) -> fx.GraphModule:
 
 @dataclass(frozen=True)
 class _Modes:
-    """What surrounds a node: open autocast contexts, and the gradient mode if it was set."""
+    """The modes around a node: open autocast contexts, and the gradient mode if it was set."""
 
     autocast: int = 0
     gradients: bool | None = None
 
 
 def _modes(graph: fx.Graph) -> dict[fx.Node, _Modes] | None:
-    """The modes in front of every node; None if the graph changes others."""
+    """The modes before every node; None if the graph changes others."""
     modes, autocast, gradients = {}, 0, None
     for node in graph.nodes:
         modes[node] = _Modes(autocast, gradients)
@@ -148,7 +149,7 @@ def _modes(graph: fx.Graph) -> dict[fx.Node, _Modes] | None:
 
 
 def _runs(gm: fx.GraphModule, block_of: Callable[[int], str]) -> Iterator[list[fx.Node]]:
-    """The runs of nodes, each all that happened in one block's module, that no other block interrupts."""
+    """Yields runs of nodes, each all that one block's module executed, uninterrupted by other blocks."""
     order = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
     blocks_under: dict[str, set[str]] = defaultdict(set)
     for node in order:
@@ -173,7 +174,7 @@ def _runs(gm: fx.GraphModule, block_of: Callable[[int], str]) -> Iterator[list[f
 
 
 def _takes_apart(node: fx.Node, run: list[fx.Node]) -> bool:
-    """Whether `node` takes an element of a tuple that `run` makes."""
+    """Returns whether `node` takes an element of a tuple that `run` makes."""
     source = node.args[0] if node.target is operator.getitem else None
     return isinstance(source, fx.Node) and source in run and not isinstance(source.meta.get("example_value"), Tensor)
 
@@ -205,7 +206,7 @@ def _gathered(gm: fx.GraphModule, node: fx.Node) -> Iterator[int]:
 
 
 def _size(gm: fx.GraphModule, node: fx.Node) -> int:
-    """How many nodes `node` stands for."""
+    """The number of nodes that `node` stands for."""
     body = _body(gm, node)
     return 1 if body is None else sum(_size(body, inner) for inner in body.graph.nodes)
 
@@ -219,11 +220,11 @@ def _body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
 
 
 class _Unequal(Exception):
-    """A block holds what cannot be compared, or handed to a function of its own."""
+    """A block contains something that cannot be compared, or passed to a function of its own."""
 
 
 def _describe(gm: fx.GraphModule, block: Block) -> bool:
-    """Fills in all but a block's nodes; False if it cannot be one."""
+    """Sets all fields of a block but its nodes; returns False if it cannot be a block."""
     inside = set(block.nodes)
     names: dict[fx.Node, Any] = {}
     ids: dict[int, int] = {}
@@ -247,7 +248,7 @@ def _describe(gm: fx.GraphModule, block: Block) -> bool:
 
 
 def _line(gm: fx.GraphModule, node: fx.Node, names: dict[fx.Node, Any], ids: dict[int, int]) -> object:
-    """What `node` does, with the block's own numbers for nodes and parameters."""
+    """Describes the computation of `node`, with the block's own numbers for nodes and parameters."""
     if (body := _body(gm, node)) is not None:
         inner: dict[fx.Node, Any] = {}
         lines = []
@@ -267,7 +268,7 @@ def _line(gm: fx.GraphModule, node: fx.Node, names: dict[fx.Node, Any], ids: dic
 
 
 def _plain(gm: fx.GraphModule, value: Any, names: dict[fx.Node, Any], ids: dict[int, int]) -> object:
-    """`value` as something that can be compared and hashed."""
+    """Returns `value` in a form that can be compared and hashed."""
     if isinstance(value, fx.Node):
         if value in names:
             return names[value]
@@ -286,7 +287,7 @@ def _plain(gm: fx.GraphModule, value: Any, names: dict[fx.Node, Any], ids: dict[
 
 
 def _value(node: fx.Node) -> object:
-    """What is known of a tensor that enters or leaves a block."""
+    """The metadata of a tensor that enters or leaves a block."""
     value = node.meta.get("example_value")
     if type(value) is not compat.FakeTensor:
         raise _Unequal

@@ -1,4 +1,4 @@
-"""What is known of computing row by row: operators, shapes, and pieces of rows."""
+"""Shared parts of computing row by row: operators, shapes, and pieces of rows."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _WRITERS = frozenset("setitem iadd isub imul itruediv ifloordiv imod ipow iand i
 
 
 def same_shape(shape: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether two shapes are the same, also where sizes are symbols; asking must not make numbers of them."""
+    """Returns whether two shapes are the same, also with symbolic sizes; the question must not specialize them."""
     return len(shape) == len(other) and statically_known_true(sym_eq(tuple(shape), tuple(other)))
 
 
 def change_between(first: fx.Node, last: fx.Node) -> str | None:
-    """What writes to memory, or changes a mode, behind `first` and before `last`: what is moved there might see it.
+    """Finds a write to memory, or a change of mode, between `first` and `last`: a moved operator might see it.
 
     Returns:
         The name of the first such function or method; None if there is none.
@@ -42,27 +42,27 @@ def change_between(first: fx.Node, last: fx.Node) -> str | None:
 
 
 def spans(number: Any, pieces: int) -> list[tuple[Any, Any]]:
-    """Where pieces of rows begin and end: sizes differ by one at most.
+    """Returns the bounds of pieces of rows; their sizes differ by at most one.
 
     Args:
         number: Of all rows.
-        pieces: How many there are.
+        pieces: The number of pieces.
     """
     bounds = [index * number // pieces for index in range(pieces + 1)]
     return list(zip(bounds, bounds[1:], strict=False))
 
 
 class PieceGradients:
-    """Gradients of what is computed piece by piece: those of rows side by side, those of what pieces share added up.
+    """Gradients of piecewise computation: those of rows side by side, those of shared inputs added up.
 
     Sums are in fp32, or in a wider dtype of the operand's.
 
     Args:
-        shared: What all pieces read.
+        shared: The inputs that all pieces share.
         wanted: Of the rows, and of `shared`, whether their gradient is.
 
     Attributes:
-        leaves: What pieces are to be computed with in place of `shared`.
+        leaves: The tensors that pieces must use in place of `shared`.
     """
 
     def __init__(self, shared: Sequence[Tensor], wanted: Sequence[bool]) -> None:
@@ -72,15 +72,15 @@ class PieceGradients:
         self._sums: dict[int, Tensor] = {}
 
     def leaf(self, piece: Tensor) -> Tensor:
-        """`piece`, as it is to be computed with."""
+        """Returns `piece` in the form that must be computed with."""
         return piece.detach().requires_grad_(self._of_rows)
 
     def add(self, result: Tensor, piece: Tensor, upstream: Tensor | None = None) -> None:
-        """Differentiates what was computed of a piece.
+        """Differentiates the result of a piece.
 
         Args:
-            result: What was computed.
-            piece: What `leaf` returned.
+            result: The result.
+            piece: The tensor that `leaf` returned.
             upstream: The gradient of `result`; None for a number's, 1.
         """
         asked = [t for t in (piece, *self.leaves) if t.requires_grad]
@@ -93,6 +93,6 @@ class PieceGradients:
                 self._sums[index] = self._sums[index] + part if index in self._sums else part
 
     def finish(self) -> list[Tensor | None]:
-        """The gradients of the rows and of what is shared, each in its operand's dtype; None where none is wanted."""
+        """Returns the gradients of rows and of shared inputs, in their dtypes; None for those not wanted."""
         sums = [self._sums[i].to(t.dtype) if i in self._sums else None for i, t in enumerate(self.leaves)]
         return [torch.cat(self._by_piece) if self._of_rows else None, *sums]

@@ -23,13 +23,13 @@ __all__ = ["CompiledSteps", "code_of"]
 
 
 class CompiledSteps:
-    """Compiles ``training_step``, ``validation_step`` and so on; what cannot be compiled is left as it is.
+    """Compiles ``training_step``, ``validation_step`` and so on; code that cannot be compiled runs as Python.
 
     Args:
-        module: Whose methods they are.
+        module: The module.
         config: Settings.
-        capture: The compiler's backend; held weakly by what is compiled.
-        fallbacks: Told what stays uncompiled, and why.
+        capture: The compiler's backend; compiled code holds it weakly.
+        fallbacks: Called with functions that stay uncompiled, and the reasons.
     """
 
     def __init__(self, module: nn.Module, config: CompileConfig, capture: Capture, fallbacks: Fallbacks) -> None:
@@ -41,29 +41,30 @@ class CompiledSteps:
         self._settings: dict[str, contextlib.AbstractContextManager[None]] = {}
 
     def forget(self, name: str) -> None:
-        """The step `name` is compiled anew when it runs next."""
+        """Makes the step `name` be compiled again when it runs next."""
         self._compiled.pop(name, None)
 
     def has_run(self, name: str) -> bool:
-        """Whether the step `name` was called before."""
+        """Returns whether the step `name` was called before."""
         return name in self._compiled
 
     def mentions(self, name: str) -> Mentions:
-        """What the code of the step `name` mentions."""
+        """The names that the code of the step `name` mentions."""
         if name not in self._mentions:
             self._mentions[name] = mentions_of(self._module, getattr(self._module, name))
         return self._mentions[name]
 
     @contextlib.contextmanager
     def running(self, name: str, *, compiled: bool = True) -> Iterator[Callable[..., Any]]:
-        """Gives the compiled step `name`, which runs under Dynamo's settings and tells of what is left uncompiled.
+        """Yields the compiled step `name`, which runs under Dynamo's settings and reports uncompiled functions.
 
-        Under PyTorch's anomaly mode, a training step runs as it is: every operation's gradient is looked at then, and
-        a graph has none that could be.
+        Under PyTorch's anomaly mode, a training step runs as Python: that mode checks every operation's gradient, which
+        a graph does not have.
 
         Args:
             name: The step's.
-            compiled: Whether it runs compiled; else as it is, and so does what a user has compiled inside of it.
+            compiled: Whether it runs compiled; otherwise it runs as Python, as does code that a user has compiled
+                inside of it.
         """
         if torch.is_anomaly_enabled() and name == "training_step":
             yield getattr(self._module, name)
@@ -93,14 +94,14 @@ class CompiledSteps:
         for one, reason in left.items():
             self._fallbacks.add(one.co_name, _place(one), reason)
             compat.never_code(own.__code__ if one is code else one)
-        # Of the attributes of a large model, guards on our own properties would take a quarter of the time.
+        # With all attributes of a large model, guards on our own properties would take a quarter of the time.
         return torch.compile(
             own, backend=self._backend, options={"guard_filter_fn": compat.unguarded(property_codes())}
         )
 
 
 def code_of(function: Callable[..., Any]) -> types.CodeType | None:
-    """The code of a Python function or method, not that of what it wraps; None for other callables."""
+    """The code of a Python function or method, not that of a function it wraps; None for other callables."""
     return getattr(getattr(function, "__func__", function), "__code__", None)
 
 

@@ -1,7 +1,7 @@
-"""``nn.SyncBatchNorm`` inside of captured steps: the statistics of all ranks' batches, as operators of the graph.
+"""``nn.SyncBatchNorm`` inside of captured steps: operators of the graph share the statistics of all ranks' batches.
 
 PyTorch's own forward calls collectives on the host, for GPU tensors alone: it would break the graph at every layer, and
-refuses CPUs. Here one operator communicates, and arithmetic that can be traced and differentiated does the rest.
+refuses CPUs. Here one operator communicates, and traceable, differentiable arithmetic does the rest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GROUP = "_dc_statistics_group"
 class TracedSyncBatchNorm(nn.SyncBatchNorm):
     """`nn.SyncBatchNorm` that can be traced, on any device. Statistics are kept and combined in fp32 at least."""
 
-    # They are there where `running_mean` is.
+    # Exists whenever `running_mean` does.
     running_var: Tensor
     num_batches_tracked: Tensor
 
@@ -38,8 +38,8 @@ class TracedSyncBatchNorm(nn.SyncBatchNorm):
         others = [dim for dim in range(input.dim()) if dim != 1]
         per_channel = [1, -1, *[1] * (input.dim() - 2)]
 
-        # Each rank's mean and sum of squared distances from it: sums of squares would lose what they differ in. A rank
-        # without rows counts for nothing, and takes part.
+        # Each rank's mean and sum of squared distances from it: sums of squares would cancel. A rank without rows has
+        # weight zero, and takes part.
         count = values.new_full((1,), input.numel() // input.shape[1])
         mean = values.sum(others) / count.clamp(min=1)
         spread = (values - mean.view(per_channel)).square().sum(others)
@@ -68,7 +68,7 @@ class TracedSyncBatchNorm(nn.SyncBatchNorm):
 
 
 def trace_sync_batchnorm(module: nn.Module) -> None:
-    """Makes every ``nn.SyncBatchNorm`` in `module` a `TracedSyncBatchNorm`, in place; subclasses are left alone.
+    """Makes every ``nn.SyncBatchNorm`` in `module` a `TracedSyncBatchNorm`, in place; subclasses do not change.
 
     Args:
         module: The model, before it is sharded; a layer with a process group of its own keeps that.

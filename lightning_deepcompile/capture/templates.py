@@ -1,8 +1,8 @@
-"""Traces one of several equal blocks, and lets a step's graph call what came of it.
+"""Traces one of several equal blocks, and makes a step's graph call the result.
 
 A template is a block's forward and backward graph, as AOTAutograd and the partitioner make them of the block alone.
 While the whole step is traced, a block is one call of an opaque operator and its derivative another (`run_block`); both
-know the shapes of their results and nothing else. `capture/inlining.py` puts the template's nodes in their place.
+know only the shapes of their results. `capture/inlining.py` replaces them by the template's nodes.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ _log = logging.getLogger(__name__)
 
 
 class UnsuitableBlockError(Exception):
-    """A block does what only the whole graph can be traced with; its text is the reason."""
+    """A block does something that can be traced only in the whole graph; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """What one block does.
+    """The traced graphs of a block.
 
     Args:
-        forward: From the block's inputs to its outputs, followed by what is made for backward.
+        forward: From the block's inputs to its outputs, followed by the values made for backward.
         outputs: Number of the block's outputs.
-        backward: From what is saved, and the gradients of outputs, to the gradients of inputs. None if there are none.
-        saved: What `backward` reads first: an input's number, or ``~n`` for what `forward` returns at place n.
-        tangents: The outputs whose gradients it reads then.
-        gradients: For every input its gradient's place in what `backward` returns, or None.
+        backward: From saved values, and the gradients of outputs, to the gradients of inputs. None without gradients.
+        saved: The first inputs of `backward`: an input's number, or ``~n`` for the n-th value that `forward` returns.
+        tangents: The outputs whose gradients are its next inputs.
+        gradients: For every input its gradient's place in the results of `backward`, or None.
     """
 
     forward: fx.GraphModule
@@ -99,10 +99,10 @@ class Instance:
     """One of several equal blocks.
 
     Args:
-        template: What it does.
+        template: Its graphs.
         ids: The template's number of every parameter to this block's.
-        uncheckpointed: What it would do without the model's activation checkpointing; None where there is none, or
-            nobody asked.
+        uncheckpointed: Its graphs without the model's activation checkpointing; None if it is not checkpointed, or
+            they were not asked for.
     """
 
     template: Template
@@ -111,7 +111,7 @@ class Instance:
 
     @property
     def checkpointed_bytes(self) -> int:
-        """What is not kept for backward because the model checkpoints it."""
+        """Bytes that are not kept for backward because the model checkpoints them."""
         other = self.uncheckpointed
         return 0 if other is None else max(other.saved_bytes - self.template.saved_bytes, 0)
 
@@ -124,10 +124,10 @@ def call_repeats(
     uncheckpointed: int | None = None,
     sparing: bool = False,
 ) -> tuple[fx.GraphModule, list[Instance]]:
-    """Traces every kind of block that `gm` repeats once.
+    """Traces each kind of block that `gm` repeats once.
 
     Args:
-        gm: Dynamo's graph; left as it is.
+        gm: Dynamo's graph; it does not change.
         block_of: Parameter id to the name of the layout's block.
         eager: As in `compat.capture`.
         uncheckpointed: How many of the last blocks that the model checkpoints run without that; None: there will never
@@ -135,7 +135,7 @@ def call_repeats(
         sparing: As in `partition`.
 
     Returns:
-        A graph that calls the blocks, and what they are: `gm` itself and nothing where none is worth it.
+        A graph that calls the blocks, and the blocks; `gm` itself and none if no block is worth it.
     """
     found: list[tuple[Block, Instance]] = []
     for equal in find_repeats(gm, block_of):
@@ -202,7 +202,7 @@ def trace_block(
         )
     except UnsuitableBlockError:
         raise
-    except Exception as error:  # a block can do what only part of a graph can; if it is wrong, the whole will say so
+    except Exception as error:  # a block may need the whole graph; if it is wrong, the whole graph will fail
         raise UnsuitableBlockError(f"one alone cannot be traced: {type(error).__name__}: {error}") from error
     needs_gradient = [node.meta["example_value"].requires_grad for node in block.outputs]
     return _read(traced["forward"], traced.get("backward"), len(block.inputs), needs_gradient)
@@ -251,7 +251,7 @@ def _read(
 
 
 def _check(node: fx.Node) -> None:
-    """Raises for an operator whose every call counts."""
+    """Raises for an operator that a block must not contain: one with a side effect, or random numbers."""
     if node.op != "call_function" or node.target is operator.getitem:
         return
     if not isinstance(node.target, compat.OpOverload):
@@ -282,7 +282,7 @@ _instances: ContextVar[Sequence[Instance]] = ContextVar("instances")
 
 @contextlib.contextmanager
 def tracing_blocks(instances: Sequence[Instance]) -> Iterator[None]:
-    """Inside, `run_block` can be traced; it stands for one of `instances`."""
+    """Returns a context in which `run_block` can be traced; its blocks are `instances`."""
     _register()
     token = _instances.set(instances)
     try:
@@ -323,7 +323,7 @@ class _Block(torch.autograd.Function):
 
 
 def _laid_out_like(gradient: Tensor, expected: Tensor) -> Tensor:
-    """`gradient` with the strides that the template was traced with."""
+    """Returns `gradient` with the strides that the template was traced with."""
     if gradient.stride() == expected.stride():
         return gradient
     if expected.is_contiguous():
@@ -332,11 +332,11 @@ def _laid_out_like(gradient: Tensor, expected: Tensor) -> Tensor:
 
 
 def called_body(node: fx.Node, instances: Sequence[Instance]) -> tuple[fx.GraphModule, dict[int, int]] | None:
-    """What `node` of a traced graph stands for, forward or backward, and its parameters; None for any other node.
+    """The graph that `node` stands for, forward or backward, and its parameters; None if it is no block.
 
     Args:
         node: The node.
-        instances: Those that the graph was traced with.
+        instances: The blocks that the graph was traced with.
     """
     if node.op != "call_function" or getattr(node.target, "namespace", None) != _NAMESPACE:
         return None

@@ -1,4 +1,4 @@
-"""Saving while training goes on: the state is copied to the host, and a thread writes the copy."""
+"""Saves while training goes on: the state is copied to the host, and a thread writes the copy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 @torch.no_grad()
 def copy_to_host(state: Any) -> Any:
-    """A nested state with copies on the CPU of all its tensors; DTensors stay DTensors."""
+    """Returns a nested state with copies on the CPU of all its tensors; DTensors stay DTensors."""
 
     def copy(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
@@ -45,7 +45,7 @@ class BackgroundSaves:
         self._executor: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
         self._group: dist.ProcessGroup | None = None
-        self._failed = False  # a write did since `finish`
+        self._failed = False  # a write failed since `finish`
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BackgroundSaves, ()  # a copy has nothing to write
@@ -58,7 +58,7 @@ class BackgroundSaves:
         return self._group
 
     def write(self, action: Callable[..., None], *args: Any) -> None:
-        """Runs `action` after what was asked for before."""
+        """Runs `action` after the actions before it."""
 
         def run() -> None:
             try:
@@ -70,7 +70,7 @@ class BackgroundSaves:
         self._submit(run)
 
     def remove(self, path: str | os.PathLike[str], action: Callable[[str | os.PathLike[str]], None]) -> None:
-        """Runs ``action(path)`` once the writes before it have succeeded; if one fails, what `path` holds is kept."""
+        """Runs ``action(path)`` once the writes before it have succeeded; if one fails, `path` is kept."""
 
         def run() -> None:
             if self._failed:
@@ -89,7 +89,7 @@ class BackgroundSaves:
         """Waits for all actions.
 
         Raises:
-            Exception: The first that an action raised. What fails on one rank must fail on all.
+            Exception: The first that an action raised. Actions must fail on all ranks alike.
         """
         pending, self._pending = self._pending, []
         if self._executor is not None:

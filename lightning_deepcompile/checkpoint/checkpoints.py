@@ -1,4 +1,4 @@
-"""What the strategy does when Lightning saves or loads a checkpoint."""
+"""Saves and loads checkpoints for the strategy when Lightning asks for it."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ _log = logging.getLogger(__name__)
 _LOADS = 3
 """How often a checkpoint is read that is replaced meanwhile."""
 
-# Under these keys other strategies keep the state of their gradient scaler.
+# Other strategies keep the state of their gradient scaler under these keys.
 _PRECISION_KEYS = ("MixedPrecision", "FSDPPrecision")
 
 
 class ShardedStrategy(Protocol):
-    """What checkpoints need of a strategy."""
+    """The members of a strategy that checkpoints need."""
 
     checkpoint_io: CheckpointIO
     optimizers: list[Optimizer]
@@ -71,7 +71,7 @@ class ShardedStrategy(Protocol):
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
+        """True on rank 0."""
 
     @property
     def engine(self) -> Engine:
@@ -121,7 +121,7 @@ class Checkpoints:
             )
         self._background = BackgroundSaves() if async_save else None
         self._strategy = strategy
-        self._saves = 0  # that were handed to the checkpoint IO
+        self._saves = 0  # the number handed to the checkpoint IO
         self._last_saved: str | os.PathLike[str] | None = None  # to resume from; by the thread, so perhaps not yet
         self._last_whole: str | os.PathLike[str] | None = None
 
@@ -135,10 +135,10 @@ class Checkpoints:
         return self._strategy.engine_of_module
 
     def finish(self) -> None:
-        """Waits for what is still being written.
+        """Waits for pending writes.
 
         Raises:
-            Exception: If it could not be written.
+            Exception: If one failed.
         """
         if self._background is not None:
             self._background.finish()
@@ -153,7 +153,7 @@ class Checkpoints:
                     raise
 
     def _stand_in(self, checkpoint: dict[str, Any], path: Any, previous: Any) -> None:
-        """As `stand_in`, where Lightning is going to link to what a thread writes."""
+        """Calls `stand_in` if Lightning is going to link to a checkpoint that a thread writes."""
         module = self._strategy.lightning_module
         callbacks = [] if module is None else module.trainer.checkpoint_callbacks
         links = any(isinstance(one, ModelCheckpoint) and one.save_last == "link" for one in callbacks)
@@ -176,7 +176,7 @@ class Checkpoints:
     @torch.no_grad()
     @torch.inference_mode(False)
     def optimizer_state(self, optimizer: Optimizer | LightningOptimizer) -> dict[str, Any]:
-        """As `module_state`, for an optimizer."""
+        """Returns an optimizer's state, in the form of `module_state`."""
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if isinstance(plain, NoOptimizer):
             return plain.state_dict()
@@ -202,7 +202,7 @@ class Checkpoints:
                 "them to a `CheckpointIO` on every rank. Configure a `CheckpointIO` plugin instead."
             )
         if not dist.is_initialized() and not strategy.is_global_zero:
-            return  # the ranks do not know of each other yet, and have the same to write
+            return  # without a process group yet, all ranks would write the same
         path = strategy.broadcast(filepath)
         checkpoint = self._with_known_precision_keys(checkpoint)
         if self.sharded:
@@ -217,14 +217,14 @@ class Checkpoints:
             save_sharded(checkpoint, path, is_global_zero=is_global_zero, background=background)
             module = strategy.lightning_module
             if self._engine() is None or (module and module.trainer.state.status != TrainerStatus.RUNNING):
-                self._finish_together()  # nothing goes on meanwhile
+                self._finish_together()  # the write must not overlap with training
             return
         checkpoint = self._whole(checkpoint)
         with raise_together(f"Saving the checkpoint {os.fspath(path)!r}"):
             kind = find_kind(path)
             if kind == "directory":
                 raise IsADirectoryError(f"The checkpoint path exists and is a directory: {path}")
-        with raise_together(f"Saving the checkpoint {os.fspath(path)!r}"):  # apart: all have looked before one writes
+        with raise_together(f"Saving the checkpoint {os.fspath(path)!r}"):  # apart: all check before one writes
             if strategy.is_global_zero:
                 inner = _innermost(strategy.checkpoint_io)
                 foreign = not isinstance(inner, FileCheckpointIO)  # ours replaces anything
@@ -245,8 +245,8 @@ class Checkpoints:
             Lightning's checkpoint. Its tensors are in host memory, or in a memory-mapped file.
 
         Raises:
-            FileNotFoundError: If there is nothing.
-            ValueError: If there is something else, or a broken checkpoint.
+            FileNotFoundError: If nothing is there.
+            ValueError: If something else is there, or a broken checkpoint.
             RuntimeError: If it holds another number of optimizers, or is replaced again and again while it is read.
         """
         self._finish_together()
@@ -258,7 +258,7 @@ class Checkpoints:
             found = resolve(path)
             if found != path and strategy.is_global_zero:
                 _log.warning("A save to %s was interrupted. Loading %s, which it has put aside.", path, found)
-            # Another job may save to the same path: what is read could be of two checkpoints.
+            # Another job may save to the same path: the data read could belong to two checkpoints.
             seen = fingerprint(found)
             if not alike(seen):
                 continue
@@ -329,14 +329,14 @@ class Checkpoints:
                 engine.states_loaded(optimizer)
 
     def remove(self, filepath: str | os.PathLike[str]) -> None:
-        """Removes a checkpoint of either kind, once what was saved before is whole; only rank 0 does something."""
+        """Removes a checkpoint of either kind, once earlier saves are complete; only rank 0 acts."""
         if not self._strategy.is_global_zero:
             return
         io = self._strategy.checkpoint_io
         if self._background is not None:
             self._background.remove(filepath, remove)
         elif isinstance(inner := _innermost(io), FileCheckpointIO) and inner is not io:
-            inner.remove_after(self._saves, filepath)  # the one around it may save in a thread
+            inner.remove_after(self._saves, filepath)  # the outer plugin may save in a thread
         elif _is_plain(io) or find_kind(filepath) == "sharded":
             remove(filepath)
         else:
@@ -371,7 +371,7 @@ class Checkpoints:
         return checkpoint
 
     def _is_sharded_here(self) -> Callable[[str, torch.Size], bool]:
-        """Whether a tensor that belongs to a name in a checkpoint is distributed like a parameter of this model."""
+        """Returns a function that tells whether a tensor of a checkpoint is sharded like a parameter of this model."""
         engine = self._engine()
         if engine is None:
             return lambda name, shape: False
@@ -386,7 +386,7 @@ class Checkpoints:
         return is_sharded
 
     def _owners(self) -> list[dict[str, int]]:
-        """For each optimizer, the shard rank that has all states of a parameter, by names of those that have one."""
+        """Maps, for each optimizer, parameter names to the shard rank that has all states of the parameter."""
         engine = self._engine()
         if engine is None:
             return []
@@ -413,11 +413,11 @@ class Checkpoints:
             )
 
     def _optimizers(self) -> list[Optimizer]:
-        """Those with a state: where there are none Lightning has a stand-in, which saves nothing."""
+        """The optimizers with a state: without any, Lightning has a stand-in, which saves nothing."""
         return [optimizer for optimizer in self._strategy.optimizers if not isinstance(optimizer, NoOptimizer)]
 
     def _whole(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Gathers weights that a callback put in place of the module's: an average of them is sharded, too."""
+        """Gathers weights that a callback put in place of the module's: their average is sharded, too."""
         state = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
         if not state or not any(isinstance(value, DTensor) for value in state.values()):
             return checkpoint
@@ -433,7 +433,7 @@ class Checkpoints:
 
 
 def with_default(checkpoint_io: CheckpointIO | None) -> CheckpointIO:
-    """`checkpoint_io`, or what is used if the user configured none; also inside a wrapper such as AsyncCheckpointIO."""
+    """Returns `checkpoint_io`, or the default if none is configured; also inside a wrapper like AsyncCheckpointIO."""
     if checkpoint_io is None:
         return FileCheckpointIO()
     if isinstance(checkpoint_io, WrappingCheckpointIO):
@@ -442,7 +442,7 @@ def with_default(checkpoint_io: CheckpointIO | None) -> CheckpointIO:
 
 
 def _is_plain(checkpoint_io: CheckpointIO) -> bool:
-    """Whether checkpoints are plain files, rather than what a plugin of the user makes of them."""
+    """Returns whether checkpoints are plain files, and not in a format of a user's plugin."""
     return type(_innermost(checkpoint_io)) in (FileCheckpointIO, TorchCheckpointIO)
 
 

@@ -121,7 +121,7 @@ class FileCheckpointIO(TorchCheckpointIO):
             raise EOFError("the file's end, where its contents are listed, is missing")
         checkpoint = torch.load(local, map_location=map_location, mmap=True, weights_only=weights_only)
         if isinstance(checkpoint, dict):
-            # The rest may live on; it must not depend on what becomes of the file.
+            # The rest may outlive the file, and must not depend on it.
             for key in checkpoint.keys() - set(_LAZY_KEYS):
                 checkpoint[key] = apply_to_collection(checkpoint[key], Tensor, Tensor.clone)
         if can_resume(checkpoint):
@@ -130,13 +130,13 @@ class FileCheckpointIO(TorchCheckpointIO):
 
 
 def can_resume(checkpoint: Any) -> bool:
-    """Returns whether training can go on from a checkpoint, which may hold weights alone."""
+    """Returns whether training can resume from a checkpoint, which may contain only weights."""
     return isinstance(checkpoint, dict) and "optimizer_states" in checkpoint
 
 
 @contextmanager
 def open_synced(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file for writing; at the end it is on the disk, not only on its way there."""
+    """Opens a file for writing; at the end its contents are on the disk."""
     with path.open("wb") as file:
         yield file
         file.flush()
@@ -144,7 +144,7 @@ def open_synced(path: Path) -> Iterator[IO[bytes]]:
 
 
 def explain_weights_only(error: pickle.UnpicklingError, path: Any) -> pickle.UnpicklingError:
-    """The error with what a user of the Trainer can do about it.
+    """Returns the error with advice for a user of the Trainer.
 
     Args:
         error: Of ``torch.load``.
@@ -161,7 +161,7 @@ def explain_weights_only(error: pickle.UnpicklingError, path: Any) -> pickle.Unp
 
 
 def _is_zip(path: Path) -> bool:
-    """Whether the file begins like those of ``torch.save``; files of its legacy format cannot be mapped."""
+    """Returns whether the file begins like those of ``torch.save``; files of its legacy format cannot be mapped."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Tells checkpoints apart that replace each other at one path."""
+"""Distinguishes checkpoints that replace each other at one path."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _END = 2**16
 
 
 def fingerprint(path: str | os.PathLike[str]) -> str:
-    """A digest of what differs between two checkpoints, without reading their tensors; empty if there is none.
+    """Returns a digest that differs between two checkpoints, without reading their tensors; empty if there is none.
 
-    Of a directory it is ``.metadata``, which has a number of its save. Of a file it is the end, where ``torch.save``
-    lists the contents with a checksum of each.
+    For a directory it is the digest of ``.metadata``, which contains a number of its save. For a file it is that of the
+    end, where ``torch.save`` lists the contents with a checksum of each.
     """
     try:
         fs, stripped = url_to_fs(os.fspath(path))

@@ -1,8 +1,8 @@
-"""Values of a pretrained folder for a model: each rank reads its rows, once the model is sharded.
+"""Loads a pretrained folder into a model: each rank reads its rows, once the model is sharded.
 
-Names and shapes are compared before anything is read or changed. Parameters on the meta device are only noted down:
-sharding reads them, row by row where the folder has the same tensor. What the folder stores in another form (experts
-one by one, say) is read and converted as Transformers does it.
+Names and shapes are compared before anything is read or changed. Parameters on the meta device are only recorded:
+sharding reads them, row by row if the folder has the same tensor. Tensors that the folder stores in another form
+(experts one by one, say) are read and converted as Transformers does it.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def load_pretrained(
     """Gives `module` the values of a folder.
 
     Parameters that are sharded get this rank's rows, and those that have memory get everything, at once. Buffers, and
-    parameters without rows, get memory if they have none. A generation configuration comes with them.
+    parameters without rows, get memory if they have none. A generation configuration is loaded with them.
 
     Args:
         module: A model of Transformers, or any module whose names the folder has.
         directory: The folder.
-        sharded: How the parameters are sharded; None if they are not.
-        strict: Whether missing and unexpected tensors raise; else a warning names them, and missing ones keep, or are
-            going to get, the values of their initialisation.
+        sharded: The sharded parameters; None if they are not sharded.
+        strict: Whether missing and unexpected tensors raise; otherwise a warning names them, and missing ones keep, or
+            will get, the values of their initialisation.
 
     Returns:
-        Parameters on the meta device, and what reads their rows.
+        Parameters on the meta device, and functions that read their rows.
 
     Raises:
         FileNotFoundError: If files are missing.
@@ -102,7 +102,7 @@ def load_pretrained(
 
 
 def is_transformers_model(module: nn.Module) -> bool:
-    """Whether `module` is a model of Transformers; does not import it."""
+    """Returns whether `module` is a model of Transformers; does not import it."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(module, transformers.PreTrainedModel)
 
@@ -110,7 +110,7 @@ def is_transformers_model(module: nn.Module) -> bool:
 def _find_sources(
     module: nn.Module, folder: SafetensorsFolder
 ) -> tuple[dict[str, _Source], list[str], Callable[[str], bool]]:
-    """By the module's names; the folder's names of what has no place; what the folder may lack."""
+    """Returns sources by the module's names, the folder's names without a place, and a test of what it may lack."""
     if not is_transformers_model(module):
         own = {plain_name(name) for name in module.state_dict(keep_vars=True)}
         unexpected = [name for name in folder.shapes if name not in own]
@@ -185,7 +185,7 @@ def _load_generation_config(module: nn.Module, directory: str | os.PathLike[str]
 
 
 def _give_memory(module: nn.Module, names: Iterable[str], tensor: Tensor, value: Tensor) -> None:
-    """Puts a tensor with memory, which is not the file's, in the place of one without, under all its names."""
+    """Replaces a tensor without memory, under all its names, by one with memory that is not the file's."""
     new = torch.empty_like(tensor, device="cpu").copy_(value)
     if isinstance(tensor, nn.Parameter):
         new = nn.Parameter(new, tensor.requires_grad)

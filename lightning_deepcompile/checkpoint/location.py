@@ -1,4 +1,4 @@
-"""A checkpoint's path: local or remote, and what lies there."""
+"""A checkpoint's path: whether it is local or remote, and the kind of what is there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def local_path(path: str | os.PathLike[str]) -> Path | None:
 
 
 def find_kind(path: str | os.PathLike[str]) -> Literal["file", "sharded", "directory"] | None:
-    """What `path` holds: a file, a sharded checkpoint, another directory, or nothing (None)."""
+    """Returns the kind of `path`: a file, a sharded checkpoint, another directory, or nothing (None)."""
     fs, stripped = url_to_fs(os.fspath(path))
     if fs.isfile(stripped):
         return "file"

@@ -1,4 +1,4 @@
-"""The module's state dict: full, sharded, and the way back into the shards."""
+"""The module's state dict: full or sharded, and loading it into the shards."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ CURRENT_STATE = "current_model_state"
 
 
 def plain_name(name: str) -> str:
-    """A state dict key without the marks that ``torch.compile`` leaves on compiled submodules."""
+    """Returns a state dict key without the marks that ``torch.compile`` leaves on compiled submodules."""
     return name.replace("_orig_mod.", "")
 
 
 @torch.no_grad()
 def gather(tensor: DTensor, *, keep: bool) -> Tensor | None:
-    """The whole of a tensor sharded on dim 0, on the CPU; a collective.
+    """Returns the whole of a tensor sharded on dim 0, on the CPU; a collective.
 
     Args:
         tensor: Sharded like a parameter. On its device there is room for one whole tensor, padded.
@@ -55,16 +55,16 @@ def gather(tensor: DTensor, *, keep: bool) -> Tensor | None:
     if ranks.shards == 1:
         return local.to("cpu", copy=True).contiguous() if keep else None
     whole = compat.gather_rows(local.to(device), rows, ranks.shard_group)
-    # A view would take the padding along into the file.
+    # A view would write the padding to the file, too.
     return whole.to("cpu", copy=True) if keep else None
 
 
 def full_state_dict(module: nn.Module, model: ShardedModel, *, keep: bool) -> dict[str, Any]:
-    """The module's state dict with whole tensors on the CPU; a collective.
+    """Returns the module's state dict with whole tensors on the CPU; a collective.
 
     Args:
         module: The sharded module.
-        model: How it is sharded.
+        model: Its shards.
         keep: Whether this rank keeps the tensors (rank 0) or only takes part.
 
     Returns:
@@ -74,7 +74,7 @@ def full_state_dict(module: nn.Module, model: ShardedModel, *, keep: bool) -> di
 
 
 def whole_state_dict(state: Mapping[str, Any], model: ShardedModel, *, keep: bool) -> dict[str, Any]:
-    """`state` with whole tensors on the CPU; a collective if there are DTensors in it.
+    """Returns `state` with whole tensors on the CPU; a collective if there are DTensors in it.
 
     Args:
         state: A state dict of the module, or of a copy.
@@ -100,14 +100,14 @@ def whole_state_dict(state: Mapping[str, Any], model: ShardedModel, *, keep: boo
 
 
 def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
-    """The module's state dict with parameters as DTensors, on every rank."""
+    """Returns the module's state dict with parameters as DTensors, on every rank."""
     return dict(module.state_dict())
 
 
 class _Destination(Tensor):
     """Stands for a sharded parameter while a state dict is loaded: it looks whole, and keeps this rank's rows.
 
-    So that ``Module.load_state_dict`` can do its work, with the hooks and overrides that a model may have.
+    This lets ``Module.load_state_dict`` work as usual, with the hooks and overrides that a model may have.
     """
 
     parameter: ShardedParameter
@@ -159,7 +159,7 @@ def load_state_dict(module: nn.Module, state: Mapping[str, Any], model: ShardedM
     own = module.state_dict()
     keys = {plain_name(key): key for key in own}
     renamed = OrderedDict((keys.get(plain_name(key), key), value) for key, value in state.items())
-    # Sharded checkpoints do not tell the versions of the modules' formats; modules would take them for ancient ones.
+    # Sharded checkpoints do not contain the versions of the modules' formats; modules would assume the oldest ones.
     renamed._metadata = getattr(state, "_metadata", getattr(own, "_metadata", None))  # type: ignore[attr-defined]
     destinations = {p: _Destination.of(p) for p in model.parameters}
     try:

@@ -1,7 +1,7 @@
-"""Optimizer states: this rank's rows of every parameter's state, as DTensors or whole, and the way back.
+"""Optimizer states: this rank's rows of every parameter's state, as DTensors or whole, and loading them.
 
 Optimizers show states of a parameter's shape as DTensors. A state of another shape (a step counter) belongs to the
-whole parameter. Where one rank steps on a parameter, it alone has its states, unsharded.
+whole parameter. If one rank steps on a parameter, only that rank has its states, unsharded.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ __all__ = ["OwnerOf", "full_optimizer_state", "load_optimizer_state", "sharded_o
 OwnerOf = Callable[[Tensor], int | None]
 """Returns the shard rank that has all states of a parameter; None: each rank has those of its rows."""
 
-_SMALL = 1024  # elements of a state up to which ranks exchange it with the table
+_SMALL = 1024  # elements; ranks exchange smaller states with the table
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """In the table that ranks exchange: a state with this rank's rows of its parameter."""
+    """Entry of the table that ranks exchange: a state with this rank's rows of its parameter."""
 
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class _OnOwner:
-    """In the table: a state that one rank has.
+    """Entry of the table: a state that only one rank has.
 
     Args:
         owner: Its shard rank.
@@ -64,13 +64,13 @@ class _OnOwner:
 def full_optimizer_state(
     optimizer: Optimizer, module: nn.Module, model: ShardedModel, owner_of: OwnerOf, *, keep: bool
 ) -> dict[str, Any]:
-    """The optimizer's state dict with whole tensors on the CPU, as plain PyTorch would write it; a collective.
+    """Returns the optimizer's state dict with whole tensors on the CPU, as plain PyTorch would write it; a collective.
 
     Args:
         optimizer: Holds the module's parameters; its state tensors are this rank's rows.
         module: The sharded module.
         model: How it is sharded.
-        owner_of: Who has states alone.
+        owner_of: Returns the rank that alone has a parameter's states.
         keep: Whether this rank, the first, keeps the tensors.
 
     Returns:
@@ -94,9 +94,9 @@ def full_optimizer_state(
 def sharded_optimizer_state(
     optimizer: Optimizer, module: nn.Module, model: ShardedModel, owner_of: OwnerOf
 ) -> dict[str, Any]:
-    """The optimizer's state dict, keyed by parameter names, with DTensors; a collective.
+    """Returns the optimizer's state dict, keyed by parameter names, with DTensors; a collective.
 
-    States that one rank has are in that rank's alone; the rest is the same on all ranks.
+    States that only one rank has are in that rank's dict alone; the rest is the same on all ranks.
     """
     names = [name for name, _ in _parameters_of(optimizer, module, model)]
     states, groups = _distributed_states(optimizer, module, model, owner_of)
@@ -129,8 +129,8 @@ def load_optimizer_state(
         state: A plain state dict, or one keyed by names, with whole tensors or DTensors; see `whole_for_owners`.
         module: The sharded module.
         model: How it is sharded.
-        owner_of: Who has states alone.
-        offload: Where states wait in host memory; they go there without coming to the device.
+        owner_of: Returns the rank that alone has a parameter's states.
+        offload: Holds states in host memory; they go there without passing through the device.
 
     Raises:
         ValueError: If the parameter groups differ; names what does.
@@ -149,10 +149,10 @@ def load_optimizer_state(
             for name, value in state["state"][key].items():
                 rows = _rows(value, parameter if owner is None else None)
                 if offload is not None and offload.takes(held[index], rows):
-                    # The optimizer decides on the dtype, of a tensor without memory.
+                    # The optimizer decides on the dtype, from a tensor without memory.
                     waiting[index, name], rows = rows, rows.new_empty(0)
                 elif isinstance(rows, Tensor):
-                    rows = rows.clone()  # what the optimizer keeps must not hang on a memory-mapped file
+                    rows = rows.clone()  # the optimizer's states must not depend on a memory-mapped file
                 local[index][name] = rows
     numbers = iter(range(len(parameters)))
     groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
@@ -169,14 +169,14 @@ def load_optimizer_state(
 def whole_for_owners(
     optimizer: Optimizer, state: Mapping[str, Any], module: nn.Module, model: ShardedModel, owner_of: OwnerOf
 ) -> dict[str, Any]:
-    """Returns `state` with DTensors of parameters that have owners gathered there; a collective if there are any.
+    """Returns `state` with DTensors of owned parameters gathered on their owners; a collective if there are any.
 
     Args:
         optimizer: The optimizer that is going to load it.
         state: A state dict keyed by names; others are returned as they are.
         module: The sharded module.
         model: How it is sharded.
-        owner_of: Who has states alone.
+        owner_of: Returns the rank that alone has a parameter's states.
     """
     held = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     owners = {
@@ -195,7 +195,7 @@ def whole_for_owners(
 def _parameters_of(
     optimizer: Optimizer, module: nn.Module, model: ShardedModel
 ) -> list[tuple[str, ShardedParameter | None]]:
-    """Name and shard (None: replicated) of each of the optimizer's parameters, in its order."""
+    """Name and sharded parameter (None: replicated) of each of the optimizer's parameters, in its order."""
     replicated = {parameter: name for name, parameter in module.named_parameters()}
     found: list[tuple[str, ShardedParameter | None]] = []
     for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
@@ -207,13 +207,13 @@ def _parameters_of(
 def _distributed_states(
     optimizer: Optimizer, module: nn.Module, model: ShardedModel, owner_of: OwnerOf
 ) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
-    """States by parameter number, equal in structure on all ranks: rows as DTensors, the rest as it is on rank 0.
+    """Returns states by parameter number, with equal structure on all ranks: rows as DTensors, the rest as on rank 0.
 
     Args:
         optimizer: The optimizer.
         module: The sharded module.
         model: How it is sharded.
-        owner_of: Who has states alone.
+        owner_of: Returns the rank that alone has a parameter's states.
 
     Returns:
         The states, and the parameter groups.
@@ -235,14 +235,14 @@ def _distributed_states(
         for key, value in entries.items():
             if isinstance(value, DTensor):
                 of_parameter = parameter is not None and value.shape == parameter.dtensor.shape
-                # Others are of groups that step on DTensors, on all ranks alike.
+                # Others belong to groups that step on DTensors, on all ranks alike.
                 value = parameter.rows(value) if of_parameter and parameter else compat.full_tensor(value)
                 entries[key] = value
             if parameter is not None and isinstance(value, Tensor) and value.shape == parameter.local.shape:
                 table[index, key] = _Rows(value.dtype)
             else:
                 table[index, key] = value.detach().cpu() if isinstance(value, Tensor) else value
-    # A rank may lack a state: an optimizer skips parameters without gradients. What to gather must not depend on it.
+    # A rank may lack a state: an optimizer skips parameters without gradients. The gathers must not depend on it.
     told = [(key, _told(value)) for key, value in sorted(table.items())]
     tables = [table] if alike(repr(told)) else exchange(table)
     states: dict[int, dict[str, Any]] = {}
@@ -271,7 +271,7 @@ def _distributed_states(
 
 
 def _distributed(parameter: ShardedParameter, local: Tensor | None, dtype: torch.dtype) -> DTensor:
-    """A DTensor of this rank's rows (None: zeros) where they are: states in host memory stay there."""
+    """Returns a DTensor of this rank's rows (None: zeros) without moving them: states in host memory stay there."""
     if local is None:
         return parameter.distribute(torch.zeros_like(parameter.local, dtype=dtype))
     if local.device == parameter.local.device:
@@ -280,7 +280,7 @@ def _distributed(parameter: ShardedParameter, local: Tensor | None, dtype: torch
 
 
 def _on_owner(value: Any, owner: int) -> Any:
-    """Returns a state as its owner passes it to the other ranks."""
+    """Returns a state in the form that its owner sends to the other ranks."""
     if not isinstance(value, Tensor):
         return value
     value = value.detach()
@@ -290,7 +290,7 @@ def _on_owner(value: Any, owner: int) -> Any:
 
 
 def _fetch(state: _OnOwner, model: ShardedModel, *, keep: bool) -> Tensor | None:
-    """Returns a state that one rank has, on the CPU of the first; a collective of those that share parameters."""
+    """Returns a state that only one rank has, on the CPU of the first; a collective of those that share parameters."""
     ranks = model.ranks
     if keep and state.owner == ranks.shard_rank:
         assert state.mine is not None
@@ -304,13 +304,13 @@ def _fetch(state: _OnOwner, model: ShardedModel, *, keep: bool) -> Tensor | None
         sent = torch.empty(state.shape, dtype=state.dtype, device=device)
     else:
         sent = state.mine.to(device).contiguous()
-    # As bytes: not every dtype travels.
+    # As bytes: collectives do not support every dtype.
     dist.broadcast(sent.view(-1).view(torch.uint8), group=ranks.shard_group, group_src=state.owner)
     return sent.to("cpu", copy=True) if keep else None
 
 
 def _told(value: Any) -> Any:
-    """A state, or a digest of a tensor: equal where it is."""
+    """Returns a state, or a digest of a tensor: digests are equal if tensors are."""
     if not isinstance(value, Tensor):
         return value
     data = value.contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -327,14 +327,14 @@ def _differs(value: Any, other: Any) -> bool:
 
 
 def _rows(value: Any, parameter: ShardedParameter | None) -> Any:
-    """This rank's part of a saved state."""
+    """Returns this rank's part of a saved state."""
     if isinstance(value, Tensor) and parameter is not None and value.dim() and value.shape == parameter.dtensor.shape:
         return parameter.rows(value)
     return value
 
 
 def _matching_groups(optimizer: Optimizer, saved: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
-    """The saved groups with their parameters in the optimizer's order.
+    """Returns the saved groups with their parameters in the optimizer's order.
 
     Groups keyed by numbers are in that order already: the numbers are names, as other strategies count parameters that
     this optimizer does not have. Groups keyed by names need not be.

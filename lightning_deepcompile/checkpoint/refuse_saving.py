@@ -1,4 +1,4 @@
-"""A sharded model says so when its own ``save_pretrained`` is called, which would find no whole tensor to write."""
+"""Refuses a sharded model's own ``save_pretrained``, which would find no whole tensor to write."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["can_save_pretrained", "refuse_saving"]
 
 
 def can_save_pretrained(module: nn.Module) -> bool:
-    """Whether a module's class has a method ``save_pretrained``, as models of Transformers and of PEFT have."""
+    """Returns whether a module's class has a method ``save_pretrained``, as models of Transformers and of PEFT have."""
     return callable(getattr(type(module), "save_pretrained", None))
 
 
 def refuse_saving(root: nn.Module) -> None:
-    """Puts a method in front of every model's ``save_pretrained`` that raises as long as the model is sharded.
+    """Shadows every model's ``save_pretrained`` by a function that raises as long as the model is sharded.
 
-    It is an attribute of the object: classes stay as they are, and what is copied or pickled of the model works.
+    It is an attribute of the object: classes do not change, and copies and pickled forms of the model work.
 
     Args:
         root: The LightningModule.
@@ -30,7 +30,7 @@ def refuse_saving(root: nn.Module) -> None:
 
 
 def save_pretrained(self: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a sharded model has as its ``save_pretrained``; the name is what a pickled method is found by.
+    """Raises if the model is sharded, else calls its own ``save_pretrained``; pickled methods are found by this name.
 
     Args:
         self: The model.

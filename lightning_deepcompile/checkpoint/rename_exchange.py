@@ -1,4 +1,4 @@
-"""Exchanging two paths in one step, which Linux can do and the standard library cannot."""
+"""Exchanges two paths atomically, which Linux can do and the standard library cannot."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["exchange_paths"]
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-# The system, the C library, or the file system (NFS, for one) does not know the operation.
+# The system, the C library, or the file system (NFS, for one) does not support the operation.
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 
 
 def exchange_paths(one: Path, other: Path) -> bool:
-    """Exchanges what lies at two paths of one file system: each path has one or the other at every moment.
+    """Exchanges the contents of two paths of one file system: each path has one or the other at every moment.
 
     Args:
         one: A file, a directory or a link.

@@ -27,7 +27,7 @@ _OF_A_MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(IN
 class SafetensorsFolder:
     """Reads tensors, or some of their rows, from a folder.
 
-    Files are mapped into memory, not read: what nobody asks for stays on the disk.
+    Files are mapped into memory, not read: unused tensors stay on the disk.
 
     Args:
         directory: With ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it names.
@@ -62,7 +62,7 @@ class SafetensorsFolder:
         self.shapes = {name: tuple(self._slice(name).get_shape()) for name in self._home}
 
     def _promised(self) -> dict[str, str]:
-        """Which file the index says that each tensor is in; empty if there is one file only."""
+        """The index: the file of each tensor; empty if there is only one file."""
         path = self._directory / INDEX
         if not path.is_file():
             if (self._directory / WEIGHTS).is_file():
@@ -92,7 +92,7 @@ class SafetensorsFolder:
         return self._files[self._home[name]].get_slice(name)
 
     def read(self, name: str, low: int = 0, high: int | None = None) -> Tensor:
-        """The rows `low` to `high` of a tensor, or all of it, on the CPU; may lie in the mapped file.
+        """Returns rows `low` to `high` of a tensor, or all of it, on the CPU; they may be in the mapped file.
 
         Args:
             name: One of `shapes`.
@@ -123,7 +123,7 @@ def write_index(path: Path, files: dict[str, str], metadata: dict[str, Any]) -> 
 
     Args:
         path: The file.
-        files: Which file each tensor is in.
+        files: The file of each tensor.
         metadata: Kept beside it.
     """
     path.write_text(json.dumps({"metadata": metadata, "weight_map": files}, indent=2, sort_keys=True) + "\n")
@@ -131,15 +131,15 @@ def write_index(path: Path, files: dict[str, str], metadata: dict[str, Any]) -> 
 
 
 def publish(staged: Path, target: Path, *, replaces: bool = True) -> None:
-    """Moves a folder's files into another folder, which may hold an older model, and files of the user.
+    """Moves a folder's files into another folder, which may contain an older model, and files of the user.
 
-    The older model's weights go first, and the file without which nothing is loaded comes last: who is killed in
-    between leaves no mixture of two models behind.
+    The older model's weights are removed first, and the file without which nothing is loaded comes last: a process that
+    is killed in between does not leave a mixture of two models.
 
     Args:
         staged: Exists; is gone afterwards. On the same file system.
         target: May exist.
-        replaces: Whether `staged` is a whole model; else files of an older one stay.
+        replaces: Whether `staged` is a whole model; otherwise files of an older one stay.
     """
     target.mkdir(parents=True, exist_ok=True)
     new = sorted(path.relative_to(staged) for path in staged.rglob("*") if path.is_file())
@@ -157,7 +157,7 @@ def publish(staged: Path, target: Path, *, replaces: bool = True) -> None:
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:
-    """The first of `names`, and how many more there are."""
+    """Lists the first of `names`, and the number of the others."""
     every = list(names)
     rest = f" and {len(every) - most} more" if len(every) > most else ""
     return ", ".join(repr(name) for name in every[:most]) + rest

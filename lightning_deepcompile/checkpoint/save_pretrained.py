@@ -1,6 +1,6 @@
-"""A sharded model as a pretrained folder: whole tensors are gathered one after another, and written file by file.
+"""Saves a sharded model as a pretrained folder: gathers whole tensors one after another, and writes file by file.
 
-Rank 0 holds one file's tensors at a time, in host memory. The files take their place when all of them are written.
+Rank 0 holds one file's tensors at a time, in host memory. The files are moved into place when all of them are written.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class _Writer:
         groups = _plan(self._module, {name: self._without_memory(tensor) for name, tensor in tensors.items()})
         planned = {key: tensor for group in groups for key, tensor in group.tensors.items()}
         split = split_torch_state_dict_into_shards(planned, max_shard_size=max_shard_size)
-        ready: dict[str, Tensor | None] = {}  # what is gathered, and not written yet; None on ranks that do not write
+        ready: dict[str, Tensor | None] = {}  # gathered, and not written yet; None on ranks that do not write
         open_files = dict(split.filename_to_tensors)
         for group in groups:
             whole = {name: self._whole(tensors[name]) for name in group.names}
@@ -154,7 +154,7 @@ class _Writer:
                 self._write_configurations()
 
     def save_adapters(self, adapters: Mapping[str, Any]) -> None:
-        """Writes adapters and their configurations, as PEFT does it, and nothing of the model that they belong to."""
+        """Writes adapters and their configurations, as PEFT does it, and nothing of the base model."""
         computed = [name for name, config in adapters.items() if config.is_prompt_learning]
         if computed:
             raise ValueError(
@@ -163,7 +163,7 @@ class _Writer:
             )
         names: list[str] = []
         with raise_together("Looking for the adapters' tensors"):
-            if self._writes:  # on one rank: PEFT may ask a hub about the model
+            if self._writes:  # on one rank: PEFT may query a hub about the model
                 names = self._names_of(adapters)
         names = from_first(names)
         whole = {name: self._whole(self._tensors[name]) for name in names}
@@ -173,7 +173,7 @@ class _Writer:
                     cast(Any, self._module).save_pretrained(self._folder, state_dict=whole)
 
     def _names_of(self, adapters: Mapping[str, Any]) -> list[str]:
-        """The names of what belongs to adapters: PEFT chooses among tensors without memory."""
+        """Returns the names of the adapters' tensors: PEFT chooses among tensors without memory."""
         from peft import get_peft_model_state_dict
 
         meta = {name: self._without_memory(tensor) for name, tensor in self._tensors.items()}
@@ -201,7 +201,7 @@ class _Writer:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
 
     def _without_twins(self) -> dict[str, Tensor]:
-        """Each tensor under one name, if loading ties the others to it; a file's tensors share no memory."""
+        """Returns each tensor under one name, if loading ties the others to it; a file's tensors share no memory."""
         left_out: frozenset[str] = frozenset()
         tied: frozenset[str] = frozenset()
         if is_transformers_model(self._module):
@@ -229,7 +229,7 @@ class _Writer:
 
 
 class _Unchanged:
-    """A tensor that is written as it is; see `SavingGroup`."""
+    """A tensor that is written unchanged; see `SavingGroup`."""
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         self.names, self.tensors = (name,), {name: tensor}
@@ -249,7 +249,7 @@ def _plan(module: nn.Module, tensors: dict[str, Tensor]) -> list[Any]:
 
 
 def _adapters_of(module: nn.Module) -> dict[str, Any]:
-    """Configurations of a model's adapters, by name, if it is one with adapters."""
+    """The configurations of a model's adapters, by name; empty if it has none."""
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(module, peft.PeftModel):
         return dict(module.peft_config)

@@ -1,7 +1,7 @@
 """Checkpoints that are a directory: every rank writes its shards (torch.distributed.checkpoint), rank 0 the rest.
 
 The keys are those of Lightning's FSDP strategy, ``model.*`` and ``optimizer_{i}.*``. Directories of its FSDP2 strategy
-(``state_dict.*``) are read as well. A checkpoint can be read by any number of ranks.
+(``state_dict.*``) can be read as well. Any number of ranks can read a checkpoint.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["ShardedCheckpoint", "save_sharded"]
 _log = logging.getLogger(__name__)
 
 _MODEL_KEYS = ("model", "state_dict")
-_APART = ("state_dict", "optimizer_states", CURRENT_STATE)  # what does not go to meta.pt
+_APART = ("state_dict", "optimizer_states", CURRENT_STATE)  # not written to meta.pt
 
 
 def save_sharded(
@@ -71,7 +71,7 @@ def save_sharded(
         if is_global_zero:
             torch.save({k: v for k, v in checkpoint.items() if k not in _APART}, meta)
             if (target := local_path(path)) is not None:
-                # Here and not when it is written: who saves in the background may link to it beside it at once.
+                # Now, not when it is written: a background saver may link to it right away.
                 target.parent.mkdir(parents=True, exist_ok=True)
     states = {"model": checkpoint["state_dict"]}
     states |= {CURRENT_STATE: checkpoint[CURRENT_STATE]} if CURRENT_STATE in checkpoint else {}
@@ -92,7 +92,7 @@ def _write(
 ) -> None:
     target = local_path(path)
     action = f"Saving the checkpoint {os.fspath(path)!r}"
-    # The name is new with every save.
+    # Each save has a new name.
     staged: str | os.PathLike[str] = from_first(path if target is None else staging_path(target), group)
     try:
         with raise_together(action, group):
@@ -136,7 +136,7 @@ def _discard(staged: str | os.PathLike[str]) -> None:
             discard(staged)
         else:
             remove(staged)
-    except Exception as error:  # the error that led here matters more
+    except Exception as error:  # the original error matters more
         _log.warning("The incomplete checkpoint %s could not be removed: %s", os.fspath(staged), error)
 
 
@@ -148,9 +148,9 @@ def _save(states: dict[str, Any], staged: str | os.PathLike[str], group: dist.Pr
 
 
 def _finish(staged: str | os.PathLike[str], target: Path | None, meta: bytes) -> None:
-    """Makes a checkpoint of what all ranks have written."""
+    """Completes a checkpoint when all ranks have written."""
     fs, folder = url_to_fs(os.fspath(staged))
-    # Of the metadata that `save` returns, PyTorch 2.11 leaves out where things are.
+    # PyTorch 2.11 leaves the locations out of the metadata that `save` returns.
     metadata = _Reader(staged, weights_only=True).read_metadata()
     if (damage := _find_damage(fs, folder, metadata)) is not None:
         raise OSError(f"{damage}. All ranks must write to one file system.")
@@ -177,7 +177,7 @@ def _find_damage(fs: Any, folder: str, metadata: Metadata) -> str | None:
 
 
 def _explain(error: CheckpointException, action: str, needed: int, target: Path | None) -> Exception:
-    """An error of one line for one that holds the tracebacks of all ranks."""
+    """Returns an error of one line for one that contains the tracebacks of all ranks."""
     rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
     full = next((found for cause, _ in error.failures.values() if (found := no_space_in(cause)) is not None), None)
     if full is not None and target is not None:
@@ -186,7 +186,7 @@ def _explain(error: CheckpointException, action: str, needed: int, target: Path 
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes to a local place, and says what the system said if it is full: other ranks get the error pickled."""
+    """Writes to a local place, and quotes the system if it is full: other ranks get the error pickled."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -199,12 +199,12 @@ class _Writer(dcp.FileSystemWriter):
 
 @dataclass
 class ShardedCheckpoint:
-    """A sharded checkpoint that was opened: checked to be whole, and nothing of its tensors read yet.
+    """An opened sharded checkpoint: it was checked to be complete, and none of its tensors was read yet.
 
     Args:
         path: The directory.
-        meta: What ``meta.pt`` holds.
-        metadata: What ``.metadata`` holds.
+        meta: The contents of ``meta.pt``.
+        metadata: The contents of ``.metadata``.
         weights_only: As for ``torch.load``.
     """
 
@@ -215,7 +215,7 @@ class ShardedCheckpoint:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], weights_only: bool | None) -> ShardedCheckpoint:
-        """Reads what is small, and checks that the rest is there; no collective.
+        """Reads the small files, and checks that the rest is there; no collective.
 
         Args:
             path: The directory.
@@ -239,20 +239,20 @@ class ShardedCheckpoint:
         return checkpoint
 
     def _paths(self) -> dict[str, tuple[Any, ...]]:
-        """For every flat key where its value belongs, such as ``("optimizer_0", "state", "head.weight", "step")``."""
+        """The place of the value of every flat key, such as ``("optimizer_0", "state", "head.weight", "step")``."""
         return self.metadata.planner_data or {
             key: tuple(key.split(".", 1)) for key in self.metadata.state_dict_metadata
         }
 
     @property
     def model_key(self) -> str | None:
-        """Under which key the model lies."""
+        """The key of the model; None if there is none."""
         found = {key[0] for key in self._paths().values()}
         return next((key for key in _MODEL_KEYS if key in found), None)
 
     @property
     def optimizers(self) -> int | None:
-        """How many optimizers' states there are; None if only the model was saved."""
+        """The number of optimizers with states; None if only the model was saved."""
         count = len({path[0] for path in self._paths().values() if re.fullmatch(r"optimizer_\d+", str(path[0]))})
         return count if count or "lr_schedulers" in self.meta else None
 
@@ -267,7 +267,7 @@ class ShardedCheckpoint:
         """Reads this rank's part into host memory; a collective.
 
         Args:
-            ranks: Who reads what; None if nothing is sharded.
+            ranks: The ranks that share parameters; None if nothing is sharded.
             is_sharded: Tells by a parameter's or buffer's name and a tensor's shape whether to read this rank's rows
                 only.
             owners: For each optimizer, by names of parameters, the shard rank that reads all of their states.
@@ -288,7 +288,7 @@ class ShardedCheckpoint:
         for key, path in paths.items():
             stored = self.metadata.state_dict_metadata[key]
             if isinstance(stored, BytesStorageMetadata):
-                flat[key] = None  # will be an object
+                flat[key] = None  # replaced by an object
                 continue
             shape, dtype = stored.size, stored.properties.dtype
             name = str(path[1] if path[0] in (self.model_key, CURRENT_STATE) else path[2])
@@ -326,7 +326,7 @@ def _invalid(path: str | os.PathLike[str], reason: str) -> ValueError:
 
 
 def _empty_rows(shape: torch.Size, dtype: torch.dtype, ranks: Ranks) -> DTensor:
-    """A DTensor of global `shape`, sharded on dim 0, on the CPU."""
+    """Returns a DTensor of global `shape`, sharded on dim 0, on the CPU."""
     rows_padded = -(-shape[0] // ranks.shards)
     low = min(ranks.shard_rank * rows_padded, shape[0])
     rows = torch.empty(min(rows_padded, shape[0] - low), *shape[1:], dtype=dtype, device="meta")
@@ -350,7 +350,7 @@ def _insert(root: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """Reads pickled entries as ``torch.load`` would, which is not what DCP does: it unpickles anything."""
+    """Reads pickled entries as ``torch.load`` would; DCP itself unpickles anything."""
 
     def __init__(self, weights_only: bool | None) -> None:
         super().__init__()
@@ -361,7 +361,7 @@ class _Planner(dcp.DefaultLoadPlanner):
 
 
 class _Reader(FsspecReader):
-    """Reads from local and remote places, and unpickles nothing but DCP's own classes."""
+    """Reads from local and remote places, and unpickles only DCP's own classes."""
 
     def __init__(self, path: str | os.PathLike[str], weights_only: bool | None) -> None:
         super().__init__(os.fspath(path))

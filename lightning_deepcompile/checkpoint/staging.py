@@ -1,14 +1,14 @@
-"""How a new checkpoint takes its place, so that a reader, or a run after a crash, finds the old one or the new one.
+"""Moves a new checkpoint into place so that a reader, or a run after a crash, finds either the old or the new one.
 
-Every save writes to a hidden name of its own beside its target, and moves there what is whole. Where the file system
-can exchange two paths, the target exists at every moment. Elsewhere (NFS) a directory cannot be replaced in one step:
-the old and the new one have visible names, such as ``last.replaced-….ckpt``, between two renames. Lightning's search
-for the last checkpoint finds them, and so does `resolve`.
+Every save writes to a hidden name of its own beside its target, and moves the complete checkpoint there. If the file
+system can exchange two paths, the target exists at every moment. Elsewhere (NFS) a directory cannot be replaced
+atomically: the old and the new one have visible names, such as ``last.replaced-….ckpt``, between two renames.
+Lightning's search for the last checkpoint finds them, and so does `resolve`.
 
 The names of files that a save may leave behind tell which process wrote them. The next save into the same folder
-removes those of processes that have ended, and, as other hosts' processes are not seen, those to which nothing was
-written for an hour: ranks that save wait for each other for half an hour at most. If such a save was alive after all,
-it fails, and its target stays as it was.
+removes those of processes that have ended, and, as other hosts' processes cannot be seen, those that were not written
+to for an hour: ranks that save wait for each other for half an hour at most. If such a save was alive after all, it
+fails, and its target does not change.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _RACES = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR, errno.ENOTD
 _SILENCE = 3600.0
 """Seconds without a change after which a save of another host is taken for dead."""
 
-# Letters, as Lightning takes the digits in names of checkpoints for numbers of steps and versions.
+# Letters, as Lightning reads digits in names of checkpoints as numbers of steps and versions.
 _LETTERS = str.maketrans("0123456789abcdef", "abcdefghijklmnop")
 _DIGITS = str.maketrans("abcdefghijklmnop", "0123456789abcdef")
 _WRITER = r"(?P<host>[a-p]{8})-(?P<process>[a-p]+)-[a-p]{8}"
@@ -50,12 +50,12 @@ _ASIDE = re.compile(rf"(?P<stem>.*)\.replaced-{_WRITER}(?P<suffix>\.[^.]*)?")
 
 
 def staging_path(target: Path) -> Path:
-    """A new name beside `target`, for one save to write to; nothing is there yet."""
+    """Returns a new name beside `target`, for one save to write to; nothing is there yet."""
     return _hidden_path(target, "saving")
 
 
 def _hidden_path(target: Path, suffix: str) -> Path:
-    # A digest, because Lightning looks for its checkpoints by parts of their names, and this is not a whole one.
+    # A digest, because Lightning looks for its checkpoints by parts of their names, and this one is incomplete.
     digest = hashlib.sha256(target.name.encode()).hexdigest()[:16]
     return target.with_name(f".{digest}.{_new_writer()}.{suffix}")
 
@@ -65,12 +65,12 @@ def _aside_path(target: Path) -> Path:
 
 
 def _new_writer() -> str:
-    """Names this process, and nothing else that it writes."""
+    """Returns a name for this process, and nothing else that it writes."""
     return f"{_host()}-{os.getpid():x}-{uuid.uuid4().hex[:8]}".translate(_LETTERS)
 
 
 def _host() -> str:
-    """Names the processes among which this one's number is unique: those of this host, or container, since it began."""
+    """Names the processes among which this one's number is unique: this host's, or container's, since it began."""
     facts = [platform.node()]
     with contextlib.suppress(OSError):  # not Linux
         facts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
@@ -78,7 +78,7 @@ def _host() -> str:
 
 
 def _is_abandoned(path: Path, name: re.Match[str]) -> bool:
-    """Returns whether the process that wrote what lies at `path` has ended, as far as this process can tell."""
+    """Returns whether the process that wrote to `path` has ended, as far as this process can tell."""
     if name["host"].translate(_DIGITS) == _host():
         try:
             os.kill(int(name["process"].translate(_DIGITS), 16), 0)
@@ -91,7 +91,7 @@ def _is_abandoned(path: Path, name: re.Match[str]) -> bool:
         entries = [path, *path.iterdir()] if path.is_dir() and not path.is_symlink() else [path]
         return time.time() - max(entry.lstat().st_ctime for entry in entries) > _SILENCE
     except FileNotFoundError:
-        return False  # something happens there
+        return False  # it is being written to
 
 
 def _is_own(name: re.Match[str]) -> bool:
@@ -112,7 +112,7 @@ def _target(aside: Path, name: re.Match[str]) -> Path:
 
 
 def _newest(paths: list[Path]) -> Path | None:
-    """The whole checkpoint among `paths` that was saved last."""
+    """The complete checkpoint among `paths` that was saved last."""
     times = {}
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
@@ -122,7 +122,7 @@ def _newest(paths: list[Path]) -> Path | None:
 
 
 def resolve(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """`path`, or where its checkpoint lies: aside, if a save was interrupted, or no longer, if one has ended since."""
+    """Returns the place of the checkpoint of `path`: aside if a save was interrupted, or `path` after its end."""
     local = local_path(path)
     if local is None or os.path.lexists(local):
         return path
@@ -132,7 +132,7 @@ def resolve(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Removes what interrupted saves and removals left in a folder, and puts back what has lost its place.
+    """Removes leftovers of interrupted saves and removals from a folder, and restores displaced checkpoints.
 
     Args:
         folder: Need not exist.
@@ -162,7 +162,7 @@ def clear_leftovers(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _saying(path: Path) -> Iterator[None]:
-    """Around what is not worth to fail for: leftovers of another user, or of a save that lives after all."""
+    """Turns errors into warnings where failing is not worth it: leftovers of another user, or of a live save."""
     try:
         yield
     except OSError as error:
@@ -170,7 +170,7 @@ def _saying(path: Path) -> Iterator[None]:
 
 
 def commit(staged: Path, target: Path) -> None:
-    """Moves a whole checkpoint to its place; what was there goes once that is on the disk.
+    """Moves a complete checkpoint into place; the old one is removed once that is on the disk.
 
     Args:
         staged: The file or directory to move; a `staging_path` of `target`.
@@ -180,13 +180,13 @@ def commit(staged: Path, target: Path) -> None:
     if staged.is_dir():
         sync(staged)
     replaced = _put(staged, target)
-    sync(target.parent)  # else a power cut may undo the renames
+    sync(target.parent)  # otherwise a power cut may undo the renames
     for old in replaced:
         _settle(old, target)
 
 
 def _put(staged: Path, target: Path) -> list[Path]:
-    """Moves `staged` to `target`; returns where that which was there lies now."""
+    """Moves `staged` to `target`; returns the new places of what was there."""
     replaced: list[Path] = []
     new = staged
     for attempt in range(_ATTEMPTS):
@@ -197,7 +197,7 @@ def _put(staged: Path, target: Path) -> list[Path]:
             if not os.path.lexists(target):
                 os.rename(new, target)
                 return replaced
-            if new is staged:  # under a name by which it is found if this process ends in between
+            if new is staged:  # a name by which it is found if this process ends in between
                 new = _aside_path(target)
                 os.rename(staged, new)
             if exchange_paths(new, target):
@@ -206,7 +206,7 @@ def _put(staged: Path, target: Path) -> list[Path]:
             os.rename(target, aside)
             replaced.append(aside)
         except OSError as error:
-            # Another process may have put something there, or have taken it away, since this one looked.
+            # Another process may have created or removed something there since this one looked.
             if error.errno in _RACES and os.path.lexists(new) and attempt + 1 < _ATTEMPTS:
                 continue
             with contextlib.suppress(OSError):
@@ -219,14 +219,14 @@ def _put(staged: Path, target: Path) -> list[Path]:
 
 
 def stand_in(path: str | os.PathLike[str], previous: str | os.PathLike[str] | None) -> None:
-    """Has `path` link to the previous checkpoint until a thread has written the one that belongs there.
+    """Links `path` to the previous checkpoint until a thread has written the new one.
 
-    Lightning's ``save_last="link"`` links to a checkpoint at once. Were the link's end missing when a run is killed,
-    Lightning would find no last checkpoint, and start anew.
+    Lightning's ``save_last="link"`` links to a checkpoint at once. If the link's end were missing when a run is killed,
+    Lightning would find no last checkpoint, and start from the beginning.
 
     Args:
-        path: What is about to be saved.
-        previous: A whole checkpoint, if there is one.
+        path: The path of the coming checkpoint.
+        previous: A complete checkpoint, if there is one.
     """
     target, whole = local_path(path), None if previous is None else local_path(previous)
     if target is None or whole is None or target.exists() or not whole.exists():
@@ -239,7 +239,7 @@ def stand_in(path: str | os.PathLike[str], previous: str | os.PathLike[str] | No
 
 @contextlib.contextmanager
 def set_aside(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Makes room for what cannot replace a directory; what was there goes if the body succeeds, and else comes back."""
+    """Makes room for a save that cannot replace a directory; removes the old one on success, else restores it."""
     target = local_path(path)
     if target is None:
         remove(path)
@@ -253,7 +253,7 @@ def set_aside(path: str | os.PathLike[str]) -> Iterator[None]:
         discard(target)
         os.rename(aside, target)
         raise
-    if os.path.lexists(target):  # else it will be, and a later removal of `target` takes both
+    if os.path.lexists(target):  # otherwise it will be, and a later removal of `target` removes both
         discard(aside)
 
 
@@ -268,7 +268,7 @@ def _settle(old: Path, target: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Removes a file, link or directory if it exists: in one step for readers and for whoever writes to it."""
+    """Removes a file, link or directory if it exists: atomically for its readers and writers."""
     claimed = _hidden_path(path, "removing")
     try:
         os.rename(path, claimed)
@@ -278,7 +278,7 @@ def discard(path: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Deletes what no one reads any more. Where that fails (NFS keeps open files), the next save deletes the rest."""
+    """Deletes unused files. If that fails (NFS keeps open files), the next save deletes the rest."""
     with _saying(path):
         while os.path.lexists(path):
             with contextlib.suppress(FileNotFoundError):  # another process deletes the same
@@ -298,7 +298,7 @@ def sync(path: Path) -> None:
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Removes a checkpoint of either kind, local or remote, with what interrupted saves left in its folder."""
+    """Removes a checkpoint of either kind, local or remote, with leftovers of interrupted saves in its folder."""
     local = local_path(path)
     if local is not None:
         clear_leftovers(local.parent)
@@ -310,5 +310,5 @@ def remove(path: str | os.PathLike[str]) -> None:
     fs, stripped = url_to_fs(os.fspath(path))
     if fs.exists(stripped):
         if fs.isfile(meta := f"{stripped.rstrip('/')}/{META}"):
-            fs.rm(meta)  # what has none is no checkpoint
+            fs.rm(meta)  # without it, the rest is no checkpoint
         fs.rm(stripped, recursive=True)

@@ -1,8 +1,8 @@
-"""Every private part of PyTorch, Lightning and Transformers that this package leans on: one file for each neighbour.
+"""Uses of private parts of PyTorch, Lightning and Transformers, in one file for each neighbour.
 
-What differs from PyTorch 2.11 to 2.15 is written there. Each function has a test that fails when the neighbour moves
-what it uses. Nothing here knows of parameters, programs or plans. Modules whose neighbours are large (`lightning`,
-`checkpoint`, `fsdp`) or may be missing (`transformers`) are imported by themselves.
+Differences between PyTorch 2.11 and 2.15 are handled there. Each function has a test that fails when the neighbour
+changes what the function uses. Nothing here knows of parameters, programs or plans. Modules whose neighbours are large
+(`lightning`, `checkpoint`, `fsdp`) or may be missing (`transformers`) are imported by themselves.
 """
 
 from __future__ import annotations

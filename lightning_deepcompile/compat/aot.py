@@ -1,4 +1,4 @@
-"""AOTAutograd: graphs captured and partitioned by it, and the fake tensors of its tracing.
+"""AOTAutograd: captures and partitions graphs, and gives access to the fake tensors of its tracing.
 
 Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -73,8 +73,8 @@ def capture(
     with (
         V.set_fake_mode(detect_fake_mode(example_inputs)),
         inductor_config.patch(fallback_random=True, shape_padding=False) if eager else contextlib.nullcontext(),
-        # A view of a loss's input and its detached twin, both read behind a graph break, are replayed from one another.
-        # Backward graphs are compiled at once: where that fails, the function can still run uncompiled.
+        # Otherwise a view of a loss's input and its detached twin, if both are read behind a graph break, are replayed
+        # from one another. Backward graphs are compiled at once: if that fails, the function can still run uncompiled.
         functorch_config.patch(view_replay_for_aliased_outputs=False, force_non_lazy_backward_lowering=True),
     ):
         backend = aot_autograd(
@@ -89,7 +89,7 @@ def capture(
 
 
 def capture_apart(gm: fx.GraphModule, example_inputs: Sequence[Tensor], **compilers: Any) -> None:
-    """As `capture`, for a part of a graph whose compilation is in progress, which learns nothing of it.
+    """Captures a part of a graph that is being compiled, without affecting that compilation; see `capture`.
 
     Args:
         gm: The part, of Dynamo's kind.
@@ -136,7 +136,7 @@ def partition(
             return min_cut_rematerialization_partition(gm, joint_inputs, **inner)
 
         def uuid(self) -> None:
-            return None  # part of cache keys, of which none is made here
+            return None  # part of cache keys; no cache is used here
 
     bans = dict.fromkeys(_BANS, False) if sparing else {}
     with inductor_config.patch(custom_partitioner_fn=PrepareAndCut()), functorch_config.patch(bans):
@@ -144,9 +144,9 @@ def partition(
 
 
 def keeping_graphs() -> contextlib.AbstractContextManager[Any]:
-    """Around a backward pass with ``retain_graph=True``, which AOTAutograd refuses where it donates saved tensors.
+    """Returns a context for a backward pass with ``retain_graph=True``: saved tensors are not donated.
 
-    No region is told of donated buffers (`compile_region`).
+    AOTAutograd refuses such a pass if it donates them. No region is told of donated buffers (`compile_region`).
     """
     import torch._functorch.config as functorch_config
 
@@ -162,7 +162,7 @@ def current_fake_mode() -> FakeTensorMode:
 
 
 def is_tracing() -> bool:
-    """Whether a function is being compiled, so that what runs is a compiler's code, and not the function's."""
+    """Returns whether a function is being compiled: then a compiler's code runs, not the function's."""
     return TracingContext.try_get() is not None
 
 
@@ -183,7 +183,7 @@ def fake_tensor(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def real_tensors() -> contextlib.AbstractContextManager[None]:
-    """Inside, operators compute with real tensors, also while a graph is being traced."""
+    """Returns a context in which operators compute with real tensors, even while a graph is being traced."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()

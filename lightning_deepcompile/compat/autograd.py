@@ -47,7 +47,7 @@ __all__ = [
 
 @never_a_frame
 def alias(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor of its own: no view, with a count of writes of its own."""
+    """Returns a tensor of the same memory that is no view and has its own count of writes."""
     with torch.no_grad():
         return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
             tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
@@ -64,19 +64,19 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 @never_a_frame
 def storage_uses(tensor: Tensor) -> int:
-    """How many tensors share the memory of `tensor`, itself included; temporary Python objects count, too."""
+    """The number of tensors that share the memory of `tensor`, itself included; temporary Python objects count, too."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 @never_a_frame
 def is_profiling() -> bool:
-    """Whether a profiler of PyTorch's is on, ``emit_nvtx`` included."""
+    """Returns whether a profiler of PyTorch is on, ``emit_nvtx`` included."""
     return torch.autograd._profiler_enabled()
 
 
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
-    """Hides what is started inside from profilers.
+    """Hides work that is started inside from profilers.
 
     For asynchronous collectives of ``torch.distributed``: the record of one ends on the thread that finishes it, and
     writes into the profile even where that was taken, and freed, in the meantime (seen to crash with gloo in 2.13.0).
@@ -90,30 +90,30 @@ def unrecorded() -> Iterator[None]:
 
 @never_a_frame
 def keeps_graph() -> bool:
-    """Whether the backward pass under way leaves its graph for another one (``retain_graph=True``)."""
+    """Returns whether the backward pass under way keeps its graph for another one (``retain_graph=True``)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 @never_a_frame
 def in_backward() -> bool:
-    """Returns whether this thread runs a backward pass of autograd's."""
+    """Returns whether this thread runs a backward pass of autograd."""
     return torch._C._current_graph_task_id() != -1
 
 
 @never_a_frame
 def hooks_saved_tensors() -> bool:
-    """Whether hooks for saved tensors are on: of activation checkpointing, or a user's."""
+    """Returns whether hooks for saved tensors are on, either of activation checkpointing or a user's."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 @never_a_frame
 def in_function_transform() -> bool:
-    """Whether the code runs inside of ``torch.func.grad``, ``vmap`` or the like."""
+    """Returns whether the code runs inside of ``torch.func.grad``, ``vmap`` or the like."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Inside, tensors are not those of ``torch.func.grad``, ``vmap`` or the like, though their code runs."""
+    """Returns a context outside of ``torch.func.grad``, ``vmap`` and the like, though their code runs."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     return temporarily_clear_interpreter_stack() if in_function_transform() else contextlib.nullcontext()
@@ -121,20 +121,20 @@ def outside_transforms() -> contextlib.AbstractContextManager[Any]:
 
 @never_a_frame
 def below_autograd() -> contextlib.AbstractContextManager[Any]:
-    """Inside, operators run without autograd, and without the Python that derivatives of custom ones are written in.
+    """Returns a context in which operators run without autograd and without the Python derivatives of custom ones.
 
-    ``torch.no_grad()`` runs that nevertheless: some 70 us for each call.
+    ``torch.no_grad()`` still runs those, which costs some 70 us for each call.
     """
     return torch._C._AutoDispatchBelowAutograd()
 
 
 def plain_functions() -> contextlib.AbstractContextManager[None]:
-    """Inside, functions treat subclasses of tensors as if they had no ``__torch_function__``."""
+    """Returns a context in which functions treat tensor subclasses as if they had no ``__torch_function__``."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def is_accumulated(leaf: Tensor) -> bool:
-    """Whether the backward pass under way adds to the gradient of `leaf`, if its nodes give it one.
+    """Returns whether the backward pass under way adds to the gradient of `leaf`, if its nodes give it one.
 
     Args:
         leaf: A leaf that needs gradients.
@@ -145,12 +145,12 @@ def is_accumulated(leaf: Tensor) -> bool:
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Has `call` called when the backward pass under way has set all gradients."""
+    """Schedules `call` for the time when the backward pass under way has set all gradients."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def has_hooks(tensor: Tensor) -> bool:
-    """Returns whether somebody has registered a hook for the gradient of a tensor (``register_hook``)."""
+    """Returns whether a hook is registered for the gradient of a tensor (``register_hook``)."""
     return bool(tensor._backward_hooks)
 
 
@@ -161,7 +161,7 @@ def take_accumulation_hooks(tensor: Tensor) -> dict[int, Callable[[Tensor], None
         tensor: A leaf.
 
     Returns:
-        Them, by the numbers of their handles; None if there are none.
+        The hooks, by the numbers of their handles; None if there are none.
     """
     hooks: Any = getattr(tensor, "_post_accumulate_grad_hooks", None)
     if hooks:
@@ -200,12 +200,12 @@ def is_view(function: Any) -> bool:
 
 @never_a_frame
 def version_of(tensor: Tensor) -> int:
-    """How often PyTorch has seen writes to the memory of `tensor`."""
+    """The number of writes to the memory of `tensor` that PyTorch has seen."""
     return tensor._version
 
 
 def stand_in(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """A tensor of a subclass with a ``__torch_dispatch__`` that looks like one of that shape, and has no memory."""
+    """Returns a tensor of a subclass with a ``__torch_dispatch__`` that has this shape, and no memory."""
     return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's distributed checkpoints: a reader of local and remote places; imported by itself, as it needs fsspec.
+"""PyTorch's distributed checkpoints: reads local and remote places; imported by itself, as it needs fsspec.
 
 Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
 """

@@ -43,12 +43,12 @@ def with_local(tensor: DTensor, local: Tensor) -> DTensor:
 class AssignableDTensor(DTensor):
     """A DTensor whose ``.data`` can be assigned, as optimizers do: the values are copied to its memory.
 
-    PyTorch gives a DTensor other storage then, and leaves its local tensor as it is.
+    PyTorch would give the DTensor other storage, and leave its local tensor unchanged.
     """
 
     @classmethod
     def like(cls, tensor: Tensor) -> AssignableDTensor:
-        """One of the same local tensor, a leaf that requires a gradient."""
+        """Returns such a DTensor with the same local tensor, a leaf that requires a gradient."""
         assert isinstance(tensor, DTensor)
         return cls(tensor._local_tensor, tensor._spec, requires_grad=tensor.is_floating_point())
 
@@ -64,19 +64,19 @@ class AssignableDTensor(DTensor):
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The local tensor of a DTensor itself, of which ``to_local`` makes another one."""
+    """The DTensor's own local tensor; ``to_local`` would make another tensor of it."""
     assert isinstance(tensor, DTensor)
     return tensor._local_tensor
 
 
 def full_tensor(tensor: DTensor) -> Tensor:
-    """As ``tensor.full_tensor()``, which now and then crashes on CPUs when it is called many times in a row.
+    """Returns ``tensor.full_tensor()``, without a crash that PyTorch's has on CPUs if it is called many times in a row.
 
-    Each of gloo's worker threads writes the name of what it has finished into one string, without a lock. Two that do
-    it together free a name that is too long to lie within the string, as that of ``full_tensor``'s collective is.
+    Each of gloo's worker threads writes the name of its finished operation into one string, without a lock. Two that do
+    so at once free a name that is too long to lie within the string, as the name of ``full_tensor``'s collective is.
 
     Args:
-        tensor: Unless it is on CPUs, and sharded on dim 0 over one dimension of its mesh, it is left to PyTorch.
+        tensor: Left to PyTorch unless it is on CPUs, and sharded on dim 0 over one dimension of its mesh.
     """
     sharded = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if tensor.device_mesh.device_type != "cpu" or len(sharded) != 1 or tensor.placements[sharded[0]] != Shard(0):
@@ -85,7 +85,7 @@ def full_tensor(tensor: DTensor) -> Tensor:
 
 
 def gather_rows(mine: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
-    """All `rows` of a tensor that the ranks of `group` share as DTensors do; a collective.
+    """Returns all `rows` of a tensor that the ranks of `group` share as DTensors do; a collective.
 
     Args:
         mine: This rank's rows, on the device of `group`; the last ranks may have fewer, or none.
@@ -110,7 +110,7 @@ def device_of_objects(group: dist.ProcessGroup | None) -> str:
 
 
 def store() -> dist.Store:
-    """The key-value store that the ranks of the default process group met at."""
+    """The key-value store of the default process group's rendezvous."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -198,7 +198,7 @@ def all_to_all_uneven(
 
 
 def reduce_scatter_mean_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """This rank's part of the mean of every rank's `tensor`; a collective of `group`. Gloo knows no means."""
+    """Returns this rank's part of the mean of every rank's `tensor`; a collective of `group`. Gloo knows no means."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     mean = tensor.is_cuda
     scatter(output, tensor, op=dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM, group=group)

@@ -1,4 +1,4 @@
-"""Dynamo: what it compiles, what it leaves alone, what it says of that, and the graphs that it makes.
+"""Dynamo: selects the frames that it compiles, and reads its messages and graphs.
 
 Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -52,10 +52,10 @@ def step_settings(*, falls_back: bool, follows: bool) -> contextlib.AbstractCont
 
     Integers on modules (``self.global_step``) become inputs instead of guards. A function that cannot be compiled, or
     that was compiled too often, runs as it is: see `compile_failures`. Backward graphs are compiled with their forward
-    graphs, so that a failure comes before anything has run. What loggers say once (Transformers' ``warning_once``) does
-    not break graphs: it is not said.
+    graphs, so that a failure comes before anything has run. Messages that loggers emit once (Transformers'
+    ``warning_once``) do not break graphs: they are dropped.
 
-    Each one made costs time, and memory that PyTorch 2.13 never frees.
+    Making one costs time, and memory that PyTorch 2.13 never frees.
 
     A function may be compiled 16 times, or as often as ``torch._dynamo.config.recompile_limit`` says if it was changed.
 
@@ -77,9 +77,9 @@ def step_settings(*, falls_back: bool, follows: bool) -> contextlib.AbstractCont
 
 
 class _Ignored(list[Callable[..., Any]]):
-    """What the user has Dynamo ignore, and what loggers say once: ``..._once``, of which results are cached.
+    """The functions that Dynamo ignores: the user's, and cached functions that log once (``..._once``).
 
-    No set: PyTorch 2.11 writes its settings as JSON, and fails at sets of functions.
+    Not a set: PyTorch 2.11 writes its settings as JSON, and fails at sets of functions.
     """
 
     def __contains__(self, function: object) -> bool:
@@ -96,7 +96,7 @@ _HIT_LIMIT = re.compile(
 
 
 def unguarded(codes: frozenset[types.CodeType]) -> Callable[[Sequence[Any]], list[bool]]:
-    """For ``torch.compile(options={"guard_filter_fn": ...})``: functions that nobody changes are not guarded.
+    """Returns a ``guard_filter_fn`` for ``torch.compile(options=...)``: drops guards on functions that never change.
 
     Args:
         codes: Of the functions. What their closures hold is not guarded either.
@@ -110,13 +110,13 @@ def unguarded(codes: frozenset[types.CodeType]) -> Callable[[Sequence[Any]], lis
 
 
 def _function_of(name: str) -> str:
-    """What a guard is on; of something that a property's function holds, that function."""
+    """The function that a guard is on: for something that a property's function holds, that function."""
     function, found, _ = name.partition(".fget.")
     return f"{function}.fget" if found else name
 
 
 class _Failures(logging.Filter):
-    """Takes what Dynamo logs of functions that it leaves uncompiled."""
+    """Intercepts Dynamo's log messages about functions that it leaves uncompiled."""
 
     def __init__(self, tell: Callable[[str, str, str | BaseException], None]) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class _Failures(logging.Filter):
         if found := _CONVERTED_NOT.match(record.getMessage()):
             error = record.exc_info[1] if record.exc_info else None
             if record.levelno < logging.WARNING:
-                return True  # a break of the graph where Dynamo cannot go on
+                return True  # a graph break where Dynamo cannot go on
             self._tell(found["name"], f"{found['file']}:{found['line']}", error or "Dynamo gave no reason")
             return False
         if found := _HIT_LIMIT.search(record.getMessage()):
@@ -137,7 +137,7 @@ class _Failures(logging.Filter):
 
 @contextlib.contextmanager
 def compile_failures(tell: Callable[[str, str, str | BaseException], None]) -> Iterator[None]:
-    """Around a compiled step: Dynamo says which functions it leaves as they are, and why, in its log alone.
+    """Reports functions that Dynamo leaves uncompiled in this context; Dynamo says so only in its log.
 
     Args:
         tell: Called with a function's name, ``file:line`` and the error, or the reason. What it raises ends the step.
@@ -158,7 +158,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a method whose compilations are counted, and cached, apart from those of the original's code.
+    """Returns a copy of a method whose compilations are counted, and cached, apart from those of the original's code.
 
     Dynamo keeps what it compiled with the code object. Without this, every model of a class, and every training run in
     a process, would use up the recompile limit of the others, and slow their guards down.
@@ -178,9 +178,9 @@ def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls a bound method as long as somebody else keeps its object.
+    """Returns a function that calls a bound method as long as somebody else keeps its object.
 
-    Dynamo keeps every backend that it was ever given, and keeps what one returned in the globals of the module whose
+    Dynamo keeps every backend that it was ever given, and keeps a backend's result in the globals of the module whose
     code was compiled: with ours, whole models.
     """
     reference = weakref.WeakMethod(method)
@@ -195,9 +195,9 @@ def held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def never_a_frame(function: FunctionT) -> FunctionT:
-    """Dynamo compiles what `function` calls, and traces through it, but never compiles `function` by itself.
+    """Keeps Dynamo from compiling `function` by itself; it still traces through it, and compiles what it calls.
 
-    As it does with PyTorch's own ``Module.__call__``: behind a graph break, a function that all modules share would
+    PyTorch does so with its own ``Module.__call__``: behind a graph break, a function that all modules share would
     otherwise be compiled for each of them, which soon exceeds the recompile limit.
     """
     never_code(cast(types.FunctionType, function).__code__)
@@ -205,15 +205,15 @@ def never_a_frame(function: FunctionT) -> FunctionT:
 
 
 def never_code(code: types.CodeType) -> None:
-    """As `never_a_frame`, for all functions of that code; copies of the code have to be named by themselves."""
+    """Applies `never_a_frame` to all functions with this code; name copies of the code themselves."""
     torch._dynamo.eval_frame.skip_code(code)
 
 
 def never_frames(kind: type[T]) -> type[T]:
-    """Does so with all methods of a class.
+    """Applies `never_a_frame` to all methods of a class.
 
-    Under manual optimization, optimizers step within compiled code, behind a graph break: what accompanies their steps
-    handles many tensors and computes nothing.
+    Under manual optimization, optimizers step within compiled code, behind a graph break: the methods around their
+    steps handle many tensors and compute nothing.
     """
     for value in vars(kind).values():
         if inspect.isfunction(value):
@@ -229,5 +229,5 @@ LOG_USE = torch._C._log_api_usage_once
 
 
 def is_checkpoint(node: fx.Node) -> bool:
-    """Whether `node` of a Dynamo graph runs a subgraph under activation checkpointing: ``(subgraph, *operands)``."""
+    """Returns whether `node` of a Dynamo graph is an activation checkpoint: ``(subgraph, *operands)``."""
     return node.op == "call_function" and node.target is torch.ops.higher_order.tag_activation_checkpoint

@@ -32,10 +32,10 @@ def schema_of(operator: OpOverload) -> Any:
 
 
 def is_of_forward(node: fx.Node) -> bool:
-    """Whether a node was traced in the forward pass: in a backward graph, such a node computes something again."""
+    """Returns whether a node was traced in the forward pass: in a backward graph, such a node is recomputed."""
     return node.meta.get("partitioner_tag") == "is_forward"
 
 
 def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """A graph module whose Python code is written when it is run, or asked for it: most are neither."""
+    """Returns a graph module whose Python code is written when it is first needed: most never need it."""
     return _LazyGraphModule(root, graph)

@@ -20,7 +20,7 @@ __all__ = ["compile_region", "inference_joint_passes", "start_compile_workers"]
 
 
 def inference_joint_passes(gm: fx.GraphModule) -> None:
-    """Inductor's joint-graph passes for a graph that is not partitioned; without them random operators do not lower."""
+    """Runs Inductor's joint-graph passes on an unpartitioned graph; without them random operators do not lower."""
     from torch._inductor.compile_fx import _recursive_joint_graph_passes
 
     _recursive_joint_graph_passes(gm)
@@ -60,7 +60,7 @@ def compile_region(
 
 @functools.cache
 def _rounds_minima() -> bool:
-    """Whether Inductor's C++ casts what it takes the minimum of to integers, as PyTorch 2.11 does: 0.7 becomes 0."""
+    """Returns whether Inductor's C++ casts the arguments of a minimum to integers, as in torch 2.11: 0.7 becomes 0."""
     from torch.utils._sympy.functions import Min
     from torch.utils._sympy.printers import CppPrinter
 
@@ -68,7 +68,7 @@ def _rounds_minima() -> bool:
 
 
 def _minimum_on_cpu(gm: fx.GraphModule) -> str:
-    """A minimum or maximum among the numbers that are no integers of a graph for CPUs; "" if there is none."""
+    """Finds a minimum or maximum among the non-integer numbers of a graph for CPUs; "" if there is none."""
     from torch.utils._sympy.functions import Max, Min
 
     values = [node.meta.get("val") for node in gm.graph.nodes]
@@ -81,9 +81,9 @@ def _minimum_on_cpu(gm: fx.GraphModule) -> str:
 def start_compile_workers() -> None:
     """Starts the processes in which Inductor compiles GPU kernels, or wakes them; returns at once.
 
-    They take seconds to come up, and until then kernels are compiled one after another in this process.
-    ``torch.compile(backend="inductor")`` does this by itself; whoever calls Inductor for a part of a graph must do it.
-    Without Triton there are none.
+    They take seconds to start, and until then kernels are compiled one after another in this process.
+    ``torch.compile(backend="inductor")`` does this by itself; callers that compile a part of a graph with Inductor must
+    do it. Without Triton there are none.
     """
     from torch._inductor.async_compile import maybe_warm_pool
 

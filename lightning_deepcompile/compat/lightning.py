@@ -57,7 +57,7 @@ OptimizerT = TypeVar("OptimizerT", bound=LightningOptimizer)
 
 
 def signal_connector(trainer: pl.Trainer) -> SignalConnector:
-    """What listens to signals for `trainer`."""
+    """The object that listens to signals for `trainer`."""
     return trainer._signal_connector
 
 
@@ -67,7 +67,7 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
 
 
 def wrap_optimizer(kind: type[OptimizerT], optimizer: Optimizer, strategy: Any) -> OptimizerT:
-    """`optimizer` as modules see it under manual optimization: a `kind` of LightningOptimizer."""
+    """Wraps `optimizer` as modules see it under manual optimization: in a `kind` of LightningOptimizer."""
     return cast(OptimizerT, kind._to_lightning_optimizer(optimizer, strategy))
 
 
@@ -77,10 +77,10 @@ def average_of(callback: WeightAveraging) -> nn.Module | None:
 
 
 def average_device(callback: WeightAveraging) -> Any:
-    """Where the user wants the averages to be; None: where the parameters are."""
+    """The device that the user chose for the averages; None: that of the parameters."""
     return callback._device
 
 
 def records_modules(profiler: PyTorchProfiler) -> bool:
-    """Whether a profiler hooks every module's forward."""
+    """Returns whether a profiler hooks every module's forward."""
     return profiler._record_module_names

@@ -1,4 +1,4 @@
-"""Modules: the base of layers, and what a call of a module runs.
+"""Modules: the base class of layers, and the function that a module's call runs.
 
 Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -18,5 +18,5 @@ __all__ = ["BatchNorm", "hooked_forward"]
 
 @never_a_frame
 def hooked_forward(module: nn.Module) -> Callable[..., Any]:
-    """A module's `forward` with the hooks around it: what a call runs if nothing takes its place."""
+    """A module's `forward` with the hooks around it: a call runs it unless something else was put in its place."""
     return module._call_impl

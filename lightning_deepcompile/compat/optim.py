@@ -31,15 +31,15 @@ __all__ = [
     "unscale",
 ]
 
-# Whose steps are known, and where they are written.
+# Optimizers with known steps, and the modules that define the steps.
 _KNOWN: dict[type[Optimizer], str] = {Adam: "torch.optim.adam", AdamW: "torch.optim.adam", SGD: "torch.optim.sgd"}
 
 
 def unscale(scaler: ShardedGradScaler, optimizer: Optimizer) -> None:
-    """Unscales the gradients of `optimizer` and lets all ranks know whether one found any that is not finite.
+    """Unscales the gradients of `optimizer`, and tells all ranks whether one found a gradient that is not finite.
 
-    PyTorch's scaler for shards keeps that as a vector of one element, the number of such ranks. Fused optimizers want
-    what its other scaler gives them: a scalar that is 0 or 1.
+    PyTorch's scaler for shards keeps the answer as a vector of one element, the number of such ranks. Fused optimizers
+    expect the form of PyTorch's other scaler: a scalar that is 0 or 1.
     """
     scaler.unscale_(optimizer)
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
@@ -48,7 +48,7 @@ def unscale(scaler: ShardedGradScaler, optimizer: Optimizer) -> None:
 
 
 def run_first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle:
-    """Registers a step post hook of `optimizer` that runs before those that it has already."""
+    """Registers a step post hook of `optimizer` that runs before the hooks that it has already."""
     handle = optimizer.register_step_post_hook(hook)
     optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
     return handle
@@ -56,7 +56,7 @@ def run_first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> Rem
 
 @contextlib.contextmanager
 def unhooked_step(optimizer: Optimizer) -> Iterator[Callable[..., Any]]:
-    """Gives the function ``step(optimizer, ...)`` of the optimizer's class, without the hooks that it is wrapped in.
+    """Yields the function ``step(optimizer, ...)`` of the optimizer's class, without the hooks that it is wrapped in.
 
     Inside, a step of a base class that it calls runs none of the optimizer's hooks either.
     """
@@ -69,20 +69,20 @@ def unhooked_step(optimizer: Optimizer) -> Iterator[Callable[..., Any]]:
 
 
 def has_functional_step(optimizer: Optimizer) -> bool:
-    """Whether `functional_step` does what a step of the optimizer does: not for subclasses, which may do anything."""
+    """Returns whether `functional_step` equals the optimizer's own step; False for subclasses, which may differ."""
     kind = type(optimizer)
     return kind in _KNOWN and inspect.unwrap(kind.step).__module__ == _KNOWN[kind]
 
 
 def names_of_states(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Names of the states, one of each parameter, that a step on a group works with.
+    """Names of the states, one for each parameter, that a step on a group uses.
 
     Args:
         optimizer: One that `has_functional_step`.
         group: Of its groups.
 
     Returns:
-        They are all to be there. None if the class's own step is needed, which may refuse the group.
+        The names; all of the states must exist. None if the class's own step is needed, which may refuse the group.
     """
     if group["differentiable"] or optimizer.defaults["differentiable"]:
         return None

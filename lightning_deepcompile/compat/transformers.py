@@ -1,7 +1,7 @@
-"""Transformers: how the tensors of a pretrained folder correspond to those of a model; imported by itself.
+"""Transformers: maps the tensors of a pretrained folder to those of a model; imported by itself.
 
 Folders keep the names and shapes that a model had when it was published; Transformers renames, merges and splits them.
-`plan_reading` and `plan_saving` ask it how, without reading a value: conversions run on tensors without memory first.
+`plan_reading` and `plan_saving` find out how, without reading a value: conversions run on tensors without memory first.
 
 Seen to work with transformers 5.23.0.
 """
@@ -40,14 +40,14 @@ __all__ = [
     "tied_away",
 ]
 
-# Buffers that folders had once, and that models compute now.
+# Buffers that old folders contain, and that models compute now.
 _COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 _NUMBERED = re.compile(r"^.*?\.\d+\.")
 
 
 @dataclass(eq=False)
 class MergedTensors:
-    """Tensors of a folder that become one or several tensors of a model.
+    """Tensors of a folder that are converted to one or several tensors of a model.
 
     Args:
         model: The model.
@@ -68,7 +68,7 @@ class MergedTensors:
     by_rows: bool = field(init=False)
 
     def learn(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Finds out what becomes of tensors with these `shapes`.
+        """Finds out which tensors of the model result from tensors with these `shapes`.
 
         Raises:
             ValueError: If they do not fit together; names them.
@@ -87,14 +87,14 @@ class MergedTensors:
         self.by_rows = stacked and all(isinstance(other, Concatenate) and other.dim > 0 for other in others)
 
     def keys(self, low: int = 0, high: int | None = None) -> list[str]:
-        """The folder's names of what rows `low` to `high` are made of; of everything where `by_rows` is false."""
+        """The folder's names of the tensors in rows `low` to `high`; of all tensors where `by_rows` is false."""
         patterns: dict[str, list[str]] = {}
         for pattern, key in self.parts:
             patterns.setdefault(pattern, []).append(key)
         return [key for of_pattern in patterns.values() for key in of_pattern[low:high]]
 
     def convert(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What becomes of `tensors`, by the model's names.
+        """Returns the model's tensors that result from `tensors`, by the model's names.
 
         Args:
             tensors: By the folder's names: those of `keys`.
@@ -108,7 +108,7 @@ class MergedTensors:
 
 @dataclass(frozen=True)
 class ReadingPlan:
-    """What a folder has for a model.
+    """The tensors of a folder that a model needs, and how they are named.
 
     Args:
         renamed: The model's name to the folder's, of tensors that are the same.
@@ -179,7 +179,7 @@ class SavingGroup:
     tensors: dict[str, Tensor]
 
     def convert(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What is written of the group's tensors.
+        """Returns the tensors to write for the group.
 
         Args:
             whole: With their values, by the model's names.
@@ -202,7 +202,7 @@ def plan_saving(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> list[S
     groups = [SavingGroup(None, (name,), {key: saved[key]}) for name, key in passed.items()]
     left = [name for name in tensors if name not in passed]
     made = {key: tensor for key, tensor in saved.items() if id(tensor) not in name_of}
-    # Most conversions make several tensors of one. If they do not, a layer is tried, and then all there are.
+    # Most conversions make several tensors of one. If a conversion does not, try a layer, and then the whole model.
     for split in (lambda name: name, _layer_of):
         found = list(_split(model, tensors, left, split))
         if _same({key: tensor for group in found for key, tensor in group.tensors.items()}, made):
@@ -225,7 +225,7 @@ def tied_away(model: PreTrainedModel) -> frozenset[str]:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether adapters were added to a model by its own ``add_adapter``."""
+    """Returns whether adapters were added to a model by its own ``add_adapter``."""
     return isinstance(model, PreTrainedModel) and model._hf_peft_config_loaded
 
 

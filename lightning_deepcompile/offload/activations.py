@@ -1,4 +1,4 @@
-"""Which saved tensors leave the device before anything is measured."""
+"""Decides which saved tensors are offloaded before anything is measured."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ActivationOffload:
 
     @property
     def mode(self) -> OffloadMode:
-        """How saved tensors are offloaded."""
+        """The mode in which saved tensors are offloaded."""
         return self.offloading.activations
 
     @property

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer steps together, where it does not step on all at once."""
+"""Divides an optimizer's parameters into chunks that it steps one after the other."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Parts(Protocol):
 
     @property
     def stepping(self) -> bool:
-        """Whether a step is under way, so that calls of `step` are parts of it."""
+        """True during a step: calls of `step` are then parts of it."""
 
     def begin(self, *args: Any, **kwargs: Any) -> None:
-        """Does all parts but the last, with the arguments of `step`, and leaves the optimizer with the last one's."""
+        """Steps all parts but the last, with the arguments of `step`, and gives the optimizer that one's groups."""
 
     def finish(self) -> None:
-        """The last part has been stepped."""
+        """Ends the step; call when the last part has been stepped."""
 
     def restore(self) -> None:
-        """Gives the optimizer its own groups back."""
+        """Restores the optimizer's own groups."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Chunk:
     slots: set[int] = field(default_factory=set)
 
     def narrow(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Copies of the optimizer's groups that hold this chunk's parameters alone."""
+        """Copies of the optimizer's groups that hold only this chunk's parameters."""
         return [{**group, "params": list(params)} for group, params in zip(groups, self.params, strict=True)]
 
 
@@ -100,7 +100,7 @@ def make_chunks(
 
 
 class GroupChanges:
-    """What steps on chunks changed in the settings of groups; every chunk must come to the same.
+    """The changes that steps on chunks make to the settings of groups; each chunk must make the same ones.
 
     Args:
         optimizer: Holds its own groups.
@@ -112,7 +112,7 @@ class GroupChanges:
         self._changes: list[dict[str, Any] | None] = [None] * len(self.groups)
 
     def add(self, chunk: Chunk, narrowed: Sequence[dict[str, Any]], kind: str) -> None:
-        """Takes note of what a step on `chunk` did.
+        """Records the changes that a step on `chunk` made.
 
         Args:
             chunk: What was stepped.
@@ -138,6 +138,6 @@ class GroupChanges:
             self._changes[index] = changed
 
     def apply(self) -> None:
-        """Makes the optimizer's own groups what one step over all parameters would have made of them."""
+        """Applies to the optimizer's own groups the changes that one step over all parameters would have made."""
         for group, changed in zip(self.groups, self._changes, strict=True):
             group.update(changed or {})

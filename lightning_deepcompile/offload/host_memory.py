@@ -1,4 +1,4 @@
-"""How much host memory this rank may take for what leaves its device."""
+"""The host memory that this rank may use for offloading."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _of_machine(root: Path) -> Iterator[int]:
 
 
 def _of_control_groups(root: Path) -> Iterator[int]:
-    """What the groups that this process is in, and those around them, leave it (versions 2 and 1)."""
+    """Yields the bytes left by this process's control groups and their parents (versions 2 and 1)."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -69,7 +69,7 @@ def _of_control_groups(root: Path) -> Iterator[int]:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Bytes of files that are cached and not in use: the kernel gives them up first."""
+    """Bytes of the page cache that is not in use: the kernel reclaims it first."""
     for line in _read(folder / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
         if name in ("inactive_file", "total_inactive_file"):

@@ -36,7 +36,7 @@ _ACTIVATIONS = 1 / 8
 
 @dataclass(frozen=True)
 class HostedShards:
-    """What was decided.
+    """The decision about shards and states in host memory.
 
     Args:
         chunks: Indices of the chunks of shards that live in host memory.
@@ -52,7 +52,7 @@ class HostedShards:
     offloading: Offloading = Offloading()
 
     def describe(self) -> str:
-        """What is in host memory and why; "" for nothing."""
+        """Describes what is in host memory and why; "" if nothing is."""
         return f"{format_bytes(self.bytes)} of parameters in host memory: {self.reason}" if self.bytes else ""
 
 
@@ -66,7 +66,7 @@ def decide_hosted(
     gather_dtype: torch.dtype | None,
     host_bytes: int,
 ) -> HostedShards:
-    """Decides for a model that is about to be sharded; a collective unless the settings say it all.
+    """Decides before the model is sharded; a collective unless the settings alone decide.
 
     Args:
         config: What may be offloaded, and what memory may be used.
@@ -144,7 +144,7 @@ def _standing(
     stage: int,
     gather_dtype: torch.dtype | None,
 ) -> int:
-    """Bytes of shards, gradients and Adam's states, and of what is gathered and reduced at a time."""
+    """Bytes of shards, gradients, Adam's states, and the groups that are gathered and reduced at one time."""
     shards = sum(chunk.nbytes for chunk in chunks)
     trained = sum(chunk.nbytes for chunk in chunks if chunk.is_trained)
     return shards + 3 * trained + moving_bytes(config, chunks, ranks.shards, stage=stage, gather_dtype=gather_dtype)

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for a parameter, found out by letting it step on a small one of its own.
+"""Finds out which states an optimizer keeps, by letting it step on a small parameter of its own.
 
 The same mechanism lets it step chunk by chunk: its class's `step` runs on copies of its groups that hold fewer
 parameters. Optimizers for which that is not the same as one step over all are recognised here, before training starts.
@@ -41,7 +41,7 @@ class StateSizes:
 
 
 def can_leave(value: Any, parameter: Tensor) -> bool:
-    """Whether a state can wait in host memory: a plain, large tensor on the device, in memory of its own.
+    """Returns whether a state can wait in host memory: a plain, large tensor on the device that owns its memory.
 
     Args:
         value: Something in ``optimizer.state[parameter]``.
@@ -61,7 +61,7 @@ def can_leave(value: Any, parameter: Tensor) -> bool:
 
 
 def settings_of(group: Mapping[str, Any]) -> Settings:
-    """What a step may read, and must not change differently for each chunk."""
+    """The settings of a group that a step may read; each chunk's step must change them alike."""
     return {
         key: (value, compat.version_of(value) if isinstance(value, Tensor) else None)
         for key, value in group.items()
@@ -84,7 +84,7 @@ def _differ(before: tuple[Any, int | None], after: tuple[Any, int | None]) -> bo
 
 @torch.no_grad()
 def probe_states(optimizer: Optimizer, device: torch.device) -> StateSizes:
-    """Lets `optimizer` step twice on a small parameter for each of its groups, and looks at what it keeps.
+    """Lets `optimizer` step twice on a small parameter for each of its groups, and measures the states it keeps.
 
     Its groups, state and random numbers are what they were afterwards.
 
@@ -128,7 +128,7 @@ def probe_states(optimizer: Optimizer, device: torch.device) -> StateSizes:
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Where a step could count or sum up; flags may change, as those by which PyTorch warns once do."""
+    """Numbers, strings and tensors among the optimizer's attributes: a step could count in them. Flags may change."""
     kinds = int | float | str | Tensor
     return {k: v for k, v in vars(optimizer).items() if isinstance(v, kinds) and not isinstance(v, bool)}
 

@@ -1,4 +1,4 @@
-"""Host memory for optimizer states is taken on all ranks at once, before anything relies on it."""
+"""Takes host memory for optimizer states on all ranks at once, before anything relies on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where optimizer states live: decided once for all optimizers, by what a step was seen to need."""
+"""Decides where optimizer states live: once for all optimizers, by the memory that a step was measured to need."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Residency:
         return probe_states(optimizer, self._device)
 
     def begin_step(self, waits: bool) -> None:
-        """Call before a training step's forward pass: it gets the memory of the optimizer's buffers, as they empty.
+        """Call before a training step's forward pass: it uses the memory of the optimizer's buffers as they empty.
 
         Args:
             waits: Whether its program waits for that itself.
@@ -185,13 +185,13 @@ class Residency:
         self._observing = True
 
     def set_slots(self, slots: int) -> None:
-        """Chunks of states that may be on the device while an optimizer steps."""
+        """Sets how many chunks of states may be on the device while an optimizer steps."""
         self._slots = slots
         for _, offload in self._attached:
             offload.slots = slots
 
     def retire(self) -> None:
-        """Ends the charge of all optimizers: their states move to ordinary host memory, pinned memory is freed."""
+        """Stops managing all optimizers: their states move to ordinary host memory, pinned memory is freed."""
         self._last = self.host_bytes, self.moved_bytes
         for _, offload in self._attached:
             offload.retire()
@@ -199,7 +199,7 @@ class Residency:
 
     @property
     def places(self) -> StatePlaces | None:
-        """Where states are; None before the first decision, and if there are none."""
+        """The location of the states; None before the first decision, and if there are no states."""
         memory = self.memory()
         return None if memory is None else StatePlaces(memory.away, self._slots)
 
@@ -214,7 +214,7 @@ class Residency:
         return sum(offload.moved for _, offload in self._attached) if self._attached else self._last[1]
 
     def describe(self) -> str:
-        """What is in host memory and why, in words; "" for nothing."""
+        """Describes what is in host memory and why; "" if nothing is."""
         if self.decision is None or self.decision.bytes == 0:
             return ""
         leaving, states = (format_bytes(n) for n in (self.decision.bytes, self.decision.states))
@@ -249,7 +249,7 @@ class Residency:
             _log.info("%s", self.describe() or f"All optimizer states stay on the device: {decision.reason}")
 
     def _as_planned(self, decision: OffloadDecision) -> OffloadDecision:
-        """`decision`, or that of the plan that was read, if its programs, which were seen, leave the memory for it."""
+        """Returns `decision`, or that of the loaded plan if its programs leave enough memory; they have run by then."""
         places, memory, need = self.expected, self.memory(), self._seen
         if places is None or memory is None or need is None:
             return decision
@@ -261,7 +261,7 @@ class Residency:
         return replace(decision, bytes=away, reason="as in the plan that was read") if memory.movable else decision
 
     def _choose(self, sizes: list[tuple[int, Tensor, int]], least: int) -> None:
-        """Lets the states of the first shards leave, at least so many bytes. A collective."""
+        """Offloads the states of the first shards, at least `least` bytes of them. A collective."""
         chosen: dict[int, set[Tensor]] = {}
         leaving = []
         for number, local, size in sizes:
@@ -275,7 +275,7 @@ class Residency:
             offload.leaving = chosen.get(number, set()).__contains__
 
     def memory(self) -> StateMemory | None:
-        """What planning must know to place states anew, and to let them travel; None before the first decision."""
+        """Returns what planning needs to move states or to schedule their copies; None before the first decision."""
         seen, sizes = self._seen, tuple(size for *_, size in self._sizes() if size > 0)
         if seen is None or self.decision is None or not sizes:
             return None
@@ -286,7 +286,7 @@ class Residency:
         return StateMemory(sizes, away, seen.stepping, seen.buffers, self._limit, chunk, movable)
 
     def place(self, away: int, reason: str) -> bool:
-        """Places states anew: those that leave do so now, those that come back with the optimizer's next step.
+        """Moves states between device and host: to the host now, to the device with the optimizer's next step.
 
         A collective, between steps.
 
@@ -312,7 +312,7 @@ class Residency:
         return True
 
     def _take_host_memory(self, leaving: list[tuple[int, Tensor, int]]) -> None:
-        """Takes it before anything relies on it; raises on all ranks where one has not got it."""
+        """Takes host memory before anything relies on it; raises on all ranks if one of them did not get it."""
         coming = [(local, size) for number, local, size in leaving if not self._attached[number][1].holds(local)]
         reason = reserve(self._runtime, coming, self._group)
         if reason:

@@ -1,4 +1,4 @@
-"""One optimizer whose states wait in host memory, and that steps chunk by chunk while they come and go.
+"""Keeps one optimizer's states in host memory, and steps it chunk by chunk while they are copied in and out.
 
 Between steps ``optimizer.state`` holds the host tensors, so that state dicts see them; where ranks share parameters, as
 DTensors of the same memory. A step runs the class's own `step` on copies of the groups that hold one chunk's
@@ -98,7 +98,7 @@ class StateOffload:
 
     @property
     def stepping(self) -> bool:
-        """Whether a step is under way, so that calls of `step` are parts of it."""
+        """True during a step: calls of `step` are then parts of it."""
         return self._changes is not None or (self._otherwise is not None and self._otherwise.stepping)
 
     @property
@@ -107,7 +107,7 @@ class StateOffload:
         return sum(buffer.nbytes for entries in self._host_buffers.values() for buffer in entries.values())
 
     def holds(self, local: Tensor) -> bool:
-        """Whether states of a shard are in host memory."""
+        """Returns whether a shard's states are in host memory."""
         return bool(self._host_buffers.get(local))
 
     # A step -----------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class StateOffload:
         self._expect([(self._buffers_of(chunk), sorted(chunk.slots)) for chunk in chunks])
 
     def restore(self) -> None:
-        """Gives the optimizer its own groups back; after an error, states that came to the device stay there."""
+        """Restores the optimizer's own groups; after an error, states that came to the device stay there."""
         if self._otherwise is not None:
             self._otherwise.restore()
         if self._changes is None:
@@ -181,7 +181,7 @@ class StateOffload:
         self._early = {}
 
     def _expect(self, left: list[tuple[list[Tensor], list[int]]]) -> None:
-        """Tells the runtime what the next step begins with, and out of which slots it left: programs can fetch it."""
+        """Tells the runtime the next step's first chunks and the slots they left, so that programs can fetch them."""
         left = [(buffers, slots) for buffers, slots in left if buffers] if self.alone else []
         chunks, slots_of = [buffers for buffers, _ in left], [slots for _, slots in left]
         self._versions = [[compat.version_of(buffer) for buffer in buffers] for buffers in chunks]
@@ -193,7 +193,7 @@ class StateOffload:
             self._runtime.states.expect(chunks, slots_of)
 
     def _forget_replaced(self) -> None:
-        """Forgets host buffers that the optimizer does not hold any more, as where somebody has cleared its states."""
+        """Forgets host buffers that the optimizer no longer holds, as after its states were cleared."""
         state = self._held().state
         replaced = False
         for p, buffers in list(self._host_buffers.items()):
@@ -219,7 +219,7 @@ class StateOffload:
         return [buffer for params in chunk.params for p in params for buffer in self._host_buffers.get(p, {}).values()]
 
     def _place_chunks(self, slots: int) -> None:
-        """Gives a slot to each chunk that has to be fetched, or whose states are new; slots go round."""
+        """Assigns a slot, in turn, to each chunk that has to be fetched or whose states are new."""
         turn = 0
         for chunk in self._chunks:
             buffers = self._buffers_of(chunk)
@@ -234,7 +234,7 @@ class StateOffload:
         return self.leaving(local) and (local.grad is not None or bool(self._held().state.get(local)))
 
     def _shard_buffer(self, local: Tensor) -> Tensor | None:
-        """Where a shard comes from that is going to be stepped, if that is host memory."""
+        """The host memory from which a shard is fetched to be stepped; None if it is on the device or not stepped."""
         buffer = self._host_of(local)
         return buffer if buffer is not None and buffer.numel() > 0 and local.grad is not None else None
 
@@ -329,7 +329,7 @@ class StateOffload:
         self._current += 1
 
     def _slot_of(self, source: Tensor | None, chunk: Chunk) -> int | None:
-        """The slot of a chunk's tensor that came from the host buffer `source`; None: from nowhere."""
+        """The slot of a chunk's tensor that was fetched from the host buffer `source`; None if it was not fetched."""
         if source in self._early:
             return self._early[source][0]
         return min(chunk.slots, default=None) if chunk.slot is None else chunk.slot
@@ -337,7 +337,7 @@ class StateOffload:
     # Outside of steps -------------------------------------------------------------------------------------------------
 
     def takes(self, parameter: Tensor, value: Any) -> bool:
-        """Whether a state that is about to be loaded shall wait in host memory.
+        """Returns whether a state that is about to be loaded is to wait in host memory.
 
         Args:
             parameter: As the optimizer holds it between steps.
@@ -376,7 +376,7 @@ class StateOffload:
 
     @torch.no_grad()
     def depart(self) -> None:
-        """Moves states that shall leave to host memory now, rather than after the next step."""
+        """Moves states that are to be offloaded to host memory now, rather than after the next step."""
         for parameter, entries in self._held().state.items():
             local = self._local_of(parameter)
             if self.holds(local) or not self.leaving(local):
@@ -387,17 +387,17 @@ class StateOffload:
                     entries[name] = _as_shown(value, self.load(parameter, name, rows.dtype, rows), self.synchronize)
 
     def synchronize(self) -> None:
-        """Waits until what leaves is in host memory."""
+        """Waits until all states that are being offloaded are in host memory."""
         self._runtime.states.synchronize()
 
     def forget(self) -> None:
-        """Call when the optimizer has got another state: what was in host memory is freed."""
+        """Frees the host buffers; call when the optimizer's state was replaced."""
         self._host_buffers.clear()
         self._expect([])
         self._runtime.states.synchronize()
 
     def retire(self) -> None:
-        """Moves what is in pinned memory to ordinary host memory, for an optimizer that is not going to step soon."""
+        """Moves states from pinned to ordinary host memory, for an optimizer that will not step soon."""
         optimizer = self._optimizer()
         buffers, self._host_buffers = self._host_buffers, {}
         self._expect([])
@@ -423,5 +423,5 @@ def _as_shown(value: Any, rows: Tensor, before_use: Callable[[], None] | None = 
 
 @compat.never_a_frame
 def _buffer_bytes(buffers: Iterable[Tensor]) -> int:
-    """Bytes of a buffer of the runtime that holds such tensors."""
+    """Bytes of a runtime buffer that holds `buffers`."""
     return sum(-(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT for buffer in buffers)

@@ -1,4 +1,4 @@
-"""Optimizer states as planning sees them: they move when a plan takes over that is better with them elsewhere."""
+"""Moves optimizer states between device and host when a new plan is better with them elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["StateTrade"]
 
 @dataclass(frozen=True)
 class _Before:
-    """What was before states moved."""
+    """The state before states moved."""
 
     places: StatePlaces
     reason: str
@@ -27,7 +27,7 @@ class _Before:
 
 
 class StateTrade:
-    """Plans together with the states' places. Every call is the same on all ranks, as what it depends on is.
+    """Plans together with the location of states. Call every method on all ranks alike: their inputs are the same.
 
     Args:
         residency: Keeps states where they are; None if nothing of them leaves.
@@ -45,7 +45,7 @@ class StateTrade:
 
     @property
     def travel(self) -> bool:
-        """Whether plans must know how fast states travel."""
+        """True if plans must know how fast states are copied."""
         return self._memory is not None
 
     @property
@@ -54,21 +54,21 @@ class StateTrade:
 
     @property
     def places(self) -> StatePlaces | None:
-        """Where states are; None if nothing of them leaves, and before that is decided."""
+        """The location of the states; None if none is offloaded, and before that is decided."""
         return None if self._residency is None else self._residency.places
 
     def expect(self, places: StatePlaces | None) -> None:
-        """Says where the plan that was read has states; call before the first optimizer step."""
+        """Sets where the loaded plan has the states; call before the first optimizer step."""
         if self._residency is not None:
             self._residency.expected = places
 
     def least(self, profile: Profile) -> Profile:
-        """The profile of a step with as many states in host memory as there may be."""
+        """Returns the profile of a step with as many states in host memory as possible."""
         memory = self._memory
         return profile if memory is None else with_away(profile, memory, memory.at_least(memory.total))
 
     def plan(self, profile: Profile, plan: Callable[[Profile], Planned]) -> tuple[Profile, Planned]:
-        """Makes a plan, and moves states as it needs them. A collective if they move.
+        """Makes a plan, and moves states where it needs them. A collective if they move.
 
         Args:
             profile: As measured.
@@ -95,7 +95,7 @@ class StateTrade:
         return now.profile, (schedules, self._told(effects))
 
     def undo(self, profile: Profile) -> Profile:
-        """Call when the last plan is given up: states go back to where they were. A collective if they moved.
+        """Call when the last plan is given up: moves states back. A collective if they move.
 
         Args:
             profile: What `plan` returned.
@@ -113,7 +113,7 @@ class StateTrade:
         return before.profile
 
     def leave(self, profile: Profile | None) -> Profile | None:
-        """Moves all states that may leave to host memory, as far as that goes. A collective if they move.
+        """Moves all states that may be offloaded to host memory, as far as it has room. A collective if they move.
 
         Args:
             profile: A measured step, if there is one.

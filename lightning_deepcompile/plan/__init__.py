@@ -1,1 +1,1 @@
-"""Deciding what moves when: passes over programs. Neither torch.distributed nor Lightning is imported here."""
+"""Decides when data moves: passes over programs. Neither torch.distributed nor Lightning is imported here."""

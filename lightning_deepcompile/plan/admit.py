@@ -1,4 +1,4 @@
-"""What a run takes of a plan that another one made."""
+"""Adapts a plan of another run to this run's settings."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["admitted"]
 
 
 def admitted(schedules: Iterable[Schedule], settings: PlanSettings, ranks: int, device_type: str) -> list[Schedule]:
-    """The schedules without what this run's settings exclude: the file may be of one that chose otherwise.
+    """Returns the schedules without what this run's settings exclude: the other run's settings may have differed.
 
     Args:
         schedules: Out of a plan file.
         settings: This run's.
-        ranks: That share the parameters.
+        ranks: The number of ranks that share the parameters.
         device_type: ``"cuda"`` or ``"cpu"``.
     """
     if settings.reduce != "auto":

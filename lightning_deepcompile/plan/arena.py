@@ -1,4 +1,4 @@
-"""A model of the memory that groups of parameters are gathered to: slots of the arena, and windows, kept and reused."""
+"""Models the memory that groups of parameters are gathered to: slots of the arena, and windows, kept and reused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Slot:
 
     Args:
         capacity: Its bytes.
-        last_user: What a new user has to wait for, in the simulator's terms.
+        last_user: The last reader, which a new user has to wait for, in the simulator's terms.
     """
 
     capacity: int
@@ -42,7 +42,7 @@ class ArenaModel:
         self.bytes = 0
 
     def acquire(self, size: int) -> Slot:
-        """A slot of at least `size` bytes."""
+        """Takes a slot of at least `size` bytes."""
         need = _aligned(max(size, 1))
         limit = need + need // 4 + _SLACK
         slot = _best(self._free, need, limit)
@@ -54,7 +54,7 @@ class ArenaModel:
         return slot
 
     def release(self, slot: Slot, last_user: int | None = None) -> None:
-        """Gives `slot` back; it may be reused after `last_user`."""
+        """Returns `slot` to the arena; it may be reused after `last_user`."""
         slot.last_user = last_user
         self._free.append(slot)
 
@@ -68,7 +68,7 @@ class WindowModel:
     """Follows the rules of ``csrc/memory/windows.cpp``: large groups are gathered to memory that stays between steps.
 
     Args:
-        least: Bytes of the smallest group that is; 0: none.
+        least: Bytes of the smallest group that is gathered to a window; 0: none.
     """
 
     def __init__(self, least: int) -> None:
@@ -78,11 +78,11 @@ class WindowModel:
 
     @property
     def bytes(self) -> int:
-        """Of all windows that were made."""
+        """Bytes of all windows that were made."""
         return sum(window.capacity for window in self._all)
 
     def take(self, size: int) -> Slot | None:
-        """A window of at least `size` bytes; None for a group that is smaller than those that get one."""
+        """Takes a window of at least `size` bytes; None for a group that is too small for one."""
         if not self._least or size < self._least:
             return None
         need = _aligned(size, _PAGE)
@@ -94,7 +94,7 @@ class WindowModel:
         return window
 
     def release(self, window: Slot, last_user: int | None = None) -> bool:
-        """Gives `window` back, as `ArenaModel.release` a slot; returns whether it is one."""
+        """Gives `window` back, as `ArenaModel.release` does a slot; returns whether it is a window."""
         if window not in self._taken:
             return False
         window.last_user = last_user
@@ -103,6 +103,6 @@ class WindowModel:
 
 
 def _best(free: Iterable[Slot], need: int, limit: int) -> Slot | None:
-    """The smallest that fits; the first of these."""
+    """Returns the smallest one that fits; the first of several."""
     fitting = [slot for slot in free if need <= slot.capacity <= limit]
     return min(fitting, key=lambda s: s.capacity, default=None)

@@ -1,4 +1,4 @@
-"""How much memory a plan may use."""
+"""The memory that a plan may use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Budget", "ByteCount", "MemoryBudgetError", "as_fraction", "check_bud
 
 _BINARY = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS = _BINARY | {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_LEAST = 2**20  # no budget for training; who writes a smaller number means another unit
+_LEAST = 2**20  # no budget for training; a smaller number is probably in another unit
 
 
 class MemoryBudgetError(RuntimeError):
@@ -24,7 +24,7 @@ class MemoryBudgetError(RuntimeError):
 def parse_budget(
     value: int | float | str | None, total: int, *, name: str = "memory_budget", default: float = 0.9
 ) -> int:
-    """Bytes that `value` stands for.
+    """Converts `value` to bytes.
 
     Args:
         value: Bytes, a text like ``"24GiB"``, or a fraction of `total` (a float of at most 1); None means `default`.
@@ -65,11 +65,11 @@ class _Bytes(Rule):
 
     @property
     def expected(self) -> str:  # type: ignore[override] # says it of this object
-        """In words."""
+        """The rule, in words."""
         return _BUDGET if self.budget else _COUNT
 
     def complaint(self, value: Any) -> str:
-        """What is wrong with `value`."""
+        """Describes the problem with `value`; "" if there is none."""
         if self.budget and type(value) is int and 0 < value < _LEAST:
             share = f", or '{value}%' for a part" if value <= 100 else ""
             return f"that is {value} bytes. Did you mean '{value}GiB'{share}? '{value}B' is read as so few bytes."
@@ -88,7 +88,7 @@ ByteCount = Annotated[int | str, _Bytes(budget=False)]
 
 
 def as_fraction(value: Any) -> Any:
-    """The float that a text like ``"90%"`` stands for; anything else as it is."""
+    """The float that a text like ``"90%"`` stands for; anything else unchanged."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*%\s*", value) if isinstance(value, str) else None
     return float(match[1]) / 100 if match and 0 < float(match[1]) <= 100 else value
 

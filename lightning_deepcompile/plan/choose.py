@@ -1,4 +1,4 @@
-"""Chooses by simulation: on what memory is spent, and which of several placements stays."""
+"""Chooses by simulation how to spend memory, and which of several placements to use."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def choose_by_gain(
 ) -> list[Schedule]:
     """Keeps groups in order of simulated time saved per byte, until none fits or none helps.
 
-    Groups can also help together and not alone: each of many saves too little to count, or a transfer that goes lets
-    the others start at a worse time. So keeping as many as fit, in the order given, is simulated as well.
+    Groups can also help only together: each of many saves too little to count, or a transfer that is dropped lets
+    the others start at a worse time. So keeping as many as fit, in the given order, is simulated as well.
 
     Args:
         schedules: The programs of a micro-batch.
-        candidates: What may be kept; of equally good ones the earlier goes first.
-        keep: Gives the schedules with a candidate kept.
-        profile: What to simulate with.
+        candidates: The groups that may be kept; of equally good ones the first is kept first.
+        keep: Returns the schedules with a candidate kept.
+        profile: Used to simulate.
         budget: Bytes that may be allocated, unless the schedules need more already.
 
     Returns:
@@ -52,7 +52,7 @@ def choose_by_gain(
 
 
 def fastest_that_fits(trials: Sequence[list[Schedule]], profile: Profile, limit: int) -> list[Schedule]:
-    """The fastest of those that exceed the limit the least.
+    """Returns the fastest of those that exceed the limit the least.
 
     Args:
         trials: The programs of a micro-batch, scheduled in several ways; of equally good ones the first stays.
@@ -66,7 +66,7 @@ def fastest_that_fits(trials: Sequence[list[Schedule]], profile: Profile, limit:
 
 @dataclass(frozen=True)
 class _Search:
-    """What both ways of choosing look at; arguments as of `choose_by_gain`."""
+    """The inputs of both ways of choosing; arguments as of `choose_by_gain`."""
 
     candidates: Sequence[Candidate]
     keep: Keep
@@ -75,8 +75,8 @@ class _Search:
 
     def one_by_one(self, schedules: list[Schedule], best: Estimate) -> tuple[list[Schedule], Estimate]:
         result = list(schedules)
-        # The gain of one group shrinks, as a rule, the more are kept: a gain from an earlier round is an upper bound,
-        # and only the group that leads has to be simulated anew.
+        # As a rule, the gain of a group shrinks as more groups are kept: a gain from an earlier round is an upper
+        # bound, so only the group that leads has to be simulated again.
         queue = [(-math.inf, order) for order in range(len(self.candidates))]
         fresh: dict[int, tuple[list[Schedule], Estimate]] = {}  # of groups simulated since the last choice
         while queue:
@@ -106,5 +106,5 @@ class _Search:
 
 
 def _counts(before: Estimate, after: Estimate) -> bool:
-    """Whether it saves at least a ten-thousandth of the step: less is no reason to spend memory."""
+    """Returns whether it saves at least a ten-thousandth of the step: less is no reason to spend memory."""
     return before.seconds - after.seconds > 1e-4 * before.seconds

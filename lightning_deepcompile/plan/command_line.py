@@ -1,4 +1,4 @@
-"""What the subcommands of ``python -m lightning_deepcompile`` share: files that they read, and how they fail."""
+"""Shared parts of the subcommands of ``python -m lightning_deepcompile``: reading files, and failing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["fail", "read_profile"]
 
 
 def read_profile(path: Path) -> Profile:
-    """Reads what ``strategy.profile().to_json()`` gave.
+    """Reads the JSON that ``strategy.profile().to_json()`` returned.
 
     Args:
         path: The file.

@@ -1,4 +1,4 @@
-"""What passes are told besides the schedules."""
+"""The inputs of passes besides the schedules."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NO_LIMIT = 1 << 62
 
 @dataclass(frozen=True)
 class PlanContext:
-    """What passes are told besides the schedules.
+    """The inputs of passes besides the schedules.
 
     Args:
-        settings: What the user chose.
+        settings: The user's choices.
         profile: A measured step; None before there is one.
     """
 
@@ -32,14 +32,14 @@ class PlanContext:
 
     @property
     def whole_budget(self) -> int:
-        """The same, with the room that is left for larger batches."""
+        """The same, plus the room that is left for larger batches."""
         return self.budget if self.profile is None else self.budget + self.profile.room
 
     def require_profile(self, name: str, micro_batches: int = 2) -> Profile:
-        """The profile of a step of at most `micro_batches`, for the pass `name` that cannot do without.
+        """Returns the profile of a step of at most `micro_batches`, for the pass `name` that requires one.
 
-        As a rule, more than two run the same programs as the first of two: they would change no decision, and
-        simulating them takes time. Of what a whole step takes beyond its programs they have their part.
+        As a rule, more than two micro-batches run the same programs as the first of two: they would change no decision,
+        and simulating them takes time. The step's time that its programs do not explain is scaled accordingly.
 
         Raises:
             ValueError: If there is none.

@@ -1,4 +1,4 @@
-"""Where copies of saved tensors go, so that they are hidden and memory stays within a limit."""
+"""Places the copies of saved tensors so that they are hidden and memory stays within a limit."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class _Program:
     """One program of a micro-batch.
 
     Args:
-        placement: Its body, and what may be copied.
-        memory: Bytes at every place of the body if nothing is away.
-        clock: When compute, never waiting, gets to every place.
+        placement: Its body, and the tensors that may be copied.
+        memory: Bytes at every place of the body if nothing is offloaded.
+        clock: The time at which compute, if it never waits, gets to every place.
         partner: Index of the frame's other program.
     """
 
@@ -40,11 +40,12 @@ class _Program:
 class CopyFit:
     """Places copies in the programs of a micro-batch.
 
-    What is away is taken off memory that was simulated once, without copies: nothing else depends on them.
+    Memory is simulated once, without copies, and the bytes of offloaded tensors are subtracted: nothing else depends on
+    them.
 
     Args:
         schedules: Without copies.
-        profile: What to simulate with.
+        profile: Used to simulate.
         limit: Bytes that may be allocated.
     """
 
@@ -61,7 +62,7 @@ class CopyFit:
             program.partner = next(others, None)
 
     def candidates(self, smallest: int) -> list[tuple[Key, int]]:
-        """What may leave, with its bytes, in the order in which forward makes it.
+        """Returns the tensors that may be offloaded, with their bytes, in the order in which forward makes them.
 
         Args:
             smallest: Fewest bytes.
@@ -77,15 +78,15 @@ class CopyFit:
         return found
 
     def peak(self, chosen: Iterable[Key]) -> int:
-        """The most bytes if `chosen` leave: within the limit, or as little as can be."""
+        """Returns the peak bytes if `chosen` are offloaded: within the limit, or as small as possible."""
         return self._placed(chosen, 1.0)[1]
 
     def place(self, chosen: Iterable[Key], margin: float) -> list[Schedule]:
-        """The schedules with copies of `chosen`.
+        """Returns the schedules with copies of `chosen`.
 
         Args:
-            chosen: What leaves.
-            margin: How many times as long as expected copies shall have, where memory allows.
+            chosen: The tensors to offload.
+            margin: The time that copies get, as a multiple of the expected one, where memory allows.
         """
         turns, _ = self._placed(chosen, margin)
         return [program.placement.at(turn) for program, turn in zip(self._programs, turns, strict=True)]
@@ -104,7 +105,7 @@ class CopyFit:
         return turns, peak
 
     def _away_throughout(self, index: int, keys: Sequence[Key]) -> int:
-        """Bytes of tensors of other frames that are away while a program runs: it lies between their two programs."""
+        """Bytes of tensors of other frames that are offloaded while a program runs between their two programs."""
         total = 0
         for k, program in enumerate(self._programs):
             if program.forward and program.partner is not None and k < index < program.partner:
@@ -113,7 +114,7 @@ class CopyFit:
         return total
 
     def _hidden(self, program: _Program, numbers: Sequence[int], margin: float) -> dict[int, int]:
-        """The places that hide the copies, if each takes `margin` times as long as the profile says."""
+        """Returns the places that hide the copies, if each takes `margin` times as long as the profile says."""
         placement, clock = program.placement, program.clock
         turns: dict[int, int] = {}
         order = sorted(numbers, key=lambda n: (placement.first(n), n))
@@ -140,8 +141,8 @@ class CopyFit:
     def _fit(self, program: _Program, turns: dict[int, int], elsewhere: int) -> int:
         """Moves turns to where memory is needed; returns the peak.
 
-        Forward waits for copies earlier, those first that were made first; backward starts copies later, those first
-        that are needed last.
+        Forward waits for copies earlier, beginning with the tensors that were made first; backward starts copies later,
+        beginning with the tensors that are needed last.
         """
         placement = program.placement
         size = {n: placement.saved[n].size for n in turns}

@@ -1,4 +1,4 @@
-"""Where saved tensors are copied out and in: a schedule taken apart into what stays and its copies."""
+"""Places copies of saved tensors: splits a schedule into a body and its copies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COPY_AHEAD = 2  # regions between a copy and what needs it, while no times are k
 
 
 def without_copies(schedule: Schedule) -> Schedule:
-    """`schedule` with all saved tensors on the device."""
+    """Returns `schedule` with all saved tensors on the device."""
     return schedule.with_instructions(i for i in schedule.instructions if i.op not in COPIES)
 
 
@@ -43,15 +43,15 @@ def offload_all(schedules: Sequence[Schedule], ahead: int = COPY_AHEAD) -> list[
 
 
 def fit_copies(wanted: Schedule, current: Schedule, offloaded: Collection[int]) -> Schedule:
-    """A plan's schedule with copies that the program at hand has.
+    """Gives a plan's schedule the copies that the current program allows.
 
     Programs of one structure communicate alike whatever their shapes, but may save other tensors, or larger ones.
 
     Args:
         wanted: Schedule of a plan for the program's structure.
         current: The program's own.
-        offloaded: What leaves if the plan's copies do not fit, or are for another shape and there is anything here; for
-            a backward program, what forward leaves in any case.
+        offloaded: The tensors to offload if the plan's copies do not fit, or are for another shape and this program
+            copies any; for a backward program, those that forward offloads in any case.
     """
     known = {(one.number, one.first, one.last) for one in current.saved}
     copied = set(wanted.offloaded)
@@ -71,7 +71,7 @@ class CopyPlacement:
     Args:
         schedule: The schedule it was made of.
         body: All instructions but the copies.
-        saved: What may be copied, by number.
+        saved: The tensors that may be copied, by number.
         computes: Places of the regions in the body.
     """
 
@@ -83,7 +83,7 @@ class CopyPlacement:
 
     @classmethod
     def of(cls, schedule: Schedule) -> CopyPlacement:
-        """Takes `schedule` apart."""
+        """Splits `schedule`."""
         body = without_copies(schedule).instructions
         computes = [place for place, instruction in enumerate(body) if instruction.op == "compute"]
         places = {body[place].region: place for place in computes}
@@ -111,10 +111,10 @@ class CopyPlacement:
         return self.at(turns)
 
     def at(self, turns: Mapping[int, int]) -> Schedule:
-        """The schedule with copies.
+        """Returns the schedule with copies.
 
-        A copy out starts as soon as the tensor is made, a copy in is waited for when it is first read; the other end is
-        to be chosen.
+        A copy out starts as soon as the tensor is made, and a copy in is waited for when it is first read; `turns`
+        gives the other end.
 
         Args:
             turns: By number, the place before which a copy out is waited for (forward) or a copy in starts (backward).

@@ -1,4 +1,4 @@
-"""What planning knows of the machine and of the program: measured times, sizes and memory, as data."""
+"""The measurements that planning uses: times, sizes and memory of the machine and the program, as data."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ProfileError(ValueError):
 
 @dataclass(frozen=True)
 class Link:
-    """How long a group of collectives takes.
+    """A model of the time that a group of collectives takes.
 
     Args:
         latency: Seconds for a group of no bytes.
@@ -62,7 +62,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Contention:
-    """How much slower things get while others run.
+    """Factors by which work slows down while other work runs.
 
     Args:
         compute: Factor on compute while a gather or a reduction runs: they take memory bandwidth and multiprocessors.
@@ -79,7 +79,7 @@ class Contention:
 
 @dataclass(frozen=True)
 class RegionCost:
-    """What a region costs each time it runs.
+    """The cost of a region each time it runs.
 
     Args:
         seconds: Time on the device, without communication beside it.
@@ -96,12 +96,12 @@ class RegionCost:
     after: int = 0
 
     def with_less(self, size: int) -> RegionCost:
-        """The same with `size` bytes less around it."""
+        """Returns the cost with `size` bytes less allocated around it."""
         memory = (max(known - size, 0) for known in (self.before, self.peak, self.after))
         return RegionCost(self.seconds, self.host, *memory)
 
     def of_part(self, part: float, fixed: int) -> RegionCost:
-        """The same for `part` of the batch, where `fixed` bytes do not depend on it."""
+        """Returns the cost for `part` of the batch, where `fixed` bytes do not depend on the batch."""
         memory = (
             min(known, fixed) + int(part * max(known - fixed, 0)) for known in (self.before, self.peak, self.after)
         )
@@ -110,7 +110,7 @@ class RegionCost:
 
 @dataclass(frozen=True)
 class Labels:
-    """What people call the things that a profile has numbers for.
+    """Readable names for the numbers in a profile.
 
     Args:
         parameters: The block of each parameter, by its id as text (keys of JSON are texts).
@@ -135,7 +135,7 @@ class Resident:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes of both."""
         return self.shards + self.states
 
 
@@ -150,36 +150,36 @@ class Profile:
         regions: Costs by ``"<program name>/<region name>"``.
         gather: Model of gathers.
         reduce: Model of reductions.
-        contention: What runs at the same time slows down.
+        contention: The slow-down of work that runs at the same time.
         micro_batches: Forward and backward passes per optimizer step.
         accumulates: Whether all but the last of them know that the optimizer does not step yet. Under manual
             optimization none does: what waits for the boundary then happens every time.
         optimizer_seconds: From the end of the last backward pass to the end of the optimizer's step.
         launch_seconds: Time that the host needs for an instruction that is not a region.
-        hold_seconds: What it takes compute to add a byte of a whole gradient to a sum that is reduced with the last
+        hold_seconds: The time in which compute adds a byte of a whole gradient to a sum that is reduced with the last
             micro-batch; None if that is not known.
         hold_ratio: Bytes of such a sum per byte of the gradient: a sum has the parameter's dtype.
         early_gathers: Whether the gathers that open a step are launched when the optimizer has stepped.
-        head_start: Whether that is done while the optimizer steps, when it has stepped on what they read.
+        head_start: Whether they are launched while the optimizer steps, once it has stepped on their inputs.
         between_seconds: From the end of the optimizer's step to the next step, while the trainer is busy.
         reduce_window: Groups of gradients that may be on their way before compute waits for the oldest.
         budget: Bytes that may be allocated; None if there is no limit.
-        room: Bytes that were taken off the budget for larger batches: no reason for anything to leave the device.
+        room: Bytes that were taken off the budget for larger batches; they are no reason to offload anything.
         host_budget: Bytes of host memory for saved tensors; None if there is no limit.
         state_chunks: Bytes of each chunk of optimizer states that waits in host memory and steps by itself. Then
             `optimizer_seconds` is without their copies, which are simulated.
-        state_share: How much of that time the chunks take.
+        state_share: The share of that time that the chunks take.
         state_slots: Chunks that may be on the device while the optimizer steps.
         states_away: Bytes of optimizer states that `regions` and `host_budget` expect in host memory; None as measured:
             those that were there, but a host that computes has counted activations alone.
         copy_out: Model of copies to host memory.
         copy_in: Model of copies from host memory.
         step_seconds: Duration of ordinary steps before this profile was taken; 0 if unknown.
-        exposed_seconds: How long compute stood still for communication in such a step; 0 if unknown.
-        unexplained_seconds: By how much such a step was longer than what its programs and the optimizer are expected to
-            take (or shorter, if negative). Predictions include it.
+        exposed_seconds: The time that compute waited for communication in such a step; 0 if unknown.
+        unexplained_seconds: The time by which such a step was longer than what its programs and the optimizer are
+            expected to take (or shorter, if negative). Predictions include it.
         labels: Names for reports; planning does not look at them.
-        resident: What memory holds besides programs, for reports, too.
+        resident: Memory besides that of programs, also for reports.
         rows: The rows of each parameter, by its id as text: on other numbers of ranks they are padded to another one.
         window_from: Bytes of the smallest group that is gathered to memory which stays from step to step; 0: none is.
         topology: Nodes that ranks are in; None if all of them are connected as those that were measured.
@@ -222,11 +222,11 @@ class Profile:
 
     @property
     def host_computes(self) -> bool:
-        """Whether the host is the device: it issues an instruction only when what came before is done."""
+        """True if the host is the device: it issues an instruction only when the one before has ended."""
         return self.device_type == "cpu"
 
     def cost(self, schedule: Schedule, region: str) -> RegionCost:
-        """The cost of `region` of `schedule`.
+        """Returns the cost of `region` of `schedule`.
 
         Raises:
             ProfileError: If it was not measured.
@@ -237,12 +237,12 @@ class Profile:
         return self.regions[key]
 
     def covers(self, schedule: Schedule) -> bool:
-        """Whether all regions of `schedule` were measured."""
+        """Returns whether all regions of `schedule` were measured."""
         regions = (schedule.instructions[position].region for position in schedule.at("compute"))
         return all(f"{schedule.name}/{region}" in self.regions for region in regions)
 
     def clock(self, schedule: Schedule) -> list[float]:
-        """When compute, never waiting, gets to each instruction of `schedule`, and to its end; in seconds."""
+        """Seconds after which compute, if it never waits, gets to each instruction of `schedule`, and to its end."""
         moments = [0.0]
         for instruction in schedule.instructions:
             seconds = self.cost(schedule, instruction.region).seconds if instruction.region else 0.0
@@ -273,7 +273,7 @@ class Profile:
         return launches * self.reduce.latency + moving
 
     def for_ranks(self, world_size: int, topology: Topology | None = None) -> Profile:
-        """What the same program would cost on other ranks: smaller shards with other padding, other collectives.
+        """Returns the cost of the same program on other ranks: smaller shards with other padding, other collectives.
 
         Shards of gradients are left in the memory of regions as they were measured.
 
@@ -304,7 +304,7 @@ class Profile:
         return replace(self, world_size=world_size, topology=topology, **changes)
 
     def for_share(self, share: float) -> Profile:
-        """What the step would cost with `share` of its batch: fewer micro-batches, and smaller ones if one is too many.
+        """Returns the cost of the step with `share` of its batch: fewer or smaller micro-batches.
 
         Compute and activations of a smaller micro-batch count in proportion, the time to launch it as measured: small
         kernels take longer than that.
@@ -336,12 +336,12 @@ class Profile:
         return schedule.with_instructions(map(changed, schedule.instructions))
 
     def to_json(self) -> str:
-        """The profile as text that `from_json` reads."""
+        """Returns the profile as text that `from_json` reads."""
         return json.dumps({"version": PROFILE_VERSION, **asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Reads what `to_json` wrote.
+        """Reads the text that `to_json` wrote.
 
         Raises:
             ProfileError: If the text is no profile, is of another version, or holds values that cannot be.

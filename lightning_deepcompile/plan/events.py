@@ -1,4 +1,4 @@
-"""Discrete events: tasks on streams, in order within a stream, behind what they depend on, slower beside others."""
+"""Discrete events: tasks run in order within a stream, after their dependencies, and slow each other down."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Task:
     """Work on a stream.
 
     Args:
-        stream: Where it runs; tasks of one stream run one after another in the order of the list.
-        seconds: How long it takes with nothing beside it.
+        stream: The stream that it runs on; tasks of one stream run one after another in the order of the list.
+        seconds: Its duration if nothing runs beside it.
         after: Numbers of tasks that must be over before it starts.
         label: For people.
     """
@@ -39,13 +39,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Timing:
-    """When tasks ran.
+    """The times at which tasks ran.
 
     Args:
         start: Start of every task, in seconds.
         end: Its end.
         busy: Seconds that each stream worked.
-        exposed: Seconds in which a gather, a reduction or a copy ran and compute did not, though it had a step to do.
+        exposed: Seconds in which a gather, a reduction or a copy ran and compute did not, within a step.
     """
 
     start: list[float]
@@ -55,11 +55,11 @@ class Timing:
 
 
 def run_tasks(tasks: Sequence[Task], contention: Contention) -> Timing:
-    """Plays `tasks` through.
+    """Simulates `tasks`.
 
     Args:
         tasks: Each may depend on earlier ones only.
-        contention: What runs at the same time slows down.
+        contention: The slow-down of work that runs at the same time.
 
     Returns:
         Their times.
@@ -102,7 +102,7 @@ def run_tasks(tasks: Sequence[Task], contention: Contention) -> Timing:
         for stream, number in running:
             busy[stream] += step
             remaining = left[number] - step / slowdown[stream]
-            # The one that set the step is over, whatever rounding says; so is whatever ends with it.
+            # The task that set the time step has ended, whatever rounding says; so has any task that ends with it.
             if remaining > 1e-12 * max(tasks[number].seconds, 1e-9):
                 left[number] = remaining
                 continue
@@ -117,7 +117,7 @@ def run_tasks(tasks: Sequence[Task], contention: Contention) -> Timing:
 
 
 def _slowdown(active: frozenset[StreamName], contention: Contention) -> dict[StreamName, float]:
-    """How many times as long each of `active` takes beside the others."""
+    """The factors by which each of `active` takes longer beside the others."""
     wires = active & {"gather", "reduce"}
     factors = dict.fromkeys(active, 1.0)  # copies to and from the host have links of their own
     if "compute" in active:

@@ -136,7 +136,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits with these moves, as far as is known."""
+        """True if the step fits with these moves, as far as is known."""
         return self.peak <= self.room
 
     def bytes(self, kind: Kind) -> int:
@@ -154,7 +154,7 @@ class MemoryPlan:
 
     @property
     def numbers(self) -> str:
-        """What is needed and what there is, as a clause."""
+        """The needed and the available bytes, as a clause."""
         return f"{format_bytes(self.needed)} are needed, and {format_bytes(self.room)} may be allocated"
 
     def __str__(self) -> str:

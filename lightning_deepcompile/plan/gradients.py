@@ -1,4 +1,4 @@
-"""A model of the runtime's reduce engine: the memory of whole gradients, and what compute waits for."""
+"""Models the runtime's reduce engine: the memory of whole gradients, and the waits of compute."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["GradientModel"]
 class GradientModel:
     """Follows the rules of ``csrc/executors/reduce.cpp`` and ``csrc/executors/whole_gradients.cpp``.
 
-    A gradient that travels stays until the compute stream has waited for it. Sums have the dtype of the parameter;
-    where that is not the gradient's, they are cast into a buffer. What arrives is put into a buffer, too, where it has
-    another dtype than the shard that it goes to, or is added to it. The memory of buffers stays with the runtime, which
-    uses it again in stream order.
+    A gradient that is being reduced stays until the compute stream has waited for it. Sums have the dtype of the
+    parameter; where that is not the gradient's, they are cast into a buffer. A result is put into a buffer, too, where
+    it has another dtype than its shard, or is added to it. The memory of buffers stays with the runtime, which uses it
+    again in stream order.
 
     Args:
         ratio: Bytes of a sum per byte of a gradient.
@@ -36,7 +36,8 @@ class GradientModel:
     def bytes(self) -> int:
         """Bytes of sums, of gradients on their way, and of buffers; less the shards that are not there yet.
 
-        Where every micro-batch reduces, they are there from the first one on, and so in what regions were seen to take.
+        If every micro-batch reduces, the shards are there from the first one on, and so in the memory measured for
+        regions.
         """
         return self._there + self._buffers.bytes
 
@@ -48,11 +49,11 @@ class GradientModel:
                 self._there += self._sums[i]
 
     def expect(self, group: Instruction, counted: bool) -> None:
-        """A step begins whose last micro-batch alone reduces these; see `reserve`.
+        """Accounts for a step whose last micro-batch alone reduces these gradients; see `reserve`.
 
         Args:
             group: The gradients.
-            counted: Whether an allocator has counted the shards in what regions take.
+            counted: Whether the allocator has counted the shards in the memory of regions.
         """
         for i, size in zip(group.ids, group.sizes, strict=True):
             if counted and i not in self._missing:
@@ -62,7 +63,7 @@ class GradientModel:
             self._keep_buffer(group.bytes + self._arriving(group))
 
     def reserve(self, group: Instruction, *, adds: bool) -> None:
-        """A step begins that reduces these; after the first such step, the buffers for it are there.
+        """Accounts for a step that reduces these gradients; after the first such step, the buffers for it exist.
 
         Args:
             group: The gradients.
@@ -76,7 +77,7 @@ class GradientModel:
             self._buffers.release(self._buffers.acquire(size))
 
     def _arriving(self, group: Instruction) -> int:
-        """Bytes of what a reduction brings to this rank; one that is alone has it."""
+        """Bytes of a reduction's result that reach this rank; 0 for a single rank, which has it already."""
         parts = (-(-size // self._world_size) for size in group.sizes)
         return group_bytes(parts) if self._world_size > 1 else 0
 
@@ -85,7 +86,7 @@ class GradientModel:
 
         Args:
             group: The gradients.
-            task: What reduces them.
+            task: The task that reduces them.
             wait: Whether compute waits at once.
 
         Returns:
@@ -103,7 +104,7 @@ class GradientModel:
         return [*done, *self._wait(0 if wait else self._window)], beside
 
     def drain(self) -> list[int]:
-        """The end of a backward pass; returns what compute waits for."""
+        """Ends a backward pass; returns the tasks that compute waits for."""
         return self._wait(0)
 
     def _wait(self, left: int) -> list[int]:

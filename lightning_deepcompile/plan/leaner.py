@@ -1,4 +1,4 @@
-"""What follows a plan under which a rank ran out of memory: one that needs less, and in the end the least."""
+"""Replaces a plan after an out-of-memory error: by one that needs less, and in the end the one that needs the least."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Shortage:
     """A region that found no memory.
 
     Args:
-        rank: Where.
+        rank: The rank that was short.
         program: The program that ran; "" if the runtime itself was short, between regions.
         region: The region's name in it.
-        asked: What was asked for, as the allocator puts it; "" if it does not say.
-        free: Bytes that the device had left; None where nobody counts.
-        allocated: Bytes that were allocated; None where nobody counts.
+        asked: The request, as the allocator puts it; "" if it does not say.
+        free: Bytes that the device had left; None where the allocator does not count.
+        allocated: Bytes that were allocated; None where the allocator does not count.
         relieved: Bytes that the rank gave back to go on.
     """
 
@@ -53,15 +53,15 @@ class Shortage:
 
 
 def leaner_budget(shortages: Sequence[Shortage], schedules: Sequence[Schedule], profile: Profile) -> int:
-    """Bytes with which the shortages would not have been.
+    """Returns a budget with which the shortages would not have happened.
 
-    A plan's memory where a rank was short, less what that rank gave back: that was there, whatever the plan believed.
-    What was allocated when more was asked for was there, too.
+    It is a plan's memory where a rank was short, less what that rank gave back: that memory was in use, whatever the
+    plan predicted. The memory that was allocated when the request failed was available, too.
 
     Args:
         shortages: Of all ranks.
         schedules: The plan's.
-        profile: What it was made with.
+        profile: The profile it was made with.
     """
     prediction = simulate(schedules, profile)
     limits = [prediction.peak_bytes]
@@ -79,7 +79,7 @@ def leaner_budget(shortages: Sequence[Shortage], schedules: Sequence[Schedule], 
 
 
 def is_of(profile: Profile, schedules: Sequence[Schedule]) -> bool:
-    """Whether all programs of `schedules` were measured for `profile`; an older plan's, taken back to, were not."""
+    """Returns whether `profile` covers all programs of `schedules`; after a return to an older plan it may not."""
     return {schedule.name for schedule in schedules} <= {schedule.name for schedule in profile.schedules}
 
 
@@ -89,7 +89,7 @@ class States(Protocol):
     movement: str
 
     def plan(self, profile: Profile, plan: Callable[[Profile], Planned]) -> tuple[Profile, Planned]:
-        """Plans, and moves states as the plan needs them."""
+        """Plans, and moves states where the plan needs them."""
 
     def leave(self, profile: Profile | None) -> Profile | None:
         """Moves all states to host memory."""
@@ -101,9 +101,9 @@ class FallBack:
 
     Args:
         schedules: Its schedules.
-        profile: What it was made with, with optimizer states where they are now.
-        round: What the report says of it.
-        last: Whether there is none that needs less.
+        profile: The profile it was made with, with optimizer states where they are now.
+        round: The entry of the report.
+        last: Whether no plan needs less.
     """
 
     schedules: Sequence[Schedule]

@@ -14,15 +14,15 @@ __all__ = ["just_in_time", "least_budget"]
 
 
 def least_budget(schedules: Sequence[Schedule], profile: Profile) -> int:
-    """The least memory that these programs run in: every group is gathered right before its use, and nothing waits."""
+    """Returns the least memory that these programs run in: every group is gathered right before its use."""
     return simulate([just_in_time(schedule) for schedule in schedules], profile).peak_bytes
 
 
 def just_in_time(schedule: Schedule) -> Schedule:
-    """`schedule` with every group gathered right before it is waited for, and nothing left for later programs.
+    """Returns `schedule` with every group gathered right before it is waited for, and nothing left for later programs.
 
-    Gradients are reduced as soon as they are there. Copies are waited for at once; those of optimizer states are left
-    to the optimizer's step.
+    Gradients are reduced as soon as they exist. Copies are waited for at once; those of optimizer states are left to
+    the optimizer's step.
     """
     schedule = split_reductions(schedule)
     groups = [instruction for instruction in schedule.instructions if instruction.op == "gather"]

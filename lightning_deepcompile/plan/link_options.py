@@ -1,4 +1,4 @@
-"""Options of the command line that say on which ranks, nodes and links a profile is to be simulated."""
+"""Command-line options for the ranks, nodes and links on which a profile is simulated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_link_options(parser: argparse.ArgumentParser) -> None:
 
 
 def rank_counts(options: argparse.Namespace, profile: Profile) -> list[int]:
-    """The numbers of ranks that ``--world`` asks for; that of the profile by default.
+    """Returns the numbers of ranks that ``--world`` asks for; that of the profile by default.
 
     Raises:
         ValueError: If it is no list of positive numbers.
@@ -50,7 +50,7 @@ def rank_counts(options: argparse.Namespace, profile: Profile) -> list[int]:
 
 
 def with_links(profile: Profile, options: argparse.Namespace, ranks: int) -> Profile:
-    """What `profile` would be on `ranks` ranks, with the nodes and links that `options` give.
+    """Returns `profile` for `ranks` ranks, with the nodes and links that `options` give.
 
     Args:
         profile: As measured.
@@ -78,7 +78,7 @@ def with_links(profile: Profile, options: argparse.Namespace, ranks: int) -> Pro
 
 
 def _topology(options: argparse.Namespace, ranks: int) -> tuple[int, Topology | None]:
-    """The ranks that share the parameters, and the nodes; None where all are connected alike."""
+    """Returns the number of ranks that share the parameters, and the nodes; None if all ranks are connected alike."""
     replicas = 1 if options.replicas is None else options.replicas
     if replicas < 1 or ranks % replicas:
         raise ValueError(
@@ -116,7 +116,7 @@ def _link(link: Link, options: argparse.Namespace, kind: str) -> Link:
 
 
 def _checked(options: argparse.Namespace, name: str, unit: float) -> float | None:
-    """The value of an option in bytes per second, or in seconds; None if it is not given."""
+    """Returns an option's value in bytes per second, or in seconds; None if it is not given."""
     value: float | None = getattr(options, name)
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""The memory that a training step needs, by what takes it."""
+"""The memory that a training step needs, by use."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["MemoryNeed", "Standing", "memory_need", "would_fit"]
 
 @dataclass(frozen=True)
 class Standing:
-    """Bytes of one rank's device that are there all through a step.
+    """Bytes of one rank's device that are allocated all through a step.
 
     Args:
         shards: Of parameters, without those in host memory; below stage 3 with the whole parameters.
         gradients: Shards of gradients.
         states: Of optimizers, without those that may wait in host memory.
-        other: What else the allocator has handed out: buffers of the module, the batch.
+        other: All else that the allocator has handed out: buffers of the module, the batch.
     """
 
     shards: int = 0
@@ -31,7 +31,7 @@ class Standing:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes of all of them."""
         return self.shards + self.gradients + self.states + self.other
 
 
@@ -40,10 +40,10 @@ class MemoryNeed:
     """Memory by its use, at the moment at which a step needs the most.
 
     Args:
-        standing: What is there all the time.
+        standing: Memory that is allocated all the time.
         gathered: Bytes of gathered parameters, and of gradients on their way.
         saved: Bytes of values between regions: saved tensors, activations.
-        region: Bytes of what the largest region makes while it runs.
+        region: Bytes that the largest region makes while it runs.
         where: That region, by program and name.
         spare: Bytes of the largest value: as much may be free in pieces that are too small for it.
     """
@@ -100,7 +100,7 @@ def memory_need(schedules: Sequence[Schedule], profile: Profile, standing: Stand
     Args:
         schedules: The programs of a micro-batch, in order.
         profile: Its regions' memory includes `standing`.
-        standing: What is there all the time.
+        standing: Memory that is allocated all the time.
         spare: As of the `MemoryNeed`.
     """
     point = max(simulate(schedules, profile).memory, key=lambda point: point.bytes)

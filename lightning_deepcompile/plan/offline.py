@@ -1,4 +1,4 @@
-"""``python -m lightning_deepcompile simulate PROFILE.json``: what a step would cost on other ranks and links."""
+"""``python -m lightning_deepcompile simulate PROFILE.json``: predicts a step's cost on other ranks and links."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _ranks(profile: Profile) -> str:
-    """All ranks, and how they are divided."""
+    """Describes the number of ranks, and how they are divided."""
     topology = profile.topology
     if topology is None:
         return _count(profile.world_size, "rank", "ranks")
@@ -112,7 +112,7 @@ def _count(number: int, one: str, many: str) -> str:
 
 
 def _excess(profile: Profile, least: int, peak: int) -> str | None:
-    """Why the step does not fit into the budget; None if it does, or if there is no limit."""
+    """Explains why the step does not fit into the budget; None if it does, or if there is no limit."""
     if profile.budget is None:
         return None
     budget = profile.budget + profile.room  # room is for larger batches than the one that was measured
@@ -124,7 +124,7 @@ def _excess(profile: Profile, least: int, peak: int) -> str | None:
 
 
 def _notes(measured: Profile, profile: Profile, options: argparse.Namespace) -> list[str]:
-    """What a user should know of the answer."""
+    """Returns notes on the result for the user."""
     notes = []
     if options.reduce == "boundary" and profile.micro_batches == 1:
         notes.append("--reduce boundary changes nothing: a step is one micro-batch, and reduces once anyway.")
@@ -145,14 +145,14 @@ def _notes(measured: Profile, profile: Profile, options: argparse.Namespace) -> 
 
 
 def _is_whole(profile: Profile) -> bool:
-    """Whether the programs are of one rank that has nothing to gather."""
+    """Returns whether the programs are those of one rank that gathers nothing."""
     moving = ("launch", "parameters"), ("launch and wait", "parameters")
     found = any(i.traits.effect in moving for schedule in profile.schedules for i in schedule.instructions)
     return profile.world_size == 1 and not found
 
 
 def _bounds(profile: Profile) -> tuple[float, float]:
-    """The least and the most seconds of a step, of whose communication no program is known.
+    """Returns bounds on the seconds of a step whose communication is not in its programs.
 
     Every micro-batch gathers all parameters twice, for forward and for backward, and reduces their gradients.
     """

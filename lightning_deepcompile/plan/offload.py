@@ -1,4 +1,4 @@
-"""Decides how many bytes of optimizer states leave the device: as many as exceed the memory budget, and no more."""
+"""Decides how many bytes of optimizer states to offload: as many as exceed the memory budget, and no more."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OffloadKind = Literal["states", "activations", "parameters"]
 
 @dataclass(frozen=True)
 class Offloading:
-    """How each kind of tensors is offloaded to host memory.
+    """The mode in which each kind of tensors is offloaded to host memory.
 
     Args:
         states: Optimizer states.
@@ -48,7 +48,7 @@ class Offloading:
 
     @property
     def any(self) -> bool:
-        """Whether anything may be offloaded."""
+        """True if anything may be offloaded."""
         return self != Offloading()
 
 
@@ -56,17 +56,17 @@ _CHUNK_BYTES = 256 << 20
 
 
 def pinned_bytes(size: int) -> int:
-    """Bytes of the host buffer that the runtime takes for a saved tensor of `size` bytes: a power of two."""
+    """Bytes of the pinned host buffer for a saved tensor of `size` bytes: a power of two."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 @dataclass(frozen=True)
 class OffloadDecision:
-    """What leaves.
+    """The decision.
 
     Args:
-        bytes: That must leave; at most `states`.
-        states: Bytes of states that could leave.
+        bytes: Bytes that must be offloaded; at most `states`.
+        states: Bytes of states that could be offloaded.
         reason: Why, in words.
     """
 
@@ -77,7 +77,7 @@ class OffloadDecision:
 
 @dataclass(frozen=True)
 class StatePlaces:
-    """Where a plan has optimizer states; the same on all ranks.
+    """The location of a plan's optimizer states; the same on all ranks.
 
     Args:
         away: Bytes of each rank's states in host memory.
@@ -101,9 +101,9 @@ def chunk_bytes(states: int) -> int:
 
 
 def leaving_order(size: int, chunk: int) -> int:
-    """A key by which states leave: those of many parameters in one chunk first, then ever larger ones by themselves.
+    """A sort key for offloading states: first those that share a chunk with others, then ever larger ones.
 
-    A buffer is as large as what comes and goes through it, so the largest stay if anything may.
+    A buffer is as large as the largest states that pass through it, so the largest stay on the device if any can.
 
     Args:
         size: Bytes of the states of one parameter.
@@ -113,13 +113,13 @@ def leaving_order(size: int, chunk: int) -> int:
 
 
 def check_host(leaving: int, limit: int, chosen: object, what: str = "optimizer states") -> None:
-    """Raises if what leaves does not fit into host memory.
+    """Raises if the tensors to offload do not fit into host memory.
 
     Args:
         leaving: Bytes of each rank.
         limit: Bytes that each rank may use.
         chosen: ``CompileConfig.host_memory_budget``.
-        what: Leaves.
+        what: The kind of tensors, for the message.
 
     Raises:
         MemoryBudgetError: States the least host memory that would do.

@@ -1,4 +1,4 @@
-"""Chooses passes by name, checks that their order makes sense, and applies them."""
+"""Resolves passes by name, checks their order, and applies them."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class PassError(ValueError):
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass and what it relies on.
+    """A pass, and its requirements.
 
     Args:
         name: How schedules and logs refer to it.
-        run: What it does.
-        needs: What must be there: names that earlier passes provide, or ``"profile"``.
-        provides: What later passes may rely on.
-        starts: Whether planning starts from what it makes of each program by itself.
+        run: The function.
+        needs: Requirements: names that earlier passes provide, or ``"profile"``.
+        provides: Names that later passes may require.
+        starts: Whether it runs on each program at compile time; planning starts from its result.
     """
 
     name: str
@@ -72,18 +72,18 @@ class Pass:
 def step_pass(
     name: str, needs: Sequence[str] = (), provides: Sequence[str] = (), *, starts: bool = False
 ) -> Callable[[StepPass], Pass]:
-    """Makes a function ``(schedules, context) -> schedules`` a pass.
+    """Makes a pass of a function ``(schedules, context) -> schedules``.
 
     The function may move, merge, add and drop gathers and releases, merge reductions (`merge_reductions`), and reduce
-    gradients at the boundary; a schedule that would read what is not there is refused. It must come to the same result
-    on every rank: let it look at nothing but its arguments.
+    gradients at the boundary; a schedule that would read a parameter that is not gathered is refused. It must return
+    the same result on every rank, so it may depend on nothing but its arguments.
 
     Args:
         name: Name of the pass.
-        needs: What must be there; ``"profile"`` for passes that look at ``context.profile``.
-        provides: What later passes may rely on.
-        starts: Whether planning starts from what it makes of each program by itself, as from what `zero3` does, and it
-            is no part of planning. Such passes come first.
+        needs: Requirements; ``"profile"`` for passes that read ``context.profile``.
+        provides: Names that later passes may require.
+        starts: Whether it runs on each program at compile time, as `zero3` does, without a profile, so that planning
+            starts from its result. Such passes come first.
     """
     return lambda run: Pass(name, run, frozenset(needs), frozenset(provides), starts)
 
@@ -128,7 +128,7 @@ DEFAULT_SCHEDULE: tuple[dict[str, Any], ...] = (
 
 
 def resolve_passes(passes: Sequence[str | Pass], *, profiled: bool) -> tuple[Pass, ...]:
-    """Finds passes and checks their order.
+    """Resolves passes and checks their order.
 
     Args:
         passes: Names of `BUILTIN_PASSES`, ``"package.module:name"`` of a `Pass` of your own, or passes.
@@ -186,7 +186,7 @@ def _explain(one: Pass, need: str, passes: Sequence[Pass], position: int) -> str
 
 
 def _circle(start: Pass, passes: Sequence[Pass]) -> list[str]:
-    """Names along a path of needs from `start` back to it, if there is one."""
+    """Returns the names along a path of needs from `start` back to it, if there is one."""
     path = [(start, [start.name])]
     seen: set[str] = set()
     while path:
@@ -203,15 +203,15 @@ def _circle(start: Pass, passes: Sequence[Pass]) -> list[str]:
 
 
 def apply_passes(program: Program, settings: PlanSettings, passes: Sequence[Pass] = DEFAULT_PASSES) -> Program:
-    """Applies `passes` to one program, before anything is known of its times, and logs each result at DEBUG level.
+    """Applies `passes` to one program, before its times are known, and logs each result at DEBUG level.
 
     Args:
         program: The program as `lower` returns it.
         settings: What the user chose.
-        passes: The passes, none of which needs a profile.
+        passes: The passes; none of them needs a profile.
 
     Returns:
-        The scheduled program; `program` is left as it is.
+        The scheduled program; `program` does not change.
     """
     context = PlanContext(settings)
     for one in passes:
@@ -224,7 +224,7 @@ def apply_passes(program: Program, settings: PlanSettings, passes: Sequence[Pass
 
 @dataclass(frozen=True)
 class PassEffect:
-    """What one pass did to a step.
+    """The effect of one pass on a step.
 
     Args:
         name: The pass.
@@ -240,12 +240,12 @@ class PassEffect:
 def optimize(
     schedules: Sequence[Schedule], passes: Sequence[Pass], context: PlanContext
 ) -> tuple[list[Schedule], list[PassEffect]]:
-    """Applies to the schedules of a training step those among `passes` that planning does not start from.
+    """Applies to a training step's schedules those of `passes` that did not run at compile time.
 
-    Passes take memory from those behind them, and spend what is in use anyway at another moment. So where the result
-    leaves no memory for two groups more, it is compared with what comes of the last pass, which places launches by
-    default, in front of all, too (if it looks at the profile, and needs none of them); and where both exceed the
-    budget, with what comes of schedules that gather everything right before its use.
+    A pass takes memory from the passes after it, and may spend memory that is in use at another moment anyway. So if
+    the result leaves no memory for two more groups, it is compared with an order in which the last pass, which places
+    launches by default, comes first, too (if it uses the profile, and needs none of the others); and if both exceed the
+    budget, with the result of schedules that gather everything right before its use.
 
     Args:
         schedules: Schedules that planning starts from, in the order in which the programs run.
@@ -253,7 +253,7 @@ def optimize(
         context: Settings and a profile.
 
     Returns:
-        The new schedules, and what each pass did; those that planning starts from come first, as one entry.
+        The new schedules, and the effect of each pass; those that ran at compile time come first, as one entry.
     """
     profile = context.profile
     if profile is None:
@@ -316,7 +316,7 @@ def _run_pass(one: Pass, schedules: list[Schedule], context: PlanContext) -> lis
 
 
 def difference(before: Sequence[Schedule], after: Sequence[Schedule]) -> str:
-    """What changed from one step's schedules to another's of the same programs, in words."""
+    """Describes the changes from one step's schedules to another's of the same programs."""
     parts = []
     for name, ops in (("gathers", {"gather"}), ("reductions", REDUCTIONS)):
         groups = [sum(i.op in ops for s in step for i in s.instructions) for step in (before, after)]

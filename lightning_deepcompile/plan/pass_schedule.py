@@ -1,4 +1,4 @@
-"""What `CompileConfig.schedule` may be: which passes run, and when."""
+"""The rule for `CompileConfig.schedule`: which passes run, and when."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PassSchedule(Rule):
     expected = "a list like [{'step': 0, 'passes': ['zero3']}, {'step': 3, 'passes': ['zero3', 'unshard']}]"
 
     def complaint(self, value: Any) -> str:
-        """What is wrong with `value`."""
+        """Describes the problem with `value`; "" if there is none."""
         steps: list[int] = []
         for entry in value:
             step, passes = entry.get("step"), entry.get("passes")

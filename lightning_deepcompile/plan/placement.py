@@ -1,4 +1,4 @@
-"""Where gathers are launched: a schedule taken apart into what stays and what may move."""
+"""Places gathers: splits a schedule into a body and the gathers, which may move."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Group:
         gather: The instruction.
         earliest: The first place in the body where it may be launched: behind earlier releases of its parameters.
         need: The place of the first wait for it.
-        position: Where it is launched: before the body's instruction of that number.
+        position: The place of its launch: before the body's instruction of that number.
     """
 
     gather: Instruction
@@ -43,7 +43,7 @@ class Placement:
 
     @classmethod
     def of(cls, schedule: Schedule) -> Placement:
-        """Takes `schedule` apart."""
+        """Splits `schedule`."""
         body: list[Instruction] = []
         launched: list[tuple[Instruction, int]] = []
         for instruction in schedule.instructions:
@@ -61,7 +61,7 @@ class Placement:
         return cls(schedule, tuple(body), tuple(groups))
 
     def at(self, positions: Sequence[int]) -> Schedule:
-        """The schedule with its groups launched at `positions`, or as near as it may be, in unchanged order."""
+        """Returns the schedule with its groups launched at `positions`, or as near as possible, in unchanged order."""
         latest = len(self.body)
         fitted = []
         for group, position in zip(reversed(self.groups), reversed(positions), strict=True):
@@ -80,7 +80,7 @@ class Placement:
 
 
 def first_gathers_part(schedule: Schedule) -> float:
-    """How much of what `schedule` gathers it gathers before it waits for the first time."""
+    """The share of a schedule's gathered bytes that it gathers before its first wait."""
     gathers = [schedule.instructions[position] for position in schedule.at("gather")]
     sizes = {i: size for gather in gathers for i, size in zip(gather.ids, gather.sizes, strict=True)}
     launched = {i for n in first_gather_positions(schedule.instructions) for i in schedule.instructions[n].ids}

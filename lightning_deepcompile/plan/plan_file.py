@@ -1,4 +1,4 @@
-"""Plans as files: a later run starts with the schedules that an earlier one found, and with its places of states."""
+"""Plans as files: a later run starts with the schedules, and the locations of states, of an earlier one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PlanFileError(ValueError):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a plan depends on besides the programs.
+    """The settings that a plan depends on, besides the programs.
 
     Args:
         world_size: Number of ranks.
@@ -44,11 +44,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is read from a file.
+    """The contents of a plan file.
 
     Args:
         schedules: By content key of the program.
-        states: Where optimizer states are; None if nothing of them may leave.
+        states: The location of optimizer states; None if none may be offloaded.
         tracing: How the step is traced.
     """
 
@@ -63,12 +63,12 @@ def write_plan(
     states: StatePlaces | None = None,
     tracing: Tracing = _AS_WRITTEN,
 ) -> str:
-    """A plan as text that `read_plan` reads.
+    """Returns a plan as text that `read_plan` reads.
 
     Args:
         schedules: The schedules, each with its content key.
         setting: What they were made for.
-        states: Where optimizer states are; None if nothing of them may leave.
+        states: The location of optimizer states; None if none may be offloaded.
         tracing: How the step is traced.
     """
     data = {
@@ -82,11 +82,11 @@ def write_plan(
 
 
 def read_plan(text: str, setting: Setting) -> Plan:
-    """Reads a plan and makes sure that it is for `setting`.
+    """Reads a plan and checks that it is for `setting`.
 
     Args:
         text: What `write_plan` returned.
-        setting: What the plan is wanted for.
+        setting: The setting of this run.
 
     Raises:
         PlanFileError: If the text is no plan, is damaged, is of another version or for another setting.
@@ -115,7 +115,7 @@ def read_plan(text: str, setting: Setting) -> Plan:
 
 
 def read_setting(text: str) -> Setting:
-    """What a plan was made for.
+    """Reads the setting that a plan was made for.
 
     Args:
         text: What `write_plan` returned.

@@ -1,8 +1,8 @@
-"""Decides how much of what a model checkpoints is computed again: as much as memory asks for.
+"""Decides how much of what a model checkpoints is recomputed: as much as memory requires.
 
-Activation checkpointing is written for the memory that a model might need. Where some of it is free, the last blocks
-can keep their activations: they are the first that backward is done with. This is worth the time of their forward pass,
-which a plan weighs against what else it could do with the memory.
+Activation checkpointing is written for the memory that a model might need. If memory is free, the last blocks can keep
+their activations: they are the first that backward is done with. This saves the time of their forward pass, which a
+plan weighs against other uses of the memory.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from lightning_deepcompile.program.printer import format_bytes
 
 __all__ = ["Checkpoint", "Recompute", "choose_recompute"]
 
-_GAIN = 0.01  # of a step, for which it is traced anew
+_GAIN = 0.01  # of a step: the least gain for which it is traced again
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A block that is computed again in backward, and could keep its activations instead.
+    """A block that is recomputed in backward, and could keep its activations instead.
 
     Args:
-        bytes: What these take.
+        bytes: Of these activations.
         gathered: Bytes of the parameters that it reads: its part of the forward pass, as far as is known.
     """
 
@@ -35,11 +35,11 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Recompute:
-    """What was decided.
+    """The decision.
 
     Args:
         uncheckpointed: How many of the last blocks of each graph keep their activations.
-        effects: The step as measured, and what is expected of a plan with them.
+        effects: The step as measured, and as predicted with a plan for them.
     """
 
     uncheckpointed: int
@@ -62,7 +62,7 @@ def choose_recompute(
         doubles: Whether room is to be left for batches twice as large.
 
     Returns:
-        What is worth more than computing all again; None if nothing is.
+        The choice that saves time over recomputing all; None if there is none.
     """
     if profile.budget is None or not any(blocks.values()):
         return None
@@ -91,7 +91,7 @@ def choose_recompute(
 
 
 def _forward_seconds(profile: Profile, blocks: Mapping[int, Sequence[Checkpoint]], count: int) -> float:
-    """How long the last `count` blocks compute in the forward passes of a step."""
+    """Seconds that the last `count` blocks compute in the forward passes of a step."""
     total = 0.0
     for schedule in profile.schedules:
         some = blocks.get(schedule.frame, ())

@@ -1,4 +1,4 @@
-"""Reads dataclasses from JSON: fields are of the types of their annotations, or an error names the one that is not."""
+"""Reads dataclasses from JSON: fields must have the types of their annotations; an error names the field."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class RecordError(ValueError):
 
 
 def parse(text: str) -> Any:
-    """Reads a text of JSON.
+    """Parses JSON.
 
     Raises:
-        RecordError: If it is none.
+        RecordError: If the text is not JSON.
     """
     try:
         return json.loads(text)
@@ -35,7 +35,7 @@ def parse(text: str) -> Any:
 
 
 def read_record(hint: type[T], data: object, where: str) -> T:
-    """Reads a dataclass, or a mapping of them, from what JSON made of it.
+    """Reads a dataclass, or a mapping of them, from parsed JSON.
 
     Args:
         hint: The annotation: a dataclass whose fields are plain values, dataclasses, tuples and mappings of these.

@@ -1,4 +1,4 @@
-"""Groups of gradients: put together, and taken apart."""
+"""Merges and splits groups of gradients."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["merge_reductions", "may_merge", "split_reductions"]
 
 
 def may_merge(ranks: int, device_type: str, rounding: Rounding) -> bool:
-    """Whether reductions may be merged: where that changes no bit, or bits may change.
+    """Returns whether reductions may be merged: where that changes no bit, or bits may change.
 
-    In which order more than two ranks are added up is the communicator's, and NCCL chooses algorithm and channels by a
-    group's size.
+    The communicator decides in which order more than two ranks are added up, and NCCL chooses algorithm and channels by
+    a group's size.
 
     Args:
         ranks: That add up gradients.
@@ -42,7 +42,7 @@ def merge_reductions(schedule: Schedule, first: int, second: int) -> Schedule:
 
 
 def split_reductions(schedule: Schedule) -> Schedule:
-    """The schedule with every gradient reduced as soon as it is there, those of a region as one group."""
+    """Returns the schedule with every gradient reduced as soon as it exists, those of a region as one group."""
     instructions = schedule.instructions
     behind = {"": 0}
     for position in schedule.at("compute"):

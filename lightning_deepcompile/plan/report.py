@@ -1,4 +1,4 @@
-"""What a round of planning did, as data and as a table."""
+"""The report of a round of planning, as data and as a table."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["PassReport", "Round", "format_passes", "shortage_note"]
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass changed, and the step as predicted afterwards.
+    """The changes of one pass, and the step as predicted after it.
 
     Args:
         name: The pass; the program passes are one entry.
-        changed: What changed, in words.
+        changed: The changes, in words.
         step_seconds: Predicted duration of the step.
         exposed_seconds: Predicted time in which compute waits for communication.
         peak_bytes: Predicted peak memory.
@@ -42,7 +42,7 @@ class Round:
 
     Args:
         step: Optimizer steps done, since the start or the resuming, when the new programs took over.
-        passes: What each pass did.
+        passes: The effect of each pass.
         budget: Bytes that the plan could use; None without a limit.
         before_seconds: Measured duration of steps before.
         before_exposed_seconds: Measured time that compute waited for communication before.
@@ -52,7 +52,7 @@ class Round:
             out of it before that was known, ``"leaner"`` for what follows a shortage, and ``"traced anew"`` where
             another part of the activations is computed again, or losses are computed in pieces: the next round plans
             for that. ``"measured"`` where there is nothing to plan.
-        reason: What made a leaner plan take over, and what it does differently, or why nothing was planned; else empty.
+        reason: The reason for a leaner plan, and its difference, or the reason why nothing was planned; else empty.
         before_peak_bytes: Measured peak memory of this rank before; None where the allocator does not count.
         compared: Whether steps before and after had batches of equal sizes, so that their durations compare.
     """
@@ -80,7 +80,7 @@ class Round:
         return f"plan at step {self.step}{state}{reason}\n{_table(rows)}"
 
     def headline(self) -> str:
-        """The round in one sentence: what became of the programs, ms and bytes before and after."""
+        """The round in one sentence: the outcome, with ms and bytes before and after."""
         before, after = self.before_seconds * 1e3, (self.after_seconds or 0.0) * 1e3
         peaks = ""
         if self.after_peak_bytes and self.before_peak_bytes:
@@ -102,7 +102,7 @@ class Round:
         return self.reason or f"The plan of step {self.step}: {self.outcome}."
 
     def shortfall(self) -> str:
-        """What it means that steps take more memory than was predicted; "" if they take no more, by 5 %."""
+        """Explains that steps take more memory than was predicted; "" if they take at most 5 % more."""
         if self.outcome != "kept" or not self.passes or not self.after_peak_bytes:
             return ""
         predicted, measured = self.passes[-1].peak_bytes, self.after_peak_bytes
@@ -117,7 +117,7 @@ class Round:
 
 
 def shortage_note(rounds: Sequence[Round]) -> str:
-    """What to know of the plan in use when memory is short; "" if there is none.
+    """Describes the plan in use to a user who is short of memory; "" if there is none.
 
     Args:
         rounds: Those so far.
@@ -134,7 +134,7 @@ def shortage_note(rounds: Sequence[Round]) -> str:
 
 
 def format_passes(passes: Sequence[PassReport]) -> str:
-    """Lays out what passes did as a table."""
+    """Formats the effects of passes as a table."""
     return _table([_predicted(entry) for entry in passes])
 
 

@@ -1,4 +1,4 @@
-"""A step on more ranks: weak scaling (each has as large a batch as was measured) and strong (all share that batch)."""
+"""Predicts a step on more ranks: weak scaling (a batch as measured for each) and strong scaling (one for all)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ScalingPoint:
         ranks: All of them, replicas included.
         weak: The step where every rank has as large a batch as was measured.
         strong: The step where all ranks together have the batch that was measured.
-        efficiency: Of weak scaling: 1 where the step takes no longer than on the ranks that were measured.
+        efficiency: Of weak scaling: 1 if the step takes no longer than on the measured ranks.
         speedup: Of strong scaling: how many times as fast the same batch is done as there.
-        ideal: The speed-up if that followed from the number of ranks alone.
+        ideal: The speed-up if it were proportional to the number of ranks.
     """
 
     ranks: int
@@ -49,8 +49,8 @@ def scaling(
         measured: The profile.
         counts: Numbers of ranks.
         on: The profile as it would be on a number of ranks.
-        passes: What plans each of them.
-        settings: What the passes follow.
+        passes: The passes that plan each step.
+        settings: The choices that passes follow.
 
     Returns:
         A point for each number.

@@ -1,4 +1,4 @@
-"""What passes are told besides the program."""
+"""Settings of passes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Rounding = Literal["same", "needed", "any"]
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """Choices that passes follow.
+    """The user's choices that passes follow.
 
     Args:
-        prefetch_blocks: How many groups ahead of their use gathers are launched.
+        prefetch_blocks: The number of groups by which gathers are launched ahead of their use.
         keep_last_block: Whether a forward program leaves its last group gathered for the backward program.
         offload_activations: Which saved tensors wait in host memory: ``"none"``, ``"all"``, or what exceeds the budget.
         reduce: When gradients are reduced; ``"auto"`` starts as ``"every"``, and planning decides.

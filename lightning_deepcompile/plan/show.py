@@ -1,4 +1,4 @@
-"""``python -m lightning_deepcompile plan PLAN.json``: what a plan file holds, and whether it can be used."""
+"""``python -m lightning_deepcompile plan PLAN.json``: prints a plan file, and checks whether it can be used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["communication", "format_plan", "main"]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Checks a plan file and prints what it holds.
+    """Checks a plan file and prints its contents.
 
     Args:
         arguments: Command line behind ``plan``.
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def format_plan(setting: Setting, plan: Plan, *, instructions: bool = False) -> str:
-    """Lays a plan out as a table.
+    """Formats a plan as a table.
 
     Args:
         setting: What it was made for.

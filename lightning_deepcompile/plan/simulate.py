@@ -1,12 +1,12 @@
 """Predicts the time and the memory of a training step from its schedules and a profile.
 
 The model is the runtime's: the host issues instructions one after another; compute, gathers and reductions are streams;
-slots of the arena are taken and given back in the host's order, and reused behind their last reader. Time comes from
+slots of the arena are acquired and released in the host's order, and reused after their last reader. Time comes from
 discrete events (`events`), memory from the host's order alone, as the allocator's bookkeeping is the host's.
 
-A step is one of many equal ones: where the gathers that open it are launched early, it finds them on their way since
-the end of the step before, for as long as the trainer was busy in between, or since the optimizer stepped on what they
-read. What optimizer states are copied, `state_copies` follows.
+A step is one of many equal ones: if the gathers that open it are launched early, they have been under way since
+the end of the step before, for as long as the trainer was busy in between, or since the optimizer stepped on their
+inputs. `state_copies` models the copies of optimizer states.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 
 class Span(NamedTuple):
-    """Something that a stream did, from `start` to `end` in seconds; before the step's begin they are negative."""
+    """The work of a stream from `start` to `end` in seconds; before the step begins they are negative."""
 
     stream: StreamName
     label: str
@@ -76,7 +76,7 @@ class MemoryPoint(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """What a search compares of two steps: seconds and the peak of bytes, as of a `Prediction`."""
+    """The two values by which a search compares steps: seconds and peak bytes, as of a `Prediction`."""
 
     seconds: float
     peak_bytes: int
@@ -84,17 +84,17 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step is expected to do.
+    """The predicted behaviour of a step.
 
     Args:
         seconds: Its duration, `Profile.unexplained_seconds` included, the time between steps not.
-        compute_seconds: How long compute, the optimizer included, is busy.
-        exposed_seconds: How long compute stands still for communication.
-        gather_seconds: How long gathers take.
-        reduce_seconds: How long reductions take.
+        compute_seconds: The time that compute, the optimizer included, is busy.
+        exposed_seconds: The time that compute waits for communication.
+        gather_seconds: The time that gathers take.
+        reduce_seconds: The time that reductions take.
         peak_bytes: The most memory.
         memory: Memory, in the host's order.
-        spans: What ran when.
+        spans: The work of each stream, with its times.
         window_bytes: Of the peak, windows that parameters are gathered to, which stay from step to step.
     """
 
@@ -110,7 +110,7 @@ class Prediction:
 
     @property
     def estimate(self) -> Estimate:
-        """What a search compares."""
+        """The two values by which a search compares steps."""
         return Estimate(self.seconds, self.peak_bytes)
 
     def over(self, budget: int | None) -> int:
@@ -135,7 +135,7 @@ def simulate(schedules: Sequence[Schedule], profile: Profile) -> Prediction:
 
 
 def estimate(schedules: Sequence[Schedule], profile: Profile, limit: int | None = None) -> Estimate | None:
-    """What `simulate` says of the duration and the peak, at half the cost.
+    """Returns the duration and the peak that `simulate` predicts, at half the cost.
 
     Args:
         schedules: The programs of a micro-batch, in order.
@@ -143,7 +143,7 @@ def estimate(schedules: Sequence[Schedule], profile: Profile, limit: int | None 
         limit: Bytes that may be allocated; None if any number may.
 
     Returns:
-        The estimate; None for a step that exceeds the limit, whose time nobody needs.
+        The estimate; None for a step that exceeds the limit: its time is not needed.
     """
     try:
         return _Estimation(profile, limit).estimate(schedules)
@@ -152,13 +152,13 @@ def estimate(schedules: Sequence[Schedule], profile: Profile, limit: int | None 
 
 
 def first_excess(schedules: Sequence[Schedule], profile: Profile, limit: int, index: int | None = None) -> int | None:
-    """The first instruction, in the host's order, at which more than `limit` bytes are there; needs no events.
+    """Finds the first instruction, in the host's order, at which more than `limit` bytes are in use; needs no events.
 
     Args:
         schedules: The programs of a micro-batch, in order.
         profile: Costs of their regions.
         limit: Bytes that may be allocated.
-        index: Of the schedule to look at; None means all.
+        index: Of the schedule to search; None means all.
 
     Returns:
         Its position in its schedule; None if there is none.
@@ -176,7 +176,7 @@ def memory_bytes(schedules: Sequence[Schedule], profile: Profile) -> list[list[i
 
 
 def arena_bytes(schedules: Sequence[Schedule], **fields: Any) -> list[list[int]]:
-    """What the programs' own memory does not explain, after every instruction of every schedule of a micro-batch.
+    """Bytes beyond the programs' own memory, after every instruction of every schedule of a micro-batch.
 
     Args:
         schedules: The programs of a micro-batch.
@@ -193,12 +193,12 @@ def arena_bytes(schedules: Sequence[Schedule], **fields: Any) -> list[list[int]]
 
 
 def window_bytes(schedules: Sequence[Schedule], profile: Profile) -> int:
-    """Bytes of the windows that parameters are gathered to; they are there all the time."""
+    """Bytes of the windows that parameters are gathered to; they are allocated all the time."""
     return _WindowsOnly(profile).bytes(schedules) if profile.window_from else 0
 
 
 def first_gather_bytes(schedules: Sequence[Schedule], profile: Profile) -> int:
-    """Bytes of the arena's slots for the gathers that a step begins with; windows are counted elsewhere."""
+    """Bytes of the arena's slots for the gathers that a step begins with, without windows."""
     opens = schedules and schedules[0].kind == "forward"
     return _MemoryOnly(profile).launch_first_gathers(schedules[0]) if opens else 0
 
@@ -206,7 +206,7 @@ def first_gather_bytes(schedules: Sequence[Schedule], profile: Profile) -> int:
 def gradient_bytes(
     schedules: Sequence[Schedule], ratio: float, micro_batches: int, world_size: int
 ) -> list[list[list[int]]]:
-    """Bytes of gradients with the runtime (`GradientModel.bytes`), where compute waits for every reduction at once.
+    """Bytes of gradients in the runtime (`GradientModel.bytes`), if compute waits for every reduction at once.
 
     Args:
         schedules: The programs of a micro-batch.
@@ -240,25 +240,25 @@ class _Group:
 
 
 class _Simulation:
-    """Turns instructions into tasks while following what the host sees of memory."""
+    """Turns instructions into tasks while tracking memory as the host sees it."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._tasks: list[Task] = []
         self._arena = ArenaModel()
         self._windows = WindowModel(profile.window_from)
-        self._window_bytes = 0  # of all that the step will take: they stay from the step before
+        self._window_bytes = 0  # of all that the step will take: they exist since the step before
         self._gathered: dict[int, _Group] = {}
-        self._barrier: list[int] = []  # what the next task on the compute stream has to wait for
+        self._barrier: list[int] = []  # the tasks that the next task on the compute stream has to wait for
         self._computed: int | None = None  # the last task on the compute stream
         self._gradients = GradientModel(profile.hold_ratio, profile.reduce_window, profile.world_size)
-        self._begin: int | None = None  # the task behind which the step begins, if some of it comes before
+        self._begin: int | None = None  # the task after which the step begins, if some of it comes before
         self._accumulates = profile.accumulates and profile.micro_batches > 1
         self._boundary = False  # in the last micro-batch
         self._copies: dict[tuple[int, int], int] = {}  # the last copy of a frame's saved tensor
         self._away = 0
         self._states = StateCopyModel(profile)
-        self._launches: dict[float, Task] = {}  # of the host, by seconds: they differ in nothing else
+        self._launches: dict[float, Task] = {}  # of the host, by seconds: equal ones are interchangeable
         # Of every `MemoryPoint` the next task (the optimizer if there is none), and what it consists of.
         self._memory: list[tuple[int, ...]] = []
 
@@ -331,7 +331,7 @@ class _Simulation:
             self._gradients.expect(group, counted=counted)
 
     def _begin_step(self, schedules: Sequence[Schedule]) -> None:
-        """What the end of the step before launched, and the time until this one begins."""
+        """Adds the launches at the end of the previous step, and the time until this one begins."""
         self.launch_first_gathers(schedules[0], _left(schedules[-1], self._profile))
         seconds = self._profile.between_seconds
         if self._profile.head_start:
@@ -340,7 +340,7 @@ class _Simulation:
         self._barrier.append(self._begin)
 
     def launch_first_gathers(self, first: Schedule, other: int = 0) -> int:
-        """The gathers that a step begins with, beside `other` bytes; returns the arena's."""
+        """Launches the gathers that a step begins with, beside `other` bytes; returns the bytes of the arena."""
         for position in first_gather_positions(first.instructions):
             task, instruction = len(self._tasks), first.instructions[position]
             self._gather(instruction, [], f"{first.name}/{instruction.text}")
@@ -348,7 +348,7 @@ class _Simulation:
         return self._arena.bytes
 
     def _remember(self, task: int, micro_batch: int, index: int, position: int, other: int, gradients: int) -> None:
-        """Notes the memory of an instruction: `other` is what neither the arena nor gradients explain."""
+        """Records the memory of an instruction: `other` is neither in the arena nor in gradients."""
         arena, away, states = self._arena.bytes + self._window_bytes, self._away, self._states.bytes
         size = self._size(other, gradients)
         self._memory.append((task, micro_batch, index, position, arena, size, away, gradients, states))
@@ -372,12 +372,12 @@ class _Simulation:
             else:
                 beside = self._communicate(schedule, instruction)
             gradients = self._gradients.bytes if beside is None else beside
-            if instruction.op in REDUCTIONS:  # the runtime has them now, or has added them to sums
+            if instruction.op in REDUCTIONS:  # the runtime owns them now, or has added them to sums
                 other = max(other - instruction.bytes, 0)
             self._remember(task, micro_batch, index, position, held, gradients)
 
     def _communicate(self, schedule: Schedule, instruction: Instruction) -> int | None:
-        """Returns the bytes of gradients beside those that are handed over, if any are sent."""
+        """Returns the bytes of gradients besides those that are handed over, if any are sent."""
         host = self._issue(self._profile.launch_seconds)
         traits = instruction.traits
         now = self._boundary or not traits.at_boundary
@@ -418,7 +418,7 @@ class _Simulation:
             self._copies[frame, number] = self._add(stream, link.copy_seconds(size), after, label)
 
     def _issue(self, seconds: float) -> list[int]:
-        """The host's part of an instruction; what the device's part has to wait for."""
+        """Adds the host's part of an instruction; returns the tasks that the device's part has to wait for."""
         if self._profile.host_computes:
             return self._compute_point()
         if seconds <= 0:
@@ -440,7 +440,7 @@ class _Simulation:
         self._barrier = []
 
     def _compute_point(self) -> list[int]:
-        """Where the compute stream stands: behind its last task and what it was told to wait for."""
+        """The tasks that the compute stream has to finish first: its last one, and those it was told to wait for."""
         return [*self._barrier, *([] if self._computed is None else [self._computed])]
 
     def _gather(self, instruction: Instruction, host: list[int], label: str) -> None:
@@ -481,7 +481,7 @@ class _Simulation:
             return
         group.resident -= 1
         if group.resident == 0:
-            if not group.waited:  # the runtime waits for a gather that nobody waited for
+            if not group.waited:  # the runtime waits for a gather that was not waited for
                 self._barrier.append(group.done)
             last = group.done if self._computed is None else self._computed
             if not self._windows.release(group.slot, last):
@@ -502,7 +502,7 @@ class _Simulation:
 
 
 class _MemoryOnly(_Simulation):
-    """Without tasks: what is allocated does not depend on when they run."""
+    """Simulates memory without tasks: allocation does not depend on when they run."""
 
     def most(self, schedules: Sequence[Schedule]) -> list[list[int]]:
         self._issue_step(schedules)
@@ -525,7 +525,7 @@ class _MemoryOnly(_Simulation):
 
 
 class _WindowsOnly(_MemoryOnly):
-    """Of memory, windows alone."""
+    """Simulates the memory of windows alone."""
 
     def bytes(self, schedules: Sequence[Schedule]) -> int:
         self._issue_step(schedules)
@@ -535,7 +535,7 @@ class _WindowsOnly(_MemoryOnly):
         return 0
 
     def _remember(self, task: int, micro_batch: int, index: int, position: int, other: int, gradients: int) -> None:
-        """Nobody reads it."""
+        """Does nothing: the result is not needed."""
 
 
 class _Found(Exception):
@@ -545,7 +545,7 @@ class _Found(Exception):
 
 
 class _FirstExcess(_MemoryOnly):
-    """Raises `_Found` there."""
+    """Raises `_Found` at the first excess."""
 
     def __init__(self, profile: Profile, limit: int, index: int | None) -> None:
         super().__init__(profile)
@@ -557,7 +557,7 @@ class _FirstExcess(_MemoryOnly):
 
 
 class _Estimation(_Simulation):
-    """Keeps of memory the peak alone, and raises `_Found` where it exceeds a limit."""
+    """Tracks only the peak of memory, and raises `_Found` where it exceeds a limit."""
 
     def __init__(self, profile: Profile, limit: int | None) -> None:
         super().__init__(profile)
@@ -576,7 +576,7 @@ class _Estimation(_Simulation):
 
 
 def _left(schedule: Schedule, profile: Profile) -> int:
-    """Bytes that are there when `schedule` is over, without gathered parameters and whole gradients."""
+    """Bytes that remain when `schedule` has ended, without gathered parameters and whole gradients."""
     after = 0
     for instruction, waiting in zip(schedule.instructions, schedule.waiting, strict=True):
         if instruction.region:

@@ -1,9 +1,9 @@
-"""A model of optimizer states that wait in host memory and are copied to the device for the optimizer's step.
+"""Models optimizer states that wait in host memory and are copied to the device for the optimizer's step.
 
-It follows ``offload/states.py`` and ``csrc/executors/state_copies.cpp``: chunk by chunk they are copied in, stepped,
-copied out. Those that programs fetch have slots of their own; the others go round in what slots are left, at least
-three. What is in a slot when the optimizer has stepped leaves while the next step runs, and takes memory until that
-step waits for it.
+It follows ``offload/states.py`` and ``csrc/executors/state_copies.cpp``: states are copied in, stepped, and copied out
+chunk by chunk. Chunks that programs fetch have slots of their own; the others take turns in the remaining slots, at
+least three. States that are in a slot when the optimizer has stepped are copied out while the next step runs, and take
+memory until that step waits for them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ LEAST_SLOTS = 3
 
 
 def round_slots(slots: int, fetched: int) -> int:
-    """How many of the slots go round, if so many chunks are fetched by programs into slots of their own."""
+    """The number of slots that chunks share in turn, if programs fetch `fetched` chunks into slots of their own."""
     return max(LEAST_SLOTS, slots - fetched)
 
 
 def still_there(chunks: int, fetched: Collection[int], slots: int) -> list[int]:
-    """Which chunks are on the device when the optimizer has stepped, in the order in which they leave.
+    """The chunks that are on the device when the optimizer has stepped, in the order in which they leave.
 
     Args:
         chunks: How many there are.
@@ -45,13 +45,13 @@ class _Add(Protocol):
 
 
 class StateCopyModel:
-    """Follows the copies of one step; of none, if no states are in host memory.
+    """Models the copies of one step; does nothing if no states are in host memory.
 
     Args:
-        profile: Knows the chunks, and how fast they are copied and stepped.
+        profile: Has the chunks, and the speed of their copies and steps.
 
     Attributes:
-        bytes: Of states that left after the step before and may still be there, and of those that have come.
+        bytes: Of states that are still leaving since the step before, and of those that have come.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -66,7 +66,7 @@ class StateCopyModel:
         self.bytes = 0
 
     def begin(self, schedules: Sequence[Schedule], add: _Add) -> None:
-        """The step begins: what the one before left in its slots leaves.
+        """Begins the step: the chunks that the one before left in slots leave.
 
         Args:
             schedules: The programs of a micro-batch.
@@ -83,26 +83,26 @@ class StateCopyModel:
             self.bytes = sum(self._sizes[k] for k in self._leaving)
 
     def wait(self, chunks: Iterable[int]) -> list[int]:
-        """Compute waits until so many chunks have left; returns the tasks."""
+        """Makes compute wait until so many chunks have left; returns the tasks."""
         known = [k for k in chunks if k in self._leaving]
         self.bytes -= sum(self._sizes[k] for k in known)
         return [self._leaving.pop(k) for k in known]
 
     def left(self) -> None:
-        """A backward pass begins: what has not left is the allocator's business."""
+        """Begins a backward pass: chunks that have not left are left to the allocator."""
         if self._leaving:
             self._leaving.clear()
             self.bytes = 0
 
     def reload(self, chunks: Iterable[int], after: list[int]) -> None:
-        """Some chunks start to come, when `after` is over."""
+        """Starts copying some chunks in, after the tasks `after`."""
         for k in chunks:
             if k < len(self._sizes) and k not in self._coming:
                 self._coming[k] = self._copy_in(k, after)
                 self.bytes += self._sizes[k]
 
     def step(self, after: list[int]) -> Iterator[tuple[float, list[int]]]:
-        """The parts of the optimizer's step: how long each takes, and what it waits for; `stepped` follows each.
+        """Yields the parts of the optimizer's step: their duration, and the tasks to wait for; `stepped` follows each.
 
         Args:
             after: The end of the last backward pass.
@@ -120,7 +120,7 @@ class StateCopyModel:
             yield total * share * size / away, [self._coming[k]]
 
     def stepped(self, task: int | None) -> None:
-        """A part has been stepped, by `task`."""
+        """Ends a part that was stepped by `task`."""
         k, self._pending = self._pending, None
         if k is not None and task is not None:
             leaves = k in self._left  # with the next step, as it did in this one

@@ -1,8 +1,8 @@
-"""Where optimizer states live, decided again with a measured step: they compete with what a plan does with memory.
+"""Decides again, with a measured step, where optimizer states live: they compete with a plan's other uses of memory.
 
-Before anything is measured, as many states leave as exceed the budget (`plan.offload`). A plan knows what a byte is
-worth: with more memory it may keep parameters gathered, which can save more time than copying states costs; or it
-leaves memory free into which states can come back.
+Before anything is measured, as many states are offloaded as exceed the budget (`plan.offload`). A plan knows what a
+byte is worth: with more memory it may keep parameters gathered, which can save more time than copying states costs; or
+it leaves memory free into which states can come back.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ __all__ = ["Planned", "StateMemory", "Trade", "trade_states", "with_away"]
 Planned = tuple[list[Schedule], list[PassEffect]]
 """What `optimize` returns."""
 
-_GAIN = 0.01  # of a step, for which states move
+_GAIN = 0.01  # of a step: the least gain for which states move
 _PARTS = 4  # of what might leave, tried one by one
 
 
 @dataclass(frozen=True)
 class StateMemory:
-    """Optimizer states as planning sees them; bytes of one rank, the same on all.
+    """The optimizer states as planning sees them; bytes of one rank, the same on all.
 
     Args:
         sizes: Of the states of each shard, in the order in which they leave (`leaving_order`).
         away: In host memory while the step was measured: some of the first ones.
         stepping: Device memory while the optimizer steps, without states: parameters, gradients.
         buffers: On the device for states that come and go; needed if any is away.
-        host: Host memory that states may take.
+        host: Host memory that states may use.
         chunk: Most bytes of states that step together, but for larger ones of a single shard; 0 if programs cannot
             fetch them: then they come and go while the optimizer steps.
-        movable: Whether a plan may place them elsewhere.
+        movable: Whether a plan may move them.
     """
 
     sizes: tuple[int, ...]
@@ -53,11 +53,11 @@ class StateMemory:
 
     @property
     def total(self) -> int:
-        """Of all states that can leave."""
+        """Bytes of all states that can be offloaded."""
         return sum(self.sizes)
 
     def chunks(self, away: int) -> tuple[int, ...]:
-        """Bytes of the buffers of the chunks in which states come if the first ones, so many bytes, are away."""
+        """Bytes of the buffers of the chunks in which states come if the first `away` bytes are in host memory."""
         found: list[int] = []
         for size, end in zip(self.sizes, itertools.accumulate(self.sizes), strict=True):
             if end > away or not self.chunk:
@@ -70,26 +70,26 @@ class StateMemory:
         return tuple(max(size, slot) for size in found)
 
     def slots(self, away: int, free: int) -> int:
-        """Chunks that may be on the device while the optimizer steps, with so many bytes in host memory, and free."""
+        """The number of chunks that may be on the device while the optimizer steps, with `away` and `free` bytes."""
         chunks = self.chunks(away)
         fitting = sum(size <= free for size in itertools.accumulate(sorted(chunks, reverse=True)))
         return min(max(fitting, LEAST_SLOTS), len(chunks)) if chunks else LEAST_SLOTS
 
     def while_stepping(self, away: int, slots: int = LEAST_SLOTS) -> int:
-        """Device memory while the optimizer steps, with so many bytes of states in host memory, and so many slots."""
+        """Device memory while the optimizer steps, with `away` bytes of states in host memory, and so many slots."""
         chunks = self.chunks(away)
         buffers = sum(sorted(chunks, reverse=True)[:slots]) if chunks else self.buffers if away else 0
         return self.stepping + self.total - away + buffers
 
     def at_least(self, wanted: int) -> int:
-        """What leaves if at least so many bytes shall: whole shards' states, as far as host memory goes."""
+        """Bytes that leave if at least `wanted` are to: whole shards' states, as far as host memory has room."""
         fitting = [n for n in itertools.accumulate(self.sizes, initial=0) if n <= self.host]
         return next((n for n in fitting if n >= wanted), fitting[-1])
 
 
 @dataclass(frozen=True)
 class Trade:
-    """A plan, and where states are under it.
+    """A plan, and the location of states under it.
 
     Args:
         away: Bytes of states in host memory.
@@ -112,10 +112,10 @@ class Trade:
 
 
 def with_away(profile: Profile, states: StateMemory, away: int, slots: int = LEAST_SLOTS) -> Profile:
-    """The profile of the same step with another part of the states in host memory.
+    """Returns the profile of the same step with another part of the states in host memory.
 
     Args:
-        profile: As measured, with `states.away` bytes there, or what this function has made of it.
+        profile: As measured, with `states.away` bytes there, or a result of this function.
         states: Sizes.
         away: Bytes of states in host memory.
         slots: Chunks of them that may be on the device while the optimizer steps.
@@ -147,19 +147,19 @@ def with_away(profile: Profile, states: StateMemory, away: int, slots: int = LEA
 
 
 def trade_states(profile: Profile, states: StateMemory, plan: Callable[[Profile], Planned]) -> tuple[Trade, Trade]:
-    """Plans with as many states in host memory as makes the step fit, and then fastest.
+    """Plans with so many states in host memory that the step fits, and is then fastest.
 
-    Plans are simulated with what is away now; with nothing away, with half of it, and with what just fills the memory
-    that is left; and, as far as unlimited memory could save more time than the copies take, with more away. States move
-    for a step that fits better, or that is faster by 1 %.
+    Plans are simulated with the states where they are now; with none in host memory, with half as many, and with as
+    many as fill the remaining memory; and, if unlimited memory could save more time than the copies take, with more of
+    them there. States move for a step that fits better, or that is faster by 1 %.
 
     Args:
         profile: As measured.
-        states: Sizes, and what is away.
+        states: Sizes, and the bytes in host memory.
         plan: Makes a plan with a profile.
 
     Returns:
-        The plan with what is away now, and the best one, which may be the same.
+        The plan with states where they are now, and the best one, which may be the same.
     """
     limit = (profile.budget or NO_LIMIT) + profile.room
 
@@ -175,7 +175,8 @@ def trade_states(profile: Profile, states: StateMemory, plan: Callable[[Profile]
         if fewer < most:
             trade, most = with_slots(away, fewer), fewer
         if most > LEAST_SLOTS and trade.planned[1][-1].prediction.exposed_seconds > _GAIN * trade.seconds:
-            # What is on the device when the optimizer has stepped takes memory from forward, which may wait for it.
+            # States that are on the device when the optimizer has stepped take memory from forward, which may wait for
+            # them.
             trade = min(trade, with_slots(away, LEAST_SLOTS), key=lambda one: (max(one.over, 0), one.seconds))
         return trade
 
@@ -201,12 +202,12 @@ def trade_states(profile: Profile, states: StateMemory, plan: Callable[[Profile]
         if better < 0 or (better == 0 and trade.seconds < (1 - _GAIN) * best.seconds):
             best = trade
 
-    while best.over > 0:  # once more if buffers for states came to it
+    while best.over > 0:  # once more if the buffers for states made the excess
         before = best
         consider(states.at_least(best.away + best.over))
         if best is before:
             break
-    # In the step in which states come back, the buffers out of which they do are there, too.
+    # In the step in which states come back, the buffers through which they come are allocated, too.
     coming = states.while_stepping(states.away) - states.while_stepping(states.away, 0) if states.chunk else 0
 
     def may_return(away: int) -> bool:
@@ -217,7 +218,7 @@ def trade_states(profile: Profile, states: StateMemory, plan: Callable[[Profile]
         consider(away)
     for away in _more(profile, states, now, plan):
         consider(away)
-    if best.away and best.over < 0:  # what just fills the rest
+    if best.away and best.over < 0:  # as many as fill the rest
         rest = states.at_least(max(best.away + best.over, least))
         if may_return(rest):
             consider(rest)
@@ -231,7 +232,7 @@ def _gathers_at_begin(schedules: Sequence[Schedule], profile: Profile) -> int:
 
 
 def _fewer(states: StateMemory, now: Trade, least: int) -> list[int]:
-    """What may be tried besides `now` with fewer states away, but with `least` of them, the fewest last."""
+    """Amounts to try with fewer states in host memory than `now`, but at least `least`; the fewest last."""
     if now.away == 0:
         return []
     wanted = [now.away + min(now.over, 0), now.away // 2, least]
@@ -240,7 +241,7 @@ def _fewer(states: StateMemory, now: Trade, least: int) -> list[int]:
 
 
 def _more(profile: Profile, states: StateMemory, now: Trade, plan: Callable[[Profile], Planned]) -> list[int]:
-    """What may be tried with more states away: where a plan with all the memory there is would pay for their copies."""
+    """Amounts to try with more states in host memory, where a plan with unlimited memory would pay for their copies."""
     free = plan(replace(now.profile, budget=NO_LIMIT))[1][-1].prediction.seconds
     gain = now.seconds - free
     if gain <= _GAIN * now.seconds:
@@ -254,7 +255,7 @@ def _more(profile: Profile, states: StateMemory, now: Trade, plan: Callable[[Pro
 
 
 def _travel(profile: Profile, size: int) -> float:
-    """How long the optimizer's step waits for so many bytes that come and go, at the same time if the host is free."""
+    """Seconds that the optimizer's step waits for `size` bytes to come and go, at the same time if the host is free."""
     if size == 0:
         return 0.0
     both = profile.copy_in.copy_seconds(size), profile.copy_out.copy_seconds(size)

@@ -1,9 +1,9 @@
-"""How long collectives of ranks in nodes take, with fast links inside of a node and slower ones between nodes.
+"""Models the time of collectives among ranks in nodes, with fast links inside of a node and slower ones between nodes.
 
 A step of a collective costs a latency; bytes cost their time on the narrowest link on their way (alpha-beta models).
-Rings and trees move (n - 1) / n of the bytes over every rank's link, which is the least that there is (Thakur,
-Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005). Of the n - 1 steps of a
-ring, one less than there are nodes is between nodes, as in NCCL's own estimates.
+Rings and trees move (n - 1) / n of the bytes over every rank's link, which is the least possible (Thakur, Rabenseifner
+and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005). Of the n - 1 steps of a ring, one less
+than there are nodes is between nodes, as in NCCL's own estimates.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Group(NamedTuple):
     """Ranks of one collective.
 
     Args:
-        members: Of them in each node.
-        nodes: How many nodes they are in.
+        members: The number of them in each node.
+        nodes: The number of nodes that they are in.
         sharing: Groups like this one that use a node's links at the same time.
     """
 
@@ -39,7 +39,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """Where ranks are, and what connects nodes. Ranks are numbered node by node, and neighbours share parameters.
+    """The nodes of ranks, and their links. Ranks are numbered node by node, and neighbours share parameters.
 
     Args:
         ranks_per_node: Ranks of a node.
@@ -47,8 +47,8 @@ class Topology:
         step_latency: Seconds of a step between ranks of a node.
         node_latency: Seconds of a step between nodes.
         replicas: Ranks that hold the same shards (hybrid sharding); gradients are averaged over them.
-        algorithm: How collectives get to all ranks.
-        lanes: How many operations of one group are under way at a time, and so do not wait for each other's latency:
+        algorithm: The algorithm of collectives.
+        lanes: The number of operations of one group that overlap, and so do not wait for each other's latency:
             2 with gloo, with NCCL as many as it has channels for; None: all of them.
     """
 

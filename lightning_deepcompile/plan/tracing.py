@@ -1,4 +1,4 @@
-"""How a step is traced, as far as planning decides it: no pass changes it, only tracing the step once more does."""
+"""The choices of planning that change how a step is traced: no pass can make them, only retracing the step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Chunkable = Literal["losses", "mlps"]
 
 @dataclass(frozen=True)
 class Tracing:
-    """How a training step is traced.
+    """The choices that change how a training step is traced.
 
     Args:
         uncheckpointed: How many of the last blocks that the model checkpoints are not computed again in backward.

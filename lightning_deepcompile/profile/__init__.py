@@ -1,1 +1,1 @@
-"""Measuring ordinary training steps: marks between instructions, and what they say of regions, links and memory."""
+"""Measures ordinary training steps: sets marks between instructions, and derives costs of regions, links and memory."""

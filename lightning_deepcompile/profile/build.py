@@ -1,4 +1,4 @@
-"""From marks to a profile: one step as scheduled, one in which everything ran by itself."""
+"""Builds a profile from the marks of two steps: one as scheduled, one in which every operation ran by itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["build_profile", "explain", "leave_room", "limit_memory"]
 
-_TELLS = 0.02  # of a step: what a shared link must make it longer by before its length says anything about the link
+_TELLS = 0.02  # of a step: the least slow-down by a shared link from which a step's length tells anything about it
 _HALVINGS = 6
 
 
@@ -36,8 +36,8 @@ def build_profile(
     Args:
         observed: A step that ran as scheduled.
         isolated: A step whose programs waited for every gather and every reduction at once.
-        schedules: What ran in `observed`, by program name.
-        isolated_schedules: What ran in `isolated`, by program name.
+        schedules: The schedules that ran in `observed`, by program name.
+        isolated_schedules: The schedules that ran in `isolated`, by program name.
         world_size: Number of ranks.
         hold_ratio: Bytes of a sum of whole gradients per byte of a gradient.
         window_from: As of a `Profile`.
@@ -97,7 +97,7 @@ def build_profile(
 
 
 class _Memory:
-    """Bytes before, at the peak of and after a region, without what the runtime holds.
+    """Bytes before, at the peak of and after a region, without those that the runtime holds.
 
     Args:
         order: Programs of a micro-batch, by name.
@@ -116,7 +116,7 @@ class _Memory:
         self._order, self._arenas, self._gradients, self._live = order, arenas, gradients, live
 
     def of(self, schedule: Schedule, position: int, runs: Sequence[Run]) -> tuple[int, int, int]:
-        """Those of the region at `position`, the most of all `runs`."""
+        """Returns the bytes of the region at `position`, the most of all `runs`."""
         if self._live is not None:
             return self._live[schedule.name][schedule.instructions[position].region]
         if schedule.name not in self._order:
@@ -127,11 +127,11 @@ class _Memory:
 
 
 class _Samples:
-    """What the isolated step showed, by kind of instruction: bytes and seconds, or seconds.
+    """Samples from the isolated step, by kind of instruction: bytes and seconds, or only seconds.
 
     Args:
         isolated: The step.
-        memory: Knows the memory of regions.
+        memory: Has the memory of regions.
         ordinary: Seconds of regions, and of their launch, in the step that ran as scheduled.
         equal: Whether both steps had batches of the same sizes.
     """
@@ -149,7 +149,7 @@ class _Samples:
         self.launches: list[float] = []
 
     def add(self, schedule: Schedule) -> None:
-        """Adds what the runs of one program showed."""
+        """Adds the samples from the runs of one program."""
         runs = [run for run in self._probe.runs if run.program == schedule.name]
         rows = [run.seconds() for run in runs]
         seconds = _typical(rows, schedule)
@@ -165,7 +165,7 @@ class _Samples:
                 cost = (device, launched if self._on_device else 0.0)
                 self.regions[key] = RegionCost(*cost, *self._memory.of(schedule, position, runs))
             elif traits.effect == ("launch", "parameters"):
-                # The wait comes right behind it.
+                # The wait is the next instruction.
                 self.gathers.append((instruction.bytes, seconds[position] + seconds[position + 1]))
             elif traits.effect == ("launch", "gradients"):
                 by_hold: dict[bool, list[float]] = {}
@@ -183,7 +183,7 @@ def _known_runs(probe: StepProbe, schedules: Mapping[str, Schedule]) -> list[tup
 
 
 def _region_times(probe: StepProbe, schedules: Mapping[str, Schedule]) -> dict[str, tuple[float, float]]:
-    """The medians over a step's runs: how long each region took, and the host to launch it."""
+    """Medians over a step's runs: the seconds of each region, and of its launch by the host."""
     times: dict[str, tuple[list[float], list[float]]] = {}
     for run, schedule in _known_runs(probe, schedules):
         for instruction, seconds, host in zip(schedule.instructions, run.seconds(), run.host_seconds(), strict=False):
@@ -200,20 +200,20 @@ def _rate(samples: Sequence[tuple[int, float]]) -> float:
 
 
 def _optimizer_seconds(isolated: StepProbe) -> float:
-    """From the end of the last program, whose reductions were over then, to the end of the optimizer's step."""
+    """Seconds from the end of the last program, whose reductions had ended, to the end of the optimizer's step."""
     marks = isolated.runs[-1].marks
     return max(isolated.end.since(marks[-1]), 0.0) if isolated.end is not None and marks else 0.0
 
 
 def _typical(rows: Sequence[Sequence[float]], schedule: Schedule) -> list[float]:
-    """The median over the runs, per instruction."""
+    """Returns the median over the runs, per instruction."""
     if any(len(row) != len(schedule.instructions) for row in rows):
         raise ProfileError(f"A run of {schedule.name} was cut short, or ran another program than it should have.")
     return [max(statistics.median(column), 0.0) for column in zip(*rows, strict=True)]
 
 
 def _allocated(runs: Sequence[Run], position: int, arena: int, gradients: Sequence[int]) -> tuple[int, int, int]:
-    """Bytes before, at the peak of and after a region: without what the runtime holds, and if nothing had left.
+    """Bytes before, at the peak of and after a region, without those of the runtime, as if nothing had been offloaded.
 
     Args:
         runs: Of the program.
@@ -229,7 +229,7 @@ def _allocated(runs: Sequence[Run], position: int, arena: int, gradients: Sequen
 
 
 def _exposed(probe: StepProbe, schedules: Mapping[str, Schedule]) -> float:
-    """How long compute stood still in waits, as scheduled."""
+    """Seconds that compute waited, in the step as scheduled."""
     total = 0.0
     for run, schedule in _known_runs(probe, schedules):
         for instruction, seconds in zip(schedule.instructions, run.seconds(), strict=False):
@@ -238,7 +238,7 @@ def _exposed(probe: StepProbe, schedules: Mapping[str, Schedule]) -> float:
 
 
 def _contention(probe: StepProbe, schedules: Mapping[str, Schedule], profile: Profile) -> Contention:
-    """How much slower regions were with communication beside them, if there was enough of it to tell."""
+    """Estimates how much slower regions were with communication beside them, if there was enough of it to tell."""
     beside = alone = wires = 0.0
     for run, schedule in _known_runs(probe, schedules):
         for instruction, seconds in zip(schedule.instructions, run.seconds(), strict=False):
@@ -257,9 +257,9 @@ def _contention(probe: StepProbe, schedules: Mapping[str, Schedule], profile: Pr
 
 
 def explain(profile: Profile) -> Profile:
-    """Adds what the model of a step leaves out: the difference between what was measured and what it says.
+    """Adds to the profile the time that the model of a step does not explain: measured less predicted seconds.
 
-    That is work outside of programs (the trainer's own, on host and device) and ranks that wait for each other.
+    This is work outside of programs (the trainer's own, on host and device), and ranks that wait for each other.
 
     Args:
         profile: With the schedules that ran.
@@ -275,7 +275,7 @@ def _explained(profile: Profile) -> float:
 
 
 def _with_shared_link(profile: Profile) -> Profile:
-    """How much of a link gathers and reductions share: all of it, unless the step was too short for that.
+    """Estimates the part of a link that gathers and reductions share: all of it, unless the step was too short.
 
     They have channels of their own, which need not fill the link together.
     """
@@ -302,7 +302,7 @@ def _with_shared_link(profile: Profile) -> Profile:
 
 
 def leave_room(profile: Profile) -> Profile:
-    """Takes off the budget what activations took: batches of other sizes may come, and plans outlive them."""
+    """Subtracts the activations' bytes from the budget, for larger batches: plans outlive the batches measured."""
     if profile.budget is None or not profile.regions:
         return profile
     peak = max(cost.peak for cost in profile.regions.values())
@@ -312,7 +312,7 @@ def leave_room(profile: Profile) -> Profile:
 
 
 def limit_memory(profile: Profile, limit: int | None) -> Profile:
-    """Takes off the budget, and off the room for larger batches, what was not there when a rank was short of memory.
+    """Subtracts from the budget, and from the room for larger batches, memory that was missing in a shortage.
 
     Args:
         profile: With the budget that the devices' sizes allow.

@@ -1,4 +1,4 @@
-"""How fast tensors travel to host memory and back: a few copies, made while every rank makes them."""
+"""Measures how fast tensors are copied to host memory and back, by a few copies on all ranks at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def measure_copies(device: torch.device) -> tuple[Link, Link, float]:
         device: The device; on a CPU, one place in memory stands for it and another for the host.
 
     Returns:
-        Models of copies out and of copies in, and how many times as long they take at the same time.
+        Models of copies out and of copies in, and the factor by which they take longer at the same time.
     """
     hosts = [torch.empty(_LARGE, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
     places = [torch.zeros(_LARGE, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -32,7 +32,7 @@ def measure_copies(device: torch.device) -> tuple[Link, Link, float]:
         latency = shortest_seconds(lambda t=target, s=source: t[:_SMALL].copy_(s[:_SMALL], non_blocking=True), device)  # type: ignore[misc]
         alone.append(shortest_seconds(lambda t=target, s=source: t.copy_(s, non_blocking=True), device))  # type: ignore[misc]
         links.append(Link(latency, _LARGE / max(alone[-1] - latency, 1e-9)))
-    if device.type != "cuda":  # which copies one thing at a time
+    if device.type != "cuda":  # a CPU makes one copy at a time
         return links[0], links[1], 1.0
     side = torch.cuda.Stream(device)
 
@@ -48,10 +48,10 @@ def measure_copies(device: torch.device) -> tuple[Link, Link, float]:
 
 
 def shortest_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """How long `work` takes: the shortest of some times.
+    """Seconds that `work` takes: the shortest of several runs.
 
     Args:
-        work: What is timed; its first run, which may still set something up, does not count.
+        work: The function to time; its first run, which may set something up, does not count.
         device: Where it runs.
     """
     times = []

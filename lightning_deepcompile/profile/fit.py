@@ -12,15 +12,15 @@ _UNKNOWN = Link(0.0, 1e12)
 
 
 def fit_link(samples: Sequence[tuple[int, float]], world_size: int) -> Link:
-    """Latency and bandwidth that explain the samples best, relative to their durations.
+    """Returns the latency and bandwidth that explain the samples best, relative to their durations.
 
     Args:
         samples: Bytes of the whole tensors, and seconds that their transfer took with nothing beside it.
         world_size: Number of ranks.
 
     Returns:
-        The link. Where all samples are of about one size, latency and bandwidth cannot be told apart: all of it counts
-        as bandwidth then. Without samples, a link that costs next to nothing.
+        The link. If all samples are of about one size, latency and bandwidth cannot be told apart: all time counts
+        as bandwidth then. Without samples, a link that costs almost nothing.
     """
     scale = (world_size - 1) / world_size
     points = [(size * scale, seconds) for size, seconds in samples if size > 0 and seconds > 0]
@@ -40,7 +40,7 @@ def fit_link(samples: Sequence[tuple[int, float]], world_size: int) -> Link:
         return Link(0.0, s_bb / s_b)
     latency = (s_l * s_bb - s_b * s_lb) / determinant
     inverse = (s_ll * s_b - s_lb * s_l) / determinant
-    if inverse <= 0:  # bigger transfers were not slower: latency is all that there is
+    if inverse <= 0:  # bigger transfers were not slower: all time is latency
         return Link(s_l / s_ll, max(sizes) / min(t for _, t in points) * 1e3)
     if latency < 0:
         return Link(0.0, s_bb / s_b)

@@ -1,4 +1,4 @@
-"""A profile of a step that has not run: memory from the sizes of its programs' values, and no times."""
+"""Predicts a profile for a step that has not run: memory from the sizes of its programs' values, and no times."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _NO_TIME = Link(0.0, 1e12)
 
 
 def forecast(programs: Sequence[Program], standing: int, **fields: Any) -> Profile:
-    """Returns a profile whose memory is predicted, for decisions that fall before anything runs.
+    """Returns a profile with predicted memory, for decisions that are made before anything runs.
 
     Args:
         programs: Those of a micro-batch, in the order in which they run.
-        standing: Bytes that are there all through the step.
+        standing: Bytes that are allocated all through the step.
         **fields: Of the `Profile`, such as ``world_size``, ``device_type`` and ``budget``.
     """
     regions: dict[str, RegionCost] = {}

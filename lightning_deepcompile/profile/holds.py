@@ -1,4 +1,4 @@
-"""What it costs to add up whole gradients on a rank, instead of reducing each micro-batch's."""
+"""The cost of adding up whole gradients on a rank, instead of reducing each micro-batch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets programs run with marks for a step."""
+"""Runs programs with marks for a step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["instrument"]
 
 
 def instrument(executables: Iterable[Executable], probe: StepProbe) -> dict[str, Schedule]:
-    """Has `executables` report to `probe`, until their programs are swapped.
+    """Makes `executables` report to `probe`, until their programs are swapped.
 
     Args:
         executables: Those of a training step.
         probe: Of the step. If it drains reductions, gathers are launched right before their parameters are needed, too,
-            so that every collective is seen by itself.
+            so that every collective is measured by itself.
 
     Returns:
         The schedules that run, by program name.

@@ -1,4 +1,4 @@
-"""How many bytes a device has for us."""
+"""The bytes of a device's memory that this process may use."""
 
 from __future__ import annotations
 

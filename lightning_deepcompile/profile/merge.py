@@ -1,7 +1,7 @@
-"""What all ranks plan with: of every measured number, the one of the rank that it is worst on.
+"""Merges the ranks' profiles into the one that all plan with: each number is that of the rank for which it is worst.
 
 A profile is a frame, equal on ranks that ran the same programs on the same shapes, and numbers, of which the largest
-counts. Ranks whose frames are alike need not know each other's profiles.
+counts. Ranks with equal frames need not exchange them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _SECONDS = ("seconds", "host")
 
 
 def numbers_of(profile: Profile) -> list[float]:
-    """The numbers of one rank's profile, turned so that the largest of all ranks' is what counts for all."""
+    """The numbers of one rank's profile, with signs such that the largest over all ranks counts."""
     regions = [getattr(profile.cost(*key), name) for key in _regions(profile) for name in _COSTS]
     links: list[float] = []
     for link in (profile.gather, profile.reduce):
-        # A rank that comes late makes all others wait: the shortest time that any rank saw is the transfer's own.
+        # A rank that comes late makes all others wait: the shortest time that any rank measured is the transfer's own.
         links += [-link.latency, link.bandwidth]
     for link in (profile.copy_out, profile.copy_in):
         links += [link.latency, -link.bandwidth]
@@ -48,7 +48,7 @@ def numbers_of(profile: Profile) -> list[float]:
 
 
 def with_numbers(profile: Profile, numbers: Sequence[float]) -> Profile:
-    """The frame of `profile` with other numbers, in the order of `numbers_of`."""
+    """Returns the frame of `profile` with other numbers, in the order of `numbers_of`."""
     left = iter(numbers)
     regions = {}
     for schedule, region in _regions(profile):
@@ -77,18 +77,18 @@ def with_numbers(profile: Profile, numbers: Sequence[float]) -> Profile:
 
 
 def frame_of(profile: Profile) -> str:
-    """All of a profile but its numbers, as text."""
+    """Everything in a profile but its numbers, as text."""
     return repr(with_numbers(profile, [0.0] * len(numbers_of(profile))))
 
 
 def merge_profiles(profiles: Sequence[Profile]) -> Profile:
-    """What all ranks plan with: the slowest rank's times, the most memory, the least budget.
+    """Merges profiles: the slowest rank's times, the most memory, the least budget.
 
     Args:
-        profiles: One per rank; what is no number is the first one's.
+        profiles: One per rank; fields that are not numbers are taken from the first one.
 
     Returns:
-        The same on every rank.
+        The merged profile, the same on every rank.
 
     Raises:
         ProfileError: If ranks ran different programs in the profiled step.

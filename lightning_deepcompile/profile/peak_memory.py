@@ -1,4 +1,4 @@
-"""The most device memory that was in use: within an interval of a measurement, and since training began."""
+"""Tracks the peak of device memory, within an interval of a measurement, and since training began."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["PeakMemory"]
 class PeakMemory:
     """Reads the allocator's peak in intervals, and keeps the highest of them.
 
-    PyTorch's allocator keeps one peak for everybody. A measurement must start it anew, so
-    ``torch.cuda.max_memory_allocated()`` reports the time since the last one; this object reports all of it.
+    PyTorch's allocator keeps one peak for all readers. A measurement must reset it, so
+    ``torch.cuda.max_memory_allocated()`` covers only the time since the last measurement; this object covers all of it.
 
     Args:
         device: Where the memory is; on CPUs nothing counts it, and all figures are 0.
@@ -24,7 +24,7 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = 0  # the highest peak of the intervals that are over
+        self._before = 0  # the highest peak of the intervals that have ended
         self.beside: Callable[[], int] = lambda: 0
 
     @property
@@ -43,7 +43,7 @@ class PeakMemory:
         return max(self._before, self.latest)
 
     def restart(self) -> int:
-        """Begins an interval; returns the most bytes that PyTorch's allocator had handed out until now."""
+        """Begins an interval; returns the most bytes that PyTorch's allocator had handed out before."""
         if self._device.type != "cuda":
             return 0
         self._before = self.highest

@@ -1,4 +1,4 @@
-"""Marks in time and memory that profiled programs set behind every instruction."""
+"""Records marks of time and memory that profiled programs set behind every instruction."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Mark:
 
     Args:
         host: The host's clock, in seconds.
-        left: The same when the mark was set: asking the allocator can take longer than an instruction.
+        left: The same after the mark was set: asking the allocator can take longer than an instruction.
         event: An event on the compute stream; None where the host computes.
         allocated: Bytes that torch's allocator has handed out; 0 where it does not count.
         peak: The most since the mark before.
@@ -34,13 +34,13 @@ class Mark:
     peak: int = 0
 
     def since(self, earlier: Mark) -> float:
-        """Seconds from `earlier` on the compute stream. The device must have passed both."""
+        """Seconds since `earlier` on the compute stream. The device must have passed both."""
         if self.event is None:
             return self.host_since(earlier)
         return earlier.event.elapsed_time(self.event) / 1e3
 
     def host_since(self, earlier: Mark) -> float:
-        """Seconds that the host took from `earlier`, marks not counted."""
+        """Seconds of the host since `earlier`, without the time to set marks."""
         return self.host - earlier.left
 
 
@@ -57,18 +57,18 @@ class Run:
         return [b.since(a) for a, b in zip(self.marks, self.marks[1:], strict=False)]
 
     def host_seconds(self) -> list[float]:
-        """Time per instruction that the host took to issue it."""
+        """Time per instruction in which the host issued it."""
         return [b.host_since(a) for a, b in zip(self.marks, self.marks[1:], strict=False)]
 
 
 @dataclass(eq=False)
 class StepProbe:
-    """Everything that is marked during one optimizer step.
+    """All marks of one optimizer step.
 
     Args:
         device: Where the programs run.
         memory: Of that device.
-        drain: Makes the compute stream wait for all reductions; None lets them overlap as ever.
+        drain: Makes the compute stream wait for all reductions; None lets them overlap as usual.
 
     Attributes:
         runs: Runs of programs, in order.
@@ -103,22 +103,22 @@ class StepProbe:
         )
 
     def begin_micro_batch(self) -> None:
-        """A forward pass is about to start."""
+        """Call before a forward pass."""
         if self.start is None:
             self.start = self.mark()
         self.micro_batches += 1
 
     def begin_backward(self, update: bool) -> None:
-        """A backward pass is about to start; `update` says whether the optimizer may step behind it."""
+        """Call before a backward pass; `update` says whether the optimizer may step after it."""
         if not update:
             self.accumulating.add(self.micro_batches - 1)
 
     def at_boundary(self, run: Run) -> bool:
-        """Whether the optimizer may step after `run`'s micro-batch."""
+        """Returns whether the optimizer may step after `run`'s micro-batch."""
         return run.micro_batch not in self.accumulating
 
     def finish(self) -> None:
-        """The optimizer has stepped."""
+        """Call when the optimizer has stepped."""
         self.end = self.mark()
 
     def seconds(self) -> float:
@@ -129,7 +129,7 @@ class StepProbe:
         return self.end.since(self.start)
 
     def seconds_since(self, earlier: StepProbe) -> float:
-        """From the end of the step `earlier` to the begin of this one; waits for the device. 0 if either is unknown."""
+        """Seconds from the end of the step `earlier` to the start of this one; waits for the device. 0 if unknown."""
         if self.start is None or earlier.end is None:
             return 0.0
         if self.start.event is not None:
@@ -142,7 +142,7 @@ class StepProbe:
             self.end.event.synchronize()
 
     def mark(self, memory: bool = False) -> Mark:
-        """Marks this moment."""
+        """Makes a mark now."""
         now = time.perf_counter()
         if self.device.type != "cuda":
             return Mark(now, now)
@@ -150,12 +150,12 @@ class StepProbe:
         event.record()
         allocated = peak = 0
         if memory:
-            beside = self.memory.beside()  # plans say what there will be of it
+            beside = self.memory.beside()  # plans predict these bytes
             allocated, peak = self.memory.current - beside, self.memory.restart()
         return Mark(now, time.perf_counter(), event, allocated, peak)
 
     def marks_of(self, program: str) -> ProgramMarks:
-        """What the program of that name calls."""
+        """Returns the object that the program of that name calls."""
         return ProgramMarks(self, program)
 
 
@@ -167,16 +167,16 @@ class ProgramMarks:
     program: str
 
     def begin(self) -> None:
-        """A run starts."""
+        """Call when a run starts."""
         self.probe.runs.append(Run(self.program, self.probe.micro_batches - 1))
         self.mark()
 
     def mark(self) -> None:
-        """An instruction was issued."""
+        """Call when an instruction was issued."""
         # Another program may run within this one's backward pass, but not between two of its instructions.
         self.probe.runs[-1].marks.append(self.probe.mark(memory=self.probe.drain is not None))
 
     def drain(self) -> None:
-        """A reduction was launched."""
+        """Call when a reduction was launched."""
         if self.probe.drain is not None:
             self.probe.drain()

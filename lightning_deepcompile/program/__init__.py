@@ -1,1 +1,1 @@
-"""From a partitioned graph to a program: regions of compute between explicit communication."""
+"""Turns a partitioned graph into a program: regions of compute between explicit communication."""

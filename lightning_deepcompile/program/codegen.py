@@ -1,7 +1,7 @@
-"""Turns a program into one straight Python function: its schedule says what comes when, its graph what is read.
+"""Turns a program into one straight Python function: the schedule gives the order, the graph the values that are read.
 
 FX's own code would call ``region(a, b, c)``: the caller's frame then keeps every argument alive while the region runs.
-Here regions take their inputs as one list, and every name is dropped before the call that uses it last, so that a
+Here regions take their inputs as one list, and every name is deleted before the call that uses it last, so that a
 region can free an activation as soon as it has read it.
 """
 
@@ -36,16 +36,16 @@ Guard = Callable[[str, str, RegionModule], Callable[[list[Any]], Sequence[Any]]]
 
 
 class Marks(Protocol):
-    """What a profiled program calls while it runs."""
+    """The object that a profiled program calls while it runs."""
 
     def begin(self) -> None:
-        """The program starts."""
+        """Call when the program starts."""
 
     def mark(self) -> None:
-        """The next instruction was issued."""
+        """Call when the next instruction was issued."""
 
     def drain(self) -> None:
-        """A reduction was launched; the compute stream shall wait for it."""
+        """Call when a reduction was launched; the compute stream must wait for it."""
 
 
 def generate(
@@ -56,10 +56,10 @@ def generate(
     Args:
         program: The program.
         marks: Called at the start and behind every instruction; None for code that does nothing but its work.
-        guard: Gives what is called for a region; None for the region itself.
+        guard: Returns the function that is called for a region; None for the region itself.
 
     Returns:
-        The function, which takes all placeholders as one list and empties it, and its source for people to read.
+        The function, which takes all placeholders as one list and empties it, and its readable source.
     """
     return _Writer(program, marks, guard).write()
 
@@ -73,13 +73,13 @@ class _Line:
     """A call in the function.
 
     Args:
-        call: The call; of a region, what is called.
+        call: The call; of a region, the callee.
         reads: Names of the values that it reads.
         makes: Names of the elements that it returns, "" where nothing can read one; or of the one value.
         unpacks: Whether it returns a tuple.
         inputs: Of a region, the list that it is called with.
-        acts: Whether it is there even if nothing reads what it returns.
-        behind: Lines behind it.
+        acts: Whether it is written even if nothing reads its result.
+        behind: Lines that follow it.
     """
 
     call: str
@@ -92,7 +92,7 @@ class _Line:
 
 
 class _Writer:
-    """Lines up all calls first: only then it is known what is read last, and what never."""
+    """Collects all calls first: only then is it known where each value is read last, and which are never read."""
 
     def __init__(self, program: Program, marks: Marks | None, guard: Guard | None) -> None:
         self._program = program
@@ -101,9 +101,9 @@ class _Writer:
         self._lines: list[_Line] = []
         self._nodes = list(program.gm.graph.nodes)
         self._place = {node: place for place, node in enumerate(self._nodes)}
-        self._passed = 0  # so many nodes have their lines, or need none
+        self._passed = 0  # the number of nodes whose lines are written, or that need none
         self._values = {node: node.name for node in self._nodes if node.op == "placeholder"}
-        self._parameters: dict[int, str] = {}  # what was waited for last
+        self._parameters: dict[int, str] = {}  # the values that the last wait returned
         self._copies: dict[fx.Node, str] = {}  # of saved tensors
         self._calls = {str(node.target): node for node in self._nodes if node.op == "call_module"}
         self._saved = {node.meta["saved"]: node for node in self._nodes if "saved" in node.meta}
@@ -116,7 +116,7 @@ class _Writer:
             elif is_reduce(node):
                 kept = only_maker(node, program.kind) is not None
                 self._reductions[args_of(node)[1] & LOCAL_ID, kept].append(node)
-        # Taken: a program's values carry whatever names AOTAutograd gave them.
+        # Names in use: a program's values keep whatever names AOTAutograd gave them.
         self._names = {node.name for node in self._nodes}
         self._run, self._args, self._inputs, self._unread = map(self._fresh, ("run", "args", "inputs", "_"))
 
@@ -168,7 +168,7 @@ class _Writer:
                 self._operator(instruction)
 
     def _pass(self, place: int) -> None:
-        """Writes what belongs to no instruction, up to the node at `place`: constants, and arithmetic of sizes."""
+        """Writes the nodes up to the one at `place` that belong to no instruction: constants, arithmetic of sizes."""
         for node in self._nodes[self._passed : place]:
             if node.op == "get_attr":
                 value = self._bind(node.name + "_", attribute(self._program.gm, node))
@@ -195,7 +195,7 @@ class _Writer:
         self._lines.append(_Line(call, reads, makes, unpacks, inputs=f"[{inputs}]"))
 
     def _function(self, node: fx.Node, acts: bool = True) -> None:
-        """Writes a node as it is."""
+        """Writes a node as a call of its function."""
         reads: dict[str, None] = {}
         arguments = [self._text(a, reads) for a in node.args]
         arguments += [f"{k}={self._text(v, reads)}" for k, v in node.kwargs.items()]
@@ -231,7 +231,7 @@ class _Writer:
         self._lines.append(_Line(call, reads, makes, unpacks=True))
 
     def _written(self, line: _Line, later: set[str]) -> list[str]:
-        """The lines of a call, of which those behind it read what is in `later`."""
+        """The lines of a call; lines behind it read the names in `later`."""
         result = []
         dead = [name for name in line.reads if name not in later]
         dropped = [f"del {', '.join(dead)}"] if dead else []
@@ -250,12 +250,12 @@ class _Writer:
         return [*result, *([] if line.inputs is not None else dropped), *line.behind]
 
     def _text(self, value: Any, reads: dict[str, None], copies: bool = False) -> str:
-        """How an argument is written.
+        """Returns an argument's source text.
 
         Args:
             value: The argument.
-            reads: The names that it mentions are added.
-            copies: Whether the copies of saved tensors are meant, where there are any.
+            reads: The names that it mentions are added here.
+            copies: Whether to read the copies of saved tensors, where there are any.
         """
         if isinstance(value, fx.Node):
             return self._text(self._name(value, copies), reads)
@@ -273,7 +273,7 @@ class _Writer:
         if copies and node in self._copies:
             return _Name(self._copies[node])
         if node not in self._values:
-            if is_reduce(node):  # the runtime has it: nothing leaves the program
+            if is_reduce(node):  # the runtime keeps it: nothing leaves the program
                 return None
             if is_gather(node):
                 return _Name(self._parameters[args_of(node)[1] & LOCAL_ID])

@@ -1,4 +1,4 @@
-"""A program ready to run, whose program can be swapped while its regions stay compiled."""
+"""A program that is ready to run; its schedule can be swapped while its regions stay compiled."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ UNCHECKPOINTED = "uncheckpointed"
 WHOLE = "whole"
 """In a program's history: it computes whole what it could compute in pieces."""
 
-# Programs for which there is a leaner one, which all ranks can change to after a shortage of memory.
+# Programs that have a leaner alternative, which all ranks can switch to after a shortage of memory.
 _GUARDED = frozenset(["plan", UNCHECKPOINTED, WHOLE])
 
 
 @dataclass(eq=False, repr=False)
 class Executable:
-    """What AOTAutograd calls for one graph.
+    """The function that AOTAutograd calls for one graph.
 
     Args:
-        base: The program in functional form, from which every schedule is planned anew.
+        base: The program in functional form, from which every schedule is planned.
         program: The current schedule.
         before: Called before every run: begins the backward pass, or does nothing.
-        check: Called with the program before every run; compares it with the other ranks'. What it returns, if
-            anything, is called behind the run.
+        check: Called with the program before every run; compares it with the other ranks'. A function that it returns
+            is called after the run.
         guard: What programs call for a region that are planned, profiled, computed without the checkpoints that the
             model asks for, or with a whole loss that could be in pieces; by default the region itself.
         graphs: Replays the program as a CUDA graph; None: it always runs.
 
     Attributes:
         calls: Number of runs.
-        seconds: What they took of the host's time.
+        seconds: The host time that they took.
         first_gathers: The gathers that the current schedule begins with.
         waits_for_states: Whether it waits for optimizer states that leave the device.
         watch: Called before every run with the program's name and its arguments, until `swap`; None: nothing is.
@@ -71,12 +71,12 @@ class Executable:
     _boxed_call: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        # AOTAutograd looks for this mark in the instance (not the class) and then hands its argument list over.
+        # AOTAutograd looks for this mark in the instance, not the class, and then passes its argument list itself.
         self._boxed_call = True
         self.swap(self.program)
 
     def swap(self, program: Program) -> None:
-        """Replaces the schedule; nothing is traced or compiled again. Call between optimizer steps, on all ranks.
+        """Replaces the schedule; nothing is retraced or recompiled. Call between optimizer steps, on all ranks.
 
         Args:
             program: A schedule planned from `base`.
@@ -101,7 +101,7 @@ class Executable:
 
         Args:
             program: A schedule planned from `base`.
-            marks: What it calls while it runs.
+            marks: Called while it runs.
         """
         self._run, _ = generate(program, marks, self.guard)
         self._replay = None
@@ -112,8 +112,8 @@ class Executable:
         return run(args) if self._replay is None else self._replay(args, run)
 
     def _named(self) -> Callable[[list[Any]], Sequence[Any]]:
-        """The program with names for profilers around its regions, which cost time."""
-        if self._running is not self.program:  # it is measured
+        """Returns the program with its regions named for profilers, which costs time."""
+        if self._running is not self.program:  # it is being profiled
             return self._run
         if self._with_names is None:
             guard = self._guard

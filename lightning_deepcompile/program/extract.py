@@ -1,8 +1,8 @@
-"""A region as a graph of its own, with a key that equal regions share.
+"""Extracts a region into a graph of its own, with a key that equal regions share.
 
-Nodes are renamed by position and keys are made of operators, arguments and tensor metadata alone, so that the same
-layer at another depth, in another process or on another rank has the same key: it is compiled once here, and all ranks
-find their programs in one plan. The number of a rank's GPU is therefore no part of a key.
+Nodes are renamed by position, and keys are made of operators, arguments and tensor metadata alone. So the same layer at
+another depth, in another process or on another rank has the same key: it is compiled once, and all ranks find their
+programs in one plan. For that reason a key does not contain the number of the rank's GPU.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class ExtractedRegion:
     Args:
         parent: The graph module it was cut from.
         region: The region.
-        names: What its nodes, and those that it reads, are called in a graph of its own.
+        names: The names of its nodes, and of those that it reads, in a graph of its own.
         key: Content key, in which devices are numbered by first mention.
         shape_env: Torch's shape environment whose symbols it is written in; None where all sizes are numbers.
-        devices: The devices that `key` numbers: equal keys stand for the same code only on equal devices.
+        devices: The devices that `key` numbers: regions with equal keys have the same code only on equal devices.
     """
 
     parent: fx.GraphModule
@@ -48,12 +48,12 @@ class ExtractedRegion:
 
     @property
     def fake_inputs(self) -> list[Any]:
-        """Metadata of what it reads: fake tensors and symbolic integers."""
+        """Metadata of its inputs: fake tensors and symbolic integers."""
         return [source.meta["val"] for source in self.region.inputs]
 
     @functools.cached_property
     def gm(self) -> fx.GraphModule:
-        """A graph that computes `Region.outputs` from `Region.inputs`; of equal regions only one is asked for it."""
+        """A graph that computes `Region.outputs` from `Region.inputs`; it is built for one of several equal regions."""
         return _graph_of(self.parent, self.region, self.names)
 
 
@@ -66,10 +66,10 @@ class _Name(str):
 
 @dataclass
 class _Text:
-    """Writes values without the names that other ranks have for them.
+    """Writes values without names that differ between ranks.
 
     Args:
-        nodes: Nodes, as they are called in the text.
+        nodes: The nodes' names in the text.
         devices: Devices with an index, in the order in which the text mentions them.
     """
 
@@ -103,7 +103,7 @@ class _Text:
         return str(value)
 
     def attribute(self, value: nn.Module | torch.Tensor) -> str:
-        """What a subgraph computes, or a constant holds."""
+        """Describes the computation of a subgraph, or the value of a constant."""
         if isinstance(value, torch.Tensor):
             with compat.real_tensors():
                 data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -130,7 +130,7 @@ def extract_region(parent: fx.GraphModule, region: Region) -> ExtractedRegion:
         region: The region.
 
     Returns:
-        The region, whose graph can be had as long as `parent` stays as it is.
+        The region; its graph is available as long as `parent` does not change.
     """
     text = _Text()
     lines: list[str] = []
@@ -177,10 +177,10 @@ def _graph_of(parent: fx.GraphModule, region: Region, names: Mapping[fx.Node, st
 
 
 def _with_traced_strides(node: fx.Node) -> fx.Node:
-    """`node`, or a copy of what it computes, if its strides would not be those that its readers were traced with.
+    """Returns `node`, or a copy of its result if its strides would differ from those that its readers were traced with.
 
-    On GPUs Inductor's joint passes pad products of odd sizes: what views one has the strides of the padded product,
-    its metadata still those of the plain one.
+    On GPUs Inductor's joint passes pad products of odd sizes: a view of one has the strides of the padded product,
+    while its metadata is still that of the plain one.
     """
     if not is_view(node) or is_element(node):
         return node
@@ -196,7 +196,7 @@ def _with_traced_strides(node: fx.Node) -> fx.Node:
 
 
 def _viewed(node: fx.Node) -> torch.Tensor:
-    """What `node`, of which the metadata may be out of date where it is a view, has to be by what it views."""
+    """Returns the value of `node` computed from its source: the metadata of a view may be out of date."""
     if not is_view(node) or is_element(node):
         return node.meta["val"]
     assert callable(node.target)
@@ -207,9 +207,9 @@ def _viewed(node: fx.Node) -> torch.Tensor:
 
 
 def symbol_sources(graph: fx.Graph) -> dict[str, fx.Node]:
-    """Makes every symbolic size of `graph` available as a node: an integer placeholder, else a size of a tensor one.
+    """Makes every symbolic size of `graph` available as a node: an integer placeholder, else a size of a tensor.
 
-    Sizes that the graph reads off other tensors are taken from there, too: they are known before anything is computed.
+    Sizes that the graph reads from other tensors are taken from there, too: they are known before anything is computed.
 
     Args:
         graph: The graph that regions are cut from; nodes may be added behind its placeholders.
@@ -257,7 +257,7 @@ def add_symbol_inputs(region: Region, sources: dict[str, fx.Node]) -> None:
 def _symbolic_sizes(nodes: list[fx.Node]) -> list[torch.SymInt | torch.SymFloat | torch.SymBool]:
     """All symbolic numbers among the values of `nodes`, and the symbolic ones of their sizes and strides.
 
-    A number that is computed outside of a region is one of its inputs, and what Inductor writes for it are its symbols.
+    A number that is computed outside of a region is an input of it, and Inductor refers to it by its symbols.
     """
     found = []
     for node in nodes:

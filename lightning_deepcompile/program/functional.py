@@ -1,7 +1,7 @@
-"""A program as lowering leaves it: its regions, and a schedule in which everything that moves blocks.
+"""The program that lowering produces: its regions, and a schedule in which all communication blocks.
 
 Parameters are gathered right before each region that reads them, gradients are reduced right behind the region that
-makes them. That is correct as it stands; the first pass replaces it.
+makes them. Such a program is correct but slow; the first pass replaces its schedule.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def functional_program(
     params: dict[int, ParamInfo],
     frame: int = 0,
 ) -> Program:
-    """The program of a graph of regions.
+    """Makes the program of a graph of regions.
 
     Args:
         gm: As `Program.gm`.
@@ -82,9 +82,9 @@ def functional_program(
 
 
 def _structure(program: Program) -> list[str]:
-    """What a program computes and communicates, whatever its schedule.
+    """Describes the computation and communication of a program, whatever its schedule.
 
-    With parameters' numbers, by which instructions name them: these change with the model around a program.
+    It contains the parameters' numbers, by which instructions name them: these change with the model around a program.
     """
     lines: list[str] = [program.kind]
     for instruction in program.schedule.instructions:

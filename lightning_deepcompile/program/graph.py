@@ -1,4 +1,4 @@
-"""Small questions about FX graphs that capture, regions and lowering share."""
+"""Predicates and small queries on FX graphs, shared by capture, regions and lowering."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ aten = torch.ops.aten
 
 
 def args_of(node: fx.Node) -> tuple[Any, ...]:
-    """The arguments of `node`, whose types its operator knows: torch's union of all that there are says nothing."""
+    """The arguments of `node`; the operator knows their types, torch's annotation is a union of all possible ones."""
     return node.args
 
 
@@ -51,17 +51,17 @@ def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def is_gather(node: fx.Node) -> bool:
-    """Whether `node` gathers a parameter."""
+    """Returns whether `node` gathers a parameter."""
     return node.op == "call_function" and node.target is gather_op()
 
 
 def is_reduce(node: fx.Node) -> bool:
-    """Whether `node` reduces a gradient."""
+    """Returns whether `node` reduces a gradient."""
     return node.op == "call_function" and node.target is reduce_op()
 
 
 def is_lookup(node: fx.Node) -> bool:
-    """Whether `node` looks rows up on the ranks that hold them, or takes part in that."""
+    """Returns whether `node` looks rows up on the ranks that hold them, or is a part of such a look-up."""
     return node.op == "call_function" and node.target in lookup_ops()
 
 
@@ -71,17 +71,17 @@ def is_of_statistics(node: fx.Node) -> bool:
 
 
 def is_piece(node: fx.Node) -> bool:
-    """Whether `node` takes a piece of rows."""
+    """Returns whether `node` takes a piece of rows."""
     return node.op == "call_function" and node.target is take_piece_op()
 
 
 def looked_up_name(node: fx.Node) -> str:
-    """The name of the parameter that `node`, for which `is_lookup` holds, is concerned with."""
+    """The name of the parameter of `node`, for which `is_lookup` holds."""
     return looked_up(node.args)
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether `node` returns (parts of) its first argument's memory under another shape."""
+    """Returns whether `node` returns (parts of) its first argument's memory under another shape."""
     if node.op != "call_function":
         return False
     if is_element(node):
@@ -100,29 +100,29 @@ def _target_is_view(target: Any) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether `node` draws random numbers."""
+    """Returns whether `node` draws random numbers."""
     if node.op != "call_function" or not isinstance(node.target, compat.OpOverload):
         return False
     schema = compat.schema_of(node.target)
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return schema.name.startswith("prims::inductor_")  # what Inductor replaces random operators by
+        return schema.name.startswith("prims::inductor_")  # Inductor's replacements for random operators
     arguments = {argument.name: argument.default_value for argument in schema.arguments}
     arguments |= {a.name: value for a, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
-    return arguments.get("dropout_p") != 0.0  # attention is tagged as random whether or not it drops anything
+    return arguments.get("dropout_p") != 0.0  # attention is tagged as random even without dropout
 
 
 def is_scalar(node: fx.Node) -> bool:
-    """Whether `node` computes sizes or other Python numbers rather than tensors."""
+    """Returns whether `node` computes sizes or other Python numbers rather than tensors."""
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
 
 
 def is_element(node: fx.Node) -> bool:
-    """Whether `node` takes an element of a tuple that another node returns."""
+    """Returns whether `node` takes an element of a tuple that another node returns."""
     return node.op == "call_function" and node.target is operator.getitem and isinstance(node.args[0], fx.Node)
 
 
 def is_compute(node: fx.Node) -> bool:
-    """Whether `node` belongs into a region: it is neither communication nor arithmetic of sizes.
+    """Returns whether `node` belongs into a region: it is neither communication nor arithmetic of sizes.
 
     Numbers that a region's tensors are needed for (flash attention's lengths, the size of an intermediate result) stay
     with those tensors.
@@ -161,18 +161,19 @@ def gathers_of(call: fx.Node) -> list[fx.Node]:
 
 
 def is_read_between(gather: fx.Node) -> bool:
-    """Whether something else than calls of regions reads what a program gathers."""
+    """Returns whether anything but calls of regions reads a parameter that a program gathers."""
     return any(reader.op != "call_module" for reader in gather.users)
 
 
 def only_maker(reduction: fx.Node, kind: str) -> fx.Node | None:
-    """The call of a region that makes a gradient which the runtime can reduce and keep; None if it cannot.
+    """The region call that makes a gradient which the runtime can reduce and keep; None if there is none.
 
-    It can in backward programs, where nothing but the output reads what is reduced. A gradient that does not depend on
-    the loss's is computed, and saved, by the forward program: its reduction reaches ``.grad`` through autograd.
+    The runtime can in backward programs, where only the output reads the reduced gradient. A gradient that does not
+    depend on the loss's is computed, and saved, by the forward program: its reduction reaches ``.grad`` through
+    autograd.
 
     Args:
-        reduction: The node that stands for what becomes of the gradient.
+        reduction: The node that stands for the reduced gradient.
         kind: The program's kind.
     """
     grad = args_of(reduction)[0]

@@ -1,7 +1,7 @@
-"""The table of instructions: what each is called, how a program writes it, and what it does.
+"""The table of instructions: their names, how a program writes them, and their effects.
 
-Whoever reads, changes, prints, simulates or measures instructions asks this table. A new instruction is a row here, a
-branch in the simulator if its effect is new, one in code generation if it hands on values, and an operator in
+All code that reads, changes, prints, simulates or measures instructions asks this table. A new instruction is a row
+here, a branch in the simulator if its effect is new, one in code generation if it hands on values, and an operator in
 ``csrc/bindings/ops.cpp``.
 """
 
@@ -60,16 +60,16 @@ class Traits:
 
     Args:
         op: Name in schedules, and so in plan files.
-        effect: What happens, and with what.
+        effect: The action, and its object.
         operator: Operator of ``torch.ops.dc`` in programs; a ``compute`` is a call of a region instead.
-        arguments: What the operator's arguments are. ``ids`` are parameters' (or one's), or chunks' of states; saved
+        arguments: The operator's arguments. ``ids`` are parameters' (or one's), or chunks' of states; saved
             tensors have their numbers in the metadata of ``tensors``.
-        label: What people read in a printed program.
-        stream: What is busy with it.
-        collective: What ranks compare of it; empty if it is of no other rank's concern.
+        label: Its label in a printed program.
+        stream: The stream that executes it.
+        collective: The name by which ranks compare it; empty if it involves no other rank.
         at_boundary: Whether it happens only in the last micro-batch before the optimizer steps.
-        in_forward: Whether only forward programs do it, or never; None if either may.
-        fixed: Whether it stays where it is in any schedule of a program.
+        in_forward: Whether only forward programs contain it (True) or never (False); None if either may.
+        fixed: Whether no schedule may move it.
     """
 
     op: Operation
@@ -85,7 +85,7 @@ class Traits:
 
     @property
     def exposes(self) -> bool:
-        """Whether compute stands still in it until other ranks have sent something."""
+        """True if compute stalls in it until other ranks have sent something."""
         return self.effect == ("wait", "parameters") or self.effect[0] == "launch and wait"
 
     @property
@@ -94,18 +94,18 @@ class Traits:
         return getattr(torch.ops.dc, self.operator).default
 
     def values(self, graph_id: int, **given: Sequence[Any]) -> tuple[Any, ...]:
-        """What the operator is called with.
+        """The arguments that the operator is called with.
 
         Args:
             graph_id: Runtime id of the graph.
-            given: The other arguments, by name; what the operator does not take is left out.
+            given: The other arguments, by name; those that the operator does not take are left out.
         """
         graphs = {"graph": graph_id, "boundary graph": graph_id | AT_BOUNDARY}
         return tuple(graphs[name] if name in graphs else list(given[name]) for name in self.arguments)
 
 
 _ROWS = (
-    # Launches one group; what is gathered already is not sent again.
+    # Launches one group; parameters that are gathered already are not sent again.
     Traits(
         "gather",
         ("launch", "parameters"),
@@ -115,7 +115,7 @@ _ROWS = (
         stream="gather",
         collective="gather",
     ),
-    # Makes the compute stream wait for gathers, and hands the parameters on.
+    # Makes the compute stream wait for gathers, and returns the parameters.
     Traits("wait", ("wait", "parameters"), "wait_allgather_fused", ("graph", "ids"), label="wait", fixed=True),
     Traits("compute", ("compute", ""), label="compute", stream="compute", fixed=True),
     Traits(
@@ -126,7 +126,7 @@ _ROWS = (
         label="release",
         collective="release",
     ),
-    # Does nothing in micro-batches before the last one, so that the next finds the parameters gathered.
+    # No-op in micro-batches before the last one, so that the next one finds the parameters gathered.
     Traits(
         "release_at_boundary",
         ("free", "parameters"),
@@ -137,7 +137,7 @@ _ROWS = (
         at_boundary=True,
         in_forward=False,
     ),
-    # Launches the reduction of one group of gradients, which are the runtime's from then on.
+    # Launches the reduction of one group of gradients, which the runtime owns from then on.
     Traits(
         "reduce",
         ("launch", "gradients"),
@@ -147,8 +147,8 @@ _ROWS = (
         stream="reduce",
         collective="reduce",
     ),
-    # Adds the group to sums of whole gradients, and launches their reduction at the boundary. When gradients travel is
-    # a graph's property in the runtime, so the operator is the same and names another graph.
+    # Adds the group to sums of whole gradients, and launches their reduction at the boundary. The time of reduction is
+    # a property of a graph in the runtime, so the operator is the same and names another graph.
     Traits(
         "reduce_at_boundary",
         ("launch", "gradients"),
@@ -159,7 +159,7 @@ _ROWS = (
         collective="reduce at the boundary",
         at_boundary=True,
     ),
-    # Reduces what is held of the graph's gradients, too, if no group of it has come at the boundary.
+    # At the boundary, also reduces held gradients of the graph if no group of it has come.
     Traits(
         "end",
         ("end", ""),
@@ -169,7 +169,7 @@ _ROWS = (
         collective="end of backward",
         fixed=True,
     ),
-    # What lowering writes, functions of tensors.
+    # Written by lowering: functions of tensors.
     Traits(
         "gather_now",
         ("launch and wait", "parameters"),
@@ -190,8 +190,8 @@ _ROWS = (
         collective="dc.reduce.default",
         fixed=True,
     ),
-    # Starts copying saved tensors to the host, and back. Their memory goes when their copies out are waited for, and
-    # is taken when those back start.
+    # Starts copying saved tensors to the host, and back. Their memory is freed when the copy out is waited for, and
+    # allocated when the copy back starts.
     Traits(
         "offload",
         ("launch", "saved tensors"),
@@ -222,7 +222,7 @@ _ROWS = (
         at_boundary=True,
         in_forward=False,
     ),
-    # Makes the compute stream wait until states have left that the optimizer has stepped before.
+    # Makes the compute stream wait until the states that the optimizer has stepped have left the device.
     Traits("wait_states", ("wait", "states"), "wait_states", ("graph", "ids", "sizes"), label="wait", in_forward=True),
 )
 

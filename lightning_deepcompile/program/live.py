@@ -1,4 +1,4 @@
-"""How much memory a program's values take between its regions, from their metadata alone."""
+"""Estimates the memory of a program's values between its regions, from their metadata alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["live_bytes"]
 
 
 def live_bytes(program: Program, *, inside: bool = False) -> dict[str, tuple[int, int, int]]:
-    """Estimates what values take before, during and after every region; gathered parameters and shards do not count.
+    """Estimates the bytes of values before, during and after every region, without gathered parameters and shards.
 
     Args:
         program: The program; its schedule does not matter.
@@ -34,7 +34,7 @@ def live_bytes(program: Program, *, inside: bool = False) -> dict[str, tuple[int
     last_use = {}
     for node in position:
         readers = [reader for reader in node.users if not _is_replaced(program, reader)]
-        # Nothing but gathers that are replaced reads a shard.
+        # Only gathers that are replaced read a shard.
         if is_element(node) and args_of(node)[0].op == "call_module" or node.op == "placeholder" and readers:
             last_use[node] = max(map(position.__getitem__, readers), default=position[node])
     result = {}
@@ -53,7 +53,7 @@ def live_bytes(program: Program, *, inside: bool = False) -> dict[str, tuple[int
 
 
 def _is_replaced(program: Program, node: fx.Node) -> bool:
-    """Whether schedules have instructions of their own for what `node` stands for."""
+    """Returns whether schedules replace `node` by instructions of their own."""
     if is_gather(node):
         return not is_read_between(node)
     return is_reduce(node) and only_maker(node, program.kind) is not None

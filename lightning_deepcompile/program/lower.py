@@ -1,4 +1,4 @@
-"""Lowers a partitioned graph to a program: cuts regions, compiles each distinct one once, lines everything up."""
+"""Lowers a partitioned graph to a program: cuts regions, compiles each distinct one once, and orders everything."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def lower(
         graph_id: Runtime id of the graph.
         params: Parameters by id.
         compile_region: Compiles a region, usually a `RegionCompiler`.
-        progress: Told which region is being compiled.
-        cuts: Whether the graph is cut between blocks. If not, it is one region, which the compiler sees whole.
+        progress: Called with the name of the region that is being compiled.
+        cuts: Whether the graph is cut between blocks. If not, the whole graph is one region.
         fuses: Whether `compile_region` fuses element-wise operators, for predictions of memory.
         frame: Number of the captured graph; a forward and its backward program share it.
 
@@ -147,7 +147,7 @@ def _brief(node: fx.Node) -> str:
 
 
 class _Builder:
-    """Writes the program's graph region by region, pulling in what each one reads."""
+    """Writes the program's graph region by region, together with the nodes that each region reads."""
 
     def __init__(self, parent: fx.GraphModule, name: str) -> None:
         self._parent, self._name = parent, name
@@ -171,7 +171,7 @@ class _Builder:
         return compat.graph_module(self._root, self._graph)
 
     def _call(self, name: str, region: Region) -> None:
-        # A gather is written anew for every region that reads it: how long a parameter stays is for schedules to say.
+        # A gather is written again for every region that reads it: schedules decide how long a parameter stays.
         inputs = [self._copy(node) if is_gather(node) else self._value(node) for node in region.inputs]
         call = self._graph.call_module(name, tuple(inputs))
         call.meta["val"] = tuple(node.meta["val"] for node in region.outputs)

@@ -1,9 +1,9 @@
-"""Rewrites of a partitioned graph that make it fit to be cut into regions. None changes a value.
+"""Rewrites a partitioned graph so that it can be cut into regions. No rewrite changes a value.
 
-After them: one gather per parameter; views of a gathered parameter stand right before each use, so that no region hands
-a view of runtime-owned memory to another; constant tensors stand before each use, too; gradients are contiguous and
-reduced once per parameter; tuple outputs are unpacked next to their producer; operators that share statistics or look
-rows up with other ranks keep their order.
+Afterwards there is one gather per parameter; views of a gathered parameter stand right before each use, so that no
+region hands a view of runtime-owned memory to another; constant tensors stand before each use, too; gradients are
+contiguous and reduced once per parameter; tuple outputs are unpacked next to their producer; operators that share
+statistics or look rows up with other ranks keep their order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_deepcompile.runtime.statistics import statistics_ops
 __all__ = ["normalize"]
 
 aten = torch.ops.aten
-# Filled with one value: cheaper to write again than to read, and where Inductor sees it, it is not written at all.
+# Filled with one value: rewriting is cheaper than reading, and Inductor can fuse it into the reader.
 _CONSTANTS = (aten.full.default, aten.scalar_tensor.default)
 
 
@@ -44,7 +44,7 @@ def normalize(graph: fx.Graph) -> None:
 
 
 def _merge_gathers(graph: fx.Graph) -> None:
-    """Several reads of one parameter become one gather."""
+    """Merges several gathers of one parameter into one."""
     first: dict[tuple[int, torch.dtype], fx.Node] = {}
     for node in list(graph.nodes):
         if is_gather(node):
@@ -55,7 +55,7 @@ def _merge_gathers(graph: fx.Graph) -> None:
 
 
 def _merge_reductions(graph: fx.Graph) -> None:
-    """``reduce(a) + reduce(b)`` of one parameter (tied weights) becomes ``reduce(a + b)``: half the traffic."""
+    """Rewrites ``reduce(a) + reduce(b)`` of one parameter (tied weights) to ``reduce(a + b)``: half the traffic."""
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
             continue
@@ -67,7 +67,7 @@ def _merge_reductions(graph: fx.Graph) -> None:
         grads = (args_of(left)[0], args_of(right)[0])
         values = [grad.meta["val"] for grad in grads]
         if values[0].dtype != values[1].dtype:
-            continue  # the sum would travel in the wider of the two
+            continue  # the sum would travel in the wider dtype of the two
         with graph.inserting_before(node):
             assert callable(left.target)
             total = graph.call_function(aten.add.Tensor, grads)
@@ -82,7 +82,7 @@ def _merge_reductions(graph: fx.Graph) -> None:
 
 
 def _make_gradients_contiguous(graph: fx.Graph) -> None:
-    """Collectives read dense row-major memory; a copy inside the region can be fused with the gradient's producer."""
+    """Makes gradients contiguous: collectives read dense row-major memory. The copy can be fused into the producer."""
     for node in graph.nodes:
         if is_reduce(node):
             grad = args_of(node)[0]
@@ -100,10 +100,10 @@ def _contiguous_clone(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _clone_escaping_parameters(graph: fx.Graph) -> None:
-    """A parameter that is a graph output is copied: the runtime reuses the gathered memory after the last use.
+    """Copies parameters that are graph outputs: the runtime reuses the gathered memory after the last use.
 
-    The whole parameter is copied and its views are taken of the copy, in the metadata too: their strides are part of
-    what was promised to the graph's caller, and Inductor drops a copy where it believes that input and output alias.
+    The whole parameter is copied and its views are taken of the copy, in the metadata too: the graph's caller was
+    promised their strides, and Inductor drops a copy if it believes that input and output alias.
     """
     output = output_node(graph)
     copies: dict[fx.Node, fx.Node] = {}
@@ -147,7 +147,7 @@ def _glue_tuple_elements(graph: fx.Graph) -> None:
 
 
 def _order_collectives(graph: fx.Graph) -> None:
-    """Ranks compile for other shapes, and a compiler may order by sizes: what nothing orders would meet another's."""
+    """Chains collectives by data: ranks compile for other shapes, and a compiler may order them by sizes."""
     operators = (*statistics_ops(), *lookup_ops())
     before: fx.Node | None = None
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""Prints a program so that a person sees what is gathered, computed, released and reduced, in order."""
+"""Prints a program readably: gathers, compute, releases and reductions in order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def format_program(program: Program) -> str:
 
 
 def _rest(program: Program, instruction: Instruction, shapes: dict[str, str]) -> str:
-    """What stands behind an instruction's label."""
+    """The text behind an instruction's label."""
     numbers = ", ".join(map(str, instruction.ids))
     match instruction.traits.effect[1]:
         case "parameters" | "gradients":

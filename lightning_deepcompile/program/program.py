@@ -26,7 +26,7 @@ LOCAL_ID = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """What passes know of a parameter.
+    """The properties of a parameter that passes use.
 
     Args:
         ds_id: Runtime id.
@@ -45,16 +45,16 @@ class ParamInfo:
 
 @dataclass(frozen=True)
 class RegionInfo:
-    """What is known of a region besides its code.
+    """The properties of a region, apart from its code.
 
     Args:
         key: Content key; equal regions share it.
         blocks: Blocks that it works for.
         nodes: Number of operators before compilation.
         repeatable: Whether it may be called again with the same inputs; see `is_repeatable`.
-        lookups: What it exchanges with other ranks: of each look-up in a table its part in it, and the table's id.
-        memory: Of values that it makes, as predicted.
-        statistics: How many operators share statistics of the batch with other ranks.
+        lookups: Its exchanges with other ranks: for each look-up in a table, its part in it and the table's id.
+        memory: The predicted memory of the values that it makes.
+        statistics: The number of operators that share statistics of the batch with other ranks.
     """
 
     key: str
@@ -71,7 +71,7 @@ class RegionModule(nn.Module):
 
     Args:
         run: The compiled function, taking its inputs as one list that it empties.
-        info: What is known of it.
+        info: Its properties.
     """
 
     def __init__(self, run: Callable[[list[Any]], Sequence[Any]], info: RegionInfo) -> None:
@@ -86,16 +86,16 @@ class RegionModule(nn.Module):
 
 @dataclass(frozen=True)
 class Program:
-    """What a captured graph computes, and when. Passes change the schedule alone.
+    """The values that a captured graph computes, and their schedule. Passes change the schedule alone.
 
     Args:
         graph_id: Runtime id of the graph.
-        gm: Which values are computed of which, as lowering wrote it; no pass changes it, and nothing runs it as it is.
-            Its nodes are ``placeholder`` and ``output``, those of the graph that AOTAutograd handed over;
+        gm: The graph that lowering wrote: how values are computed of each other. No pass changes it, and nothing runs
+            it. Its nodes are ``placeholder`` and ``output``, those of the graph that AOTAutograd handed over;
             ``call_module region_k``, which returns a tuple; ``dc.gather`` and ``dc.reduce``, which stand for a
             parameter and for what becomes of a gradient; arithmetic of sizes, constants, and ``operator.getitem``.
         params: Parameters by id, those of the whole model.
-        schedule: What runs, in order.
+        schedule: The instructions, in order.
         history: Passes applied so far.
         members: Numbers of the graph's parameters, those of its forward and its backward program.
     """
@@ -109,33 +109,34 @@ class Program:
 
     @property
     def name(self) -> str:
-        """For people: frame and kind."""
+        """The frame and kind, for people."""
         return self.schedule.name
 
     @property
     def kind(self) -> ProgramKind:
-        """Whether it is a forward program (a backward follows), a backward, or neither needs gradients."""
+        """The program's kind: forward (a backward follows), backward, or inference, which needs no gradients."""
         return self.schedule.kind
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """As `Schedule.kept`."""
+        """The parameters in `Schedule.kept`."""
         return self.schedule.kept
 
     @property
     def boundary_id(self) -> int:
         """Runtime id of the graph for gradients that are added up whole and reduced at the boundary.
 
-        When gradients travel is a graph's property in the runtime. So a backward program is two graphs there, and each
-        of its reductions names one of them.
+        The time of reduction is a property of a graph in the runtime. So a backward program is two graphs there, and
+        each of its reductions names one of them.
         """
         return self.graph_id | AT_BOUNDARY
 
     @functools.cached_property
     def signature(self) -> str:
-        """What the program communicates, as lines of text, the same on all ranks; empty if nothing.
+        """The program's communication as lines of text, the same on all ranks; empty if there is none.
 
-        Without its name: ranks that meet other shapes at a time have other numbers in their programs' names.
+        It does not contain the program's name: if ranks meet other shapes at a time, their programs are numbered
+        differently.
         """
         sequence = collective_sequence(self)
         if all(kind == "end of backward" for kind, _ in sequence):
@@ -147,7 +148,7 @@ class Program:
         return [self.graph_id & ~LOCAL_ID | number for number in numbers]
 
     def infos(self, numbers: Sequence[int]) -> list[ParamInfo]:
-        """What is known of parameters, by their numbers within the model."""
+        """The properties of parameters, by their numbers within the model."""
         return [self.params[ds_id] for ds_id in self.ids(numbers)]
 
     def regions(self) -> list[str]:
@@ -159,7 +160,7 @@ class Program:
         return cast(RegionModule, self.gm.get_submodule(name))
 
     def launch(self, instruction: Instruction) -> Gathers:
-        """What `instruction`, a gather, is launched with."""
+        """The arguments with which `instruction`, a gather, is launched."""
         dtypes = [info.dtype for info in self.infos(instruction.ids)]
         return self.graph_id, self.ids(instruction.ids), dtypes
 
@@ -169,7 +170,7 @@ class Program:
         return [self.launch(instructions[position]) for position in first_gather_positions(instructions)]
 
     def with_kept(self, kept: Sequence[int]) -> Program:
-        """The program as it is where forward leaves parameters gathered.
+        """Returns the program for the case that forward leaves parameters gathered.
 
         Args:
             kept: Their numbers within the model.
@@ -180,8 +181,8 @@ class Program:
 def collective_sequence(program: Program) -> list[tuple[str, tuple[int, ...]]]:
     """The collectives that a program issues, in order, with parameters' numbers in the model: equal on all ranks.
 
-    A gather that finds its parameters sends nothing, so what stays gathered, and until when, belongs to it. Who knows
-    all this can take part in it without the program.
+    A gather of gathered parameters sends nothing, so the sequence includes which parameters stay gathered, and until
+    when. With it a rank can take part in the program's collectives without the program.
     """
     sequence: list[tuple[str, tuple[int, ...]]] = []
     if program.kept:

@@ -1,8 +1,8 @@
 """Predicts how much memory a region takes while it runs, from its operators and sizes, before anything has run.
 
-A compiler does not make every value of a graph: it computes element-wise operators where they are read. A value takes
-memory if it leaves the region, if a kernel of a library reads or writes it, if a reduction makes it, or if many
-operators read it. It lives until its last reader, through element-wise operators that are computed with that reader.
+A compiler does not materialise every value of a graph: it computes element-wise operators where they are read. A value
+takes memory if it leaves the region, if a kernel of a library reads or writes it, if a reduction makes it, or if many
+operators read it. It lives until its last reader, through element-wise operators that are fused into that reader.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def region_memory(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], *, compi
         for made in values.made_at[node]:
             size = nbytes(made)
             if compiled and _is_elementwise(made):
-                # Its kernel may write to where it reads for the last time.
+                # Its kernel may write to an input that it reads for the last time.
                 reused = next((one for one in dying[place] if nbytes(one) == size and one is not made), None)
                 if reused is not None:
                     dying[place].remove(reused)
@@ -91,7 +91,7 @@ def region_memory(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], *, compi
 
 @dataclass(eq=False)
 class _Values:
-    """Which values of a region take memory, and until when.
+    """Determines which values of a region take memory, and until when.
 
     Args:
         nodes: Operators, in order.
@@ -99,7 +99,7 @@ class _Values:
         compiled: As for `region_memory`.
 
     Attributes:
-        ends: Place of a value's last reader; the number of nodes for what leaves.
+        ends: Place of a value's last reader; the number of nodes for values that leave.
         made: Values that take memory.
         made_at: Those that each node makes.
     """

@@ -1,9 +1,9 @@
 """Cuts a normalized graph into regions: the pieces of compute between which parameters are gathered and released.
 
 A region belongs to one block of parameters (a transformer layer). A new one starts where the graph turns to the gathers
-or the gradients of another block, or to the next piece of rows; of all positions between the two uses the cut takes
-the one across which the fewest bytes are alive, so that regions exchange little (usually the hidden states alone).
-What is cheap to compute is computed in every region that reads it, if less must be kept for that.
+or the gradients of another block, or to the next piece of rows. Of all positions between the two uses, the cut takes
+the one across which the fewest bytes are alive, so that regions exchange little (usually only the hidden states).
+Cheap values are recomputed in every region that reads them, if that keeps fewer bytes alive.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from lightning_deepcompile.program.graph import (
 
 __all__ = ["Region", "cut_regions"]
 
-# A value that two regions, or two layers, share may be one layer's own: hoisted, all layers' would be alive at once.
+# A value that two regions, or two layers, share may be one layer's own: if such values were hoisted, those of all
+# layers would be alive at once.
 _MAX_SHARED_BY_TWO = 1 << 20
 _MAX_SHARED_BY_MANY = 128 << 20
 _LOOKUP_SEED = "inductor_lookup_seed"
 _CAST = torch.ops.prims.convert_element_type.default
 _ATEN = torch.ops.aten
-# Of every element alone, and fused with whatever reads it.
+# Element-wise operators, which are fused into their readers.
 _CHEAP = frozenset(
     [_CAST, _ATEN.mul.Tensor, _ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.neg.default]
     + [_ATEN.view.default, _ATEN.unsqueeze.default, _ATEN.squeeze.dim, _ATEN.expand.default]
@@ -148,18 +149,18 @@ def _live_bytes(order: list[fx.Node]) -> list[int]:
 
 
 def _compute_where_read(pieces: list[list[fx.Node]], label_of: dict[fx.Node, str | None]) -> None:
-    """Has a piece compute what earlier ones did, in place, where that is cheap and less must be kept for it.
+    """Makes a piece recompute cheap values of earlier pieces, in place, if that keeps fewer bytes alive.
 
-    Such is a cast to a wider dtype; and what is computed, element by element, of values that the piece reads anyway, as
-    the hidden states over their norm.
+    Such values are casts to a wider dtype, and element-wise results of values that the piece reads anyway, as the
+    hidden states over their norm.
     """
     number_of = {node: number for number, piece in enumerate(pieces) for node in piece}
     changed: list[fx.Node] = []
     for number, piece in enumerate(pieces):
         read = dict.fromkeys(s for n in piece for s in n.all_input_nodes if number_of.get(s) != number)
-        needed: set[fx.Node] = set()  # for what is computed here
+        needed: set[fx.Node] = set()  # inputs of the recomputed values
         copies: dict[fx.Node, fx.Node] = {}
-        # Casts first: what is computed of them is computed of their narrow sources then.
+        # Casts first: what is computed of them can then be computed of their narrow sources.
         for value in sorted((n for n in read if n in number_of), key=lambda n: not _widens(n)):
             steps = _cheap_steps(value, read.keys() - {value} - copies.keys())
             sources = {s for step in steps for s in step.all_input_nodes} - set(steps)
@@ -191,7 +192,7 @@ def _compute_where_read(pieces: list[list[fx.Node]], label_of: dict[fx.Node, str
 
 
 def _cheap_steps(value: fx.Node, there: Set[fx.Node]) -> list[fx.Node]:
-    """The cheap nodes that compute `value` of what is `there`, or of something narrower; empty if there are none."""
+    """The cheap nodes that compute `value` from values in `there`, or from a narrower one; empty if there are none."""
     steps: dict[fx.Node, None] = {}
     pending = [value]
     while pending:
@@ -208,12 +209,12 @@ def _cheap_steps(value: fx.Node, there: Set[fx.Node]) -> list[fx.Node]:
 
 
 def _is_tensor(node: fx.Node) -> bool:
-    """Whether it is a tensor that stands in the graph, and no parameter, which is there at times only."""
+    """Returns whether `node` is a tensor that always exists: a parameter is there at times only."""
     return isinstance(node.meta.get("val"), torch.Tensor) and node.op != "get_attr" and source_gather(node) is None
 
 
 def _widens(node: fx.Node) -> bool:
-    """Whether `node` casts to a wider dtype."""
+    """Returns whether `node` casts to a wider dtype."""
     if node.target is not _CAST:
         return False
     before, after = args_of(node)[0].meta["val"].dtype, node.meta["val"].dtype
@@ -223,10 +224,11 @@ def _widens(node: fx.Node) -> bool:
 def _shared_by_regions(pieces: list[list[fx.Node]], label_of: Mapping[fx.Node, str | None]) -> list[fx.Node]:
     """Nodes to compute once, before all regions: independent of parameters, small, and read by several regions.
 
-    Small is what is kept of them, and of what they are computed of: a factor for each row may need whole rows.
+    Their results must be small, and so must be the values that they are computed of: a factor per row may need whole
+    rows.
 
-    Rotary tables and masks are built in the region of the first layer; moved out, the first layer is like all others
-    and is compiled once with them. Seed look-ups carry the layer's number as a constant and are moved, too.
+    Rotary tables and masks are built in the region of the first layer; when they are moved out, the first layer is like
+    all others and is compiled once with them. Seed look-ups carry the layer's number as a constant and are moved, too.
     """
     region_of = {node: k for k, piece in enumerate(pieces) for node in piece}
     blocks_of = [{label_of[node] for node in piece} - {None} for piece in pieces]
@@ -265,7 +267,7 @@ def _with_sources(node: fx.Node, among: set[fx.Node]) -> set[fx.Node]:
 
 
 def _is_free(source: fx.Node, independent: set[fx.Node]) -> bool:
-    """Whether `source` is there before the first region: neither a parameter nor computed from one, nor a gradient."""
+    """Returns whether `source` exists before the first region: no parameter, no gradient, nor computed from one."""
     if source.op == "placeholder":
         return "tangents" not in source.name
     return source.op == "get_attr" or source in independent or (is_scalar(source) and not is_compute(source))

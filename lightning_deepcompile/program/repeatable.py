@@ -1,4 +1,4 @@
-"""Which regions may be called again with the same inputs, as if the first call had not been."""
+"""Determines which regions may be called again with the same inputs, with the same result."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PLAIN_PYTHON = ("_operator", "builtins", "math", "torch")
 
 
 def is_repeatable(nodes: Iterable[fx.Node]) -> bool:
-    """Whether `nodes` only compute: they write to none of their inputs, and draw no random numbers.
+    """Returns whether `nodes` only compute: they write to none of their inputs, and draw no random numbers.
 
-    Operators that are not PyTorch's own might do anything (communicate, for one), and are taken not to be repeatable;
-    so are higher-order operators.
+    Operators that are not PyTorch's own might do anything (communicate, for one), so they count as not repeatable, as
+    do higher-order operators.
 
     Args:
         nodes: The operators of a region.
@@ -39,7 +39,7 @@ def _only_computes(node: fx.Node) -> bool:
 
 
 def _without_dropout(node: fx.Node, target: compat.OpOverload) -> bool:
-    """Whether an attention operator, which may drop, drops nothing, or drops what its forward pass has drawn."""
+    """Returns whether an attention operator draws no random numbers: it has no dropout, or reuses forward's mask."""
     names = [argument.name for argument in compat.schema_of(target).arguments]
     if "dropout_p" not in names:
         return False

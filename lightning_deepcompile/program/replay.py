@@ -1,13 +1,13 @@
-"""Programs as CUDA graphs: what a program issues, collectives included, is recorded once and launched as a whole.
+"""Programs as CUDA graphs: the work that a program issues, collectives included, is recorded and launched as a whole.
 
 A step of a small model waits for its host: every kernel, gather and reduction is a call of its own. A CUDA graph is one
-call for all of them. What PyTorch calls ``mode="reduce-overhead"`` does so for compute; here the runtime's streams take
-part (``csrc/executors/recorder.h``).
+call for all of them. PyTorch's ``mode="reduce-overhead"`` does so for compute; here the runtime's streams take part
+(``csrc/executors/recorder.h``).
 
 A graph reads and writes the addresses that it was recorded with. So a forward program's saved tensors lie in the
-graphs' memory, where the backward program's graph reads them; what a program hands to anybody else is copied out, and
-what it is given is copied in unless it is the same tensor every time. A forward program whose last saved tensors may
-still be read is not replayed but run.
+graphs' memory, where the backward program's graph reads them; results for anybody else are copied out, and inputs are
+copied in unless they are the same tensor every time. A forward program runs without its graph while its last saved
+tensors may still be read.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 
 class Follower(Protocol):
-    """Has graphs.
+    """An object that has graphs.
 
     Attributes:
         begins: Whether recording begins for its sake.
@@ -64,18 +64,18 @@ class Follower(Protocol):
 
     @property
     def begins(self) -> bool:
-        """As above."""
+        """True if recording begins for its sake."""
 
     def forget(self) -> None:
-        """Drops them."""
+        """Drops the graphs."""
 
 
 @dataclass(frozen=True)
 class Examined:
-    """What a program's operators say before it runs.
+    """Facts about a program's operators, known before it runs.
 
     Args:
-        obstacle: Why it cannot be recorded; empty if nothing is known.
+        obstacle: The reason why it cannot be recorded; empty if nothing is known.
         written: Places of inputs that it writes to.
     """
 
@@ -88,12 +88,12 @@ class _Graph:
     """A recorded program.
 
     Args:
-        graph: What is launched.
-        recording: What the runtime knew around it.
-        inputs: What it reads: tensors of its own, or those that it is given every time.
+        graph: The CUDA graph.
+        recording: The runtime's state around it.
+        inputs: The tensors that it reads: its own, or those that are the same every time.
         copied: Places of those that are copied in.
         given: Places of those that must be the same.
-        outputs: What it writes, or hands on.
+        outputs: The tensors that it writes, or hands on.
         mark: Of a forward program: the place of the first output that is saved and lies in the graphs' memory.
         backward: Of a forward program: the graphs of its backward program that read what this one saves.
     """
@@ -108,7 +108,7 @@ class _Graph:
     backward: dict[Any, list[_Graph]] = field(default_factory=dict)
 
     def changed(self, args: Sequence[Any]) -> list[int]:
-        """Places of inputs that are not what they were and cannot be copied in."""
+        """Places of inputs that have changed and cannot be copied in."""
         return [i for i in self.given if not _is_same(args[i], self.inputs[i])] + [
             i for i in self.copied if args[i].shape != self.inputs[i].shape
         ]
@@ -116,13 +116,13 @@ class _Graph:
 
 @dataclass(eq=False)
 class Frame:
-    """What the forward and the backward program of one graph tell each other.
+    """State that the forward and the backward program of one graph share.
 
     Attributes:
         saved: The tensors that the forward program's last replay has saved.
-        graph: What was replayed.
-        alive: One of them, in an object of its own: autograd keeps it for as long as a backward pass may read it, and
-            may keep it longer than that.
+        graph: The graph that was replayed.
+        alive: One of the saved tensors, as an object of its own: autograd keeps it for as long as a backward pass may
+            read it, and possibly longer.
     """
 
     saved: list[Tensor] = field(default_factory=list)
@@ -131,22 +131,22 @@ class Frame:
 
     @property
     def is_read(self) -> bool:
-        """Whether a backward pass may still read what the last replay saved."""
+        """True if a backward pass may still read the tensors that the last replay saved."""
         return self.alive is not None and self.alive() is not None
 
     def has_been_read(self) -> None:
-        """Call in a backward pass that has read what the last replay saved."""
+        """Call in a backward pass that has read the tensors of the last replay."""
         if not compat.keeps_graph():
             self.alive = None
 
     def has_saved(self, args: Sequence[Any]) -> bool:
-        """Whether a backward program is given what the last replay has saved."""
+        """Returns whether a backward program's inputs are those that the last replay has saved."""
         alive = None if self.alive is None else self.alive()
         return alive is not None and any(isinstance(a, Tensor) and _is_same(a, alive) for a in args)
 
 
 class Trial:
-    """Whether graphs pay: devices must be found waiting for their hosts, and steps must become shorter.
+    """Decides whether graphs pay: devices must be found waiting for their hosts, and steps must become shorter.
 
     Attributes:
         outcome: Empty until graphs were tried; then whether they stay, and why.
@@ -158,12 +158,12 @@ class Trial:
         self._since: float | None = None
         self._idle = False  # at the beginning of a backward pass of the step under way
         self._before = 0.0
-        self._left = 0  # steps until the trial is over
+        self._left = 0  # steps until the trial ends
         self.outcome = ""
 
     @property
     def host_is_late(self) -> bool:
-        """Whether the device had nothing to do when most of the last steps, or their backward passes, began.
+        """True if the device was idle when most of the last steps, or their backward passes, began.
 
         Where all gradients are reduced behind a backward pass, as at stage 1, the device is busy with that when a step
         begins, however late the host is.
@@ -197,33 +197,33 @@ class Trial:
         self._idle |= idle
 
     def start(self) -> None:
-        """Programs are recorded from now on."""
+        """Starts the trial: programs are recorded from now on."""
         if self._left == 0 and not self.outcome:
             self._before, self._left = self._seconds(), 2 * _WATCHED  # the first half may still record
 
     @property
     def failed(self) -> bool:
-        """Whether graphs were tried, and were no faster."""
+        """True if graphs were tried, and were no faster."""
         return "no faster" in self.outcome
 
     def _seconds(self) -> float:
-        """Mean of the last steps, but for the longest: behind it something else may have happened."""
+        """Mean seconds of the last steps, without the longest: something else may have happened in it."""
         return sum(sorted(self._times)[:-1]) / max(len(self._times) - 1, 1)
 
 
 class Replays:
-    """Says when the programs of one engine are recorded, and what they share.
+    """Decides when the programs of one engine are recorded, and holds their shared state.
 
     Args:
         runtime: ``_C.Runtime``.
         device: Where the programs run.
-        wanted: Whether there shall be graphs; ``"auto"``: where they pay.
-        limit: Bytes that the device's allocator may hand out; None: what there is.
+        wanted: Whether to use graphs; ``"auto"``: where they pay.
+        limit: Bytes that the device's allocator may hand out; None: no limit.
 
     Attributes:
-        reasons: Why programs, and what comes between them, are not recorded, by name.
-        recorded: How many graphs were recorded since all were dropped; those of swapped programs are gone.
-        replayed: Names of the programs, and of what comes between them, that were replayed.
+        reasons: The reasons why programs, or the work between them, are not recorded, by name.
+        recorded: The number of graphs recorded since all were dropped, without those of swapped programs.
+        replayed: Names of the programs, and of the work between them, that were replayed.
         enabled: Whether programs are recorded and replayed in the step under way.
     """
 
@@ -236,7 +236,7 @@ class Replays:
         self._agreed: Callable[[], bool] = lambda: True
         self._in_use = False
         self._failures = 0
-        self._fresh = 0  # runs of programs in the step before, each among the first ones of its program
+        self._fresh = 0  # runs in the step before that were among the first of their program
         self._seen = 0
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
@@ -249,12 +249,12 @@ class Replays:
 
     @property
     def outcome(self) -> str:
-        """What came of a trial; empty where none is over."""
+        """The outcome of the trial; empty if none has ended."""
         return "" if self._trial is None else self._trial.outcome
 
     @property
     def ready(self) -> bool:
-        """Whether this rank's programs have run often enough to be recorded, and it would pay."""
+        """True if this rank's programs have run often enough to be recorded, and recording would pay."""
         if not self.enabled or self._fresh > 0 or not any(follower.begins for follower in self._followers):
             return False
         return self._trial is None or self.recorded > 0 or (self._trial.host_is_late and self._has_room())
@@ -283,9 +283,9 @@ class Replays:
             _log.info("%s.", trial.outcome)
 
     def _has_room(self) -> bool:
-        """Whether a step's activations may lie on the device twice: in graphs' memory, and in what else may run.
+        """Returns whether a step's activations fit into memory twice: for graphs, and for programs without one.
 
-        With as much again to spare, for larger batches, and for validation.
+        As much again must be free, for larger batches, and for validation.
         """
         taken = torch.cuda.memory_allocated()
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - taken
@@ -294,19 +294,19 @@ class Replays:
         return torch.cuda.max_memory_allocated() - taken < 0.4 * free
 
     def agree(self, agreed: Callable[[], bool]) -> None:
-        """Says what tells whether all ranks are `ready`; it is asked where one would record."""
+        """Sets the function that tells whether all ranks are `ready`; it is called where one would record."""
         self._agreed = agreed
 
     @property
     def in_use(self) -> bool:
-        """Whether ranks have begun to record; the same on all of them, whatever comes of it on each."""
+        """True if ranks have begun to record; the same on all of them, even if recording fails on one."""
         if not self._in_use and self.enabled and self._agreed():
             self._in_use = True
             self._graphs.begin()
         return self._in_use
 
     def refuse(self, name: str, reason: str) -> None:
-        """Says why `name` is not recorded, where anything is."""
+        """Records the reason why `name` is not recorded, if anything is."""
         if self._trial is None or self._in_use:
             self.reasons[name] = reason
 
@@ -316,11 +316,11 @@ class Replays:
         return _ALL if self._trial is not None and self._trial.failed else self._failures
 
     def give_up(self) -> None:
-        """A program is not recorded any more, for what it does or finds in a step."""
+        """Counts a program of this rank that is not recorded any more, for what it does or finds in a step."""
         self._failures += 1
 
     def failed_on_ranks(self, least: int, most: int) -> None:
-        """Drops all graphs for good if ranks differ in them: what they gather, and when, would differ, too.
+        """Drops all graphs for good if ranks differ in them: their gathers, and the times of these, would differ, too.
 
         Args:
             least: The fewest `failures` of a rank.
@@ -333,40 +333,40 @@ class Replays:
             self._wanted = False
 
     def examine(self, gm: fx.GraphModule) -> Examined:
-        """Looks at the operators of a program, before it is lowered."""
+        """Examines the operators of a program, before it is lowered."""
         places = {node: place for place, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder")}
         writes = [n for n in gm.graph.nodes if n.target is torch.ops.aten.copy_.default and n.args[0] in places]
         return Examined(_obstacle(gm, self.device), tuple(sorted({places[node.args[0]] for node in writes})))
 
     def of(self, frame: Frame, program: Program, outputs: int, examined: Examined) -> ProgramGraphs:
-        """What runs one program.
+        """Returns the object that runs one program.
 
         Args:
             frame: Of its graph.
             program: The program.
             outputs: How many of a forward program's outputs are not saved.
-            examined: What is known of it.
+            examined: Facts about its operators.
         """
         graphs = ProgramGraphs(self, frame, program, outputs, examined)
         self.follow(graphs)
         return graphs
 
     def follow(self, follower: Follower) -> None:
-        """Tells `follower`, which is not kept alive, when all graphs are dropped."""
+        """Registers `follower`, which is held weakly: its `forget` is called when all graphs are dropped."""
         self._followers.add(follower)
 
     def may_record(self, runs: int) -> bool:
-        """Whether a program is recorded that has run so often; all ranks record in the same step."""
+        """Returns whether to record a program that has run so often; all ranks record in the same step."""
         if runs < _RUNS:
             self._seen += 1
             return False
         return self.ready and self._agreed() and self.in_use  # which begins it, before anything is recorded
 
     def record(self, run: Run, inputs: list[Any]) -> tuple[torch.cuda.CUDAGraph, Any, list[Any]]:
-        """Records what `run` issues; nothing of it reaches the device.
+        """Records the work that `run` issues; nothing of it reaches the device.
 
         Returns:
-            The graph, what the runtime knew around it, and the program's outputs.
+            The graph, the runtime's state around it, and the program's outputs.
         """
         if self._stream is None or not self._alive:  # a pool ends with the last graph in it
             self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
@@ -389,10 +389,10 @@ class Replays:
         return graph, recording, outputs
 
     def record_alone(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Records what `run` issues on the current stream, where programs are recorded already.
+        """Records the work that `run` issues on the current stream, where programs are recorded already.
 
         Returns:
-            The graph, and what `run` returned.
+            The graph, and the result of `run`.
         """
         return self._capture(run)
 
@@ -411,8 +411,8 @@ class Replays:
                 finally:
                     graph.capture_end()
         except BaseException:
-            # The generator still believes that it is recorded. The graphs that there are would draw from it, others
-            # from the copy: they go.
+            # The generator still believes that it is being recorded. Existing graphs would draw from it, others from
+            # the copy: so all graphs are dropped.
             generator.graphsafe_set_state(random)
             self._drop()
             raise
@@ -421,7 +421,7 @@ class Replays:
         return graph, result
 
     def explain(self, error: BaseException) -> None:
-        """Adds to an out-of-memory error what graphs have to do with it."""
+        """Adds a note on the memory of graphs to an out-of-memory error."""
         if self.recorded and isinstance(error, torch.OutOfMemoryError):
             error.add_note(
                 "CUDA graphs keep the memory of training steps, also while others compute: "
@@ -429,7 +429,7 @@ class Replays:
             )
 
     def fits(self, recording: Any) -> bool:
-        """Whether a replay would find the runtime as the recording did."""
+        """Returns whether a replay would find the runtime in the recording's state."""
         return bool(self._graphs.fits(recording))
 
     def launch(self, graph: _Graph, name: str) -> None:
@@ -438,12 +438,12 @@ class Replays:
         self._graphs.replayed(graph.recording, name)
 
     def launch_alone(self, graph: torch.cuda.CUDAGraph, name: str) -> None:
-        """Replays what was recorded by itself, and is called `name`."""
+        """Replays the graph called `name`, which was recorded by itself."""
         graph.replay()
         self.replayed.add(name)
 
     def give_back(self) -> int:
-        """Drops this rank's graphs, as the device is short of memory; no rank has graphs soon (`failed_on_ranks`).
+        """Drops this rank's graphs, as the device is short of memory; soon no rank has graphs (`failed_on_ranks`).
 
         Returns:
             Bytes that they had.
@@ -462,7 +462,7 @@ class Replays:
         return given
 
     def forget(self) -> None:
-        """Drops all graphs, and the memory that they take; what runs them goes on without."""
+        """Drops all graphs, and the memory that they take; programs then run without them."""
         self._drop()
         self._graphs.forget()
         self._pool = self._stream = None
@@ -475,14 +475,14 @@ class Replays:
 
 
 class ProgramGraphs:
-    """Runs one program: as it is, or as a graph.
+    """Runs one program, either directly or as a graph.
 
     Args:
-        replays: What all programs share.
-        frame: What it shares with its partner.
+        replays: The state that all programs share.
+        frame: The state that it shares with its partner.
         program: The program.
         outputs: How many of a forward program's outputs are not saved.
-        examined: What is known of it.
+        examined: Facts about its operators.
     """
 
     def __init__(self, replays: Replays, frame: Frame, program: Program, outputs: int, examined: Examined) -> None:
@@ -493,18 +493,18 @@ class ProgramGraphs:
         self._runs: Counter[Any] = Counter()
         self._graphs: dict[Any, list[_Graph]] = {}
         self._recorded = 0
-        self._before: list[weakref.ref[Tensor] | None] = []  # what the last run was given
+        self._before: list[weakref.ref[Tensor] | None] = []  # the inputs of the last run
         self._changing: set[int] = set()  # places of inputs that are not always the same tensor
 
     def swapped(self, program: Program) -> None:
-        """The program is another one now."""
+        """Call when the program was swapped."""
         self.forget()
         unknown = {i.op for i in program.schedule.instructions} - _RECORDABLE
         self._obstacle = self._own_obstacle or (f"it does {', '.join(sorted(unknown))}" if unknown else "")
 
     @property
     def begins(self) -> bool:
-        """Whether nothing is known that stands in the way of a recording."""
+        """True if nothing is known that prevents a recording."""
         return not self._obstacle and self._kind != "inference"
 
     def forget(self) -> None:
@@ -514,7 +514,7 @@ class ProgramGraphs:
         self._frame.saved, self._frame.graph, self._frame.alive = [], None, None
 
     def __call__(self, args: list[Any], run: Run) -> Sequence[Any]:
-        """Does what ``run(args)`` does."""
+        """Runs the program, either by ``run(args)`` or as a graph."""
         if not self._replays.enabled or self._kind == "inference":
             return run(args)
         if self._obstacle:
@@ -552,7 +552,7 @@ class ProgramGraphs:
         return self._replay(graph, args)
 
     def _graphs_for(self, key: Any) -> list[_Graph]:
-        """Those that were recorded with such numbers among the inputs."""
+        """The graphs that were recorded with the numbers in `key` among their inputs."""
         forward = self._frame.graph
         known = self._graphs if self._kind == "forward" or forward is None else forward.backward
         return known.setdefault(key, [])
@@ -628,7 +628,7 @@ def _obstacle(gm: fx.GraphModule, device: torch.device) -> str:
             return f"`{node.name}` is computed on {value.device}"
         if not isinstance(node.target, compat.OpOverload):
             continue
-        # Some operators have such shapes for some arguments alone: boolean indices, for one.
+        # Some operators have data-dependent shapes only for some arguments, such as boolean indices.
         shaped = torch.Tag.dynamic_output_shape in node.target.tags and not _has_fixed_shape(value)
         if shaped or not _HOSTS_WAIT.isdisjoint(node.target.tags):
             return f"the host waits in `{node.target}`"
@@ -640,7 +640,7 @@ def _has_fixed_shape(value: Any) -> bool:
 
 
 def _is_same(value: Tensor, known: Tensor) -> bool:
-    """Whether `value` is where `known`, whose memory is held, is, and looks like it."""
+    """Returns whether `value` is at the address of `known`, whose memory is held, with its shape and dtype."""
     return value is known or (
         value.data_ptr() == known.data_ptr() and value.shape == known.shape and value.dtype == known.dtype
     )

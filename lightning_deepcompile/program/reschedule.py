@@ -1,4 +1,4 @@
-"""Gives a program another schedule: the same regions in the same order, so nothing is compiled again."""
+"""Gives a program another schedule with the same regions in the same order, so nothing is compiled again."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["reschedule"]
 def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
     """Gives `program` another schedule.
 
-    Gathers, releases and copies may move, merge, split, appear and disappear; regions and waits stay in order. So do
-    gradients, but how they are grouped may change: a group goes anywhere behind the regions that make its gradients. A
-    reduction may change between every micro-batch and the boundary.
+    Gathers, releases and copies may move, merge, split, appear and disappear; regions and waits stay in order.
+    Gradients also stay in order, but may be grouped differently: a group can stand anywhere behind the regions that
+    make its gradients. A reduction may change between every micro-batch and the boundary.
 
     Args:
         program: The program.
-        schedule: The new schedule, of a program with the same structure. Sizes, and what makes gradients, are this
-            program's, whatever it says.
-        history: Name of the pass, or whatever else decided.
+        schedule: The new schedule, of a program with the same structure. Sizes, and the makers of gradients, are taken
+            from this program.
+        history: Name of the pass, or of whatever else decided.
 
     Returns:
-        The program with the new schedule; `program` is left as it is.
+        The program with the new schedule; `program` does not change.
 
     Raises:
         ScheduleError: If the schedule is not valid, or not one of this program.
@@ -36,7 +36,7 @@ def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
 
     def stays(instruction: Instruction) -> bool:
         if lowered and (instruction.functional or instruction.op in ("wait", "end")):
-            return False  # the first pass replaces the one by the other
+            return False  # the first pass replaces one by the other
         return instruction.traits.fixed
 
     def hands_over(instruction: Instruction) -> bool:

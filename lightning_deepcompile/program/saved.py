@@ -1,4 +1,4 @@
-"""Saved tensors: what a forward program computes and its backward program reads, and which of them may leave meanwhile.
+"""Saved tensors: those that a forward program makes and its backward program reads, and which of them may be offloaded.
 
 They are numbered by their place among the forward graph's outputs. ``meta["saved"]`` of a node is that number: on the
 value in a forward program, and on the placeholder in the backward program that belongs to it.
@@ -39,9 +39,9 @@ class Saved:
 def number_saved(forward: fx.GraphModule, num_outputs: int, computed: Collection[str]) -> dict[str, int]:
     """Numbers the saved tensors that may wait in host memory.
 
-    Left out is what would not free its memory by leaving (inputs, views of them, what the caller gets or what shares
-    memory with another output), what is no dense tensor, scalars (those of attention's random state are on the host
-    already), and what backward hands on without computing with it.
+    Not numbered are tensors whose memory would not be freed (inputs, views of them, results for the caller, those that
+    share memory with another output), tensors that are not dense, scalars (those of attention's random state are on the
+    host already), and tensors that backward hands on without computing with them.
 
     Args:
         forward: The partitioned forward graph.
@@ -49,7 +49,7 @@ def number_saved(forward: fx.GraphModule, num_outputs: int, computed: Collection
         computed: Names of those that backward computes with, and does nothing else with.
 
     Returns:
-        The numbers by name; the backward graph learns of them by `mark_saved`.
+        The numbers by name; `mark_saved` marks the backward graph with them.
     """
     (outputs,) = args_of(output_node(forward.graph))
     bases = Counter(_base(value) for value in outputs if isinstance(value, fx.Node))
@@ -65,7 +65,7 @@ def number_saved(forward: fx.GraphModule, num_outputs: int, computed: Collection
 
 
 def mark_saved(backward: fx.GraphModule, numbers: Mapping[str, int]) -> None:
-    """Notes the numbers that `number_saved` gave in the backward graph."""
+    """Marks the backward graph with the numbers that `number_saved` gave."""
     for node in backward.graph.nodes:
         if node.op == "placeholder" and node.name in numbers:
             node.meta["saved"] = numbers[node.name]
@@ -79,7 +79,7 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def _is_dense(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether a (fake) tensor has every element of its memory once: then it keeps its strides wherever it is copied.
+    """Returns whether a (fake) tensor has every element of its memory once: a copy then keeps its strides.
 
     Symbolic sizes count with their hints, as comparing them would specialize the program.
     """

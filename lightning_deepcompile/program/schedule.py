@@ -1,7 +1,7 @@
-"""A program's schedule as plain data: which instruction comes when, without the code that computes.
+"""A program's schedule as plain data: the order of its instructions, without the code that computes.
 
-Schedules are what passes change. Lowering writes the first one, in which everything that moves blocks; `reschedule`
-gives a program another one, and `codegen` writes the function that runs it.
+Passes change schedules. Lowering writes the first one, in which all communication blocks; `reschedule` gives a program
+another one, and `codegen` writes the function that runs it.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ ProgramKind = Literal["forward", "backward", "inference"]
 
 
 class ScheduleError(ValueError):
-    """A schedule that would compute something else, or use memory that is not there."""
+    """A schedule that would compute another result, or use memory that is not there."""
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One step of a schedule.
+    """An instruction of a schedule.
 
     Args:
-        op: What happens; `instructions.TABLE` says more of each.
+        op: Its name, a row of `instructions.TABLE`.
         ids: Parameters concerned, numbered within the model; of a ``compute``, those it reads; of copies, the saved
             tensors, or chunks of states in the order in which they step.
         sizes: Bytes per parameter: gathered, or of its whole gradient; of copies, per tensor or chunk.
         region: Name of the region that a ``compute`` runs, or that a ``gather_now`` is for; "" if for none.
         made: Of a group of gradients, the region that makes each; () means the last one before. Of a ``reduce_now``,
-            () means that its result is read, too, so that it stays.
+            () means that its result is read, too, so that the instruction stays.
     """
 
     op: Operation
@@ -73,7 +73,7 @@ class Instruction:
 
     @property
     def functional(self) -> bool:
-        """Whether it blocks for a region or its gradients, as lowering writes it: the first pass replaces it."""
+        """True if it blocks for a region or its gradients, as lowering writes it: the first pass replaces it."""
         return self.traits.effect[0] == "launch and wait" and bool(self.region or self.made)
 
     @functools.cached_property
@@ -83,7 +83,7 @@ class Instruction:
 
     @functools.cached_property
     def text(self) -> str:
-        """What happens, and with which parameters."""
+        """The operation, and the numbers of its parameters."""
         return f"{self.op} {self.ids}"
 
 
@@ -94,8 +94,8 @@ class Schedule:
     Args:
         name: The program's name.
         kind: The program's kind.
-        frame: Which captured graph it belongs to; a forward and its backward program share it.
-        instructions: What runs, in the order in which the host issues it.
+        frame: Number of the captured graph that it belongs to; a forward and its backward program share it.
+        instructions: The instructions, in the order in which the host issues them.
         kept: Parameters that a forward schedule leaves gathered, or that a backward schedule finds gathered.
         saved: Saved tensors that may leave the device between the two.
         content: Key of what the program computes and communicates, equal on all ranks and in every run.
@@ -119,12 +119,12 @@ class Schedule:
 
     @property
     def waits_for_states(self) -> bool:
-        """Whether it waits for optimizer states that leave the device."""
+        """True if it waits for optimizer states that leave the device."""
         return any(instruction.traits.effect == ("wait", "states") for instruction in self.instructions)
 
     @functools.cached_property
     def reductions(self) -> dict[int, Instruction]:
-        """Groups of gradients by position; all of them say which regions make them."""
+        """Groups of gradients by position, each with the regions that make them."""
         groups, last = {}, ""
         for position, instruction in enumerate(self.instructions):
             last = instruction.region or last
@@ -134,7 +134,7 @@ class Schedule:
 
     @functools.cached_property
     def waiting(self) -> list[int]:
-        """Bytes of gradients that wait for those of later regions, while each instruction runs."""
+        """Bytes of gradients that wait for those of later regions, at each instruction."""
         changes = [0] * (len(self.instructions) + 1)
         made = {self.instructions[position].region: position for position in self.at("compute")}
         for position, group in self.reductions.items():
@@ -148,7 +148,7 @@ class Schedule:
         return [i for i, instruction in enumerate(self.instructions) if instruction.op == op]
 
     def with_instructions(self, instructions: Iterable[Instruction], **changes: Any) -> Schedule:
-        """A copy that runs `instructions`."""
+        """Returns a copy that runs `instructions`."""
         return replace(self, instructions=tuple(instructions), **changes)
 
 
@@ -160,10 +160,10 @@ def first_gather_positions(instructions: Sequence[Instruction]) -> list[int]:
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Raises unless `schedule` can run: everything read is gathered and waited for, and nothing is left behind.
+    """Raises unless `schedule` can run: every parameter is gathered and waited for before it is read, and released.
 
-    What a forward program left gathered does not count: a backward program names all it reads in gathers of its own,
-    which find the parameter there and send nothing. So a schedule holds whatever ran before it.
+    Parameters that a forward program left gathered do not count: a backward program names all that it reads in gathers
+    of its own, which find the parameter there and send nothing. So a schedule is valid whatever ran before it.
 
     Args:
         schedule: The schedule.
@@ -213,7 +213,7 @@ def check_schedule(schedule: Schedule) -> None:
 
 
 def _check_reductions(schedule: Schedule) -> None:
-    computed = {""}  # of a gradient that is an input
+    computed = {""}  # the maker of a gradient that is an input
     ended = False
     for position, instruction in enumerate(schedule.instructions):
         computed.add(instruction.region)
@@ -230,7 +230,7 @@ def _check_reductions(schedule: Schedule) -> None:
 
 
 def check_copies(schedule: Schedule) -> None:
-    """Raises unless every saved tensor is copied when it is there, waited for, and back before it is read.
+    """Raises unless every saved tensor is copied after it is made, waited for, and back before it is read.
 
     Args:
         schedule: The schedule.

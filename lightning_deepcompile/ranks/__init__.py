@@ -1,1 +1,1 @@
-"""What processes ask and tell each other: exchange, order of collectives, meshes, failures; it knows no model."""
+"""Communication between processes: exchange, order of collectives, meshes, failures; it knows no model."""

@@ -1,7 +1,7 @@
-"""What processes ask each other: all decide alike as they know the same, and what fails on one rank fails on all.
+"""Exchanges values between processes: all ranks decide alike from them, and an error on one rank is raised on all.
 
-With many ranks, what everybody says is a lot: `exchange` makes as many objects on every rank as there are ranks, and is
-for what is rare. `maxima`, `alike`, `on_any` and `from_first` cost the same however many there are.
+`exchange` makes as many objects on every rank as there are ranks, and is for rare use. The cost of `maxima`, `alike`,
+`on_any` and `from_first` does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ T = TypeVar("T")
 
 
 def exchange(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What every rank of `group` passes, by rank; a collective, at setup or at an optimizer-step boundary.
+    """Returns the values that the ranks of `group` pass, by rank; a collective, at setup or an optimizer-step boundary.
 
     Args:
         mine: What this rank passes.
-        group: The ranks; None: all that there are, or this one alone before they know of each other.
+        group: The ranks; None: all ranks, or this one alone before the default group exists.
     """
     size = _size(group)
     if size == 1:
@@ -52,7 +52,7 @@ def exchange(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 @compat.never_a_frame
 def maxima(mine: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
-    """The largest of the ranks' numbers, place by place; a collective.
+    """Returns the largest of the ranks' numbers, place by place; a collective.
 
     Args:
         mine: This rank's; as many on every rank. Negated ones give the least. Integers up to 2^53 are exact.
@@ -66,12 +66,12 @@ def maxima(mine: Sequence[float], group: dist.ProcessGroup | None = None) -> lis
 
 
 def on_any(mine: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether it is so on any rank; a collective."""
+    """Returns whether `mine` is true on any rank; a collective."""
     return maxima([float(mine)], group)[0] > 0
 
 
 def alike(mine: str, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether all ranks say the same; a collective that sends a digest."""
+    """Returns whether all ranks pass the same text; a collective that sends a digest."""
     number = number_of(mine)
     most, least = maxima([float(number), -float(number)], group)
     return most == -least
@@ -83,7 +83,7 @@ def number_of(text: str) -> int:
 
 
 def from_first(mine: T, group: dist.ProcessGroup | None = None) -> T:
-    """What the first rank of `group` passes; a collective."""
+    """Returns the value that the first rank of `group` passes; a collective."""
     if _size(group) == 1:
         return mine
     box: list[Any] = [mine if dist.get_rank(group) == 0 else None]
@@ -96,7 +96,7 @@ def _size(group: dist.ProcessGroup | None) -> int:
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, str]:
-    """What `work` returns, or its error: a rank that failed alone would leave the others waiting for it."""
+    """Returns the result of `work`, or its error: if one rank raised alone, the others would wait for it."""
     try:
         return work(), ""
     except Exception as error:
@@ -105,7 +105,7 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, str]:
 
 
 class Asked:
-    """A question to the ranks' hosts that is under way; calling it waits for the answers.
+    """A pending question to the ranks' hosts; calling it waits for the answers.
 
     Args:
         wait: Waits, and returns the answers.
@@ -116,15 +116,15 @@ class Asked:
         self._wait, self.is_there = wait, is_there
 
     def __call__(self) -> list[int]:
-        """The answers."""
+        """Returns the answers."""
         return self._wait()
 
 
 class AnyRank:
-    """Asks whether things are so on any rank, or how many they are at most, as often as every batch.
+    """Asks whether things are so on any rank, or for the largest of the ranks' numbers; cheap enough for every batch.
 
-    Hosts ask each other, past the devices: a collective of devices would wait for a place among what they compute, and
-    a host that waits for it is as late with the next step.
+    The hosts communicate, not the devices: a device's collective would queue behind its compute, and a host that waits
+    for it is late with the next step by as much.
 
     Args:
         group: Of the ranks' CPUs.
@@ -134,7 +134,7 @@ class AnyRank:
         self._group = group
 
     def ask(self, *mine: int) -> Asked:
-        """Asks all questions at once. Call on all ranks.
+        """Sends this rank's answers to all questions. Call on all ranks.
 
         Args:
             *mine: To each question, this rank's answer.
@@ -143,7 +143,7 @@ class AnyRank:
             To each question the greatest answer, to wait for.
 
         Raises:
-            RuntimeError: If another rank has failed; so does what is returned.
+            RuntimeError: If another rank has failed; the returned object raises it, too.
         """
         if self._group.size() == 1:
             return Asked(lambda: list(mine))

@@ -1,7 +1,7 @@
-"""What is printed where a training fails: the user's own lines, and who failed first.
+"""Shortens the errors of a failed training to the user's own lines, and names the rank that failed first.
 
-An error passes through a hundred lines of loops and wrappers on its way out of a step, on every rank. And where one
-rank fails, the others fail at what they would have communicated with it: those errors say nothing of the cause.
+An error passes through a hundred lines of loops and wrappers on its way out of a step, on every rank. And if one rank
+fails, the others fail in their communication with it: those errors say nothing of the cause.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ STORE_GONE = (
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = (*(os.path.dirname(str(file)) + os.sep for file in (torch.__file__, lightning.__file__)), _PACKAGE)
-_DEFECTS = (AssertionError, AttributeError, LookupError, NameError, TypeError)  # of them the way is of interest
-_LONGEST = 4000  # characters of an error that others are told
-_MOMENT = 1.0  # seconds in which ranks fail with the same error
-_SILENCE = 3.0  # seconds after which a rank that says nothing while others fail to reach it is taken to hang
-# As processes tell each other: of gloo's and NCCL's errors PyTorch passes some on as plain RuntimeErrors.
+_DEFECTS = (AssertionError, AttributeError, LookupError, NameError, TypeError)  # their tracebacks are of interest
+_LONGEST = 4000  # characters of an error that other ranks are told
+_MOMENT = 1.0  # seconds within which ranks fail with the same error
+_SILENCE = 3.0  # seconds after which a silent rank that others cannot reach is taken to hang
+# PyTorch passes on some errors of gloo and NCCL as plain RuntimeErrors.
 _CLOSED = re.compile(r"closed by peer|reset by peer|broken pipe", re.IGNORECASE)
 _COMMUNICATION = re.compile(r"gloo|nccl|process group|connection (closed|reset)|broken pipe|communicat", re.IGNORECASE)
 
 
 class Failures:
-    """Lets ranks know which of them failed first.
+    """Tells all ranks which of them failed first.
 
     Args:
         store: Key-value store shared by the ranks.
@@ -53,7 +53,7 @@ class Failures:
 
     @classmethod
     def of_setup(cls) -> Failures | None:
-        """For what fails before there is an engine; None before processes know of each other. Call on all ranks."""
+        """Returns one for errors before there is an engine; None before the process group exists. Call on all ranks."""
         if not dist.is_initialized():
             return None
         store, rank = compat.store(), dist.get_rank()
@@ -62,14 +62,14 @@ class Failures:
         return cls(store, rank, dist.get_world_size(), f"lightning_deepcompile/setup{number}")
 
     def explain(self, error: BaseException, why_alone: str = "") -> None:
-        """Call before communication is ended: tells others of `error`; where it follows from another's, it says so.
+        """Tells other ranks of `error`, and names its cause on another rank; call before communication ends.
 
         Args:
-            error: What this rank fails with. If it is one of communication, and another rank has failed before, its
-                message becomes a line with that rank's error, and its traceback goes. If the first rank fails with the
-                same, that one prints it in full, and here it is one line. Where nobody failed with anything else, the
-                ranks that say nothing are named: they are late.
-            why_alone: What this rank knows of why communication failed; its traceback stays, which says where it was.
+            error: This rank's error. If it is one of communication, and another rank has failed before, its message
+                becomes a line with that rank's error, and its traceback is dropped. If the first rank fails with the
+                same error, only the first rank prints it in full. If no rank failed with another error, the silent
+                ranks are named: they are late.
+            why_alone: This rank's explanation of why communication failed; the traceback, which says where, stays.
         """
         if why_alone and _is_of_communication(error):
             _replace(error, why_alone, stays=True)
@@ -86,7 +86,7 @@ class Failures:
             elif _is_of_communication(error):
                 silent = self._said("silent") if _COMMUNICATION.search(first) else ""
                 text = f"Rank {self._rank} was left alone. The error of the rank that failed first, {first}"
-                # Where nobody failed with anything else, what this rank did alone may be the cause.
+                # If no rank failed with another error, something that this rank did alone may be the cause.
                 _replace(error, f"{silent} {text}".strip(), stays=_COMMUNICATION.search(first) is not None)
             elif self._rank != 0 and self._said("0", _MOMENT) == text:
                 _replace(error, f"As on rank 0, which prints it in full: {str(error).strip().partition(chr(10))[0]}")
@@ -95,9 +95,9 @@ class Failures:
                 error.args = (f"Rank {self._rank} was left alone: {STORE_GONE} {str(error).strip()}",)
 
     def _silent_ranks(self, gone: bool) -> str:
-        """A sentence on the ranks that do not fail, too, while this one cannot reach them; "" if there are none.
+        """Returns a sentence on ranks that do not fail but that this one cannot reach; "" if there are none.
 
-        The first rank that fails asks, so that one rank looks for all others, and not each.
+        Only the first rank that fails asks, so that not every rank looks for all others.
 
         Args:
             gone: Whether another process has closed a connection.
@@ -118,7 +118,7 @@ class Failures:
         )
 
     def _said(self, key: str, within: float = _SILENCE + _MOMENT) -> str:
-        """What a rank says under `key`; "" if it has not within so many seconds."""
+        """Returns the text that a rank stored under `key`; "" if there is none within so many seconds."""
         key, deadline = f"{self._key}/{key}", time.monotonic() + within
         while not self._store.check([key]):
             if time.monotonic() > deadline:
@@ -135,15 +135,16 @@ def _replace(error: BaseException, text: str, *, stays: bool = False) -> None:
 
 
 def failure_key(prefix: str) -> str:
-    """Under which the first error of any rank is kept."""
+    """The store's key for the first error of any rank."""
     return f"{prefix}/failure"
 
 
 def shorten(error: BaseException) -> None:
-    """Takes the lines of Lightning, PyTorch and this package that led to the user's last own one out of a traceback.
+    """Removes the lines of Lightning, PyTorch and this package before the user's last own line from a traceback.
 
-    What that line called stays: if it fails in a library, that is where to look. Of what this package refuses the last
-    line stays, as the message says what to do. Any other error without a line of the user's stays as it is.
+    The calls below that line stay: if it fails in a library, that is where to look. Of an error that this package
+    raises only the last line stays, as the message says what to do. An error without a line of the user's stays as it
+    is.
 
     Args:
         error: Is being handled.
@@ -157,7 +158,7 @@ def shorten(error: BaseException) -> None:
     called = frames[own[-1] + 1 :] if own else frames
     ours = bool(called) and called[-1].tb_frame.f_code.co_filename.startswith(_PACKAGE)
     if ours and not isinstance(error, _DEFECTS):
-        called = called[-1:]  # this package refuses something: its message says why
+        called = called[-1:]  # raised by this package: its message says why
     elif not own:
         return
     kept = [frames[index] for index in own] + called
@@ -173,6 +174,6 @@ def _is_of_communication(error: BaseException) -> bool:
 
 
 def is_of_library(file: str) -> bool:
-    """Returns whether code of PyTorch, Lightning or this package stands in `file`, or generated code."""
+    """Returns whether `file` belongs to PyTorch, Lightning or this package, or is generated code."""
     generated = file.startswith("<") and not file.startswith("<ipython")
     return generated or file.startswith(_LIBRARIES)

@@ -1,7 +1,7 @@
-"""What this rank's collectives did last, in the format of PyTorch's flight recorder.
+"""Writes this rank's last collectives in the format of PyTorch's flight recorder.
 
 ``torchfrtrace`` (``python -m torch.distributed.flight_recorder.fr_trace``) reads one such file of every rank, pairs
-their operations, and says which rank did not take part in which. PyTorch's own recorder knows its own process groups.
+their operations, and says which rank did not take part in which. PyTorch's own recorder covers only its process groups.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ History = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def write_flight_record(history: History, ranks: Ranks, communicator: str) -> Path | None:
-    """Writes the record where PyTorch's own recorder is told to, behind its name: ``<prefix>deepcompile_<rank>``.
+    """Writes the record next to that of PyTorch's own recorder: ``<prefix>deepcompile_<rank>``.
 
     Args:
         history: Of ``_C.Runtime.history``.
@@ -38,8 +38,8 @@ def write_flight_record(history: History, ranks: Ranks, communicator: str) -> Pa
         communicator: Of the runtime.
 
     Returns:
-        The file; None where the environment names no prefix (``TORCH_FR_DUMP_TEMP_FILE``), or nothing can be written,
-        of which a warning tells: a training that fails does so with its own error.
+        The file; None if the environment names no prefix (``TORCH_FR_DUMP_TEMP_FILE``), or writing fails, which only
+        warns: a training that fails does so with its own error.
     """
     prefix = next((os.environ[name] for name in _PREFIXES if os.environ.get(name)), "")
     if not prefix or ranks.world_size == 1:
@@ -55,7 +55,7 @@ def write_flight_record(history: History, ranks: Ranks, communicator: str) -> Pa
 
 
 def flight_record(history: History, ranks: Ranks, communicator: str) -> dict[str, Any]:
-    """The record as data.
+    """Returns the record as data.
 
     Args:
         history: Of ``_C.Runtime.history``.
@@ -63,10 +63,11 @@ def flight_record(history: History, ranks: Ranks, communicator: str) -> dict[str
         communicator: Of the runtime: ``"nccl"`` or ``"process_group"``.
 
     Returns:
-        What PyTorch's recorder pickles: ``entries``, oldest first, ``pg_config``, ``pg_status``, ``version``. Sizes are
-        bytes, one number for a group of tensors; the names of parameters are in an entry's ``frames``.
+        The dictionary that PyTorch's recorder pickles: ``entries``, oldest first, ``pg_config``, ``pg_status``,
+        ``version``. Sizes are bytes, one number for a group of tensors; the names of parameters are in an entry's
+        ``frames``.
     """
-    backend = "nccl" if communicator == "nccl" else "gloo"  # the format knows a few
+    backend = "nccl" if communicator == "nccl" else "gloo"  # the format allows only a few names
     entries: list[dict[str, Any]] = []
     config: dict[str, dict[str, str]] = {}
     status: dict[str, dict[str, Any]] = {}

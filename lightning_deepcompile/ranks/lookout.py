@@ -1,4 +1,4 @@
-"""A thread that does something every few seconds for an object, as long as that lives."""
+"""A thread that calls a method of an object every few seconds, for as long as the object lives."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Lookout:
     """Calls a method of an object every few seconds, from a thread.
 
     Args:
-        act: The bound method; its object is held weakly, and the thread ends with it. So it does when the store that
-            the method asks has ended.
+        act: The bound method; its object is held weakly, and the thread ends with it. It also ends when the store that
+            the method uses has ended.
         seconds: Between two calls.
         name: The thread's.
 
@@ -30,7 +30,7 @@ class Lookout:
             target=_run, args=(weakref.WeakMethod(act), seconds, stop), daemon=True, name=f"deepcompile {name}"
         )
         self.thread.start()
-        # At the interpreter's end, too: a thread that comes back from the store then would abort the process.
+        # Also at the interpreter's end: a thread that returns from the store then would abort the process.
         self._finalizer = weakref.finalize(self, _end, stop, self.thread, seconds)
 
     def end(self) -> None:
@@ -45,12 +45,12 @@ def _run(method: weakref.WeakMethod[Callable[[], None]], seconds: float, stop: t
             return
         try:
             act()
-        except (RuntimeError, dist.DistError):  # the store has ended, and with it all that could be asked
+        except (RuntimeError, dist.DistError):  # the store has ended
             return
         del act
 
 
 def _end(stop: threading.Event, thread: threading.Thread, seconds: float) -> None:
     stop.set()
-    if thread is not threading.current_thread():  # which may be the last to know the object
+    if thread is not threading.current_thread():  # which may hold the last reference to the object
         thread.join(seconds)

@@ -1,8 +1,8 @@
-"""Hosts of all ranks meet at certain places of a training, and learn at once if they are not at the same one.
+"""Compares where the hosts of all ranks are in a training, at fixed places, and raises at once if they diverge.
 
-A rank that has one batch less than another leaves the epoch while the other begins a step; a rank that runs the model
-alone waits for others that have gone on. What they would communicate next has no partner, or a wrong one. So whatever
-all ranks must do together begins with a question between the hosts, and each says with it where it is.
+A rank with one batch less leaves the epoch while the others begin a step; a rank that runs the model alone waits for
+others that have gone on. Their next collectives would have no partner, or a wrong one. So whatever all ranks must do
+together begins with a question between the hosts, and each host tells its place with it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Where(enum.IntEnum):
     STATE = 6
 
     def describe(self, count: int) -> str:
-        """Returns what a rank does there, to follow "Rank n".
+        """Describes what a rank does there, to follow "Rank n".
 
         Args:
             count: Batches that it has begun.
@@ -69,10 +69,11 @@ _ADVICE: dict[Where | frozenset[Where], str] = {
 
 
 class Meetings:
-    """Asks the other ranks' hosts, and compares where they are.
+    """Asks the other ranks' hosts, and compares their places.
 
     Args:
-        group: Of the ranks' CPUs; for nothing else, so that no other operation of a rank that is elsewhere answers.
+        group: Of the ranks' CPUs; used for nothing else, so that no other operation of a diverged rank is taken for an
+        answer.
         questions: How many more numbers a meeting may exchange.
         watch: Says where ranks are if one waits for long.
 
@@ -90,19 +91,20 @@ class Meetings:
         self.over = False
 
     def meet(self, where: Where, *mine: int) -> Asked:
-        """Says where this rank is. Call on all ranks.
+        """Tells the others where this rank is. Call on all ranks.
 
         Args:
             where: The place.
-            *mine: Questions whether something is so on any rank, or how many it are at most: this rank's answers.
+            *mine: This rank's answers to further questions: whether something is so on any rank, or for a largest
+                number.
 
         Returns:
             To each question the greatest answer, to wait for.
 
         Raises:
-            RanksPartedError: Does what is returned, if another rank is elsewhere, or has made another number of
+            RanksPartedError: Raised by the returned object if another rank is elsewhere, or has made another number of
                 optimizer steps.
-            RuntimeError: If another rank has failed; so does what is returned.
+            RuntimeError: If another rank has failed; the returned object raises it, too.
         """
         if self.over:
             return Asked(lambda: list(mine))
@@ -115,7 +117,7 @@ class Meetings:
         def wait() -> list[int]:
             last, first, most, least, *rest = answers()
             _compare_places(-first, last)
-            if where not in (Where.EVALUATION, Where.EVALUATED):  # where nobody trains, and ranks go on at their pace
+            if where not in (Where.EVALUATION, Where.EVALUATED):  # nobody trains there: numbers may differ
                 _compare_steps(-least, most)
             return rest[: len(mine)]
 

@@ -1,4 +1,4 @@
-"""The device mesh that the strategy's arguments ask for."""
+"""Makes the device mesh that the strategy's arguments ask for."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MeshArgument = tuple[int, int] | DeviceMesh | Literal["auto"]
 
 
 def check_mesh(device_mesh: Any, *, hybrid: bool) -> None:
-    """Raises for meshes on which parameters cannot be sharded, as far as that is known before there are processes.
+    """Raises for meshes on which parameters cannot be sharded, as far as that is known before processes start.
 
     Args:
         device_mesh: The argument.
         hybrid: Whether FSDP's name of the sharding strategy asks for a 2-D mesh.
 
     Raises:
-        ValueError: For another mesh than 1-D and 2-D ones, and where the two contradict each other.
+        ValueError: For meshes that are not 1-D or 2-D, and if the arguments contradict each other.
     """
     if device_mesh is None or (isinstance(device_mesh, str) and device_mesh == "auto"):
         return
@@ -42,7 +42,7 @@ def check_mesh(device_mesh: Any, *, hybrid: bool) -> None:
 
 
 def sharing_groups(world_size: int, per_node: int) -> list[int]:
-    """How many neighbouring ranks may share the parameters where nodes are not split.
+    """Returns the numbers of neighbouring ranks that may share the parameters without splitting nodes.
 
     Args:
         world_size: Number of ranks, node by node.
@@ -59,7 +59,7 @@ def sharing_groups(world_size: int, per_node: int) -> list[int]:
 
 
 def smallest_that_fits(needs: Sequence[int], room: int) -> int:
-    """Which group of ranks shares the parameters.
+    """Chooses the group of ranks that shares the parameters.
 
     Args:
         needs: Bytes that a rank needs with each group, from the smallest group to that of all ranks.
@@ -79,7 +79,7 @@ def make_mesh(
     world_size: int,
     per_node: int,
 ) -> DeviceMesh:
-    """The mesh to train on; a collective of all ranks.
+    """Makes the mesh to train on; a collective of all ranks.
 
     Args:
         device_mesh: The strategy's argument, or what was chosen for ``"auto"``; None: all ranks share the parameters,

@@ -1,4 +1,4 @@
-"""Ranks take the same path through a step: other collectives, or in another order, would hang or mix up data.
+"""Ensures that ranks take the same path through a step: other collectives, or another order, would hang or mix up data.
 
 A path is what communicates in a step, one after another: programs, parameters that uncompiled code reads, the end of a
 backward pass and of the step. What all ranks have met at a place before, none compares again while it is the only way
@@ -8,9 +8,9 @@ compiled by now: from there on it may go another way than those that were there 
 all the same is compared over the rendezvous store, without collectives; a rank that has gone on the usual way meanwhile
 says so from a thread.
 
-Where hosts find that ranks go on differently, these take turns: what one of them is about to run communicates with all
-others, which gather and release the same, and have zeros where it has gradients. So a graph that one rank's sizes make
-another one (a dimension of one is none to a compiler) trains as it does under DDP.
+If the hosts find that ranks go on differently, the ranks take turns: what one of them is about to run communicates with
+all others, which gather and release the same parameters, and contribute zeros for its gradients. So a step in which one
+rank's sizes give it another graph (a dimension of size one is treated specially) trains as it does under DDP.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class ProgramMismatchError(RuntimeError):
 
 
 class _Place:
-    """A place in a step, and what all ranks have gone on to from there.
+    """A place in a step, and the ways that all ranks have taken from there.
 
     Attributes:
-        ways: What any rank has gone on to.
-        next: Where that led, by what different ranks went on to at once.
-        waited_for: Whether ranks ask there that were further than those that come to it.
+        ways: The ways that any rank has taken.
+        next: The place that each way led to, by the ways that different ranks took at once.
+        waited_for: Whether ranks that were further on ask there for those that come to it.
     """
 
     __slots__ = ("next", "waited_for", "ways")
@@ -73,7 +73,7 @@ class _Place:
 class Agreement:
     """Compares the ranks' paths.
 
-    A rank that meets a new shape recompiles alone; as long as its new program communicates like the one that was agreed
+    A rank with a new shape recompiles alone; as long as its new program communicates like the one that was agreed
     on, it need not wait for anybody.
 
     Args:
@@ -125,10 +125,10 @@ class Agreement:
         self._lookout: Lookout | None = None
 
     def begin(self, name: str) -> None:
-        """Call when a step begins, on all ranks.
+        """Begins a step; call on all ranks.
 
         Args:
-            name: The step's: all ranks are in the same one, as the trainer's loops see to that.
+            name: The step's: all ranks are in the same one, which the trainer's loops ensure.
 
         Raises:
             ProgramMismatchError: If other ranks have not come to the end of the one before.
@@ -144,7 +144,7 @@ class Agreement:
         self._compares_all = self._batch = None
 
     def end(self) -> None:
-        """Ends the step, if one has begun; call on all ranks. Raises as `begin`."""
+        """Ends the step, if one has begun; call on all ranks. Raises like `begin`."""
         if self._place is not None:
             self._go_on(_END)
             self._place = None
@@ -171,21 +171,23 @@ class Agreement:
         self._met.add(what)
 
     def compare_all(self, wanted: Callable[[], bool]) -> None:
-        """Lets hosts ask each other wherever this step communicates; call on all ranks, when it has begun.
+        """Makes hosts ask each other wherever this step communicates; call on all ranks, when it has begun.
 
         Args:
-            wanted: Whether they shall, the same on all ranks; called where it is to be known.
+            wanted: Returns whether they shall, the same on all ranks; called when the answer is needed.
         """
         self._compares_all = functools.cache(wanted)
 
     def check(self, signature: str) -> Callable[[], None] | None:
-        """Call before a program runs, on all ranks.
+        """Compares the next program with other ranks'; call on all ranks before it runs.
 
         Args:
-            signature: What the program about to run communicates, one collective a line; empty: nothing.
+            signature: The collectives of the program, one a line; empty: none.
 
         Returns:
-            What is to be called when it has run: takes part in what other ranks run in its place. None: nothing.
+            A function to call when the program has run: it takes part in the programs that other ranks run in its
+                place. None:
+            nothing to call.
 
         Raises:
             ProgramMismatchError: Names a rank that goes on otherwise, and the first differing collective.
@@ -197,7 +199,7 @@ class Agreement:
         return behind
 
     def check_uncompiled(self, kind: str, parameters: Sequence[tuple[int, str]]) -> Callable[[], None] | None:
-        """As `check`, for what code outside of programs is about to communicate.
+        """Compares, like `check`, what code outside of programs is about to communicate.
 
         Args:
             kind: ``"gather"`` or ``"reduce"``.
@@ -209,7 +211,7 @@ class Agreement:
         return self._go_on("\n".join([f"{kind} of code that was not compiled", *lines]))
 
     def check_exchange(self, signature: str) -> None:
-        """As `check`, for what all ranks must do together, so that none can take part in it without.
+        """Compares, like `check`, an exchange that all ranks must join: no rank can take part in it for another's sake.
 
         Args:
             signature: What they exchange.
@@ -218,16 +220,16 @@ class Agreement:
             self._go_on(f"{signature}\n{EXCHANGES}all ranks")
 
     def end_backward(self) -> None:
-        """Call when a backward pass has run, on all ranks, before anybody looks at gradients."""
+        """Compares the end of a backward pass; call on all ranks when it has run, before gradients are read."""
         if self._world_size > 1 and self._place is not None:
             self._go_on(_END_OF_BACKWARD)
 
     def passed(self) -> None:
-        """Call on all ranks where a step can be seen to have gone on: another rank may wait for this one behind it."""
+        """Counts progress within a step, which another rank may wait to see; call on all ranks."""
         self._at = (self._at[0], self._at[1] + 1)
 
     def forget(self) -> None:
-        """Compares everything again; call on all ranks between the same two steps, when programs are swapped."""
+        """Discards all comparisons so far; call on all ranks between the same two steps, when programs are swapped."""
         self._steps.clear()
         self._met.clear()
         self._place, self._places, self._last = None, 0, None
@@ -238,8 +240,8 @@ class Agreement:
             return
         self._lookout.end()
         self._lookout = None
-        with contextlib.suppress(RuntimeError, dist.DistError):  # the store has ended, and so has who would look
-            self._say_where()  # to a rank that is not that far, and is going to ask
+        with contextlib.suppress(RuntimeError, dist.DistError):  # the store has ended, and with it whoever would look
+            self._say_where()  # to a rank that is behind, and is going to ask
 
     def _go_on(self, text: str) -> Callable[[], None] | None:
         place = self._place = self._place or _Place()
@@ -259,12 +261,12 @@ class Agreement:
         return wanted or place.waited_for or len(place.ways) != 1
 
     def _follow(self, *texts: str) -> None:
-        """Goes on to the next place, the same one on all ranks."""
+        """Moves on to the next place, the same one on all ranks."""
         assert self._place is not None
         place = self._place.next.get(texts)
         if place is None:
             if self._last is None and self._places >= _MOST_PLACES:
-                # Paths that follow from data, like layers that are left out at random, hardly ever come again.
+                # Paths that depend on data, like layers that are skipped at random, hardly ever repeat.
                 self._steps.clear()
                 self._last = {}
             place = _Place(len(set(map(_moment, texts))) > 1)
@@ -335,9 +337,9 @@ class Agreement:
         )
 
     def _meet(self, text: str, place: _Place) -> None:
-        """Compares a digest with that of the rank that was first; texts are there of that rank and of one that differs.
+        """Compares a digest with that of the first rank; only the first rank and one that differs store their texts.
 
-        However many ranks there are, each asks the store the same few things while it is not kept waiting.
+        Each rank makes the same few requests to the store, whatever the number of ranks, while it is not kept waiting.
         """
         key = f"{self._prefix}/round{self._rounds}"
         self._waits = True
@@ -352,8 +354,8 @@ class Agreement:
             if self._store.add(f"{key}/alike", 1) == self._world_size:
                 self._store.set(f"{key}/all", "")
             self._wait_for_all(key, text, place)
-            self._clean_up(self._rounds - 1)  # which nobody reads any more, as all have come to this one
-            # The first rank's process may serve the store, and end with this step: the others hear first.
+            self._clean_up(self._rounds - 1)  # nobody reads it any more: all have come to this round
+            # The first rank's process may serve the store, and end with this step: the others read first.
             if self._store.add(f"{key}/heard", 1) == self._world_size:
                 self._store.set(f"{key}/over", "")
             if self._rank == 0:
@@ -363,7 +365,7 @@ class Agreement:
             self._waits = False
 
     def _clean_up(self, number: int) -> None:
-        """Takes a round's keys out of the store: every rank its own, the first one those of all."""
+        """Deletes a round's keys from the store: each rank its own, the first one the shared ones."""
         key, names = f"{self._prefix}/round{number}", [str(self._rank), f"at{self._rank}"]
         if self._rank == 0:
             names += ["asked", "first", "alike", "all", "heard", "over"]
@@ -393,7 +395,7 @@ class Agreement:
                 raise self._left(text, f"rank {other} {what}.")
 
     def _appears(self, wanted: str, unwanted: str, seconds: float) -> bool:
-        """Whether `wanted` comes in time; not if `unwanted` does.
+        """Returns whether `wanted` appears in time, and before `unwanted`.
 
         The store's own `wait` has the socket print a warning each time that it gives up.
         """
@@ -407,7 +409,7 @@ class Agreement:
         return True
 
     def _first_missing(self, key: str) -> int:
-        """The first rank that has not come, found by halves."""
+        """Finds the first rank that has not come, by bisection."""
         low, high = 0, self._world_size - 1
         while low < high:
             middle = (low + high) // 2
@@ -418,7 +420,7 @@ class Agreement:
         return low
 
     def _told(self, value: bytes) -> tuple[int, str]:
-        """A rank, and what it goes on to."""
+        """Returns a rank, and what it goes on to."""
         rank, _, text = value.decode().partition(" ")
         return int(rank), text
 
@@ -436,7 +438,7 @@ class Agreement:
         return (steps, events) > self._at
 
     def tell(self) -> None:
-        """Says where this rank is, if another one waits for it and this one does not."""
+        """Tells where this rank is, if another one waits for it and this one does not."""
         if not self._waits and self._store.check([f"{self._prefix}/round{self._rounds}/asked"]):
             self._say_where()
 
@@ -468,7 +470,7 @@ _IN_FORWARD, _IN_BACKWARD, _LATER, _LAST = range(4)
 
 
 def _moment(text: str) -> int:
-    """Returns when in a step it comes: what communicates gradients must do so in the pass that all ranks are in."""
+    """Returns when in a step a text's communication comes: gradients must be reduced in the pass of all ranks."""
     if text.startswith(("backward", "reduce")):
         return _IN_BACKWARD
     return {_END_OF_BACKWARD: _LATER, _END: _LAST}.get(text, _IN_FORWARD)

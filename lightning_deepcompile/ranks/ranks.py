@@ -1,4 +1,4 @@
-"""Which ranks share the parameters, and which hold the same shards."""
+"""The ranks that share the parameters, and those that hold the same shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Ranks"]
 
 
 class Ranks:
-    """The data-parallel ranks: every one computes on its own data.
+    """The data-parallel ranks: each computes on its own data.
 
     On a 1-D mesh they all share the parameters. On a 2-D mesh (hybrid sharding) the ranks of a row do, and every row
     holds them once: the ranks of a column are replicas of each other.
@@ -26,10 +26,10 @@ class Ranks:
 
     Attributes:
         mesh: The mesh.
-        placements: How parameters lie on it: shards of dim 0 on its last dimension.
-        shards: Among how many ranks each parameter is divided.
-        shard_rank: Which of the shards this rank holds.
-        replicas: How many ranks hold the same shards.
+        placements: The placements of parameters on it: shards of dim 0 on its last dimension.
+        shards: The number of ranks among which each parameter is divided.
+        shard_rank: The index of the shards that this rank holds.
+        replicas: The number of ranks that hold the same shards.
         world_size: Number of all ranks.
 
     Raises:
@@ -86,10 +86,10 @@ class Ranks:
         return found
 
     def new_host_group(self, *, alone: bool = False, **settings: Any) -> dist.ProcessGroup:
-        """A process group of all the ranks' CPUs, made if `group` is not one; a collective.
+        """Returns a process group of all the ranks' CPUs, `group` itself if it is one; a collective.
 
         Args:
-            alone: Whether it is made in any case, so that nobody else communicates in it.
+            alone: Whether to make a new one in any case, so that nobody else communicates in it.
             **settings: As for ``torch.distributed.new_group``.
 
         Raises:
@@ -106,7 +106,7 @@ class Ranks:
             ) from error
 
     def distribute(self, rows: Tensor, shape: Sequence[int], stride: Sequence[int]) -> DTensor:
-        """A DTensor of global `shape` and `stride` of which this rank holds `rows`; no communication."""
+        """Returns a DTensor of global `shape` and `stride` of which this rank holds `rows`; no communication."""
         return DTensor.from_local(
             rows, self.mesh, self.placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
         )

@@ -1,8 +1,8 @@
-"""Where all ranks are, said when one has waited for the others for a while.
+"""Reports where all ranks are when one has waited for the others for a while.
 
 A rank that hangs in its loader, or in a hook, says nothing, and the others wait until the timeout of the process group.
-So each rank has a thread that looks whether the rank goes on. If it does not, it asks the threads of the others over
-the rendezvous store where their ranks are, and tells it.
+So each rank has a thread that checks whether the rank makes progress. If it does not, the thread asks those of the
+other ranks, over the rendezvous store, where their ranks are, and reports it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NOT_THE_USERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstd
 
 
 class Watch:
-    """Follows where this rank is, and says where all are if it stays there while others are elsewhere.
+    """Tracks where this rank is, and reports where all are if it stays there while others are elsewhere.
 
     Args:
         store: Key-value store shared by the ranks.
@@ -52,10 +52,10 @@ class Watch:
         self._lookout: Lookout | None = None
 
     def come_to(self, place: str, advice: str = "") -> None:
-        """Call when this rank comes to a place.
+        """Sets this rank's place.
 
         Args:
-            place: The place, behind "rank n". Ranks at the same place are taken to compute, or to wait for a device.
+            place: The place, to follow "rank n". Ranks at one place are assumed to compute, or to wait for a device.
             advice: What to do if the others do not come there.
         """
         now = time.monotonic()
@@ -77,7 +77,7 @@ class Watch:
             self._tell(number)
 
     def _answer(self) -> None:
-        """Answers what others have asked since the last time."""
+        """Answers the questions of other ranks since the last time."""
         asked = self._store.add(f"{self._prefix}/asked", 0)
         if asked == self._answered:
             return
@@ -86,7 +86,7 @@ class Watch:
         for number in range(self._answered + 1, asked + 1):
             self._store.set(f"{self._prefix}/{number}/{self._rank}", mine)
         self._answered = asked
-        self._next = max(self._next, time.monotonic() + 3 * self.after)  # another rank is about to tell
+        self._next = max(self._next, time.monotonic() + 3 * self.after)  # another rank is about to report
 
     def _tell(self, number: int) -> None:
         known: dict[int, list[Any]] = {}
@@ -99,14 +99,14 @@ class Watch:
                 self._store.delete_key(f"{self._prefix}/{number}/{rank}")
                 missing.remove(rank)
             time.sleep(_LOOK_SECONDS / 10)
-        if self._place[2] != since:  # this rank has gone on meanwhile
+        if self._place[2] != since:  # this rank has moved on meanwhile
             return
         self._next = time.monotonic() + self.after
         places = {place for place, *_ in known.values()}
         if len(places) == 1 and not missing:
             return
-        self._next = math.inf  # it is told once
-        # One rank of each place; of as many as there is room for.
+        self._next = math.inf  # reported once
+        # One rank for each place, for as many as there is room.
         first = {place: rank for rank, (place, *_) in sorted(known.items(), reverse=True)}
         lines = []
         for rank in sorted(first.values())[:_SHOWN]:
@@ -120,7 +120,7 @@ class Watch:
 
 
 def _line_of(thread: int) -> str:
-    """The innermost line of the user's own in which a thread of this process is; "" if it is in none."""
+    """The innermost line of the user's code that a thread of this process is in; "" if there is none."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         file = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""``python -m lightning_deepcompile report PROFILE.json``: plans a measured step, and draws it."""
+"""``python -m lightning_deepcompile report PROFILE.json``: plans a measured step, and writes a report of it."""
 
 from __future__ import annotations
 

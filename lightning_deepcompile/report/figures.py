@@ -1,6 +1,6 @@
 """The charts of a report, drawn by Plotly.
 
-Plotly is the library, as its wheel brings the JavaScript that a page without network needs, it depends on two small
+Plotly was chosen because its wheel contains the JavaScript for a page without network, it depends on two small
 packages, and it draws horizontal bars with a base (a timeline), stacked areas and shared axes that zoom together.
 """
 
@@ -48,7 +48,7 @@ def _plotly() -> Any:
 
 
 def library() -> str:
-    """Plotly's JavaScript, for a page that shows what `to_html` returns without network.
+    """Plotly's JavaScript, for a page that shows the results of `to_html` without network.
 
     Raises:
         ChartsMissing: If Plotly is not installed.
@@ -57,7 +57,7 @@ def library() -> str:
 
 
 def to_html(figure: go.Figure, name: str) -> str:
-    """A figure as part of a page that holds `library`.
+    """Returns a figure as part of a page that contains `library`.
 
     Args:
         figure: The figure.
@@ -73,13 +73,13 @@ def step_figure(
     schedules: Sequence[Schedule],
     profile: Profile,
 ) -> go.Figure:
-    """The streams of a step above the memory that it takes; both zoom together.
+    """Draws the streams of a step above its memory; both zoom together.
 
     Args:
-        events: What streams do.
+        events: The work of streams.
         memory: Of one rank's device.
         schedules: The programs of a micro-batch, which give the blocks their order.
-        profile: Knows the budget.
+        profile: Has the budget.
     """
     plotly = _plotly()
     lanes = [lane for lane in LANES if any(event.lane == lane for event in events)]
@@ -99,7 +99,7 @@ def step_figure(
         template="plotly_white",
         height=2 * max(42 * len(lanes), 190) + 160,
         margin={"l": 120, "r": 20, "t": 80, "b": 50},
-        uniformtext={"minsize": 9, "mode": "hide"},  # names that do not fit appear when one zooms in
+        uniformtext={"minsize": 9, "mode": "hide"},  # names that do not fit appear on zooming in
         barmode="overlay",
         bargap=0.25,
         hovermode="closest",
@@ -139,7 +139,7 @@ def _bars(plotly: Any, events: Sequence[Event], lane: str, order: Sequence[str])
 
 
 def _add_memory(plotly: Any, figure: go.Figure, memory: Sequence[MemoryAt], profile: Profile) -> str:
-    """Returns the unit of the axis."""
+    """Draws the memory; returns the unit of the axis."""
     most = max((sum(moment.sizes) for moment in memory), default=0)
     unit, scale = next((unit, scale) for unit, scale in _UNITS.items() if most >= scale or scale == 1)
     moments = [moment.seconds * 1e3 for moment in memory]
@@ -209,7 +209,7 @@ def _views(events: Sequence[Event], begin: float, end: float) -> dict[str, Any]:
 
 
 def passes_figure(done: Round) -> go.Figure:
-    """The step as predicted behind each pass, beside what was measured before and after.
+    """Draws the step as predicted after each pass, beside the measurements before and after.
 
     Args:
         done: A round of planning.
@@ -249,7 +249,7 @@ def passes_figure(done: Round) -> go.Figure:
 
 
 def scaling_figure(points: Sequence[ScalingPoint]) -> go.Figure:
-    """Weak scaling as a step's duration, and strong scaling as a speed-up, over the number of ranks.
+    """Draws weak scaling as a step's duration, and strong scaling as a speed-up, over the number of ranks.
 
     Args:
         points: In order of their ranks.

@@ -1,4 +1,4 @@
-"""A device's memory over a predicted step, by what it holds."""
+"""Divides a device's memory over a predicted step by kind of content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = ("shards", "optimizer states", "other", "gathered parameters", "gradient
 
 
 class MemoryAt(NamedTuple):
-    """Memory at a moment.
+    """The memory at one moment.
 
     Args:
         seconds: From the step's begin; negative for what the step before has launched.
@@ -29,26 +29,25 @@ class MemoryAt(NamedTuple):
 
 
 def memory_by_kind(prediction: Prediction, schedules: Sequence[Schedule], profile: Profile) -> list[MemoryAt]:
-    """Takes predicted memory apart.
+    """Divides predicted memory by kind.
 
-    A profile's regions have what the allocator counted, less what the runtime holds. The least of that in a step is
-    what stays: shards, states, and others. What comes on top of it are activations. Where the allocator does not count
-    (CPU), regions have activations alone, and shards and states are added.
+    The memory of a profile's regions is the allocator's count, less the runtime's part. The least of that in a step is
+    permanent: shards, states, and others. The rest are activations. If the allocator does not count (CPU), regions have
+    activations alone, and shards and states are added.
 
     Args:
-        prediction: What the simulator says.
+        prediction: The simulator's.
         schedules: The programs of a micro-batch.
-        profile: Of the step; knows the sizes of shards and states.
+        profile: Of the step; has the sizes of shards and states.
 
     Returns:
-        The most memory while each instruction is issued, in the host's order; and the end. A region's moment is when
-        it computes, though a host that runs ahead has allocated before; what lies between two regions comes behind
-        the first.
+        The most memory while each instruction is issued, in the host's order; and the end. A region's moment is when it
+        computes, though a host that runs ahead has allocated before; instructions between two regions follow the first.
     """
     shards, states = profile.resident.shards, profile.resident.states
     rest = [point.bytes - point.arena - point.gradients - point.states + point.away for point in prediction.memory]
     stays = 0 if profile.host_computes else min(rest, default=0)
-    if not profile.host_computes:  # what is measured has them in it
+    if not profile.host_computes:  # the measurement includes them
         shards = min(shards, stays)
         states = min(states, stays - shards)
     other = max(stays - shards - states, 0)
@@ -57,7 +56,7 @@ def memory_by_kind(prediction: Prediction, schedules: Sequence[Schedule], profil
         if span.stream == "compute":
             computed[span.label].append(span)
     moments: list[MemoryAt] = []
-    last: float | None = None  # when the region before was over
+    last: float | None = None  # the end of the region before
     for point, size in zip(prediction.memory, rest, strict=True):
         schedule = schedules[point.schedule]
         runs = computed[f"{schedule.name}/{schedule.instructions[point.instruction].region}"]

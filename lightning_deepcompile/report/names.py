@@ -1,4 +1,4 @@
-"""Names of blocks for people: what a group of parameters or a region belongs to, in few words."""
+"""Names of blocks for people: the block that a group of parameters or a region belongs to, in few words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["blocks_of", "compress", "describe"]
 
 
 def blocks_of(instruction: Instruction, schedule: Schedule, profile: Profile) -> list[str]:
-    """The blocks that an instruction of `schedule` works for; none where the profile has no names of them."""
+    """The blocks that an instruction of `schedule` works for; none if the profile has no names of them."""
     if instruction.region:
         known = profile.labels.regions.get(f"{schedule.name}/{instruction.region}", "")
         names = [name for name in known.split(", ") if name]
@@ -21,7 +21,7 @@ def blocks_of(instruction: Instruction, schedule: Schedule, profile: Profile) ->
 
 
 def describe(instruction: Instruction, schedule: Schedule, profile: Profile) -> str:
-    """The blocks as one text; without names, the region or what is moved."""
+    """The blocks as one text; without names, the region or the moved values."""
     if blocks := blocks_of(instruction, schedule, profile):
         return compress(blocks)
     if instruction.region:

@@ -1,4 +1,4 @@
-"""The report as one file of HTML that needs no network."""
+"""Writes the report as one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write_page(record: StepRecord, path: str | Path) -> Path:
     """Writes the report of a step.
 
     Args:
-        record: What it shows.
+        record: The contents.
         path: The file; its folder is made if there is none.
 
     Returns:
@@ -64,7 +64,7 @@ def write_page(record: StepRecord, path: str | Path) -> Path:
 
 
 def page(record: StepRecord) -> str:
-    """The report as text; arguments and errors as of `write_page`."""
+    """Returns the report as text; arguments and errors as of `write_page`."""
     sections = [
         ("step", "The step, stream by stream", _step(record)),
         ("planning", "What planning changed", _planning(record)),
@@ -216,7 +216,7 @@ def _purpose(name: str) -> str:
 
 
 def _compared(done: Round) -> str:
-    """Predicted beside measured."""
+    """Compares predictions with measurements."""
     rows = []
     if done.passes and done.before_seconds > 0:
         first = done.passes[0]

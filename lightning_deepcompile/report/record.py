@@ -1,4 +1,4 @@
-"""What a report is made of: a measured step, the schedules in use, and what planning did."""
+"""The contents of a report: a measured step, the schedules in use, and the rounds of planning."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _SHOWN_MICRO_BATCHES = 2
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Everything that a report shows.
+    """The contents of a report.
 
     Args:
         profile: The measured step; None if no step was measured.
         schedules: The programs of a micro-batch as they run now, in order; none without a profile.
-        rounds: What planning did.
-        summary: What was compiled; None where only a profile is known.
+        rounds: The rounds of planning.
+        summary: The summary of a run; None if only a profile is known.
         programs: The printed programs, by name.
         scaling: The step on more ranks; none unless asked for.
     """
@@ -41,11 +41,11 @@ class StepRecord:
     scaling: Sequence[ScalingPoint] = ()
 
     def predict(self) -> Prediction | None:
-        """The step as the simulator sees it; None without a profile."""
+        """Simulates the step; None without a profile."""
         return None if self.profile is None else simulate(self.schedules, self.profile)
 
     def shortened(self) -> StepRecord:
-        """The record of a step of at most two micro-batches: those between the first and the last are alike."""
+        """Returns the record of a step of at most two micro-batches: those between the first and the last are alike."""
         if self.profile is None or self.profile.micro_batches <= _SHOWN_MICRO_BATCHES:
             return self
         return replace(self, profile=replace(self.profile, micro_batches=_SHOWN_MICRO_BATCHES))
@@ -56,8 +56,8 @@ def plan_record(profile: Profile, passes: Sequence[Pass], settings: PlanSettings
 
     Args:
         profile: The profile.
-        passes: What plans it.
-        settings: What the passes follow.
+        passes: The passes that plan it.
+        settings: The choices that passes follow.
 
     Returns:
         A record with one round, of which nothing was measured afterwards.

@@ -1,4 +1,4 @@
-"""What each stream does when, with the names of blocks: a simulated step as events."""
+"""A simulated step as events: the work of each stream over time, with the names of blocks."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _OF_STREAM: dict[StreamName, str] = {
 
 @dataclass(frozen=True)
 class Event:
-    """Something that a stream does.
+    """A piece of work of a stream.
 
     Args:
         lane: One of `LANES`.
         name: The blocks that it is for.
-        detail: The program, and what happens.
+        detail: The program, and the action.
         block: The first of the blocks; "" where none is known.
         program: Name of the program that it belongs to; "" for the optimizer and copies of its states.
         start: In seconds from the step's begin; negative for what the step before has launched.
@@ -64,15 +64,15 @@ class Event:
 
 
 def timeline(prediction: Prediction, schedules: Sequence[Schedule], profile: Profile) -> list[Event]:
-    """The events of a predicted step.
+    """Returns the events of a predicted step.
 
     Args:
-        prediction: What the simulator made of `schedules`.
+        prediction: The simulation of `schedules`.
         schedules: The programs of a micro-batch.
-        profile: Knows names.
+        profile: Has the names.
 
     Returns:
-        Runs of programs, then what streams do, in the order in which the host issues it.
+        Runs of programs, then the work of streams, in the order in which the host issues it.
     """
     sources: dict[str, tuple[Schedule, Instruction]] = {}
     for schedule in schedules:
@@ -81,7 +81,7 @@ def timeline(prediction: Prediction, schedules: Sequence[Schedule], profile: Pro
     events = []
     for span in prediction.spans:
         if span.stream not in _OF_STREAM:
-            continue  # the trainer's own time is before the step
+            continue  # the trainer's own time precedes the step
         lane = "optimizer" if span.label == "optimizer" else _OF_STREAM[span.stream]
         name, detail, block, program = span.label, span.label, "", ""
         if span.label in sources:
@@ -97,7 +97,7 @@ def timeline(prediction: Prediction, schedules: Sequence[Schedule], profile: Pro
 
 
 def _programs(events: Sequence[Event], schedules: Sequence[Schedule]) -> list[Event]:
-    """When each run of a program computes."""
+    """Returns the intervals in which each run of a program computes."""
     runs: list[Event] = []
     kinds = {schedule.name: schedule.kind for schedule in schedules}
     firsts = {f"{s.name}: {s.instructions[position].region}" for s in schedules for position in s.at("compute")[:1]}
@@ -113,7 +113,7 @@ def _programs(events: Sequence[Event], schedules: Sequence[Schedule]) -> list[Ev
 
 
 def block_order(schedules: Sequence[Schedule], profile: Profile) -> list[str]:
-    """All blocks, in the order in which programs compute with them first."""
+    """All blocks, in the order in which programs first compute with them."""
     found: dict[str, None] = {}
     for schedule in schedules:
         for position in schedule.at("compute"):

@@ -37,7 +37,7 @@ def write_trace(record: StepRecord, path: str | Path) -> Path:
 
 
 def trace_text(record: StepRecord) -> str:
-    """The step as JSON: a thread for each stream, counters of memory by kind.
+    """Returns the step as JSON: a thread for each stream, counters of memory by kind.
 
     Args:
         record: Of a measured step.

@@ -1,4 +1,4 @@
-"""The compiled runtime as Python sees it: loading the extension, and what the tracer must know of its operators."""
+"""The compiled runtime's Python side: loads the extension, and registers what the tracer needs of its operators."""
 
 from lightning_deepcompile.runtime import dc
 from lightning_deepcompile.runtime.extension import ExtensionNotBuiltError, load_extension

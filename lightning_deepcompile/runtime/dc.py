@@ -14,9 +14,9 @@ A step is::
     dc.end_backward(graph_id=0)     # for every graph; gradients are complete afterwards
     optimizer.step()                # on the shards; the next start_forward() gathers anew
 
-The operators may stand in functions that `torch.compile` compiles, with any backend: every call happens, in the order
-of the calls, whether somebody reads its result or not. What they take and return is the caller's. Values come from
-those that wait: what ``allgather_param`` and ``offload_tensor`` return stands for a tensor, without its values.
+The operators may be used in functions that `torch.compile` compiles, with any backend: every call is made, in the order
+of the calls, whether its result is read or not. The caller owns arguments and results. Values come from the operators
+that wait: ``allgather_param`` and ``offload_tensor`` return a handle to a tensor, without its values.
 ``torch.ops.dc.free_tensors`` is refused there.
 """
 
@@ -123,7 +123,7 @@ class _Front:
             runtime.close()
 
     def drop(self) -> None:
-        """Ends without the peers, which may have ended before: at interpreter exit nobody waits for anybody."""
+        """Ends the runtime without its peers, which may have ended: at interpreter exit no rank waits for another."""
         self._runtime = None
 
 
@@ -145,8 +145,8 @@ def init(
         pg: The data-parallel ranks. NCCL communicators of the runtime's own are made from it; on CPU it is used itself.
         config: Mapping or object with any of the fields ``symmetric_memory`` (bool: groups of 32 MiB and more are
             gathered by copy engines between the GPUs of one host; by NCCL's kernels, with a warning that says why,
-            where they cannot), ``double_buffer`` (bool: collect gradients while others are
-            reduced), ``free_activation_threshold`` (int: fewest elements that `free_tensors` frees), and for debugging
+            where they cannot), ``double_buffer`` (bool: collect gradients while others are reduced),
+            ``free_activation_threshold`` (int: fewest elements that `free_tensors` frees), and for debugging
             ``sync_before_reduce``, ``sync_after_reduce``, ``sync_before_allgather``, ``sync_after_allgather`` (bool:
             wait for the device).
         initial_reduce_bucket_size: Elements of gradients that are reduced together. A larger gradient travels alone.
@@ -190,7 +190,7 @@ def register_param(
 ) -> None:
     """Registers a parameter, for any stage.
 
-    With the same id again, tensors of the same shape and dtype replace those before.
+    If the id is registered already, the new tensors replace the old ones; shape and dtype must be the same.
 
     Args:
         ds_id: The parameter's id, from 0 on.
@@ -230,12 +230,12 @@ def register_graph_z1(graph_id: int, ds_ids: Sequence[int]) -> None:
 
 
 def register_graph_z2(graph_id: int, ds_ids: Sequence[int]) -> None:
-    """As `register_graph_z1`, but gradients are reduced with every backward pass."""
+    """Registers a graph like `register_graph_z1`, but gradients are reduced with every backward pass."""
     _register_graph(graph_id, ds_ids, 2)
 
 
 def register_graph_z3(graph_id: int, ds_ids: Sequence[int]) -> None:
-    """As `register_graph_z2`, but parameters are sharded between their uses."""
+    """Registers a graph like `register_graph_z2`, but parameters are sharded between their uses."""
     _register_graph(graph_id, ds_ids, 3)
 
 
@@ -251,32 +251,32 @@ def set_persistent(ds_id: int) -> None:
 
 
 def update_param_grad_buffer(ds_id: int, grad_buffer: Tensor) -> None:
-    """Gives a parameter another gradient buffer, like the one before; that one keeps its values."""
+    """Replaces a parameter's gradient buffer by one like it; the old one keeps its values."""
     _front.runtime.gradients.replace(ds_id, grad_buffer)
 
 
 def invalidate_gathered_param(ds_id: int) -> None:
-    """Forgets the gathered form of one parameter, whose shards changed."""
+    """Discards the gathered form of one parameter, whose shards changed."""
     _front.runtime.parameters.invalidate(ds_id)
 
 
 def clear_all_gathered_params() -> None:
-    """Forgets the gathered form of all parameters."""
+    """Discards the gathered form of all parameters."""
     _front.runtime.parameters.invalidate()
 
 
 def enable_profiling(enable: bool) -> None:
-    """Switches the profiling mode: shapes and memory as ever, but nothing is communicated and values are undefined."""
+    """Switches the profiling mode: the usual shapes and memory, but no communication and undefined values."""
     _front.runtime.passes.enable_profiling(enable)
 
 
 def is_profiling() -> bool:
-    """Whether the profiling mode is on."""
+    """Returns whether the profiling mode is on."""
     return _front.present is not None and _front.runtime.passes.profiling
 
 
 def start_forward() -> None:
-    """Opens a forward pass. After an update, gathered parameters and accumulated gradients start anew."""
+    """Opens a forward pass. After an update, parameters are gathered again and gradients accumulate from zero."""
     _front.runtime.passes.start_forward()
 
 
@@ -299,7 +299,7 @@ def start_backward(update: bool) -> None:
 
 
 def end_backward(graph_id: int) -> None:
-    """Ends a graph's backward pass: its gradients are complete for whatever is queued from now on.
+    """Ends a graph's backward pass: its gradients are complete for all work that is queued afterwards.
 
     Raises:
         RuntimeError: If there is no backward pass, or a reduction failed.
@@ -309,7 +309,7 @@ def end_backward(graph_id: int) -> None:
 
 
 def free_tensors(tensors: Sequence[Tensor]) -> None:
-    """Gives up tensors of at least ``free_activation_threshold`` elements: each becomes an empty tensor.
+    """Frees tensors of at least ``free_activation_threshold`` elements: each becomes an empty tensor.
 
     Raises:
         ValueError: If one of them is in use: a gathered or registered tensor, one of a group of gradients that is being
@@ -319,7 +319,7 @@ def free_tensors(tensors: Sequence[Tensor]) -> None:
 
 
 def reset() -> None:
-    """Forgets all graphs, and what a step has left behind; parameters and buffers stay. Does nothing before `init`."""
+    """Forgets all graphs and the state that a step has left, not parameters and buffers. No effect before `init`."""
     if _front.present is not None:
         _front.runtime.reset()
 

@@ -20,7 +20,7 @@ def load_extension() -> ModuleType:
     """Imports ``lightning_deepcompile._C`` and registers the operators' fake kernels and derivatives.
 
     Returns:
-        The extension module; it offers ``Runtime`` and ``build_info``.
+        The extension module; it has ``Runtime`` and ``build_info``.
 
     Raises:
         ExtensionNotBuiltError: If the extension was not built or does not load with this PyTorch.

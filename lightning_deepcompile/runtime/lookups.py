@@ -1,13 +1,13 @@
-"""Operators that look up rows of a sharded table where the rows are: what a graph shows of an exchanged embedding.
+"""Operators that look up rows of a sharded table where the rows are: an exchanged embedding in a graph.
 
-A gather moves the whole table to every rank, and its gradient, nearly all zeros, back. These move the indices to the
-ranks that hold the rows, the rows back, and the gradient's rows likewise: with few tokens per rank a small part of the
-bytes (vocabulary-parallel embeddings, known from Megatron-LM, without dividing any arithmetic).
+A gather moves the whole table to every rank, and its gradient, nearly all zeros, back. These operators move the indices
+to the ranks that hold the rows, the rows back, and the gradient's rows likewise: with few tokens per rank a small part
+of the bytes (vocabulary-parallel embeddings, known from Megatron-LM, without dividing any arithmetic).
 
-How many tokens a rank has is its own affair, and a rank may meet a new number at any time. So the ranks' processes
-agree, in every pass, on the most that any has (`most_indices`, on the host, before anything is launched): every rank
-sends that many, and all take the whole table instead where that is less. Like the operators of `statistics`, each takes
-a result of the one before it, which keeps their order in every rank's program.
+The number of tokens may differ between ranks and steps. So the ranks' processes agree, in every pass, on the largest
+number (`most_indices`, on the host, before anything is launched): every rank sends that many, and all ranks gather the
+whole table instead if that is less. Like the operators of `statistics`, each takes a result of the one before it, which
+keeps their order in every rank's program.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OTHERS = "If another rank failed, look at its error first; else ranks took diff
 
 @torch.library.custom_op("lightning_deepcompile::most_indices", mutates_args=(), tags=_WAITS)
 def most_indices(indices: Tensor, name: str, host_group: str, after: Tensor | None = None) -> Tensor:
-    """The number of indices of the rank that has most.
+    """Returns the largest number of indices that any rank has.
 
     Args:
         indices: This rank's, of any shape.
@@ -169,7 +169,7 @@ def look_up_gradient(
         by_row = _gather_padded(by_row, limit, ranks)
     mine = everybody - ranks.rank() * shard_rows
     elsewhere = (mine < 0) | (mine >= shard_rows) | (everybody == padding)
-    # One row more, which takes what belongs to other ranks, and which is told to the operator as padding.
+    # One more row, for the indices of other ranks; the operator is told that it is padding.
     mine = mine.masked_fill(elsewhere, shard_rows)
     terms = by_row.to(torch.promote_types(dtype, torch.float32)) / ranks.size()
     total = torch.ops.aten.embedding_dense_backward(terms, mine, shard_rows + 1, shard_rows, False)
@@ -200,13 +200,13 @@ look_up.register_autograd(_backward, setup_context=_remember)
 
 
 def lookup_ops() -> tuple[compat.OpOverload, ...]:
-    """The operators of this module, as they stand in graphs."""
+    """The operators of this module, as they appear in graphs."""
     names = torch.ops.lightning_deepcompile
     return names.most_indices.default, names.look_up.default, names.look_up_gradient.default
 
 
 def looked_up(arguments: tuple[Any, ...]) -> str:
-    """The name of the table, among the arguments of one of `lookup_ops`."""
+    """The name of the table, from the arguments of one of `lookup_ops`."""
     return next(argument for argument in arguments if isinstance(argument, str))
 
 
@@ -215,7 +215,7 @@ def _prefers_whole(most: int, ranks: dist.ProcessGroup, rows: int) -> bool:
 
 
 def _gather_padded(mine: Tensor, length: int, ranks: dist.ProcessGroup) -> Tensor:
-    """Every rank's `mine`, each filled up to `length` rows: with -1, an index that no rank has."""
+    """Gathers every rank's `mine`, each filled up to `length` rows with -1, an index that no rank has."""
     if len(mine) < length:
         mine = torch.cat([mine, mine.new_full((length - len(mine), *mine.shape[1:]), -1)])
     everybody = mine.new_empty(ranks.size() * length, *mine.shape[1:])
@@ -224,7 +224,7 @@ def _gather_padded(mine: Tensor, length: int, ranks: dist.ProcessGroup) -> Tenso
 
 
 def _check(indices: Tensor, rows: int, name: str) -> None:
-    """Raises for an index out of range: no rank has its row, and what comes back would be another's."""
+    """Raises for an index out of range: no rank has its row, and the result would be another row."""
     fits = ((indices >= 0) & (indices < rows)).all()
     text = f"An index into {name!r} is out of range: it has {rows} rows."
     if indices.is_cuda:

@@ -1,10 +1,10 @@
-"""What the tracer must know of the runtime's operators: output shapes (fake kernels) and derivatives.
+"""Registers with the tracer the output shapes (fake kernels) and derivatives of the runtime's operators.
 
-``dc::gather`` and ``dc::reduce`` are all that AOTAutograd ever sees of the distribution. They are plain functions of
-tensors: a gather returns a fresh full parameter, its derivative reduces the full gradient to a fresh shard. Dynamo sees
+AOTAutograd sees nothing of the distribution but ``dc::gather`` and ``dc::reduce``. They are plain functions of tensors:
+a gather returns a fresh full parameter, its derivative reduces the full gradient to a fresh shard. Dynamo sees
 ``dc::parameter``: a gather whose result is a leaf, as parameters are, so that code that asks for ``requires_grad`` or
-``is_leaf`` hears what it does in one process. Everything that is scheduled (launching early, waiting, releasing) comes
-after the graph is partitioned, as operators with side effects that no tracer sees.
+``is_leaf`` gets the same answer as in one process. Everything that is scheduled (launching early, waiting, releasing)
+is added after the graph is partitioned, as operators with side effects that no tracer sees.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def reduce_op() -> compat.OpOverload:
 
 
 def gathers_of(gm: torch.fx.GraphModule) -> None:
-    """Makes gathers of the parameters that a graph of Dynamo's reads, its subgraphs included."""
+    """Turns the parameters that a Dynamo graph reads, in its subgraphs too, into gathers."""
     parameter = torch.ops.dc.parameter
     for module in gm.modules():
         if isinstance(module, torch.fx.GraphModule):
@@ -44,7 +44,7 @@ def gathers_of(gm: torch.fx.GraphModule) -> None:
 
 
 def _parameter(shard: Tensor, ds_id: int, size: list[int], dtype: torch.dtype) -> Tensor:
-    if type(shard) is not compat.FakeTensor:  # nothing but Dynamo calls it so
+    if type(shard) is not compat.FakeTensor:  # only Dynamo calls it so
         return torch.ops.dc.gather(shard, ds_id, size, dtype)
     with torch.no_grad():
         return torch.ops.dc.gather(shard, ds_id, size, dtype).requires_grad_(shard.requires_grad)
@@ -138,8 +138,8 @@ def register() -> None:
     for name, fake in _FAKES.items():
         torch.library.register_fake(f"dc::{name}", fake)
     for name in _FAKES.keys() - set(_FUNCTIONS):
-        # Else dead code elimination drops them where nobody reads their result, equal ones become one, and nothing
-        # keeps them in their order.
+        # Otherwise dead code elimination drops them if no result is read, equal calls become one, and nothing keeps
+        # their order.
         operator = getattr(torch.ops.dc, name).default
         torch.fx.node.has_side_effect(operator)
         mark_effectful(operator)

@@ -1,7 +1,7 @@
-"""Operators that take rows apart and put a loss together: what a graph shows of what is computed in pieces.
+"""Operators that split rows and assemble a loss: computation in pieces, as a graph shows it.
 
-Regions are cut between pieces. A partitioner sees that a loss's gradients belong to forward; it would move as much of
-them into backward as saves bytes, and that is not the same for every number of rows.
+Regions are cut between pieces. A partitioner that saw that a loss's gradients belong to forward would move as many of
+them into backward as saves bytes, and that differs between numbers of rows.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ __all__ = ["complete_loss", "piece_ops", "take_piece", "take_piece_op"]
 
 @torch.library.custom_op("lightning_deepcompile::take_piece", mutates_args=())
 def take_piece(rows: Tensor, start: int, stop: int, after: Tensor | None = None) -> Tensor:
-    """Copies a piece of what is computed of rows.
+    """Copies a piece of a tensor of rows.
 
-    A copy, and no view: pieces of equal sizes are then equal to a compiler, which compiles what reads them once.
+    It copies rather than returning a view, so that pieces of equal sizes are equal to a compiler, which compiles the
+    code that reads them once.
 
     Args:
         rows: Shape ``(n, ...)``.
         start: First row.
         stop: Behind the last row.
-        after: What must be there first. What backward computes again depends on its gradient so: otherwise a compiler
-            would take it for what forward has computed, and save that.
+        after: A tensor that must be computed first. It makes recomputation in backward depend on the gradient:
+            otherwise a compiler would take it for what forward has computed, and save that.
 
     Returns:
         Shape ``(stop - start, ...)``, dense.
@@ -42,11 +43,11 @@ def _(rows: Tensor, start: int, stop: int, after: Tensor | None = None) -> Tenso
 
 @torch.library.custom_op("lightning_deepcompile::complete_loss", mutates_args=())
 def complete_loss(loss: Tensor, gradients: Sequence[Tensor]) -> Tensor:
-    """Copies a loss when its gradients are there.
+    """Copies a loss once its gradients are computed.
 
     Args:
         loss: One number.
-        gradients: What backward will scale.
+        gradients: The tensors that backward will scale.
 
     Returns:
         The loss.
@@ -60,10 +61,10 @@ def _(loss: Tensor, gradients: Sequence[Tensor]) -> Tensor:
 
 
 def take_piece_op() -> compat.OpOverload:
-    """`take_piece`, as it stands in graphs."""
+    """`take_piece`, as it appears in graphs."""
     return torch.ops.lightning_deepcompile.take_piece.default
 
 
 def piece_ops() -> tuple[compat.OpOverload, ...]:
-    """All operators of this module, as they stand in graphs: they do nothing but to copy."""
+    """All operators of this module, as they appear in graphs: they only copy."""
     return take_piece_op(), torch.ops.lightning_deepcompile.complete_loss.default

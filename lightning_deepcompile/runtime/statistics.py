@@ -1,8 +1,8 @@
-"""Operators that share batch statistics among ranks: what a graph shows of ``nn.SyncBatchNorm``.
+"""Operators that share batch statistics among ranks: ``nn.SyncBatchNorm`` in a graph.
 
 They are collectives inside of compute. Operators of one graph need not depend on each other, and a compiler may reorder
-them: each takes the result of the one before it, which `program/normalize.py` fills in. In another order than another
-rank's, collectives of equal size would mix layers' statistics without an error.
+them: so each takes the result of the one before it, which `program/normalize.py` fills in. If ranks ran them in
+different orders, collectives of equal size would mix layers' statistics without an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["gather_statistics", "statistics_ops", "sum_statistics_gradients"]
     "lightning_deepcompile::gather_statistics", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
 )
 def gather_statistics(statistics: Tensor, group: str, ranks: int, after: Tensor | None = None) -> Tensor:
-    """Gathers a vector of every rank.
+    """Gathers one vector from every rank.
 
     Args:
         statistics: This rank's, of shape ``(n,)``.
@@ -49,7 +49,7 @@ def _(statistics: Tensor, group: str, ranks: int, after: Tensor | None = None) -
     "lightning_deepcompile::sum_statistics_gradients", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
 )
 def sum_statistics_gradients(gradients: Tensor, group: str, after: Tensor | None = None) -> Tensor:
-    """The derivative of `gather_statistics`: what all ranks' losses say of this rank's vector.
+    """The derivative of `gather_statistics`: the sum of the gradients that all ranks' losses give this rank's vector.
 
     Args:
         gradients: Of what was gathered, by this rank's loss, ``(ranks, n)``.
@@ -82,6 +82,6 @@ gather_statistics.register_autograd(_gather_backward, setup_context=_remember_gr
 
 
 def statistics_ops() -> tuple[compat.OpOverload, ...]:
-    """The operators of this module, as they stand in graphs."""
+    """The operators of this module, as they appear in graphs."""
     names = torch.ops.lightning_deepcompile
     return names.gather_statistics.default, names.sum_statistics_gradients.default

@@ -1,1 +1,1 @@
-"""Parameters and gradients as shards, and what code sees in their place, compiled or not; no graph is made here."""
+"""Parameters and gradients as shards, and the objects that code sees instead, compiled or not; makes no graph."""

@@ -1,9 +1,9 @@
-"""Reading ``module.weight`` of a sharded module: a gather while a step or the module itself runs, else the shard.
+"""Reads ``module.weight`` of a sharded module: a gather while a step or the module itself runs, otherwise the shard.
 
 The owning module's class is replaced by a subclass with one property per sharded parameter. Dynamo inlines the
 property, so the graph shows ``dc.gather(shard, ...)`` where the parameter was read, without graph breaks, hooks or
-patches. `state_dict`, `named_parameters` and checkpoints read ``_parameters`` and keep their keys. The idea is
-SimpleFSDP's.
+patches. `state_dict`, `named_parameters` and checkpoints read ``_parameters`` and keep their keys. The idea comes from
+SimpleFSDP.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ __all__ = [
     "uninstall_access",
 ]
 
-# A parameter's leaf and its number are attributes of the module, side by side: Dynamo takes up, and guards on, every
-# container on the way to a value, and every value of one. The number is a text: integers of modules are inputs of a
-# compiled step (`compat.step_settings`), and symbols once another training has shown other ones.
+# A parameter's leaf and its number are separate attributes of the module: Dynamo turns every container on the way to a
+# value, and every value in it, into inputs and guards. The number is a text: integers of modules are inputs of a
+# compiled step (`compat.step_settings`), and symbols once another training has had other ones.
 _LEAF, _ID = "_dc_leaf_{}", "_dc_id_{}"
 _STATE = "_dc_step_state"
 _RNN_WEIGHTS = "_flat_weights"
@@ -47,13 +47,13 @@ _BY_HAND = frozenset({"data", "grad", "is_leaf", "requires_grad"})
 
 
 class StepState:
-    """Tells eager code what reading a parameter means; shared by all modules of one strategy.
+    """Determines the meaning of reading a parameter in eager code; shared by all modules of one strategy.
 
     Attributes:
-        path: Gathers for code that is not compiled; None while nothing may.
+        path: Gathers for code that is not compiled; None while no code may gather.
         whole: True while whole parameters are in place of the shards: nothing is gathered.
-        keeper: What runs the modules, which thereby lives as long as they do; None if whoever made it keeps it.
-        twins: What is pickled of parameters.
+        keeper: The object that runs the modules, kept alive by them; None if its maker keeps it.
+        twins: The pickled forms of parameters.
     """
 
     __slots__ = ("keeper", "path", "twins", "whole")
@@ -69,7 +69,7 @@ class StepState:
 
     @contextlib.contextmanager
     def holding_whole(self) -> Iterator[None]:
-        """Inside, whole parameters are in place of the shards; may be nested."""
+        """Returns a context in which whole parameters are in place of the shards; may be nested."""
         before, self.whole = self.whole, True
         try:
             yield
@@ -79,8 +79,8 @@ class StepState:
 
 def _parameter_property(name: str, size: tuple[int, ...], dtype: torch.dtype, by_hand: bool) -> property:
     leaf_name, id_name = _LEAF.format(name), _ID.format(name)
-    # The tracer looks each name up anew. This function is True to the tracer alone: other threads that read parameters
-    # while this one compiles, and code that a compiler runs, read as they do at any time.
+    # The tracer resolves each name when it traces. This function is True only for the tracer: other threads that read
+    # parameters while this one compiles, and code that a compiler runs, read as usual.
     is_traced, parameter = torch.compiler.is_dynamo_compiling, torch.ops.dc.parameter
 
     @compat.never_a_frame
@@ -89,11 +89,11 @@ def _parameter_property(name: str, size: tuple[int, ...], dtype: torch.dtype, by
         if is_traced():
             return parameter(getattr(self, leaf_name), int(getattr(self, id_name)), size, dtype)
         # Eager code outside of a step and of the module's own call gets the shard: reading an attribute must never
-        # start a collective that other ranks know nothing of.
+        # start a collective that other ranks do not expect.
         state, own = self.__dict__[_STATE], self._parameters[name]
         path = state.path
         if path is None or path.is_idle or state.whole or not isinstance(own, DTensor):
-            return own  # a tensor that `torch.func.functional_call` has put there, too
+            return own  # a tensor that `torch.func.functional_call` may have put there
         return path.read(self, own, by_hand=by_hand)
 
     return property(read, doc=f"The parameter `{name}`: gathered while it is computed with, else this rank's shard.")
@@ -102,9 +102,9 @@ def _parameter_property(name: str, size: tuple[int, ...], dtype: torch.dtype, by
 def _call_property() -> property:
     is_traced = torch.compiler.is_dynamo_compiling
 
-    # Users call parts of their model in hooks, to generate a sample, say; all ranks must, as with FSDP. PyTorch asks
-    # for this attribute in every call of a module. A `__call__` of our own would do, but Dynamo goes straight to
-    # `forward` only where the call is PyTorch's own.
+    # Users call parts of their model in hooks, to generate a sample, say; all ranks must do so, as with FSDP. PyTorch
+    # reads this attribute in every call of a module. A `__call__` of our own would do, but Dynamo goes straight to
+    # `forward` only if the call is PyTorch's own.
     @compat.never_a_frame
     def inner_call(self: nn.Module) -> Callable[..., Any] | None:
         own = self.__dict__.get(compat.INNER_CALL)  # of a module that the user compiled by itself
@@ -128,7 +128,7 @@ def _call_gathering(module: nn.Module, own: Callable[..., Any] | None, *args: An
 
 
 def property_codes() -> frozenset[types.CodeType]:
-    """Codes of the functions that the subclasses' properties call."""
+    """Code objects of the functions that the subclasses' properties call."""
     properties = _parameter_property("", (), torch.float32, False), _call_property()
     return frozenset(one.fget.__code__ for one in properties if one.fget is not None)
 
@@ -139,7 +139,7 @@ def _rnn_weights(self: nn.Module) -> list[Tensor]:
 
 
 def _deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy for its tensors: of the class that it was, with shards of its own, of which no step knows.
+    """Makes a copy with tensors of its own: an object of the original class, with its own shards, unknown to steps.
 
     Gradients are not copied: PyTorch's own copy of a DTensor fails where it begins inside of a larger memory.
     """
@@ -150,7 +150,7 @@ def _deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
             memo[id(parameter)] = twin
     original: Any = type(self).__mro__[1]
     memo[id(self)] = new = original.__new__(original)
-    state = dict(original.__reduce_ex__(self, 4)[2])  # what the module wants to be copied of it
+    state = dict(original.__reduce_ex__(self, 4)[2])  # the state that the module wants copied
     _remove_access(state)
     new.__setstate__(copy.deepcopy(state, memo))
     return new
@@ -182,7 +182,7 @@ def _stays(tensor: Tensor, new: Tensor) -> bool:
 
 
 def _reduced(self: nn.Module, protocol: Any) -> Any:
-    """What is pickled: a module of the class that it was, which steps know nothing of.
+    """Returns the pickled form: a module of the original class, unknown to steps.
 
     Its parameters are whole and plain if one rank has all of them, else DTensors with this rank's shards.
     """
@@ -207,7 +207,7 @@ def _reduced(self: nn.Module, protocol: Any) -> Any:
 def _pickled(parameter: Any, twins: MutableMapping[Tensor, nn.Parameter]) -> nn.Parameter:
     if parameter.device_mesh.size() > 1:
         return parameter
-    # One for all names of a parameter, so that they are one again in what is read.
+    # One twin for all names of a parameter, so that tied parameters are one object again after loading.
     twin = twins.get(parameter)
     if twin is None:
         twin = twins[parameter] = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
@@ -218,7 +218,7 @@ def _pickled(parameter: Any, twins: MutableMapping[Tensor, nn.Parameter]) -> nn.
 
 
 def _shallow_copy(self: nn.Module) -> nn.Module:
-    """As `copy.copy` does it, which else would ask for what is pickled."""
+    """Copies a module as `copy.copy` would without the subclass's `__reduce_ex__`, which is for pickling."""
     original: Any = type(self).__mro__[1]
     new = object.__new__(type(self))
     new.__setstate__(original.__reduce_ex__(self, 4)[2])
@@ -246,8 +246,8 @@ def sharded_class(original: type[nn.Module], parameters: _Parameters) -> type[nn
     """
     key = (original, parameters)
     if key not in _classes:
-        # Code that writes through `.data` must hold what keeps it, and code that asks for `.grad` what has one.
-        # PyTorch's own modules do neither.
+        # Code that writes through `.data` must hold the parameter, and code that reads `.grad` must get the object that
+        # has one. PyTorch's own modules do neither.
         library = original.__module__.partition(".")[0] == "torch"
         by_hand = not library and bool(_BY_HAND & mentions([original.forward]).names)
         body: dict[str, Any] = {
@@ -263,14 +263,14 @@ def sharded_class(original: type[nn.Module], parameters: _Parameters) -> type[nn
         if not hasattr(original, "__copy__"):
             body["__copy__"] = _shallow_copy
         body["__reduce_ex__"] = _reduced
-        # Users make another one of ``type(self)``, as `load_from_checkpoint` does: that is a plain one.
+        # Users create another instance of ``type(self)``, as `load_from_checkpoint` does: it is a plain one.
         body["__new__"] = lambda cls, *args, **kwargs: original(*args, **kwargs)
         body["_apply"] = _apply_of(original)
         label = f"Sharded{original.__name__}"
         if label in globals():
             label = f"{label}_{len(_classes)}"
         body |= {"__module__": __name__, "__qualname__": label}
-        # Its short name is what summaries and printed modules show.
+        # Summaries and printed modules show its short name.
         _classes[key] = globals()[label] = type(original.__name__, (original,), body)
     return _classes[key]
 
@@ -295,10 +295,10 @@ def install_access(
 
 
 def renew_leaf(module: nn.Module, name: str) -> None:
-    """Makes Dynamo look anew at what stands for the parameter `name`, of which it sees no change by itself.
+    """Makes Dynamo re-examine the leaf of the parameter `name`: it does not notice a change by itself.
 
     Args:
-        module: One that `install_access` has seen.
+        module: A module passed to `install_access` before.
         name: Local parameter name.
     """
     leaf = module.__dict__.pop(_LEAF.format(name))
@@ -306,10 +306,10 @@ def renew_leaf(module: nn.Module, name: str) -> None:
 
 
 def uninstall_access(module: nn.Module) -> None:
-    """Makes `module`, which `install_access` has seen, hold its parameters plainly, as its class says.
+    """Restores the plain parameters and the class of `module` after `install_access`.
 
     Args:
-        module: Any module; others are left as they are.
+        module: Any module; modules without access are not changed.
     """
     if _STATE in module.__dict__:
         _remove_access(module.__dict__)
@@ -318,7 +318,7 @@ def uninstall_access(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def as_built(module: nn.Module) -> Iterator[None]:
-    """Inside, all modules are of the classes that the user gave them: for code that looks at names of classes.
+    """Returns a context in which all modules have their original classes: for code that looks at names of classes.
 
     Nothing may be computed with the modules inside.
 
@@ -336,7 +336,7 @@ def as_built(module: nn.Module) -> Iterator[None]:
 
 
 def step_states(module: nn.Module) -> list[StepState]:
-    """The states that `module` and its children share with those who run them: one for each that has sharded some.
+    """The states of `module` and its children: one for each strategy that has sharded some of them.
 
     Args:
         module: Any module.

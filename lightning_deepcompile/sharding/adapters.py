@@ -1,6 +1,6 @@
-"""Adapters of PEFT that were added to a model without memory: PEFT puts them where the model is, without their values.
+"""Initialises PEFT adapters that were added to a model without memory: PEFT then leaves them without values.
 
-The modules of an adapter do not know how it begins (with an update of zero): the layer around them does.
+The modules of an adapter do not know their initial values (an update of zero): the layer around them does.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ def materialize_adapters(root: nn.Module, stored: Mapping[nn.Parameter, T]) -> d
     """Gives adapters on the meta device memory, on the CPU, and initial values; they are small.
 
     Args:
-        root: The model; others than PEFT's are left alone.
-        stored: What belongs to parameters of the model.
+        root: The model; only those of PEFT are changed.
+        stored: Values attached to parameters of the model.
 
     Returns:
-        Parameters that are PEFT's copies of some in `stored` (``modules_to_save``), and what belongs to those.
+        Parameters that are PEFT's copies of some in `stored` (``modules_to_save``), and their attached values.
 
     Raises:
         ValueError: For adapters whose initial values follow from the model's, and those of other kinds than LoRA; says
             what to do.
     """
     copies: dict[nn.Parameter, T] = {}
-    configs: dict[str, Any] = {}  # of the models around: one inside of another has its own
+    configs: dict[str, Any] = {}  # of the models around: a nested model has its own
     for path, module in root.named_modules():
         configs |= _configs_of(module)
         original, kept = getattr(module, "original_module", None), getattr(module, "modules_to_save", None)

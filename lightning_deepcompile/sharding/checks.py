@@ -1,4 +1,4 @@
-"""Models that cannot be sharded are refused before anything is changed, with the parameter or module named."""
+"""Refuses models that cannot be sharded before anything is changed, and names the parameter or module."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_module(module: nn.Module, ours: Set[Tensor] = frozenset(), *, world_si
 
     Args:
         module: The model as the user built it.
-        ours: Parameters that are DTensors because this strategy has sharded them before.
+        ours: Parameters that are DTensors because this strategy sharded them earlier.
         world_size: Ranks that train it.
 
     Raises:
@@ -88,7 +88,7 @@ def check_no_hooks(parameter: Tensor, name: str) -> None:
 
 
 def _check_no_hidden_references(module: nn.Module, parameters: set[nn.Parameter]) -> None:
-    """A parameter that is kept outside ``_parameters`` would go on being used unsharded, and never be trained."""
+    """Raises for a parameter that is kept outside ``_parameters``: it would stay unsharded there, and untrained."""
     for path, child in module.named_modules():
         if isinstance(child, nn.RNNBase):
             continue  # its list of weights is rebuilt from the sharded ones on every read

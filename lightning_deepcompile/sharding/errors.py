@@ -1,4 +1,4 @@
-"""Errors of steps that shards cannot serve."""
+"""Errors of steps that are not possible with shards."""
 
 __all__ = ["UnsupportedStepError", "explain_mixing", "hook_refused"]
 
@@ -6,7 +6,7 @@ _MIXED = "mixed torch.Tensor and DTensor"  # PyTorch's words, in every release t
 
 
 class UnsupportedStepError(RuntimeError):
-    """A step does with its parameters what cannot be done with shards."""
+    """A step uses its parameters in a way that is not possible with shards."""
 
 
 def hook_refused(name: str) -> ValueError:
@@ -20,7 +20,7 @@ def hook_refused(name: str) -> ValueError:
 
 
 def explain_mixing(error: BaseException) -> None:
-    """Adds what to do to PyTorch's error of an operator that got a shard and a plain tensor.
+    """Adds advice to PyTorch's error of an operator that got both a shard and a plain tensor.
 
     Args:
         error: Any error.

@@ -1,9 +1,9 @@
-"""From reductions in the runtime to ``.grad`` of the module's parameters.
+"""Sets ``.grad`` of the module's parameters to the runtime's reduced gradients.
 
 Compiled backward programs hand full gradients to the runtime, which accumulates their mean in flat buffers; autograd
 never sees them. Around each backward pass this session tells the runtime which parameters start a new accumulation
 (``.grad`` is None, as after ``zero_grad``), and afterwards makes ``.grad`` a DTensor view of the buffers. Gradients
-that come from elsewhere (autograd, for code that Dynamo did not compile; one that a user assigned) are merged in.
+from other sources (autograd, for code that Dynamo did not compile; one that a user assigned) are merged in.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GradientSession:
     Attributes:
         update: Whether backward passes are the last ones before the optimizer steps. Otherwise gradients that are
             reduced once per optimizer step (stage 1) are held back, and ``.grad`` does not show them yet.
-        around_hooks: In which users' hooks run, which see parameters as they are between steps.
+        around_hooks: A context for users' hooks, which see parameters as they are between steps.
         after_hooks: Called when hooks have run: they may have written to parameters.
     """
 
@@ -56,9 +56,9 @@ class GradientSession:
         self._foreign: dict[ShardedParameter, Tensor] = {}
         self._stashed: dict[nn.Parameter, Tensor | None] = {}
         self._active = False
-        self._discards = False  # what the pass under way computes of parameters: only others were asked for
+        self._discards = False  # drops gradients of the pass under way: other tensors' were asked for
         self._watched: set[ShardedParameter] = set()
-        self._adopts = False  # at the end of the pass under way, which is not a step's
+        self._adopts = False  # at the end of the pass under way, which does not belong to a step
         self._replicated_hooks: dict[nn.Parameter, list[_Hooks]] = {}
         self.around_hooks: Callable[[], AbstractContextManager[None]] = nullcontext
         self.after_hooks: Callable[[], None] = _nothing
@@ -75,12 +75,12 @@ class GradientSession:
         if self._discards:
             self._keep_apart()
         self.begin_now()
-        # Queued with the engine rather than placed in "the last graph": with graph breaks, or a loss that several
-        # graphs feed, no graph knows that it is the last.
+        # Queued with the engine rather than placed in "the last graph": with graph breaks, or a loss of several graphs,
+        # no graph knows that it is the last.
         compat.after_backward(self.finish)
 
     def begin_now(self) -> None:
-        """As `begin`, for a caller that calls `finish` itself."""
+        """Starts a backward pass, for a caller that calls `finish` itself."""
         if self._active:
             return
         reset = [p for p in self._trainable() if p.dtensor.grad is not p.grad_dtensor]
@@ -89,7 +89,7 @@ class GradientSession:
                 self._set_aside(parameter)
         for parameter in self._trainable():
             if parameter.hooks and parameter.dtensor.grad is not None:
-                self._set_aside(parameter)  # the pass then says whether it has a gradient of this one
+                self._set_aside(parameter)  # then the pass tells whether it computes a gradient of this one
                 reset.append(parameter)
         self._protect_held(reset)
         for replicated in self._replicated():
@@ -120,7 +120,7 @@ class GradientSession:
         self.adopt(reduced, averaged)
 
     def _keep_apart(self) -> None:
-        """Takes what gradients there are out of a pass whose own are not wanted: programs reduce what they compute."""
+        """Keeps the present gradients out of a pass whose own are not wanted: programs reduce them all the same."""
         if self.holds_back:
             raise UnsupportedStepError(
                 "torch.autograd.grad(...) is called for tensors other than parameters, through compiled code, where "
@@ -131,7 +131,7 @@ class GradientSession:
                 self._set_aside(parameter)
 
     def abandon(self) -> None:
-        """Forgets a backward pass that raised; accumulated gradients are undefined and dropped."""
+        """Drops a backward pass that raised, with the accumulated gradients, which are undefined."""
         if self._active:
             self._active = self._discards = False
             self._foreign, self._stashed = {}, {}
@@ -141,7 +141,7 @@ class GradientSession:
         """Merges gradients that autograd left on the leaves (eager code inside the step) into ``.grad``; calls hooks.
 
         Args:
-            reduced: Parameters of which the pass that ends has put gradients in place.
+            reduced: Parameters whose gradients the ending pass has set.
             averaged: Those of them that are not sharded.
         """
         found = {p for p in reduced if p.hooks}
@@ -163,11 +163,11 @@ class GradientSession:
         self.after_hooks()
 
     def _watch(self, parameter: ShardedParameter) -> None:
-        """Lets gradients of passes that begin outside of steps, of a module that a hook called, be adopted, too."""
+        """Makes gradients of passes outside of steps be adopted, too, such as of a module that a hook called."""
         if parameter in self._watched or not parameter.leaf.requires_grad:
             return
         self._watched.add(parameter)
-        reference = weakref.ref(self)  # autograd's hooks are out of the garbage collector's sight
+        reference = weakref.ref(self)  # the garbage collector does not see autograd's hooks
 
         # Autograd calls it for every parameter in every pass: a wrapper that Dynamo does not enter would take longer.
         @compat.never_a_frame
@@ -190,13 +190,13 @@ class GradientSession:
             self.adopt()
 
     def drop(self) -> None:
-        """Sets every gradient to None and gives the buffers' memory back to the allocator."""
+        """Sets every gradient to None and returns the buffers' memory to the allocator."""
         self.forget([parameter.dtensor for parameter in self._trainable()])
         for replicated in self._replicated():
             replicated.grad = None
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
-        """Sets the gradients of some parameters to None, and drops what was held back of them."""
+        """Sets the gradients of some parameters to None, and drops those held back for them."""
         chosen = [self._model.by_parameter[p] for p in parameters if p in self._model.by_parameter]
         for parameter in chosen:
             parameter.dtensor.grad = None
@@ -206,7 +206,7 @@ class GradientSession:
             self._return()
 
     def forget_held_back(self) -> None:
-        """Drops what was held back for a last micro-batch that does not come."""
+        """Drops gradients that were held back for a last micro-batch that does not come."""
         self.forget([parameter.dtensor for parameter in self._trainable() if parameter.dtensor.grad is None])
 
     def local_grad(self, parameter: Tensor) -> Tensor | None:
@@ -222,7 +222,7 @@ class GradientSession:
         return sharded.grad_local if grad is sharded.grad_dtensor else sharded.rows(grad)
 
     def follow_requires_grad(self) -> None:
-        """Carries the parameters' ``requires_grad``, which users may change at any time, over to what graphs read."""
+        """Copies the parameters' ``requires_grad``, which users may change, to the leaves that graphs read."""
         for parameter in self._model.parameters:
             wanted = parameter.dtensor.requires_grad
             if wanted == parameter.leaf.requires_grad:
@@ -250,7 +250,7 @@ class GradientSession:
         return [p for p in self._model.replicated if p.requires_grad and p.numel()]
 
     def _set_aside(self, parameter: ShardedParameter) -> None:
-        """Takes the present gradient out of the accumulation; `finish` adds it to what the pass computes."""
+        """Takes the present gradient out of the accumulation; `finish` adds it to that of the pass."""
         rows = self.local_grad(parameter.dtensor)
         assert rows is not None
         self._foreign[parameter] = rows.clone() if rows is parameter.grad_local else rows
@@ -271,8 +271,8 @@ class GradientSession:
                 present.add_(rows)
 
     def _average_replicated(self) -> list[nn.Parameter]:
-        """Averages gradients of parameters that are not sharded; returns those that have one of this pass."""
-        # Every rank takes part with every parameter, used or not: a rank whose data skipped one would otherwise hang.
+        """Averages gradients of parameters that are not sharded; returns the parameters that got one in this pass."""
+        # Every rank takes part for every parameter, used or not: if a rank's data skipped one, the others would hang.
         stashed, self._stashed = self._stashed, {}
         averaged: list[nn.Parameter] = []
         if not stashed:
@@ -304,7 +304,7 @@ class GradientSession:
         return averaged
 
     def _protect_held(self, reset: list[ShardedParameter]) -> None:
-        """Leaves gradients that someone still refers to as they are: PyTorch users expect that after ``zero_grad``.
+        """Preserves gradients that someone still refers to: PyTorch users expect that after ``zero_grad``.
 
         Args:
             reset: Parameters whose gradients are about to be overwritten or freed; their ``.grad`` is None.
@@ -318,7 +318,7 @@ class GradientSession:
 
 
 def _nothing() -> None:
-    """Nobody is to be told."""
+    """Does nothing."""
 
 
 def _summed_in(parameter: nn.Parameter) -> torch.dtype:

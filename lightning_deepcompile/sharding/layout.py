@@ -1,4 +1,4 @@
-"""Where every parameter's shard lies: blocks of parameters that communicate together, rows per rank, flat offsets.
+"""The places of all parameters' shards: blocks of parameters that communicate together, rows per rank, flat offsets.
 
 Pure arithmetic without tensors, so that it can be tested for any world size.
 """
@@ -23,7 +23,7 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What is known of a parameter before sharding.
+    """The properties of a parameter before sharding.
 
     Args:
         name: Fully qualified name; of tied names the first.
@@ -89,7 +89,7 @@ class ChunkLayout:
 
     @property
     def is_trained(self) -> bool:
-        """Whether its parameters have gradients: all of them have, or none."""
+        """True if its parameters have gradients: either all of them have, or none."""
         return self.shards[0].spec.requires_grad
 
 
@@ -121,10 +121,10 @@ def plan_chunks(specs: Iterable[ParamSpec], world_size: int) -> list[ChunkLayout
 def assign_blocks(module: nn.Module, names: Sequence[str]) -> dict[str, str]:
     """Assigns each parameter to a block: the entry of the outermost repeated list of modules that it belongs to.
 
-    A list counts as repeated if it has two entries or more. An entry that is nothing but a stage, with a stack of
-    layers of one class inside, gives way to its layers: as one block a whole encoder would be gathered at once.
-    Parameters outside any list (embeddings, final norm and head) form a block per uninterrupted run in registration
-    order, so that a final norm travels with the head rather than alone.
+    A list counts as repeated if it has two entries or more. An entry that is only a stage, with a stack of layers of
+    one class inside, is divided into its layers: as one block a whole encoder would be gathered at once. Parameters
+    outside any list (embeddings, final norm and head) form a block per uninterrupted run in registration order, so that
+    a final norm travels with the head rather than alone.
 
     Args:
         module: The model; its ``ModuleList`` and ``Sequential`` children are the lists.
@@ -175,7 +175,7 @@ def _entries(module: nn.Module, path: str) -> Iterator[str]:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Whether `module` is a list with two entries of one class that have modules inside."""
+    """Returns whether `module` is a list with two entries of one class that have modules inside."""
     if not isinstance(module, _LISTS):
         return False
     layers = Counter(type(entry) for entry in module.children() if next(entry.children(), None) is not None)

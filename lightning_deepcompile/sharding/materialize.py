@@ -1,9 +1,9 @@
 """Deferred initialisation: modules on the meta device get memory and values block by block, right before sharding.
 
-No rank ever holds more than one block of whole parameters. Values come from where they come from without deferral: each
-module's ``reset_parameters``, and, in models of Hugging Face's kind, ``_init_weights(module)`` of the model around it.
-Memory is filled with a mark first, so that a module whose initialisation misses something is found out. Parameters
-whose values are read from a file are left out: they never get memory as a whole.
+No rank ever holds more than one block of whole parameters. Values come from the same sources as without deferral: each
+module's ``reset_parameters``, and, in models like Hugging Face's, ``_init_weights(module)`` of the model around it.
+Memory is filled with a mark first, which reveals tensors that a module's initialisation misses. Parameters whose values
+are read from a file are skipped: no rank allocates them whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RESETS = ("reset_parameters", "_reset_parameters")
 
 
 def has_meta_tensors(module: nn.Module, given: Set[Tensor] = frozenset()) -> bool:
-    """Whether `module` itself, without its children, has a parameter or buffer on the meta device.
+    """Returns whether `module` itself, without its children, has a parameter or buffer on the meta device.
 
     Args:
         module: Any module.
@@ -35,7 +35,7 @@ class Materializer:
 
     Args:
         root: The model.
-        device: Where the tensors shall be.
+        device: The device of the tensors.
         given: Parameters that get their values from elsewhere.
     """
 
@@ -72,7 +72,7 @@ class Materializer:
 
     def _initialize(self, module: nn.Module) -> None:
         # A tensor that has its value already (a tied parameter, sharded with its first owner; a buffer that was read
-        # from a file) must keep it; one that is going to have it stays without memory.
+        # from a file) must keep it; one that will get it later stays without memory.
         finished = {
             n: p for n, p in module._parameters.items() if p is not None and (not p.is_meta or p in self._given)
         }
@@ -120,7 +120,7 @@ def _has_mark(tensor: Tensor) -> bool:
         return False
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    # The least of them: it is NaN where one is, and needs no memory of the tensor's size as a comparison does.
+    # Its minimum: it is NaN if any element is, and unlike a comparison needs no memory of the tensor's size.
     if tensor.is_floating_point():
         return bool(tensor.amin().isnan())
     return bool(tensor.amax() == torch.iinfo(tensor.dtype).max)

@@ -1,7 +1,7 @@
-"""What the code of a step mentions, read from its bytecode: told before anything runs what must not be compiled.
+"""Finds the names that a step's code mentions, from its bytecode, to decide before it runs what must not be compiled.
 
-Some code means something else when it is compiled, and nothing tells by then: a gradient that is differentiated,
-modules called with other tensors in the place of their parameters, a ``deque`` of bounded length. Names show it.
+Some code would mean something else when compiled, and nothing would tell: a gradient that is differentiated, modules
+called with other tensors in place of their parameters, a ``deque`` of bounded length. Its names reveal it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "torchmetrics
 
 @dataclass
 class Mentions:
-    """What some functions, and those that they call, mention.
+    """The names mentioned by some functions and those that they call.
 
     Attributes:
         names: Global names, attributes and methods.
@@ -49,12 +49,12 @@ class Mentions:
 
     @property
     def only_appended(self) -> set[str]:
-        """Attributes that are appended to and used for nothing else."""
+        """Attributes that are appended to and not used otherwise."""
         return self.appended - self.used
 
 
 def mentions_of(module: nn.Module, step: Callable[..., Any]) -> Mentions:
-    """What a step of `module` mentions, with all that it may call of the module and its children, and of its helpers.
+    """Finds the names that a step of `module` mentions, including all code of the module, its children and its helpers.
 
     Args:
         module: The LightningModule.
@@ -72,11 +72,11 @@ def mentions_of(module: nn.Module, step: Callable[..., Any]) -> Mentions:
 def mentions(
     functions: Iterable[Callable[..., Any]], methods: dict[str, list[types.FunctionType]] | None = None
 ) -> Mentions:
-    """What `functions` mention, with the functions of users that they name.
+    """Finds the names that `functions` mention, including users' functions that they name.
 
     Args:
-        functions: Where to begin.
-        methods: Methods by name: one that is mentioned counts as called.
+        functions: The first functions to read.
+        methods: Methods by name: a mentioned method counts as called.
     """
     found, seen = Mentions(), set()
     pending = [function for one in functions if (function := _function(one)) is not None]

@@ -1,4 +1,4 @@
-"""What a step needs beside shards, as far as sizes tell: before a model is sharded, and a step is traced."""
+"""Estimates from sizes the memory that a step needs beside shards, before a model is sharded and a step is traced."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def moving_bytes(
         gather_dtype: Compute dtype of parameters; None for their own.
 
     Returns:
-        Bytes, before anything is planned: a plan may take more where there is memory, and less where there is not.
+        Bytes without a plan: a plan may use more if memory is free, and less if it is short.
     """
     wire = [_gathered(chunk, gather_dtype) for chunk in chunks]  # of a rank, in the dtype in which they travel
     blocks: dict[str, int] = {}
@@ -42,7 +42,7 @@ def moving_bytes(
     window = PREFETCH_BLOCKS + 1 if stage == 3 else len(sizes)  # below stage 3 they stay whole
     gathered = max((sum(sizes[k : k + window]) for k in range(len(sizes))), default=0) * shards
     whole = [size * shards for chunk, size in zip(chunks, wire, strict=True) if chunk.is_trained]
-    # Gradients before they are reduced: of all blocks, or of those that are on their way and the one that is computed.
+    # Gradients before they are reduced: of all blocks, or of those that are being reduced and the one being computed.
     at_boundary = config.reduction(stage) == "boundary"
     pending = sum(whole) if at_boundary else (REDUCE_WINDOW + 1) * max(whole, default=0)
     return gathered + pending + max(wire, default=0)  # shards are cast before they travel

@@ -1,15 +1,16 @@
-"""A sharded parameter, its faces, and the memory that its gradient's shard lives in.
+"""A sharded parameter, its three forms, and the memory of its gradient's shard.
 
-Every sharded parameter has three faces that share their memory:
+Every sharded parameter has three forms that share their memory:
 
-* ``dtensor``: what the module holds (sharded on dim 0, global shape): state dicts, summaries and users see it. It
+* ``dtensor``: held by the module (sharded on dim 0, global shape): state dicts, summaries and users see it. It
   has a storage of its own, over the same memory.
-* ``leaf``: what graphs read: a plain tensor with the padded shape, equal on all ranks, so that neither a rank nor
+* ``leaf``: read by graphs: a plain tensor with the padded shape, equal on all ranks, so that neither a rank nor
   a DTensor appears in any graph (a DTensor input costs guards and host time on every call).
-* ``local``: what an optimizer's arithmetic sees: this rank's true rows as a plain tensor, without the padding.
+* ``local``: seen by an optimizer's arithmetic: this rank's true rows as a plain tensor, without the padding.
 
 That memory may be the host's, mapped into the device's address space (``csrc/memory/host_shards.h``): all three are
-tensors of the device as ever; only those who read or write all of a model look at ``host``, the same as a CPU tensor.
+still tensors of the device; only code that reads or writes all of a model uses ``host``, the same memory as a CPU
+tensor.
 
 Gradient shards live in flat buffers, which the runtime fills, and which are empty between optimizer steps.
 """
@@ -36,7 +37,7 @@ __all__ = ["GradBuffer", "Owner", "ShardedParameter", "distribute_rows"]
 
 @dataclass(frozen=True)
 class Owner:
-    """Where a parameter is registered: a tied parameter has several."""
+    """A place where a parameter is registered: a tied parameter has several."""
 
     path: str
     module: nn.Module
@@ -50,7 +51,7 @@ class Owner:
 
 @dataclass(eq=False, repr=False)
 class ShardedParameter:
-    """One parameter in its three faces, and the gradient shard that belongs to it (None if frozen).
+    """One parameter in its three forms, and the gradient shard that belongs to it (None if frozen).
 
     Attributes:
         hooks: Called with the parameter when its gradient is there (``register_post_accumulate_grad_hook``), in order.
@@ -80,13 +81,13 @@ class ShardedParameter:
 
     @property
     def in_place(self) -> bool:
-        """Whether the three faces still share their memory; ``module.to(...)`` gives the first one another."""
+        """True if the three forms still share their memory; ``module.to(...)`` gives the first one another."""
         mine = cast(DTensor, self.dtensor).to_local()
         here = mine.data_ptr() == self.local.data_ptr() and mine.device == self.local.device
         return mine.dtype == self.local.dtype and (here or mine.numel() == 0)
 
     def keep_in_place(self) -> None:
-        """Copies what was assigned to ``local.data`` to the memory that is the parameter's, which `local` is again."""
+        """Copies a tensor assigned to ``local.data`` to the parameter's memory, and makes `local` that memory again."""
         if self.local.data_ptr() != self.leaf.data_ptr():
             rows = self.leaf.detach().narrow(0, 0, self.local.shape[0])
             if rows.numel():
@@ -95,15 +96,15 @@ class ShardedParameter:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank holds all of it, on the device, as steps compute with it."""
+        """True if this rank holds all of it, on the device, as steps compute with it."""
         return self.ranks.shards == 1 and self.host is None and self.gather_dtype == self.leaf.dtype
 
     def distribute(self, rows: Tensor) -> DTensor:
-        """This rank's `rows` of a tensor that is sharded like the parameter, as a DTensor; no communication."""
+        """Returns this rank's `rows` of a tensor that is sharded like the parameter, as a DTensor; no communication."""
         return distribute_rows(rows, self.layout.spec.shape, self.ranks)
 
     def install(self, tensor: nn.Parameter) -> None:
-        """Makes `tensor` what the modules hold under the parameter's names."""
+        """Makes `tensor` the object that the modules hold under the parameter's names."""
         for owner in self.owners:
             owner.module._parameters[owner.name] = tensor
 
@@ -123,8 +124,8 @@ class GradBuffer:
     """One flat buffer and the parameters whose gradient shards lie in it.
 
     The runtime frees and allocates its memory as a whole (the storage is resized), and overwrites it when a new
-    accumulation starts. A gradient that a user keeps must not change or vanish by that, so a buffer that somebody else
-    still refers to is left to them and replaced by a fresh one.
+    accumulation starts. A gradient that a user keeps must not change or vanish with it, so a buffer that somebody else
+    still refers to is left to them and replaced by a new one.
 
     Args:
         flat: The buffer, in the parameters' dtype.
@@ -136,7 +137,7 @@ class GradBuffer:
     _own_uses: int = 0
 
     def add(self, parameter: ShardedParameter) -> None:
-        """Gives `parameter` its place: sets its ``grad_padded``, ``grad_local`` and ``grad_dtensor``."""
+        """Assigns `parameter` its place: sets its ``grad_padded``, ``grad_local`` and ``grad_dtensor``."""
         layout = parameter.layout
         piece = self.flat[parameter.grad_offset : parameter.grad_offset + layout.shard_numel]
         parameter.grad_padded = piece.view(layout.shard_shape)
@@ -147,13 +148,13 @@ class GradBuffer:
             self.parameters.append(parameter)
 
     def settle(self) -> None:
-        """Call when all parameters are added and registered: from now on, further references are somebody else's."""
+        """Call when all parameters are added and registered: later references belong to somebody else."""
         self._own_uses = compat.storage_uses(self.flat)
 
     def is_held(self) -> bool:
-        """Whether anybody but this package refers to the memory, except as the present ``.grad`` of a parameter."""
+        """Returns whether others refer to the memory, except as the present ``.grad`` of a parameter."""
         if self.flat.untyped_storage().nbytes() == 0:
-            return False  # given back; whoever held it then has the memory that was there
+            return False  # freed; earlier holders keep the old memory
         # Views of the memory count as uses of the storage; the tensors that we hand out are counted as objects: the
         # counted references are the attribute and getrefcount's own argument.
         return compat.storage_uses(self.flat) > self._own_uses or any(
@@ -165,7 +166,7 @@ class GradBuffer:
         )
 
     def renew(self, runtime: Any) -> None:
-        """Leaves the memory to whoever holds it and takes a fresh buffer, without values."""
+        """Leaves the memory to its holders and takes a new buffer, without values."""
         self.flat = torch.empty_like(self.flat)
         for parameter in self.parameters:
             self.add(parameter)
@@ -174,7 +175,7 @@ class GradBuffer:
 
 
 def distribute_rows(rows: Tensor, shape: tuple[int, ...], ranks: Ranks) -> DTensor:
-    """`rows` of this rank as a DTensor of the global, dense `shape`; no communication."""
+    """Returns `rows` of this rank as a DTensor of the global, dense `shape`; no communication."""
     return ranks.distribute(rows, shape, _dense_strides(shape))
 
 

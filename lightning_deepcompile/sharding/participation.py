@@ -1,7 +1,7 @@
-"""Takes part in what other ranks communicate, with nothing to compute: where ranks run different programs, in turns.
+"""Takes part in the communication of other ranks' programs without computing, where ranks run different ones in turns.
 
-A rank gathers what another one gathers, has it released when that one does, and gives zeros to the means of gradients.
-So all ranks have gathered the same at any time, and every gradient is the mean over all of them.
+A rank gathers the same parameters as the other, releases them when the other does, and contributes zeros to the means
+of gradients. So all ranks have gathered the same at any time, and every gradient is the mean over all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Participation:
         model: The sharded model.
         runtime: ``_C.Runtime`` that communicates.
         stage: ZeRO stage.
-        new_graph_id: Gives a runtime id for a graph.
+        new_graph_id: Returns a new runtime id for a graph.
         begin_backward: Begins a backward pass, unless one has begun.
     """
 
@@ -48,7 +48,7 @@ class Participation:
 
     @torch.no_grad()
     def __call__(self, signature: str) -> None:
-        """Communicates what a rank does that runs a program, or other code, with this signature."""
+        """Does the communication of a program, or other code, with this signature."""
         header, *lines = signature.splitlines()
         collectives = [_parsed(line) for line in lines]
         with compat.below_autograd():
@@ -97,7 +97,7 @@ class Participation:
             case "reduce_now":
                 for parameter in parameters:
                     self._reduce(parameter, parameter.gather_dtype)
-            case _ if kind != "keep":  # which says what is not released
+            case _ if kind != "keep":  # which names what is not released
                 raise RuntimeError(f"There is no taking part in `{kind}`: a defect.")
 
     def _with_code(self, collectives: list[tuple[str, tuple[int, ...]]]) -> None:
@@ -114,7 +114,7 @@ class Participation:
     def _reduce(parameter: ShardedParameter, dtype: torch.dtype) -> None:
         leaf, zeros = parameter.leaf, _zeros(parameter, dtype)
         shard = torch.ops.dc.reduce(zeros, parameter.ds_id, parameter.layout.shard_shape, leaf.dtype)
-        leaf.grad = shard if leaf.grad is None else leaf.grad + shard  # which is merged when the pass is over
+        leaf.grad = shard if leaf.grad is None else leaf.grad + shard  # merged when the pass ends
 
 
 def _zeros(parameter: ShardedParameter, dtype: torch.dtype) -> torch.Tensor:

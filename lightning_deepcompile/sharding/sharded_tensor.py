@@ -1,9 +1,9 @@
-"""Sharded tensors in users' hands: what is computed of them is of the whole tensor, and indices are global.
+"""Sharded tensors for users: operations compute with the whole tensor, and indices are global.
 
 A DTensor leaves some of that to its user. Sums and norms stay a rank's part until somebody asks for all of it, and
-``.item()`` does not; a slice of rows is a copy, so that writing to it is lost. Gradients, parameters and optimizers'
-states are of a class that asks, and that keeps what is written. States may be in host memory, where ranks cannot
-communicate: what is computed of them is computed on the device.
+``.item()`` does not; a slice of rows is a copy, so that writes to it are lost. Gradients, parameters and optimizers'
+states have a class that asks, and that keeps what is written. States may be in host memory, where ranks cannot
+communicate: operations on them run on the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_deepcompile import compat
 __all__ = ["ShardedTensor"]
 
 _SAME = frozenset(("detach", "alias"))  # views that need no other rank
-# What writes to places that are not the same on all ranks: DTensors refuse these.
+# Writes to places that differ between ranks: DTensors refuse these.
 _BY_INDEX = frozenset(
     """index_put_ index_fill_ index_copy_ index_add_ index_reduce_ put_ scatter_ scatter_add_ scatter_reduce_
     masked_scatter_ tril_ triu_ renorm_ fill_diagonal_ cumsum_ cumprod_""".split()
@@ -36,16 +36,17 @@ _HINT = (
 
 
 class ShardedTensor(DTensor):
-    """A sharded parameter, its gradient, its optimizer's state, or what was computed of them, between steps.
+    """A sharded parameter, its gradient, its optimizer's state, or a result computed of them, between steps.
 
-    All ranks must do alike what needs more than a rank's rows: reductions, rows by index, values for Python.
+    On all ranks, code must do alike whatever needs more than a rank's rows: reductions, rows by index, values for
+    Python.
     """
 
     __slots__ = ()
 
     @staticmethod
     def of(tensor: DTensor, before_use: Callable[[], None] | None = None) -> ShardedTensor:
-        """Makes `tensor` itself one; `before_use` is called before its memory is looked at."""
+        """Changes the class of `tensor` itself to this one; `before_use` is called before its memory is read."""
         tensor.__class__ = ShardedTensor
         if before_use is not None:
             tensor.__dict__["_dc_before_use"] = before_use
@@ -53,7 +54,7 @@ class ShardedTensor(DTensor):
 
     @staticmethod
     def undone(tensor: DTensor) -> DTensor:
-        """Makes `tensor` itself one of PyTorch's class."""
+        """Changes the class of `tensor` itself back to PyTorch's."""
         tensor.__class__ = DTensor
         return tensor
 
@@ -69,12 +70,12 @@ class ShardedTensor(DTensor):
                 return _write_whole(function, args, kwargs, written)
             if name == "_local_scalar_dense":
                 return function(_full(args[0]))
-            if name == "fill_":  # of which DTensor knows one overload alone
+            if name == "fill_":  # DTensor knows only one overload of it
                 function(compat.local_of(args[0]), _full(args[1]))
                 _count_write(args[0])
                 return args[0]
-            # What is written to a parameter is the same on all ranks, or ranks would part wherever it is. What is
-            # computed with one, of a batch of their own, is not: there DTensor refuses plain tensors.
+            # Values that are written to a parameter are the same on all ranks, or else ranks would diverge. Values that
+            # are computed with one, of a rank's own batch, differ: there DTensor refuses plain tensors.
             call, named = fx.node.map_aggregate((args, kwargs), _on_device) if on_host else (args, kwargs)
             with _as_dtensors(call, named), implicit_replication() if written else contextlib.nullcontext():
                 result = function(*call, **named)
@@ -89,15 +90,15 @@ class ShardedTensor(DTensor):
         return _wrapped(result, function, args, kwargs, on_host)
 
     def to_local(self, **options: Any) -> Tensor:
-        """As PyTorch's."""
+        """Returns this rank's part, as in PyTorch."""
         _prepare(self)
         return super().to_local(**options)
 
     def full_tensor(self, **options: Any) -> Tensor:
-        """As PyTorch's, for tensors in host memory, too."""
+        """Returns the whole tensor as in PyTorch, also for tensors in host memory."""
         return _full(self) if _prepare(self) else super().full_tensor(**options)
 
-    # What PyTorch refuses for all subclasses.
+    # Operations that PyTorch refuses for all subclasses.
     def tolist(self) -> Any:
         """All values, as nested lists."""
         return _full(self).tolist()
@@ -112,7 +113,7 @@ class ShardedTensor(DTensor):
     def __iter__(self) -> Iterator[Tensor]:
         return iter([self[index] for index in range(len(self))])
 
-    # Copies, and what is pickled, are of PyTorch's classes.
+    # Copies and pickled forms have PyTorch's classes.
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         memo[id(self)] = twin = self._as_it_is(_one_plain(self).clone())
         return twin
@@ -130,7 +131,7 @@ def _one_plain(tensor: DTensor) -> DTensor:
 
 @contextlib.contextmanager
 def _as_dtensors(*arguments: Any) -> Iterator[None]:
-    """Inside, the tensors among `arguments` are of PyTorch's class: others than they would have other storages."""
+    """Returns a context in which `arguments` have PyTorch's class; copies would have other storages."""
     worn: dict[ShardedTensor, type[ShardedTensor]] = {}
 
     def undress(one: Any) -> Any:
@@ -155,7 +156,7 @@ def _full(value: Any) -> Any:
 
 
 def _prepare(*arguments: Any) -> bool:
-    """Waits for the memory of what is among `arguments`; returns whether some of it is elsewhere than its mesh."""
+    """Waits for the memory of the tensors among `arguments`; returns whether one is not on the device of its mesh."""
     found: list[DTensor] = []
 
     def look(one: Any) -> Any:
@@ -176,7 +177,7 @@ def _is_on_host(tensor: DTensor) -> bool:
 
 
 def _on_device(value: Any) -> Any:
-    """Returns a tensor that is in host memory as a copy where its mesh is."""
+    """Returns a tensor that is in host memory as a copy on the device of its mesh."""
     if not isinstance(value, DTensor) or not _is_on_host(value):
         return value
     return compat.with_local(value, compat.local_of(value).to(value.device_mesh.device_type))
@@ -191,7 +192,7 @@ def _bases(tensor: DTensor) -> Iterator[DTensor]:
 
 
 def _count_write(tensor: Tensor) -> None:
-    """Counts a write to the memory of `tensor`, as PyTorch counts none below autograd."""
+    """Counts a write to the memory of `tensor`: PyTorch does not count writes below autograd."""
     for base in _bases(tensor) if isinstance(tensor, DTensor) else ():
         local = compat.local_of(base)
         if not local.is_inference():
@@ -199,7 +200,7 @@ def _count_write(tensor: Tensor) -> None:
 
 
 def _origin(tensor: Any) -> Any:
-    """Of which tensor, and how, a copy of some of its rows was made; None if it was not, or shares its memory."""
+    """The tensor of whose rows `tensor` is a copy, and how it was made; None if it is no copy, or shares its memory."""
     return tensor.__dict__.get("_dc_origin") if isinstance(tensor, ShardedTensor) else None
 
 
@@ -215,7 +216,7 @@ def _wrapped(result: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str
         if on_host:
             one = compat.with_local(one, compat.local_of(one).cpu())
         if one.dim() == 0 and not views:
-            return compat.local_of(one)  # a plain number, as loggers and ``torch.tensor([...])`` want it
+            return compat.local_of(one)  # a plain number, for loggers and ``torch.tensor([...])``
         one = ShardedTensor.of(one)
         if copies and (on_host or not any(map(_is_sharded, one.placements))):
             one.__dict__["_dc_origin"] = (args[0], function, args[1:], kwargs, place)

@@ -31,7 +31,7 @@ ReadRows = Callable[[int, int], Tensor]
 
 @dataclass(eq=False, repr=False)
 class ShardedModel:
-    """A sharded module: its parameters by id, the replicated rest, and the state its accessors share."""
+    """A sharded module: its parameters by id, the replicated rest, and the state that its accessors share."""
 
     parameters: list[ShardedParameter]
     replicated: list[nn.Parameter]
@@ -52,11 +52,11 @@ class ShardedModel:
 
     @property
     def names(self) -> dict[int, str]:
-        """Names by local ids: those that are the same on all ranks."""
+        """Names by local ids, which are the same on all ranks."""
         return {parameter.ds_id & LOCAL_ID: parameter.name for parameter in self.parameters}
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether these, in the memory that was given to them, are still all the parameters of `module`.
+        """Returns whether these, in their own memory, are still all the parameters of `module`.
 
         Args:
             module: The module that was sharded; a user may have moved or replaced some of it since.
@@ -65,7 +65,7 @@ class ShardedModel:
         return set(module.parameters()) == known and all(p.in_place for p in self.parameters)
 
     def check_installed(self) -> None:
-        """Looks, before a step, whether modules still hold the shards that steps read.
+        """Checks before a step that modules still hold the shards that steps read.
 
         Raises:
             RuntimeError: If not: PyTorch gives a DTensor other storage when its ``.data`` is assigned, and leaves its
@@ -89,11 +89,11 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def whole(self, module: nn.Module, *, writeback: bool) -> Iterator[None]:
-        """Inside, `module` and its children hold whole, plain parameters; all ranks must enter and leave together.
+        """Returns a context in which `module` and its children hold whole, plain parameters; all ranks must enter it.
 
         Args:
             module: The sharded module, or one of its children.
-            writeback: Keep what was written to them, each rank's own rows; else it is dropped.
+            writeback: Keep what was written to them, each rank's own rows; otherwise it is dropped.
         """
         wanted = {p for m in module.modules() for p in m._parameters.values() if p is not None}
         chosen = [p for p in self.parameters if p.dtensor in wanted]
@@ -109,7 +109,7 @@ class ShardedModel:
         finally:
             for parameter, whole in wholes.items():
                 if whole.shape != parameter.dtensor.shape:
-                    continue  # resized by its ``.data``: it stays what the modules hold, and is sharded anew
+                    continue  # resized by its ``.data``: it stays in the modules, and is sharded again
                 for owner in parameter.owners:
                     if owner.module._parameters.get(owner.name) is whole:  # else it was replaced
                         owner.module._parameters[owner.name] = parameter.dtensor
@@ -124,13 +124,13 @@ class ShardedModel:
 
     @property
     def device_bytes(self) -> int:
-        """Of these bytes, those on the device."""
+        """Bytes of these shards that are on the device."""
         on_device = [chunk for chunk in self.chunks if self.by_name[chunk.shards[0].spec.name].host is None]
         return sum(chunk.numel * chunk.dtype.itemsize for chunk in on_device)
 
 
 def collect_parameters(module: nn.Module) -> dict[nn.Parameter, list[Owner]]:
-    """Finds all parameters and everywhere they are registered, in registration order."""
+    """Finds all parameters and all places where they are registered, in registration order."""
     found: dict[nn.Parameter, list[Owner]] = {}
     for path, owner in module.named_modules():
         for name, parameter in owner._parameters.items():
@@ -140,18 +140,18 @@ def collect_parameters(module: nn.Module) -> dict[nn.Parameter, list[Owner]]:
 
 
 def is_sharded(parameter: Tensor) -> bool:
-    """Returns whether a parameter is sharded where it is trained: others (0-dim or empty) have no rows."""
+    """Returns whether a parameter is sharded when it is trained: 0-dim or empty ones have no rows."""
     return parameter.dim() > 0 and parameter.numel() > 0
 
 
 def _in_script(owners: Sequence[Owner]) -> bool:
-    """Returns whether TorchScript's C++ code reads a parameter, past any attribute of Python's."""
+    """Returns whether TorchScript's C++ code reads a parameter, bypassing Python attributes."""
     return any(isinstance(owner.module, torch.jit.ScriptModule) for owner in owners)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where every parameter of a module is going to lie.
+    """The future places of all parameters of a module.
 
     Args:
         owners: Of each parameter that is sharded, by its name.
@@ -189,7 +189,7 @@ def shard_module(
 ) -> ShardedModel:
     """Shards every parameter of `module` on dim 0, in place.
 
-    All ranks end up with rank 0's values (as with DDP): ranks that were seeded differently would otherwise train a
+    All ranks get rank 0's values (as with DDP): ranks that were seeded differently would otherwise train a
     patchwork. One full parameter at a time is on the device, of a model on the meta device one block, which is
     initialised there. Parameters without rows to distribute (0-dim or empty) and those of TorchScript are replicated.
 
@@ -199,7 +199,7 @@ def shard_module(
         ranks: The data-parallel ranks.
         gather_dtype: Compute dtype of floating-point parameters, cast before the wire; None keeps the storage dtype.
         reduce_dtype: Dtype on the wire of gradients; None takes the dtype they are computed in.
-        hosted: Which chunks of `lay_out` live in host memory, by index; the same on all ranks.
+        hosted: The chunks of `lay_out` that live in host memory, by index; the same on all ranks.
         stored: Parameters on the meta device of which each rank reads its rows; the same on all ranks.
 
     Returns:
@@ -213,7 +213,7 @@ def shard_module(
     device = torch.device("cpu")
     if ranks.mesh.device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    planned = lay_out(module, ranks.shards)  # the only reference to the whole parameters shall be the module's
+    planned = lay_out(module, ranks.shards)  # the module must hold the only references to whole parameters
     owners_of, specs, chunks = planned.owners, planned.specs, planned.chunks
     deferred = {
         name
@@ -263,13 +263,13 @@ def shard_module(
                 reduce_dtype if spec.dtype.is_floating_point else None,
             )
             parameters[spec.name] = parameter
-            parameter.install(parameter.dtensor)  # at once, which frees the whole one
+            parameter.install(parameter.dtensor)  # at once: this frees the whole one
         if buffer is not None:
             buffer.settle()
             buffers.append(buffer)
-            # It exists to be registered; it takes memory only while it holds gradients.
+            # It exists to be registered; it uses memory only while it holds gradients.
             runtime.gradients.free([parameter.ds_id for parameter in buffer.parameters])
-    materializer.materialize(module.modules())  # those without parameters that are sharded
+    materializer.materialize(module.modules())  # modules without sharded parameters
     _move_rest(module, ranks, device)
     _install(list(parameters.values()), state)
     replicated = [cast(nn.Parameter, owner.module._parameters[owner.name]) for owner in planned.replicated]
@@ -277,7 +277,7 @@ def shard_module(
 
 
 def _move_rest(module: nn.Module, ranks: Ranks, device: torch.device) -> None:
-    """Moves buffers and replicated parameters to `device` and gives all ranks rank 0's values."""
+    """Moves buffers and replicated parameters to `device` and gives them rank 0's values on all ranks."""
     seen: dict[Tensor, Tensor] = {}
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
@@ -292,7 +292,7 @@ def _move_rest(module: nn.Module, ranks: Ranks, device: torch.device) -> None:
 
 
 def _broadcast(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """Rank 0's values, in `tensor` itself if it is dense: collectives would write past an expanded one's memory."""
+    """Broadcasts rank 0's values, into `tensor` itself if it is dense: collectives would write past an expanded one."""
     if tensor.numel() and ranks.world_size > 1:
         tensor = tensor.contiguous()
         dist.broadcast(tensor, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
@@ -339,13 +339,13 @@ def _shard_parameter(
         grad_offset=layout.offset,
     )
     parameter.dtensor.__dict__.update(original.__dict__)  # marks such as `no_weight_decay` that users hang on them
-    # The same dictionary, which the handles that remove hooks know.
+    # The same dictionary that the handles which remove hooks know.
     parameter.hooks = getattr(original, HOOKS, None) or compat.take_accumulation_hooks(original) or parameter.hooks
     return parameter
 
 
 def _alone(rows: Tensor) -> Tensor:
-    """The same memory as a storage of its own: PyTorch can neither save nor copy DTensors that begin inside of one."""
+    """Returns the same memory as a storage of its own: PyTorch can neither save nor copy DTensors inside of one."""
     begin = rows.storage_offset() * rows.itemsize
     piece = rows.untyped_storage()[begin : begin + rows.nbytes]
     return torch.empty(0, dtype=rows.dtype, device=rows.device).set_(piece, 0, rows.shape, rows.stride())

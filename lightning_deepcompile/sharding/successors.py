@@ -1,7 +1,7 @@
-"""What took the place of parameters when their module was sharded: an optimizer may have been built of the old ones.
+"""Maps old parameters to those that replaced them in sharding: an optimizer may have been built with the old ones.
 
-Sharding gives a module other parameter objects. Whoever kept the old ones is told of the new ones by identity, for as
-long as they are kept; nothing here keeps them.
+Sharding gives a module other parameter objects. Holders of old ones find the new ones by identity, for as long as they
+keep them; nothing here keeps them alive.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Successors"]
 
 
 class Successors:
-    """Maps what a module held to what it holds.
+    """Maps a module's parameters before sharding to those after it.
 
     Args:
         module: Before it is sharded.
@@ -33,7 +33,7 @@ class Successors:
         """Call when the module is sharded.
 
         Args:
-            previous: Of earlier shardings of it, whose results are not the last ones any more.
+            previous: Of earlier shardings of it, which are superseded now.
         """
         for old, owner in self._owners.items():
             if (new := owner.module._parameters[owner.name]) is not None and new is not old:
@@ -45,5 +45,5 @@ class Successors:
                     self._new[old] = last
 
     def of(self, parameter: Tensor) -> Tensor | None:
-        """What has taken the place of `parameter`; None if it was not replaced."""
+        """The replacement of `parameter`; None if it was not replaced."""
         return self._new.get(parameter)

@@ -1,15 +1,16 @@
 """The uncompiled path: whole parameters for code that runs as Python inside of a step, or that a hook calls.
 
-Compiled code gathers by its program. Any other code must be as right without one: what Dynamo or a compiler could not
-take, what was compiled too often, what a user keeps out of graphs. It reads parameters in two ways.
+Compiled code gathers by its program. Other code must be as correct without one: code that Dynamo or a compiler could
+not take, that was compiled too often, or that a user keeps out of graphs. It reads parameters in two ways.
 
 * A module's own ``forward`` gets plain whole tensors. The first read gathers the block that the parameter belongs to;
   two blocks stay, the one in use and the one before it. Autograd saves handles in place of whole parameters and gathers
-  again. One node per block reduces its gradients when the last of them is there. The pattern is FSDP2's.
-* Other code holds the parameter itself: ``self.layer.weight`` of another module, or what ``self.parameters()`` gives.
-  While a step runs it is a DTensor that computes as the whole parameter does (`parameter_class`). What is written to it
-  is kept: in stored precision, on this rank's rows. C functions that read it nevertheless leave a whole gradient on it,
-  which is reduced before autograd sees it.
+  again. One node per block reduces its gradients when the last of them is computed. The pattern is FSDP2's.
+* Other code holds the parameter itself: ``self.layer.weight`` of another module, or the results of
+  ``self.parameters()``. While a step runs it is a DTensor that computes as the whole parameter does
+(`parameter_class`).
+  Writes to it are kept: in stored precision, on this rank's rows. C functions that read it nevertheless leave a whole
+  gradient on it, which is reduced before autograd sees it.
 
 Everything here follows from the order in which code reads parameters, never from when memory happens to be freed, so
 that ranks that run the same code gather alike. `Agreement` compares them like any path.
@@ -45,18 +46,18 @@ HOOKS = "accumulation_hooks"
 _RESIDENT = 2
 """Blocks that stay whole: the one in use, and the one before it, which a backward pass begins with."""
 
-# What code asks of a parameter that is not about its values: the DTensor answers as it does outside of a step.
+# Questions about a parameter other than its values: the DTensor answers as it does outside of a step.
 _ABOUT = frozenset(
     """size dim ndimension numel nelement stride storage_offset element_size is_floating_point is_complex is_contiguous
     requires_grad_ get_device data_ptr untyped_storage register_hook register_post_accumulate_grad_hook retain_grad
     is_same_size __hash__ __repr__ __format__ __len__ __reduce_ex__ __deepcopy__ backward""".split()
 )
 _AUGMENTED = frozenset("__iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __setitem__".split())
-_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # properties that are
+_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # properties that are about its values
 
 
 class _Parameter(Protocol):
-    """What is needed of a `ShardedParameter`."""
+    """The members of a `ShardedParameter` that are used here."""
 
     ds_id: int
     layout: Any
@@ -75,7 +76,7 @@ class _Parameter(Protocol):
 
 @dataclass(eq=False)
 class _Block:
-    """Parameters that are gathered together, as some dtypes, and what is whole of them.
+    """Parameters that are gathered together, each in a dtype, and their whole forms.
 
     Args:
         parameters: In registration order.
@@ -93,7 +94,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Handle:
-    """What autograd saves in the place of a whole parameter, or a view of it."""
+    """The object that autograd saves in place of a whole parameter, or a view of it."""
 
     parameter: _Parameter
     stored: bool
@@ -103,7 +104,7 @@ class _Handle:
 
 
 class _Whole(torch.autograd.Function):
-    """From the shards of a block to its whole parameters, which have been gathered already."""
+    """Maps the shards of a block to its whole parameters, which have been gathered already."""
 
     @staticmethod
     def forward(path: Uncompiled, parameters: list[_Parameter], whole: list[Tensor], *leaves: Tensor) -> Any:
@@ -127,16 +128,17 @@ class Uncompiled:
     Args:
         parameters: All sharded parameters.
         stays: Whether parameters stay whole until they change (stages 1 and 2).
-        compare: Called with what is about to communicate, ``"gather"`` or ``"reduce"`` and parameters, by local id,
-            with the dtype in which they, or their gradients, are there. What it returns, if anything, is called behind.
-        written: Called when code wrote to parameters: what programs have gathered is out of date.
+        compare: Called with the communication to come: ``"gather"`` or ``"reduce"``, and parameters by local id
+            with the dtypes of their gathered forms, or of their gradients. A function that it returns is called
+            afterwards.
+        written: Called when code wrote to parameters: programs' gathered copies are out of date.
         noticed: Called when code that is not compiled gathers a block for the first time.
         outside: Called before a module is called outside of steps, which all ranks must do.
 
     Attributes:
         hands_out_plain: Whether all code gets plain whole tensors where it reads an attribute, for function transforms,
             which take neither subclasses nor hooks of autograd.
-        gathered: How many blocks were gathered so far.
+        gathered: The number of blocks gathered so far.
         uneven: Called with the number of a block before it is gathered, while ranks gather at their own pace: it
             returns when all ranks gather that block. None: ranks run the same code, and gather alike.
     """
@@ -159,7 +161,7 @@ class Uncompiled:
         self._stays = stays
         self._resident: dict[tuple[_Parameter, bool], _Block] = {}  # by the block's first parameter; oldest first
         self._owners: dict[torch.UntypedStorage, tuple[_Parameter, bool]] = {}
-        self._held: dict[_Parameter, Tensor] = {}  # whole, stored dtype: code may write to them until the step is over
+        self._held: dict[_Parameter, Tensor] = {}  # whole, stored dtype: code may write to them until the step ends
         self._edges: dict[_Parameter, list[Any]] = {}
         self._calls: list[nn.Module] = []
         self._stored = False  # outside of steps parameters are gathered as they are stored
@@ -168,19 +170,19 @@ class Uncompiled:
         self.uneven: Callable[[int], None] | None = None
         self._noticed: set[_Parameter] = set()
         self.hands_out_plain = False
-        self._accumulators: dict[_Parameter, Any] = {}  # nodes of autograd that live as long as somebody keeps them
+        self._accumulators: dict[_Parameter, Any] = {}  # autograd nodes, which live as long as somebody keeps them
         self._in_step, self._at_rest = parameter_class(self), resting_class(self)
         self._worn: type[DTensor] = DTensor
         self._thread: int | None = None  # the one that a step runs on
-        self._differentiated = ""  # the module whose backward pass began last, while anomalies are looked for
+        self._differentiated = ""  # the module whose backward pass began last, during anomaly detection
         self._dress(self._at_rest)
-        self._around = self._at_rest  # what is worn around `outside`
+        self._around = self._at_rest  # the class outside of `outside`
 
     # Around code -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def in_step(self, *, stored: bool = False) -> Iterator[None]:
-        """Around a step, its backward pass, or a call of a module outside of both.
+        """Returns a context for a step, its backward pass, or a call of a module outside of both.
 
         Args:
             stored: Whether parameters are gathered as they are stored, not as steps compute with them.
@@ -197,7 +199,7 @@ class Uncompiled:
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """Around what a step calls that handles parameters as shards: optimizers, above all."""
+        """Returns a context for code that a step calls and that handles parameters as shards: mainly optimizers."""
         worn, around = self._worn, self._around
         self.settle()
         self._around = worn
@@ -210,7 +212,7 @@ class Uncompiled:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Around what is called within `outside` and belongs to the step again: an optimizer's closure."""
+        """Returns a context for code within `outside` that belongs to the step again: an optimizer's closure."""
         worn = self._worn
         self._dress(self._around)
         try:
@@ -224,7 +226,7 @@ class Uncompiled:
 
         Args:
             module: The module.
-            run: What its call runs.
+            run: The function that its call runs.
             args: Its arguments.
             kwargs: Its keyword arguments.
         """
@@ -239,7 +241,7 @@ class Uncompiled:
             self._calls.pop()
 
     def _mark(self, module: nn.Module, result: Any) -> None:
-        """Lets a backward pass say that it has come to the end of `module`."""
+        """Registers hooks by which a backward pass records that it has reached the end of `module`."""
         spec = next(self._by_tensor[p].layout.spec for p in module._parameters.values() if p in self._by_tensor)
         label = f"{spec.name.rpartition('.')[0]!r} ({type(module).__name__}, in the block {spec.block!r})"
         held_weakly = weakref.ref(self)
@@ -259,7 +261,7 @@ class Uncompiled:
         """Returns the error for an anomaly that PyTorch found in a backward pass; None for any other error.
 
         Args:
-            error: What the pass raised.
+            error: The error that the pass raised.
         """
         label, self._differentiated = self._differentiated, ""
         if not (isinstance(error, RuntimeError) and torch.is_anomaly_enabled() and "returned nan values" in str(error)):
@@ -278,7 +280,7 @@ class Uncompiled:
         """Calls a module while no step runs; see `call`."""
         if self._before_outside is not None and self.uneven is None:
             self._before_outside()
-        self.clear()  # nobody says when parameters change outside of steps
+        self.clear()  # nothing reports changes of parameters outside of steps
         try:
             with self.in_step(stored=True):
                 return self.call(module, run, args, kwargs)
@@ -286,14 +288,14 @@ class Uncompiled:
             self.clear()
 
     def clear(self) -> None:
-        """Forgets what is whole; call when parameters may have changed, on all ranks alike."""
+        """Drops whole parameters; call when parameters may have changed, on all ranks alike."""
         self._resident.clear()
         self._owners.clear()
         self._held.clear()
         self._edges.clear()
 
     def settle(self) -> None:
-        """Keeps what code wrote to whole parameters: this rank's rows of it."""
+        """Copies what code wrote to whole parameters to this rank's rows."""
         wrote = self._keep_held(self._held)
         for block in self._resident.values():
             wrote |= self._keep_writes(block)
@@ -304,14 +306,14 @@ class Uncompiled:
         held = [parameter for parameter in parameters if parameter in self._held]
         with torch.no_grad():
             for parameter in held:
-                # Past the count of writes: graphs that are under way gather again, as PyTorch's would read what is new.
+                # Without a count of the write: graphs under way gather again, as PyTorch's would read the new values.
                 parameter.local.data.copy_(parameter.rows(self._held[parameter]))
         return bool(held)
 
     # Reading ----------------------------------------------------------------------------------------------------------
 
     def read(self, module: nn.Module, parameter: nn.Parameter, *, by_hand: bool = False) -> Tensor:
-        """What ``module.name`` gives.
+        """Returns the value of ``module.name``.
 
         Args:
             module: The module that holds the parameter.
@@ -326,11 +328,11 @@ class Uncompiled:
         return self.value(self._by_tensor[parameter])
 
     def value(self, parameter: _Parameter, *, stored: bool | None = None) -> Tensor:
-        """The whole parameter, with a history if gradients are wanted.
+        """Returns the whole parameter, with a history if gradients are wanted.
 
         Args:
             parameter: The parameter.
-            stored: Whether as it is stored; by default as the code that runs computes with it.
+            stored: Whether in its stored form; by default in the form that the running code computes with.
         """
         with compat.outside_transforms():
             return self._value(parameter, self._stored if stored is None else stored)
@@ -351,7 +353,7 @@ class Uncompiled:
         return block.tracked[parameter]
 
     def hold(self, parameter: _Parameter) -> Tensor:
-        """The whole parameter for code that may write to it, as it is stored; until the step is over.
+        """Returns the whole parameter in its stored form, for code that may write to it; valid until the step ends.
 
         Args:
             parameter: The parameter.
@@ -360,7 +362,7 @@ class Uncompiled:
         if parameter not in self._held:
             with compat.outside_transforms():
                 self._held[parameter] = self._gather(parameter, stored=not same).whole[parameter]
-        if not same:  # what was gathered for computing will not show what is written
+        if not same:  # the form for computing would not show the writes
             self._evict((self._members[parameter][0], False))
         return self._held[parameter]
 
@@ -386,7 +388,7 @@ class Uncompiled:
         """Gathers a block that another rank needs.
 
         Args:
-            number: As `uneven` is called with on that rank.
+            number: The argument of `uneven` on that rank.
         """
         members = next(m for m in self._members.values() if _number(m, False) == number & ~1)
         stored = bool(number & 1)
@@ -412,7 +414,7 @@ class Uncompiled:
                 there[parameter] = held
             elif _is_there(parameter, dtype):
                 there[parameter] = compat.alias(parameter.leaf)
-            # At their own pace other ranks do not know that this one has it.
+            # At their own pace, other ranks do not know that this one has it.
             if not _is_there(parameter, dtype) and (parameter not in there or self.uneven is not None):
                 absent.append((parameter, dtype))
         with self._compared("gather", absent), torch.no_grad(), compat.below_autograd():
@@ -428,7 +430,7 @@ class Uncompiled:
 
     @contextlib.contextmanager
     def _compared(self, kind: str, parameters: Iterable[tuple[_Parameter, torch.dtype]]) -> Iterator[None]:
-        """Around what communicates."""
+        """Compares communication with other ranks' around the body."""
         behind = None
         if self._compare is not None and self.uneven is None:
             lines = [(p.ds_id & LOCAL_ID, str(dtype).removeprefix("torch.")) for p, dtype in parameters]
@@ -448,7 +450,7 @@ class Uncompiled:
             self._owners.pop(whole.untyped_storage(), None)
 
     def _keep_writes(self, block: _Block) -> bool:
-        """Keeps what a module's own code wrote to its parameters in place, of which PyTorch counts the times."""
+        """Keeps in-place writes of a module's own code to its parameters, which PyTorch's counts reveal."""
         wrote = False
         for parameter, whole in block.whole.items():
             tracked = block.tracked.get(parameter)
@@ -461,18 +463,18 @@ class Uncompiled:
             wrote = True
             with torch.no_grad():
                 rows, local = parameter.rows(whole), parameter.local
-                # Elements that nobody changed keep the precision that they are stored in.
+                # Elements that did not change keep their stored precision.
                 local.data.copy_(torch.where(rows == local.to(rows.dtype), local, rows.to(local.dtype)))
         return wrote
 
     # Gradients --------------------------------------------------------------------------------------------------------
 
     def reduce(self, parameters: list[_Parameter], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """This rank's shards of the mean gradients of a block.
+        """Returns this rank's shards of the mean gradients of a block.
 
         Args:
             parameters: Of the block, those that require gradients.
-            grads: Their whole gradients; None of those that were not used.
+            grads: Their whole gradients; None for those that were not used.
         """
         wanted = [(p, grad) for p, grad in zip(parameters, grads, strict=True) if grad is not None]
         if self.uneven is not None and wanted:
@@ -491,11 +493,11 @@ class Uncompiled:
         return [shards.get(parameter) for parameter in parameters]
 
     def differentiate(self, arguments: dict[str, Any], run: Callable[..., Any]) -> tuple[Tensor | None, ...]:
-        """``torch.autograd.grad`` with parameters among its inputs: whole gradients, of this rank's data.
+        """Runs ``torch.autograd.grad`` with parameters among its inputs: whole gradients, of this rank's data.
 
         Args:
             arguments: Those of ``torch.autograd.grad``.
-            run: It.
+            run: The function itself.
         """
         inputs = arguments["inputs"]
         inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
@@ -522,19 +524,19 @@ class Uncompiled:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no step runs."""
+        """True if no step runs."""
         return self._worn is self._at_rest
 
     @property
     def is_elsewhere(self) -> bool:
-        """Returns whether a step runs, on another thread than this one: autograd's threads run its backward pass."""
+        """True if a step runs on another thread than this one: autograd's threads run its backward pass."""
         return not self.is_idle and threading.get_ident() != self._thread and not compat.in_backward()
 
     def check_thread(self, what: str) -> None:
-        """Raises on another thread than the one that a step runs on: a gather of its own would part the ranks.
+        """Raises on another thread than the step's: a gather from there would make ranks diverge.
 
         Args:
-            what: What is computed.
+            what: A description of what is computed.
 
         Raises:
             UnsupportedStepError: Says what to do instead.
@@ -548,7 +550,7 @@ class Uncompiled:
             )
 
     def is_ours(self, value: Any) -> TypeGuard[Tensor]:
-        """Whether `value` is one of the parameters."""
+        """Returns whether `value` is one of the parameters."""
         return type(value) is self._in_step
 
     def of(self, tensor: Tensor) -> _Parameter:
@@ -556,14 +558,14 @@ class Uncompiled:
         return self._by_tensor[tensor]
 
     def whole_of(self, tensor: Tensor) -> Tensor:
-        """The whole parameter that users hold as `tensor`, to compute with."""
+        """The whole parameter that users hold as `tensor`, for computing."""
         return self.value(self.of(tensor))
 
     # Autograd ---------------------------------------------------------------------------------------------------------
 
     def saving(self) -> contextlib.AbstractContextManager[Any]:
-        """Around code that computes with whole parameters: autograd saves handles of them."""
-        # Under activation checkpointing nothing is saved that would be worth a handle, and its own hooks must see all.
+        """Returns a context for code that computes with whole parameters: autograd saves handles of them."""
+        # Under activation checkpointing nothing worth a handle is saved, and its own hooks must see everything.
         # Function transforms refuse hooks.
         no_hooks = self.hands_out_plain or compat.in_function_transform() or compat.hooks_saved_tensors()
         if not torch.is_grad_enabled() or no_hooks:
@@ -592,7 +594,7 @@ class Uncompiled:
             tensor.__class__ = kind
 
     def _watch(self, parameter: _Parameter) -> None:
-        """Reduces whole gradients that come to the parameter itself, of C functions that took it for a plain tensor."""
+        """Reduces whole gradients that reach the parameter itself, from C functions that took it for a plain tensor."""
         path, held_weakly = weakref.ref(self), weakref.ref(parameter)  # nothing finds cycles through autograd's nodes
 
         def reduce(grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...] | None:
@@ -603,7 +605,7 @@ class Uncompiled:
                 (shard,) = alive.reduce([parameter], [grad])
                 assert shard is not None
                 leaf = parameter.leaf
-                leaf.grad = shard if leaf.grad is None else leaf.grad + shard  # which is merged when the pass is over
+                leaf.grad = shard if leaf.grad is None else leaf.grad + shard  # merged when the pass ends
                 return (compat.with_local(cast(DTensor, parameter.dtensor), torch.zeros_like(parameter.local)),)
 
         with torch.enable_grad():
@@ -613,12 +615,12 @@ class Uncompiled:
 
 
 def _number(members: Sequence[_Parameter], stored: bool) -> int:
-    """Of a block, as it is stored or as steps compute with it; never 0, and the same on all ranks."""
+    """Number of a block, stored or as steps compute with it; never 0, and the same on all ranks."""
     return (members[0].ds_id & LOCAL_ID) + 1 << 1 | stored
 
 
 def _is_there(parameter: _Parameter, dtype: torch.dtype) -> bool:
-    """Returns whether there is nothing to gather, and nothing to give back."""
+    """Returns whether there is nothing to gather, and nothing to release."""
     return parameter.is_whole and dtype == parameter.leaf.dtype
 
 
@@ -636,8 +638,8 @@ def hooked_class(path: Uncompiled, kind: type[DTensor]) -> type[DTensor]:
     """Returns a base of the classes of a model's parameters, which decides which hooks may be registered.
 
     Args:
-        path: What knows the parameters.
-        kind: What they are beside that.
+        path: Has the parameters.
+        kind: The class that it extends.
     """
     held_weakly = weakref.ref(path)
 
@@ -670,12 +672,12 @@ def hooked_class(path: Uncompiled, kind: type[DTensor]) -> type[DTensor]:
 
 
 def resting_class(path: Uncompiled) -> type[DTensor]:
-    """The class that a model's parameters have while no step runs: DTensors that take the values of whole tensors, too.
+    """Returns the class of a model's parameters while no step runs: DTensors that also take whole values.
 
-    PyTorch's ``parameter.data = ...`` would give a DTensor other storage and leave its values as they are.
+    PyTorch's ``parameter.data = ...`` would give a DTensor other storage and leave its values unchanged.
 
     Args:
-        path: What gathers them.
+        path: Gathers them.
     """
     held_weakly = weakref.ref(path)
     data: Any = DTensor.data  # a descriptor
@@ -704,11 +706,11 @@ def resting_class(path: Uncompiled) -> type[DTensor]:
                 parameter.local.copy_(parameter.rows(value))
 
         def copy_(self, other: Tensor, non_blocking: bool = False) -> Tensor:
-            # As of state dicts of whole tensors; PyTorch refuses to mix the two.
+            # From state dicts of whole tensors; PyTorch refuses to mix the two.
             return DTensor.copy_(self, other if isinstance(other, DTensor) else self._sharded(other), non_blocking)
 
         def _sharded(self, whole: Tensor) -> DTensor:
-            """This rank's rows of `whole`, which all ranks have."""
+            """Returns this rank's rows of `whole`, which all ranks have."""
             whole, mesh = whole.detach().to(self.device).expand(self.shape), self.device_mesh
             same = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
             return same.redistribute(mesh, self.placements)
@@ -722,16 +724,16 @@ def resting_class(path: Uncompiled) -> type[DTensor]:
 
 
 def parameter_class(path: Uncompiled) -> type[DTensor]:
-    """The class that a model's parameters have while a step runs.
+    """Returns the class that a model's parameters have while a step runs.
 
     Args:
-        path: What gathers them.
+        path: Gathers them.
     """
     held_weakly = weakref.ref(path)
     hooked: Any = hooked_class(path, DTensor)
 
     class ParameterInStep(hooked):  # type: ignore[misc]
-        """A sharded parameter in the hands of code inside of a step: computes as the whole one.
+        """A sharded parameter as code inside of a step sees it: computes as the whole one.
 
         Its gradient, ``requires_grad`` and the like are the shard's, as outside of steps.
         """
@@ -746,7 +748,7 @@ def parameter_class(path: Uncompiled) -> type[DTensor]:
             path = held_weakly()
             kwargs = kwargs or {}
             with compat.plain_functions():
-                if path is None or path.is_idle or compat.is_tracing():  # the tracer looks at what it meets
+                if path is None or path.is_idle or compat.is_tracing():  # the tracer inspects values
                     return function(*args, **kwargs)
                 return _compute(path, function, args, kwargs)
 

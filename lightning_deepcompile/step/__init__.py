@@ -1,1 +1,1 @@
-"""Between two passes: optimizers on shards, clipping, gathers for the next step; nothing is traced or planned here."""
+"""Work between two passes: optimizers on shards, clipping, gathers for the next step. No tracing or planning here."""

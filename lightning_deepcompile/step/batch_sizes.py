@@ -1,4 +1,4 @@
-"""The sizes of a batch's tensors: where they change, a compiler may make other graphs."""
+"""The sizes of a batch's tensors: if they change, a compiler may make other graphs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _DEEPEST, _MOST = 6, 1000
 
 
 def sizes_of(batch: Any) -> Hashable:
-    """The sizes and dtypes of all tensors and arrays in `batch`, wherever they are, and how it is built.
+    """Returns the sizes and dtypes of all tensors and arrays in `batch`, wherever they are, with its structure.
 
     Numbers and texts do not count: they change with every batch, as its index does.
 
     Args:
-        batch: A tensor, or anything that holds some.
+        batch: A tensor, or anything that contains some.
     """
     found: list[Hashable] = []
     _look(batch, found, 0)

@@ -1,4 +1,4 @@
-"""The norm of gradients of which every rank has a shard, and clipping them."""
+"""Computes the norm of sharded gradients, and clips them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["Clipping"]
 
 @dataclass(eq=False)
 class _Work:
-    """What is clipped on this rank.
+    """The gradients to clip on this rank.
 
     Args:
         sharded: Gradients of which every rank has a part.
         replicated: Gradients that are equal on all ranks.
-        dtype: What norms are computed in.
+        dtype: The dtype in which norms are computed.
         limit: Largest allowed norm.
-        total: The sum of squares of the first over all ranks, when it is known.
+        total: The sum of squares of `sharded` over all ranks, once it is known.
     """
 
     sharded: list[Tensor]
@@ -40,13 +40,13 @@ class _Work:
 class Clipping:
     """Clips gradients in place.
 
-    Where programs are replayed as CUDA graphs, so is clipping by norm. Its collective is not part of a graph: on
-    several ranks there are two, before it and behind it.
+    If programs are replayed as CUDA graphs, so is clipping by norm. Its collective is not part of a graph: on several
+    ranks there are two graphs, before it and after it.
 
     Args:
         model: The sharded model.
         device: Where the gradients are.
-        replays: Lets it be replayed; None: it is not.
+        replays: Records and replays clipping; None: no replay.
     """
 
     def __init__(self, model: ShardedModel, device: torch.device, replays: Replays | None = None) -> None:
@@ -79,7 +79,7 @@ class Clipping:
         return norm.clone() if last.replayed else norm
 
     def total_norm(self, parameters: Iterable[Tensor]) -> Tensor:
-        """The 2-norm of gradients over all ranks, which are left as they are; arguments as of `norm`."""
+        """Returns the 2-norm of gradients over all ranks, without changing them; arguments as of `norm`."""
         work = _work(LocalGradients(self._model).of(parameters))
         work.total = self._reduced(self._sharded_sum(work))
         return self._norm(work)
@@ -109,7 +109,7 @@ class Clipping:
     def _scale(self, work: _Work) -> Tensor:
         norm = self._norm(work)
         if work.sharded or work.replicated:
-            # As torch.nn.utils.clip_grad_norm_: no branch on the norm, for which the host would have to wait.
+            # As torch.nn.utils.clip_grad_norm_: no branch on the norm, which the host would have to wait for.
             compat.scale(work.sharded + work.replicated, torch.clamp(work.limit / (norm + 1e-6), max=1.0))
         return norm
 
@@ -120,7 +120,7 @@ def _work(found: Found, limit: float = 0.0) -> _Work:
     for gradient, one in zip(found.gradients, found.sharded, strict=True):
         if gradient is not None and gradient.numel():
             (replicated if one is None else sharded).append(gradient)
-    # Of parameters, as a rank may lack gradients, and ranks must agree.
+    # By the dtypes of parameters: a rank may lack gradients, and ranks must agree.
     wide = any(parameter.dtype is torch.float64 for parameter in found.parameters)
     return _Work(sharded, replicated, torch.float64 if wide else torch.float32, limit)
 

@@ -1,12 +1,12 @@
-"""An optimizer's step by PyTorch's function for it, on this rank's shards, without the optimizer's class.
+"""Runs an optimizer's step by PyTorch's function for it, on this rank's shards, without the optimizer's class.
 
-The class looks up parameters, gradients and states one by one and puts them into lists, and for that it must hold plain
-shards (`LocalShards`): for a small model that takes the host longer than the step takes the device. Here the lists are
-made of what is known of the parameters, and handed to the function that the class would call with the same: no bit
-changes, whatever the numbers (a learning rate that changes in every step, say). The class's own step goes on with
-groups that are empty, so that hooks run as ever.
+The class looks up parameters, gradients and states one by one and collects them in lists, and for that it must hold
+plain shards (`LocalShards`): with a small model that takes the host longer than the step takes the device. Here the
+lists are made from known properties of the parameters, and passed to the function that the class would call with the
+same arguments: no bit changes, whatever the numbers (a learning rate that changes in every step, say). The class's own
+step then runs with empty groups, so that hooks run as usual.
 
-Where programs are replayed as CUDA graphs, so is a step that reads what the steps before read (`Steady`).
+If programs are replayed as CUDA graphs, so is a step with the same inputs as the steps before (`Steady`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["DirectStep"]
 
 @dataclass(eq=False)
 class _Group:
-    """What a step on one group works on.
+    """The inputs of a step on one group.
 
     Args:
         settings: The optimizer's group.
@@ -48,20 +48,20 @@ class _Group:
     states: dict[str, list[Tensor]]
 
     def part(self, chosen: list[bool]) -> _Group:
-        """The group with some of its shards."""
+        """Returns the group with some of its shards."""
         shards, gradients = list(compress(self.shards, chosen)), list(compress(self.gradients, chosen))
         states = {name: list(compress(column, chosen)) for name, column in self.states.items()}
         return _Group(self.settings, shards, gradients, states)
 
 
 class DirectStep:
-    """Steps in place of one optimizer.
+    """Steps in place of one optimizer's class.
 
     Args:
-        optimizer: One that `of` takes; its groups hold the module's parameters.
-        model: How they are sharded.
-        prefetch: Knows what the next step gathers first.
-        replays: Lets steps be replayed; None: they are not.
+        optimizer: One that `of` accepts; its groups hold the module's parameters.
+        model: The sharded model.
+        prefetch: Has the first gathers of the next step.
+        replays: Records and replays steps; None: no replay.
     """
 
     def __init__(
@@ -71,23 +71,23 @@ class DirectStep:
         self._prefetch = prefetch
         self._gradients = LocalGradients(model)
         self._steady = Steady(f"{type(optimizer).__name__}.step", replays, self._step)
-        self._groups: list[dict[str, Any]] | None = None  # the optimizer's own, while it holds none
+        self._groups: list[dict[str, Any]] | None = None  # the optimizer's own groups, while it holds empty ones
 
     @classmethod
     def of(
         cls, optimizer: Optimizer, model: ShardedModel, prefetch: StepPrefetch, replays: Replays | None
     ) -> DirectStep | None:
-        """What steps for `optimizer`, which is given a closure for it; None for all but PyTorch's own Adam and SGD."""
+        """Returns a direct step for `optimizer`, which then gets a closure; None unless it is PyTorch's Adam or SGD."""
         return cls(optimizer, model, prefetch, replays) if compat.has_functional_step(optimizer) else None
 
     def begin(self, *, divided: bool) -> bool:
         """Steps, and leaves the optimizer with groups without parameters.
 
         Args:
-            divided: Whether what the next step gathers first may be stepped first (`HeadStart`).
+            divided: Whether the parameters that the next step gathers first may be stepped first (`HeadStart`).
 
         Returns:
-            Whether it did; else the class's own step is to be run, which makes states and knows every case.
+            Whether it stepped; if not, run the class's own step, which creates states and handles every case.
         """
         optimizer, steady = self._held(), self._steady
         found = self._gradients.of(p for group in optimizer.param_groups for p in group["params"])
@@ -97,7 +97,7 @@ class DirectStep:
             return False
         head = self._prefetch.stepped_first() if divided else frozenset()  # empty where programs are replayed
         if head:
-            # As many gathers on every rank, whatever gradients it has.
+            # The same number of gathers on every rank, whatever gradients it has.
             ahead = {one is not None and one.local in head for one in found.sharded}
             if len(ahead) == 2:
                 groups = self._step_on(head, groups)
@@ -113,16 +113,16 @@ class DirectStep:
 
     @property
     def stepped(self) -> bool:
-        """Whether it has done the step under way."""
+        """True if this object has done the step under way."""
         return self._groups is not None
 
     def restore(self) -> None:
-        """Gives the optimizer its own groups back."""
+        """Restores the optimizer's own groups."""
         if self._groups is not None:
             self._held().param_groups, self._groups = self._groups, None
 
     def _look(self, found: Found) -> list[_Group] | None:
-        """What a step works on; None if that is for the class to say."""
+        """Returns the inputs of a step; None if the class must step itself."""
         optimizer = self._held()
         if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
             return None
@@ -146,14 +146,14 @@ class DirectStep:
                 if names:
                     entries.append(optimizer.state.get(parameter, {}))  # which makes one for whoever asks otherwise
             states: dict[str, list[Any]] = {name: [_rows(entry.get(name)) for entry in entries] for name in names}
-            # Others are made by the class, or are what only it knows to handle.
+            # The class creates missing states, and only it can handle others.
             if any(set(map(type, column)) - {Tensor} for column in states.values()):
                 return None
             groups.append(_Group(settings, shards, gradients, states))
         return groups
 
     def _settings(self) -> tuple[list[Any], list[Tensor]]:
-        """What groups say of how to step: numbers, and tensors, whose values are read on the device."""
+        """The options of the groups: numbers, and tensors, whose values are read on the device."""
         optimizer = self._held()
         numbers: list[Any] = []
         tensors: list[Tensor] = []
@@ -174,7 +174,7 @@ class DirectStep:
                 compat.functional_step(self._held(), group.settings, group.shards, group.gradients, group.states)
 
     def _step_on(self, head: frozenset[Tensor], groups: list[_Group]) -> list[_Group]:
-        """Steps on `head` alone, whose gathers are launched then; returns what is left to step on."""
+        """Steps on `head` alone, and launches the gathers of its shards; returns the rest."""
         inside = [[shard in head for shard in group.shards] for group in groups]
         self._step([group.part(chosen) for group, chosen in zip(groups, inside, strict=True)])
         self._prefetch.launch_in_optimizer()
@@ -196,6 +196,6 @@ def _reads(groups: list[_Group], found: Found, tensors: list[Tensor]) -> Reads:
         tensors += group.shards
         for column in group.states.values():
             tensors += column
-    # Where gradients are, and whose there are none; where tensors are, which `.data = ...` changes.
+    # The places of gradients, with missing ones, and of tensors, which `.data = ...` changes.
     places = [*found.places, *(tensor.data_ptr() for tensor in tensors), *(len(group.shards) for group in groups)]
     return Reads(tensors, places)

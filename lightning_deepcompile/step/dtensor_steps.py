@@ -1,4 +1,4 @@
-"""Steps on DTensors: what the optimizer holds in place of parameters, and whether its class can do it."""
+"""Steps on DTensors: the tensors that an optimizer holds in place of parameters, and a test of its class."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def replicated(tensor: Tensor, ranks: Ranks) -> DTensor:
 
 
 def dtensor_problem(optimizer: Optimizer, ranks: Ranks) -> str:
-    """Lets a copy of an optimizer step on small DTensors, and compares; a collective.
+    """Compares a copy of an optimizer that steps on small DTensors with plain steps; a collective.
 
     Args:
-        optimizer: Holds the module's parameters; left as it is.
-        ranks: Among which they are sharded.
+        optimizer: Holds the module's parameters; it does not change.
+        ranks: The ranks among which they are sharded.
 
     Returns:
-        What goes wrong there, the same on all ranks; "" if nothing does.
+        The problem with DTensors, the same on all ranks; "" if there is none.
 
     Raises:
-        ValueError: On all ranks, if something does, and its class cannot step on one rank either.
+        ValueError: On all ranks, if there is a problem and the class cannot step on one rank either.
     """
     told = exchange(_problem(optimizer, ranks), ranks.group)
     problem, may_step_alone = next((one for one in told if one[0]), ("", True))
@@ -50,7 +50,7 @@ def dtensor_problem(optimizer: Optimizer, ranks: Ranks) -> str:
 
 
 def _problem(optimizer: Optimizer, ranks: Ranks) -> tuple[str, bool]:
-    """Returns what goes wrong on DTensors, and whether the class can step on one rank instead."""
+    """Returns the problem with DTensors, and whether the class can step on one rank instead."""
     specimens = choose_specimens(optimizer, ranks.shards)
 
     def distribute(specimen: Specimen, whole: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def _problem(optimizer: Optimizer, ranks: Ranks) -> tuple[str, bool]:
 
     try:
         whole = run(optimizer, specimens, steps=())
-    except Exception:  # which is known; on DTensors it may fail otherwise
+    except Exception:  # which is known; on DTensors it may fail differently
         whole = None
     try:
         sharded = run(optimizer, specimens, steps=(), distribute=distribute)

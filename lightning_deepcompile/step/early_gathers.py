@@ -1,14 +1,14 @@
-"""The first gathers of a step are launched when the optimizer has stepped, while the host is busy with the trainer.
+"""Launches the first gathers of a step when the optimizer has stepped, while the host is busy with the trainer.
 
-Between two steps the trainer fetches a batch and calls hooks; then the step's guards are checked, and then nothing can
-be computed before the first block has arrived. Launched early, it is there by then.
+Between two steps the trainer fetches a batch and calls hooks; then the step's guards are checked, and then no compute
+can start before the first block has arrived. If it is launched early, it has arrived by then.
 
-They may even be launched while the optimizer steps, when it has stepped on what they read (`launch_in_optimizer`).
+These gathers may even be launched while the optimizer steps, once it has stepped on their inputs
+(`launch_in_optimizer`).
 
-What was gathered early is wrong if somebody writes to the parameters before the step. Writes that PyTorch counts are
-noticed (`Freshness`); those that it does not (``parameter.data``, ``torch._foreach`` functions on parameters) show in a
-checksum of the shards. Nothing is launched early before it is known that a model does without them; if it begins with
-them later on, training stops.
+Early gathers are stale if somebody writes to the parameters before the step. Writes that PyTorch counts are noticed
+(`Freshness`); others (``parameter.data``, ``torch._foreach`` functions on parameters) change a checksum of the shards.
+Nothing is launched early before it is known that a model makes no such writes; if it makes one later, training stops.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class EarlyGathers:
     """Launches the first gathers of a training step; one per engine.
 
     Args:
-        capture: Its programs say which gathers a step begins with.
+        capture: Its programs determine the gathers that a step begins with.
         group: Of the ranks' CPUs; they decide together whether it is safe.
         device: Where the shards are.
 
     Attributes:
         launched: Whether the first gathers of the last step were launched before it.
-        in_optimizer: Whether that was while the optimizer stepped.
+        in_optimizer: Whether they were launched while the optimizer stepped.
     """
 
     def __init__(self, capture: Capture, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -49,35 +49,35 @@ class EarlyGathers:
         self.launched = self.in_optimizer = False
         self._safe: bool | None = None  # None: not known yet
         self._groups: list[Gathers] = []  # launched last; another plan may begin a step with others
-        self._chunks: list[ChunkLayout] = []  # those that it gathers from
-        self._watched: list[Tensor] = []  # a shard of every block that it gathers from
+        self._chunks: list[ChunkLayout] = []  # the chunks that they gather from
+        self._watched: list[Tensor] = []  # a shard of every block that they gather from
         self._sums: Tensor | None = None  # after the optimizer's step
         self._may_in_optimizer = False  # whether they may be launched within it: decided with `_safe`
-        self._trial: Tensor | None = None  # before that, sums from within the optimizer's step
-        self._written = torch.zeros((), dtype=torch.bool, device=device)  # since it is known to be safe
+        self._trial: Tensor | None = None  # before that decision, sums from within the optimizer's step
+        self._written = torch.zeros((), dtype=torch.bool, device=device)  # since then
         self._seen = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")  # its copy on the host
-        self._copied: Any = None  # when that has arrived
+        self._copied: Any = None  # the event of that copy
 
     @property
     def useful(self) -> bool:
-        """Whether there may be something to launch."""
+        """False once early gathers are known to be unsafe."""
         return self._safe is not False
 
     def chunks(self) -> list[ChunkLayout]:
-        """The parameters that are gathered, with those that share their memory; none while nothing is launched."""
+        """The chunks of the parameters that are gathered, which share their memory; none if nothing is launched."""
         self._look()
         return self._chunks if self._safe is None or (self._safe and self._may_in_optimizer) else []
 
     @property
     def ids(self) -> list[int]:
-        """Of the parameters that were gathered last."""
+        """Ids of the parameters that were gathered last."""
         return [i for _, ids, _ in self._groups for i in ids]
 
     def launch_in_optimizer(self) -> None:
-        """Call instead of `launch` while the optimizer steps, when it has stepped on `chunks`, on all ranks alike.
+        """Launches the gathers within the optimizer's step, once it has stepped on `chunks`; call on all ranks alike.
 
-        What follows in that step may write to them as little as what follows it. Before that is known to be so,
-        nothing is launched, and `launch` is to be called, too.
+        Call it instead of `launch`. Neither the rest of the step nor later hooks may write to these parameters. Before
+        that is known to hold, nothing is launched, and `launch` is to be called, too.
         """
         self.in_optimizer = self.launched = bool(self._safe and self._may_in_optimizer and self._groups)
         if self.in_optimizer:
@@ -87,7 +87,7 @@ class EarlyGathers:
             self._trial = self._checksums() if self._groups else None
 
     def launch(self) -> None:
-        """Call after the optimizer's step, on all ranks alike."""
+        """Launches the gathers after the optimizer's step; call on all ranks alike."""
         before, self.in_optimizer = self._groups, False
         self._look()
         self._sums = self._checksums() if self._groups else None
@@ -99,7 +99,7 @@ class EarlyGathers:
             self._gather()
 
     def _look(self) -> None:
-        # Shards in host memory are left to the step: a checksum of them would cost as much as the copy to the device.
+        # Shards in host memory are gathered by the step: their checksum would cost as much as the copy to the device.
         model = self._capture.model
         groups = [
             group for group in self._capture.first_gathers() if all(model.by_id[i].host is None for i in group[1])
@@ -115,7 +115,7 @@ class EarlyGathers:
             torch.ops.dc.prefetch_params_fused(graph_id, [], ids, dtypes)
 
     def check(self) -> None:
-        """Call before the next step, unless it gathers anew anyway.
+        """Checks for stale gathers; call before the next step, unless it gathers again anyway.
 
         Raises:
             RuntimeError: If parameters were written to since a `launch`. It does not wait for the device, and so
@@ -150,16 +150,16 @@ class EarlyGathers:
 
     @torch.no_grad()
     def _checksums(self) -> Tensor:
-        """One per block under watch: of all bytes of its shards, taken as integers, and of where they are."""
+        """Returns a checksum for each watched block: of its shards' bytes, as integers, and of their addresses."""
         words = torch.empty(0, dtype=torch.int64, device=self._device)
         return torch.stack([_checksum(words.new_empty(0).set_(leaf.untyped_storage())) for leaf in self._watched])
 
 
 def _checksum(words: Tensor) -> Tensor:
-    """A number that changes when words change, or their order.
+    """Returns a number that changes if words change, or their order.
 
-    Made of sums of rows and of columns, each weighed with a number of its own: a sum alone would not see a permutation,
-    and to weigh every word would take as much memory again.
+    It combines sums of rows and of columns, each with a weight of its own: a plain sum would miss a permutation, and a
+    weight for every word would take as much memory again.
     """
     columns = math.isqrt(max(words.numel(), 1))
     square = words[: words.numel() // columns * columns].view(-1, columns)

@@ -1,9 +1,9 @@
 """Evaluation in which ranks have different numbers of batches.
 
-Each batch of an evaluation begins with a question between the hosts: of which loader is it? As long as it is the same
-on all ranks, compiled steps run. As soon as some ranks have come to the next loader, or to the end, the others evaluate
-what is left to them uncompiled, each at its own pace: whoever reads a block says so, and all ranks gather it, those
-that need nothing, too. When nobody needs anything any more, all go on together.
+Each batch of an evaluation begins with a question between the hosts: which loader is it from? As long as the answer is
+the same on all ranks, compiled steps run. Once some ranks have come to the next loader, or to the end, the others
+evaluate their remaining batches uncompiled, each at its own pace: a rank that reads a block announces it, and all ranks
+gather it, even those that need nothing. When no rank needs anything any more, all go on together.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Evaluation:
     Args:
         meetings: Of the ranks' hosts.
         order: Compares ranks' paths, while they are the same.
-        prefetch: Follows what is gathered.
-        uncompiled: Gathers for what is not compiled.
-        rank: This rank; the first one says that steps run uncompiled.
+        prefetch: Tracks gathered parameters.
+        uncompiled: Gathers for code that is not compiled.
+        rank: This rank; the first one reports that steps run uncompiled.
 
     Attributes:
-        behind: Where some ranks are while others have gone on; None while all are alike.
+        behind: The place of ranks that lag behind others; None while all are at one place.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Evaluation:
         self.behind: int | None = None
 
     def begin_batch(self, loader: int, number: int) -> None:
-        """Call before a batch, and the hooks that come before it.
+        """Call before a batch, and before its hooks.
 
         Args:
-            loader: Which of the loaders it is from.
-            number: Which batch of all it is, for errors; from 1.
+            loader: Index of the loader that it is from.
+            number: Number of the batch, from 1, for errors.
         """
         self._meetings.batches, self._loader = number, loader
         self._come_to(2 * loader, Where.EVALUATION)
@@ -61,7 +61,7 @@ class Evaluation:
         self._come_to(2 * self._loader + 1, Where.EVALUATED)
 
     def end(self) -> None:
-        """Call when this rank has no more batches: takes part in what the others gather for theirs."""
+        """Call when this rank has no more batches: it takes part in the others' gathers."""
         self._come_to(_END, Where.EVALUATED)
         self._loader = 0
 
@@ -83,7 +83,7 @@ class Evaluation:
             self._change(-first)
 
     def _change(self, behind: int | None) -> None:
-        """All ranks are here: from now on they go on together, or each at its own pace."""
+        """Switches, with all ranks at this place, between going on together and each at its own pace."""
         self._order.end()
         self._prefetch.forget()
         self._uncompiled.clear()
@@ -97,6 +97,6 @@ class Evaluation:
         self._gather_until(wanted, Where.EVALUATION)
 
     def _gather_until(self, wanted: int, where: Where) -> None:
-        """Gathers what other ranks want, as long as that comes before what this one wants."""
+        """Gathers blocks that other ranks want, as long as they come before `wanted`."""
         while (chosen := self._meetings.meet(where, wanted)()[0]) != wanted:
             self._uncompiled.take_part(chosen)

@@ -1,4 +1,4 @@
-"""Whether what is gathered of the parameters is still what the parameters are."""
+"""Tracks whether gathered parameters are still up to date."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Freshness", "writes_to"]
 
 
 class Freshness:
-    """Drops what is gathered before a step that might find it out of date.
+    """Drops gathered parameters before a step that might find them out of date.
 
-    Whoever changed a parameter since the last step did so on the compute stream: gathers must come after it. Looked at
-    when a step begins, and not after the optimizer's, so that a hook's changes count.
+    Code that changed a parameter since the last step did so on the compute stream: gathers must come after it. The
+    check is made when a step begins, not after the optimizer's step, so that a hook's changes count.
 
     Args:
         model: The sharded model.
@@ -28,16 +28,16 @@ class Freshness:
         self._writes = _WriteWatch(model)
         self._runtime = runtime
         self._keeps = stage < 3
-        self._counts: list[int] | None = None  # while what is gathered may be used again
-        self._ran = ""  # the step that ran last
+        self._counts: list[int] | None = None  # while gathered parameters may be used again
+        self._ran = ""  # the last step
 
     def may_stay(self, name: str) -> bool:
-        """Whether what is gathered may be used by the step `name`, unless somebody wrote; the same on all ranks."""
-        # Averaged weights are swapped in and out in ways that nobody counts, but only between training and evaluation.
+        """Returns whether the step `name` may use gathered parameters, unless somebody wrote; the same on all ranks."""
+        # Averaged weights are swapped in and out without counted writes, but only between training and evaluation.
         return self._counts is not None and name == self._ran
 
     def written(self) -> bool:
-        """Whether this rank's parameters were seen to be written to since `settle`, or since the last step began."""
+        """Returns whether writes to this rank's parameters were seen since `settle`, or since the last step began."""
         return self._counts != self._writes.counts()
 
     def begin(self, name: str, stays: bool) -> None:
@@ -45,10 +45,10 @@ class Freshness:
 
         Args:
             name: The step's.
-            stays: Whether what is gathered is used.
+            stays: Whether gathered parameters are used.
         """
         if stays:
-            self._runtime.parameters.order_gathers()  # those that follow, behind writes that nobody counts
+            self._runtime.parameters.order_gathers()  # the next ones, after writes that nothing counts
         else:
             self._runtime.parameters.invalidate()
             self._runtime.parameters.refetch()
@@ -56,11 +56,11 @@ class Freshness:
         self._ran = name
 
     def settle(self) -> None:
-        """From now on, what is gathered is right as long as nobody writes."""
+        """Marks gathered parameters as up to date until somebody writes."""
         self._counts = self._writes.counts()
 
     def doubt(self) -> None:
-        """The next step gathers anew."""
+        """Makes the next step gather again."""
         self._counts = None
 
 
@@ -76,7 +76,7 @@ class _WriteWatch:
     """
 
     def __init__(self, model: ShardedModel) -> None:
-        # Views of a flat buffer share one count: a tensor for each buffer will do.
+        # Views of a flat buffer share one count: one tensor for each buffer is enough.
         self._tensors = [model.by_name[chunk.shards[0].spec.name].leaf for chunk in model.chunks]
         for parameter in model.parameters:
             self._tensors += [parameter.dtensor, compat.local_of(parameter.dtensor)]
@@ -87,7 +87,7 @@ class _WriteWatch:
 
 
 def writes_to(parameter: ShardedParameter) -> list[int]:
-    """The counts of one parameter, and of writes to others in its flat buffer."""
+    """The counts of one parameter, including writes to others in its flat buffer."""
     return [
         compat.version_of(tensor) for tensor in (parameter.leaf, parameter.dtensor, compat.local_of(parameter.dtensor))
     ]

@@ -1,7 +1,7 @@
-"""An optimizer steps first on what the next step gathers first, which is gathered while it steps on the rest.
+"""Steps first on the parameters that the next step gathers first, which are gathered while the rest is stepped.
 
-An optimizer's step is bound by memory and leaves the links idle: time that a forward pass lacks which waits for its
-gathers. The two parts are the class's own `step` on copies of the parameter groups, as chunks of offloaded states are.
+An optimizer's step is bound by memory and leaves the links idle: a forward pass that waits for its gathers can use that
+time. The two parts are the class's own `step` on copies of the parameter groups, as chunks of offloaded states are.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["HeadStart"]
 
 
 class HeadStart:
-    """Divides the steps of one optimizer in two, where a training step follows.
+    """Divides the steps of one optimizer in two, if a training step follows.
 
     Args:
         optimizer: While it steps it holds this rank's plain shards.
-        prefetch: Knows the first gathers of the next step, and launches them.
+        prefetch: Has the first gathers of the next step, and launches them.
     """
 
     needs_closure = False
@@ -40,17 +40,17 @@ class HeadStart:
 
     @classmethod
     def of(cls, optimizer: Optimizer, prefetch: StepPrefetch) -> HeadStart | None:
-        """A head start for one of PyTorch's element-wise optimizers; None for others, their subclasses included."""
+        """Returns a head start for one of PyTorch's element-wise optimizers; None for others, subclasses included."""
         return cls(optimizer, prefetch) if is_elementwise(optimizer) else None
 
     @property
     def stepping(self) -> bool:
-        """Whether a step is under way, so that calls of `step` are parts of it."""
+        """True during a step: calls of `step` are then parts of it."""
         return self._changes is not None
 
     @torch.no_grad()
     def begin(self, *args: Any, **kwargs: Any) -> None:
-        """Steps on what the next step gathers first, and leaves the optimizer with the rest.
+        """Steps on the parameters that the next step gathers first, and leaves the optimizer with the rest.
 
         Args:
             *args: Arguments of the optimizer's `step`, without a closure.
@@ -79,7 +79,7 @@ class HeadStart:
         self.restore()
 
     def restore(self) -> None:
-        """Gives the optimizer its own groups back."""
+        """Restores the optimizer's own groups."""
         if self._changes is not None:
             self._held().param_groups = self._changes.groups
             self._changes = self._rest = None

@@ -1,4 +1,4 @@
-"""This rank's part of the gradients of many parameters, found with little work of the host."""
+"""Finds this rank's part of the gradients of many parameters, with little host time."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Found:
 
     Args:
         parameters: The module's.
-        sharded: What each of them is; None for those that are not sharded.
-        gradients: This rank's rows; None where there is none.
-        are_own: Whether the gradients of all sharded parameters lie where programs write them.
+        sharded: The sharded parameter of each; None for those that are not sharded.
+        gradients: This rank's rows; None without a gradient.
+        are_own: Whether the gradients of all sharded parameters are in the memory that programs write.
     """
 
     parameters: list[Tensor]
@@ -34,7 +34,7 @@ class Found:
 
     @property
     def places(self) -> list[Any]:
-        """Where the gradients are, and what they look like where nothing else says that."""
+        """The addresses of the gradients, with their layout unless the parameter determines it."""
         return [
             None if gradient is None
             else gradient.data_ptr() if one is not None
@@ -57,7 +57,7 @@ class LocalGradients:
 
     @torch.no_grad()
     def of(self, parameters: Iterable[Tensor]) -> Found:
-        """The gradients of `parameters`, the module's, as `GradientSession.local_grad` gives them."""
+        """Returns the gradients of `parameters`, the module's, as `GradientSession.local_grad` gives them."""
         parameters = list(parameters)
         if len(parameters) != len(self._parameters) or not all(map(operator.is_, parameters, self._parameters)):
             self._parameters = parameters

@@ -1,8 +1,8 @@
-"""Optimizers hold the module's parameters, and step on this rank's plain shards of them.
+"""Makes optimizers hold the module's parameters, and step on this rank's plain shards of them.
 
-To users an optimizer looks as ever: its groups hold the tensors that ``module.parameters()`` gives, so that toggling,
-freezing, adding groups and looking at ``.grad`` work. While it computes, each is replaced by the plain tensor of the
-same memory: elementwise arithmetic needs no more, and DTensor's dispatch would cost milliseconds of host time a step.
+To users an optimizer looks as usual: its groups hold the tensors that ``module.parameters()`` gives, so that toggling,
+freezing, adding groups and reading ``.grad`` work. While it computes, each is replaced by the plain tensor of the same
+memory: elementwise arithmetic needs no more, and DTensor's dispatch would cost milliseconds of host time a step.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ __all__ = ["LocalShards", "check_optimizer", "share_states", "state_bytes", "tak
 
 
 def take_over(optimizer: Optimizer, model: ShardedModel, successors: Successors) -> list[Tensor]:
-    """Makes an optimizer that was built before the module was sharded hold what took its parameters' places.
+    """Makes an optimizer that was built before the module was sharded hold the parameters that replaced its own.
 
     Args:
         optimizer: Its groups and its state are changed in place.
-        model: How the parameters are sharded.
-        successors: What they are now.
+        model: The sharded model.
+        successors: The new parameters.
 
     Returns:
-        Parameters of which it has states; `share_states` divides them.
+        Parameters that have states; `share_states` divides these.
     """
     taken = []
     for group in optimizer.param_groups:
@@ -66,11 +66,11 @@ def share_states(
     parameters: Iterable[Tensor],
     owner_of: Callable[[Tensor], int | None] | None,
 ) -> None:
-    """Leaves this rank's part of states that every rank has: rows of those of a parameter's shape, or all on its owner.
+    """Keeps this rank's part of states that every rank has: rows of states of a parameter's shape, or all on its owner.
 
     Args:
         optimizer: Its state is changed in place.
-        model: How the parameters are sharded.
+        model: The sharded model.
         parameters: Those whose states are divided.
         owner_of: Returns the shard rank that steps on a parameter; None, also as a whole: all ranks do, on shards.
     """
@@ -130,18 +130,18 @@ def state_bytes(optimizer: Optimizer, device: torch.device) -> int:
 
 
 class LocalShards:
-    """Lets an optimizer see this rank's plain shards, with their gradients, during its steps.
+    """Makes an optimizer see this rank's plain shards, with their gradients, during its steps.
 
     Args:
         optimizer: Its groups and its state are changed in place for a step, and changed back.
-        model: How the parameters are sharded.
-        gradients: Knows their gradients.
-        ways: Says which groups step on shards.
+        model: The sharded model.
+        gradients: Has their gradients.
+        ways: Decides which groups step on shards.
         after_step: Called after each step, however it was started.
-        written: Called where a step that is not over has written to parameters.
-        around_closure: In which a user's closure runs.
+        written: Called if a step has written to parameters before its end.
+        around_closure: A context for a user's closure.
         parts: Divides the optimizer's steps, if they are divided.
-        direct: Steps in place of the optimizer where it can; None: the optimizer steps.
+        direct: Steps in place of the optimizer if it can; None: the optimizer steps.
     """
 
     def __init__(
@@ -171,40 +171,41 @@ class LocalShards:
         self._dtensors: dict[Tensor, Tensor] = {}
         self._hooks = (
             optimizer.register_step_pre_hook(self._on_step),
-            # Users' hooks shall see their parameters.
+            # Users' hooks must see their parameters.
             compat.run_first_after_step(optimizer, self._on_stepped),
         )
 
     @property
     def offload(self) -> StateOffload | None:
-        """What lets the optimizer step chunk by chunk, if its states may leave the device."""
+        """The object that steps the optimizer chunk by chunk, if its states may be offloaded."""
         return self._parts if isinstance(self._parts, StateOffload) else None
 
     @property
     def owner_step(self) -> OwnerStep | None:
-        """The part that steps on unsharded tensors, if the optimizer's groups may have owners."""
+        """The object that steps on unsharded tensors, if the optimizer's groups may have owners."""
         return self._parts if isinstance(self._parts, OwnerStep) else None
 
     def detach(self) -> None:
-        """Leaves the optimizer alone from now on, which holds the module's parameters."""
+        """Stops changing the optimizer, which then holds the module's parameters."""
         if self._optimizer() is not None:
             self.restore()
         for hook in self._hooks:
             hook.remove()
 
     def __enter__(self) -> None:
-        """Lets the optimizer hold the shards of all its parameters, for work on gradients."""
+        """Makes the optimizer hold the shards of all its parameters, for work on gradients."""
         self._enter([Way.SHARDS] * len(self._held().param_groups), states=False)
 
     def __exit__(self, *exc_info: object) -> None:
         self.restore()
 
     def _enter(self, ways: Sequence[Way], *, states: bool = True) -> None:
-        """Lets groups hold what they step on; those of owners hold the module's parameters.
+        """Makes groups hold the tensors that they step on; those with owners keep the module's parameters.
 
         Args:
             ways: Of each group.
-            states: Whether states come along; those of owners are no rows, whatever their groups hold meanwhile.
+            states: Whether states are converted, too; those of owners are no rows, whatever their groups hold
+                meanwhile.
         """
         self.restore()
         if Way.OWNERS in ways and self.owner_step is None:
@@ -235,7 +236,7 @@ class LocalShards:
         self._given[parameter] = gradient
 
     def _dtensor_of(self, parameter: Tensor) -> Tensor:
-        """The DTensor that a group holds in a parameter's place, of the same memory."""
+        """The DTensor, of the same memory, that a group holds in a parameter's place."""
         if parameter not in self._dtensors:
             own = parameter if isinstance(parameter, DTensor) else replicated(parameter, self._model.ranks)
             self._dtensors[parameter] = compat.AssignableDTensor.like(own)
@@ -249,7 +250,7 @@ class LocalShards:
 
     @contextlib.contextmanager
     def calling(self, after: Callable[[], None]) -> Iterator[None]:
-        """Around a method of the optimizer's class other than `step`: it sees what `step` does.
+        """Returns a context for a method of the optimizer's class other than `step`: it sees the tensors of `step`.
 
         Args:
             after: Called when the method has returned, unless `step` called it.
@@ -265,7 +266,7 @@ class LocalShards:
         after()
 
     def show_states(self) -> None:
-        """Makes DTensors of states that were loaded as this rank's rows."""
+        """Converts states that were loaded as this rank's rows to DTensors."""
         state = self._held().state
         for group, way in zip(self._held().param_groups, self.ways.ways(), strict=True):
             for parameter in group["params"] if way is not Way.OWNERS else ():
@@ -274,7 +275,7 @@ class LocalShards:
                     self._states.show(sharded, state[parameter])
 
     def restore(self) -> None:
-        """Puts the parameters back; does nothing where they are in place, so it also mends what an error left."""
+        """Restores the parameters; does nothing if they are in place, so it also cleans up after an error."""
         if self._parts is not None:
             self._parts.restore()
         if self._direct is not None:
@@ -323,8 +324,8 @@ class LocalShards:
                 self._parts.begin(*args[1:], **{key: value for key, value in kwargs.items() if key != "closure"})
             return None
         self._stepped = False
-        # An optimizer calls its closure before it looks at its groups. So that is when it gets to see shards, and, in
-        # parts, where all but the last are stepped: after the hooks that may come behind this one.
+        # An optimizer calls its closure before it looks at its groups. So the closure makes it see shards, and, in
+        # parts, steps all parts but the last: after the hooks that may follow this one.
         if "closure" in kwargs or len(args) < 2:
             rest = {key: value for key, value in kwargs.items() if key != "closure"}
             return args, {**rest, "closure": _Closure(self, closure, args[1:], rest)}
@@ -337,7 +338,7 @@ class LocalShards:
                 f"{type(self._held()).__name__} evaluates its closure more than once in a step, so its states cannot "
                 "be offloaded. Use CompileConfig(offload='none')."
             )
-        # It runs the forward and the backward pass and users' hooks, which shall see the parameters.
+        # It runs the forward and the backward pass and users' hooks, which must see the parameters.
         self.restore()
         if self._stepped:
             self._written()  # an evaluation elsewhere, as SAM's
@@ -359,16 +360,16 @@ class LocalShards:
 
     @property
     def _usable(self) -> DirectStep | None:
-        # A user's `torch.compile(optimizer.step)` shall hold the class's step.
+        # A user's `torch.compile(optimizer.step)` must contain the class's step.
         return None if torch.compiler.is_compiling() else self._direct
 
     def _is_part(self, closure: Any) -> bool:
-        """Whether a call of `step` is made by one that is under way, as in ``super().step(closure)``."""
+        """Returns whether a call of `step` comes from one that is under way, as in ``super().step(closure)``."""
         return isinstance(closure, _Closure) or (self._parts is not None and self._parts.stepping)
 
     def _on_stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._inner:
-            self._inner -= 1  # what the optimizer does behind ``super().step`` is part of the step, too
+            self._inner -= 1  # the code after ``super().step`` is part of the step, too
             return
         if self.offload is not None and not self._stepped:
             raise RuntimeError(
@@ -406,7 +407,7 @@ class LocalShards:
 
 
 class _Closure:
-    """What an optimizer is given to call before it looks at its groups."""
+    """The closure that an optimizer calls before it looks at its groups."""
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
 """Steps on unsharded tensors, each on the one rank that owns it, by the optimizer's own class.
 
-Before a step, parameters and gradients are collected on their owners; behind it, rows of the parameters go back to the
-shards. States stay on their owner, as tensors of the parameters' own shapes: nobody else has them.
+Before a step, parameters and gradients are collected on their owners; after it, rows of the parameters are sent back to
+the shards. States stay on their owner, as tensors of the parameters' own shapes: no other rank has them.
 
-A class that can be called on a part of its parameters at a time steps chunk by chunk: while it steps on one, the next
-is collected, and the one before is sent back.
+A class that can be called on a part of its parameters at a time steps chunk by chunk: while it steps on one chunk, the
+next is collected, and the one before is sent back.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class OwnerStep:
 
     Args:
         optimizer: Before its first step.
-        model: How the parameters are sharded.
-        gradients: Knows their gradients.
+        model: The sharded model.
+        gradients: Has their gradients.
         hosts: Process group of all the ranks' CPUs.
-        ways: Says which groups have owners; without one nothing is done.
+        ways: Decides which groups have owners; without one nothing is done.
         check: Raises unless all ranks pass the same text: what they are about to exchange.
 
     Attributes:
@@ -73,13 +73,13 @@ class OwnerStep:
         self._rows = RowExchange(model.ranks)
         self._owned: dict[Tensor, Owned] = {}
         self._loads = [0] * model.ranks.shards
-        self._divides: bool | None = None  # not known yet
+        self._divides: bool | None = None  # None: not known yet
         self._skips = False  # tensors without gradients, as the class does
         self._stand_ins: dict[int, Tensor] = {}  # by group
         self._stand_in_states: dict[int, Any] = {}
         self._groups: list[dict[str, Any]] | None = None  # the optimizer's own, while it steps
         self._params: list[list[Tensor]] = []
-        self._moved: list[tuple[Tensor, Tensor]] = []  # of states: parameter, and what stands for it
+        self._moved: list[tuple[Tensor, Tensor]] = []  # of states: the parameter and its stand-in
         self._changes: GroupChanges | None = None
         self._chunk = Chunk([], offloaded=False)
         self._last: list[Owned] = []
@@ -107,7 +107,7 @@ class OwnerStep:
     def begin(self, *args: Any, **kwargs: Any) -> None:
         """Steps on all chunks but the last, and leaves the optimizer with the last one's tensors.
 
-        Groups that step another way are as the optimizer holds them, and step with the last chunk.
+        Groups that step another way keep the optimizer's tensors, and step with the last chunk.
 
         Args:
             *args: Arguments of the optimizer's `step`, without a closure.
@@ -150,7 +150,7 @@ class OwnerStep:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Sends what the last chunk has become back to the shards.
+        """Sends the rows of the last chunk's parameters back to the shards.
 
         Raises:
             RuntimeError: If the class has raised on another rank.
@@ -173,9 +173,9 @@ class OwnerStep:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Gives the optimizer its own groups and states back.
+        """Restores the optimizer's own groups and states.
 
-        Where it comes in place of `finish`, the class has raised: the other ranks, which wait, raise then, too.
+        If it is called in place of `finish`, the class has raised: the other ranks, which wait, then raise, too.
         """
         if self._groups is None:
             return
@@ -213,7 +213,7 @@ class OwnerStep:
             for way, each in zip(self._ways.ways(), params, strict=True)
             if way is Way.OWNERS
             for parameter in each
-            if parameter in by_parameter  # the others are on every rank, which steps on them itself
+            if parameter in by_parameter  # all ranks have the others, and step on them themselves
         ]
         new = [parameter for parameter in held if parameter not in self._owned]
         if new:
@@ -240,7 +240,7 @@ class OwnerStep:
         return [[moving[index] for index in chunk] for chunk in chunks]
 
     def _hold(self, optimizer: Optimizer, owned: Mapping[Tensor, Owned]) -> None:
-        """Takes the optimizer's groups apart, and its states along."""
+        """Replaces the optimizer's groups and states."""
         self._groups = optimizer.param_groups
         self._params = [list(group["params"]) for group in self._groups]
         self._changes = GroupChanges(optimizer) if self._divides else None
@@ -256,7 +256,7 @@ class OwnerStep:
     def _narrow(
         self, optimizer: Optimizer, chunk: list[Owned], gradients: Mapping[Owned, Tensor | None], *, last: bool
     ) -> None:
-        """Makes the optimizer hold what this rank owns of `chunk`; the last one comes with all that has no owner."""
+        """Makes the optimizer hold this rank's part of `chunk`; the last one also holds everything without an owner."""
         assert self._groups is not None
         mine, inside = self._model.ranks.shard_rank, set(chunk)
         ways, narrowed = self._ways.ways(), []
@@ -279,7 +279,7 @@ class OwnerStep:
 
     @property
     def _steps_on_replicated(self) -> bool:
-        """Returns whether this rank steps on unsharded parameters: all do, unless one steps on everything."""
+        """Returns whether this rank steps on unsharded parameters: all ranks do, unless one steps on everything."""
         return not self._ways.together or self._model.ranks.shard_rank == 0
 
     def _share_replicated(self) -> None:
@@ -301,7 +301,7 @@ class OwnerStep:
     ) -> list[Tensor]:
         """Returns a small tensor for a group of which this rank owns nothing.
 
-        What a class counts in the group itself goes on with it, and it may fail on empty groups.
+        A class may keep counters in the group itself, which go on with it, and may fail on empty groups.
         """
         params = [parameter for parameter in params if parameter in self._owned]
         example = self._owned[params[0]].parameter
@@ -349,7 +349,7 @@ class OwnerStep:
             self._returning.popleft()()
 
     def _agree(self, error: BaseException | None) -> None:
-        """Tells the other ranks how the step went; raises if another one's failed."""
+        """Tells the other ranks whether the step succeeded; raises if it failed on one of them."""
         state = self._held().state
         touched = any(compat.version_of(one.whole) != seen or one.whole in state for one, seen in self._gradless)
         has_gradless = bool(self._gradless)
@@ -380,7 +380,7 @@ def _candidate(parameter: ShardedParameter) -> Candidate:
 
 
 def _signature(kind: str, chunks: list[list[Owned]], gradients: Mapping[Owned, Tensor | None]) -> str:
-    """Returns what is exchanged, as `Agreement.check` compares it."""
+    """Returns a text of what is exchanged, which `Agreement.check` compares."""
     lines = [f"a step of {kind}"]
     for chunk in chunks:
         for has_gradient, what in ((True, "collect"), (False, "collect without gradients")):

@@ -1,6 +1,6 @@
 """Assigns tensors to the ranks that step on them unsharded, and divides a step on them into chunks.
 
-Pure arithmetic of shapes, so that all ranks come to the same.
+Pure arithmetic of shapes, so that all ranks get the same result.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["Candidate", "assign_owners", "chunks_of", "cost_of"]
 
 _EVEN = 1.25
 """A chunk is balanced if no rank has more than so many times the mean cost."""
-_SMALL = 1 << 23  # elements of a chunk below which it gains nothing to be one of its own
+_SMALL = 1 << 23  # elements of a chunk; smaller ones gain nothing by being separate
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Candidate:
 
 
 def cost_of(shape: Sequence[int]) -> int:
-    """Returns what a step on a tensor costs, to be compared with others.
+    """Returns the cost of a step on a tensor, in units that can be compared.
 
     Classes that need unsharded tensors multiply a matrix by its transpose and the like: m²n operations for a matrix of
     m × n elements, m ≤ n. Tensors of more dimensions are matrices of their first dimension by the others, and vectors

@@ -1,4 +1,4 @@
-"""Prefetch across the step boundary: the first gathers of a training step start before it, out of fresh parameters."""
+"""Launches the first gathers of a training step before it begins, from fresh parameters."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["StepPrefetch"]
 
 
 class StepPrefetch:
-    """Follows writes to parameters, and launches the first gathers of the next step; one per engine.
+    """Tracks writes to parameters, and launches the first gathers of the next step; one per engine.
 
-    At stage 3 they are launched inside the optimizer's step, when it has stepped on what they read
+    At stage 3 they are launched inside the optimizer's step, once it has stepped on their inputs
     (`launch_in_optimizer`), after the optimizer's step (`launch`), or with the step itself.
 
     Args:
@@ -35,7 +35,7 @@ class StepPrefetch:
         may_be_in_optimizer: Whether that may be while the optimizer steps.
         early: Whether the first gathers of the last step were launched before it.
         in_optimizer: Whether they were launched while the optimizer stepped.
-        follows: Whether a training step follows the optimizer's: nobody's code is known to come in between.
+        follows: Whether a training step follows the optimizer's step directly, without users' code in between.
         before: The runtime's counters before the first gather of the step under way.
     """
 
@@ -56,23 +56,23 @@ class StepPrefetch:
         self._early = EarlyGathers(capture, host_group, device)
         self._model = capture.model
         self._launched = False
-        self._rewritten = False  # this rank's part of what was gathered while the optimizer stepped, since
+        self._rewritten = False  # whether this rank's part of gathers within the optimizer's step was written to since
         self._counts: list[int] | None = None  # of writes to what was gathered while the optimizer steps
-        self._before_step: dict[str, list[int]] | None = None  # of writes to what the step under way found gathered
+        self._before_step: dict[str, list[int]] | None = None  # of writes to what this step found gathered
         self.early = self.in_optimizer = self.follows = False
         self.before: dict[str, int] = {}
 
     def begin(self, name: str) -> None:
-        """Call before the step `name`, which trains nothing."""
+        """Call before the step `name`, which does not train."""
         self._before_step = None
         # Ranks may evaluate different numbers of batches: none waits for another one's answer.
         self._fresh.begin(name, self._fresh.may_stay(name) and not self._fresh.written())
 
     def may_stay(self, isolated: bool) -> bool:
-        """Whether a training step may use what is gathered, unless a rank's parameters were `written` to.
+        """Returns whether a training step may use gathered parameters, unless they were `written` to on a rank.
 
         Args:
-            isolated: Whether it must gather everything by itself.
+            isolated: Whether it must launch all gathers itself.
 
         Returns:
             The same on all ranks.
@@ -82,14 +82,14 @@ class StepPrefetch:
         return self._fresh.may_stay("training_step")
 
     def written(self) -> bool:
-        """Whether this rank's parameters were seen to be written to since they were gathered."""
+        """Returns whether writes to this rank's parameters were seen since they were gathered."""
         return self._rewritten or self._fresh.written()
 
     def begin_training_step(self, stays: bool) -> None:
         """Call before a training step.
 
         Args:
-            stays: Whether it uses what is gathered.
+            stays: Whether it uses gathered parameters.
         """
         self._counts = self._before_step = None  # of steps that failed
         early, self._launched = self._launched, False
@@ -98,15 +98,15 @@ class StepPrefetch:
         if stays and early:
             self._early.check()
             self._before_step = self._writes_before_step()
-        else:  # what was launched early is gone, and gathered again
+        else:  # early gathers were dropped, and are repeated
             self.before = self._runtime.stats()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Around a step's own code.
+        """Returns a context for a step's own code.
 
         Raises:
-            RuntimeError: If it wrote to what was gathered before it began, other than by an optimizer.
+            RuntimeError: If it wrote to parameters gathered before it began, other than by an optimizer.
         """
         yield
         before, self._before_step = self._before_step, None
@@ -140,18 +140,18 @@ class StepPrefetch:
             self.before, self._counts = before, self._writes_to_gathered()
 
     def stepped(self) -> None:
-        """Call when an optimizer has stepped, or parameters were written to: what is gathered is out of date."""
+        """Call when an optimizer has stepped, or parameters were written to: gathered copies are out of date."""
         self._before_step = None
-        if self._counts is None:  # else it was gathered since
+        if self._counts is None:  # else they were gathered since
             self.forget()
 
     def rewritten(self) -> None:
-        """Call when code of a step has written to parameters, on all ranks: what was gathered before is out of date."""
+        """Call when code of a step has written to parameters, on all ranks: earlier gathers are out of date."""
         self._before_step = None
         self.forget()
 
     def launch(self) -> None:
-        """Call when an optimizer's step is over and the next training step uses its parameters; may gather them."""
+        """Call when an optimizer's step has ended and the next training step uses its parameters; may gather them."""
         counts, self._counts = self._counts, None
         self.in_optimizer = counts is not None
         if self.in_optimizer:
@@ -167,14 +167,14 @@ class StepPrefetch:
             self.early = self._early.launched
 
     def forget(self) -> None:
-        """What is gathered is out of date."""
+        """Marks gathered parameters as out of date."""
         self._counts = None
         self._fresh.doubt()
         self._runtime.parameters.invalidate()
 
     @property
     def _replays(self) -> bool:
-        """Whether graphs have the first gathers; the same on all ranks."""
+        """True if graphs contain the first gathers; the same on all ranks."""
         return self._capture.replays is not None and self._capture.replays.in_use
 
     def _writes_to_gathered(self) -> list[int]:

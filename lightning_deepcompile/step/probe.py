@@ -1,4 +1,4 @@
-"""Finds out what an optimizer class does, by letting copies of it step on small tensors.
+"""Finds out how an optimizer class steps, by letting copies of it step on small tensors.
 
 The same steps are taken
 
@@ -6,18 +6,18 @@ The same steps are taken
 * with rows of each tensor in one copy for each of several ranks, as groups that step on shards do it;
 * with each tensor in a copy of its own, as owner ranks do it.
 
-Which of them agree says which way is right. So that they differ where the class does:
+The results that agree show which way is correct. The inputs make differences visible:
 
-* tensors and their rows differ in scale, and so do the gradients of successive steps: norms and thresholds show;
-* gradients depend on the tensors' values: perturbed evaluations, as SAM's, show;
-* numbers that grow equally in each step are counters and are put forward, to each whole number among the settings and
-  to one that 1 to 16, 100, 1000 and 1024 divide: warm-up, and what happens once in some steps, shows;
+* tensors and their rows differ in scale, and so do the gradients of successive steps: reveals norms and thresholds;
+* gradients depend on the tensors' values: reveals perturbed evaluations, as SAM's;
+* numbers that grow equally in each step are counters and are advanced, to each whole number among the settings and to
+  one that 1 to 16, 100, 1000 and 1024 divide: reveals warm-up, and actions once in several steps;
 * a learning rate of zero, with which warm-up begins, is replaced;
-* one element of a gradient is not a number in the last step: classes that skip such steps show;
+* one element of a gradient is not a number in the last step: reveals classes that skip such steps;
 * random numbers are replaced by constants, and counted.
 
-What depends on sizes shows in the operations that the class does to tensors without memory, of the parameters' and of
-the shards' shapes: a class that does others than to small ones is not known to be element-wise.
+Dependence on sizes is found in the operations that the class applies to tensors without memory, of the parameters' and
+of the shards' shapes: a class that applies others than to small tensors is not known to be element-wise.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from lightning_deepcompile.step.specimens import Communicates, Copy, Specimen, W
 __all__ = ["Findings", "Run", "agree", "choose_specimens", "first_rows", "named", "probe", "run", "small_shape"]
 
 _SMALL = {1: 24, 2: 24, 3: 12}  # most elements of a dimension, by the number of dimensions
-_SMALLER = 8  # where there are more dimensions
+_SMALLER = 8  # with more dimensions
 _SCALES_OF_SIZES = (1, 4, 16)
-_ALIKE = 3  # tensors of as many dimensions and one dtype, of one group
-_NATURAL = 4  # steps before counters are put forward
+_ALIKE = 3  # tensors with as many dimensions and one dtype, of one group
+_NATURAL = 4  # steps before counters are advanced
 _TARGETS = (11, 101, 1001, 1_153_152_000)
 _INTEGERS = 8
 _SCALES = (1.0, 0.03, 20.0, 1.0)
 _TOLERANCE = 1e-4
-_VISIBLE = 1000  # times rounding: what the largest change of an element exceeds
+_VISIBLE = 1000  # the largest change of an element must exceed rounding by this factor
 
 Cut = Callable[[Tensor], Tensor]
 """Takes rows of a tensor."""
@@ -53,12 +53,12 @@ Cut = Callable[[Tensor], Tensor]
 
 @dataclass
 class Findings:
-    """Knowledge of one parameter group.
+    """The findings about one parameter group.
 
     Args:
         elementwise: Steps on rows come to the same as those on tensors.
         by_tensor: Steps on a tensor alone come to the same as those on all.
-        why_not: Why it is not element-wise; why it does not step tensor by tensor.
+        why_not: The reasons why it is not element-wise, and why it does not step tensor by tensor.
     """
 
     elementwise: bool = True
@@ -66,7 +66,7 @@ class Findings:
     why_not: list[str] = field(default_factory=list)
 
     def refuse(self, reason: str, *, by_tensor: bool = False) -> None:
-        """Takes note that the group is not element-wise, or does not even step tensor by tensor."""
+        """Records that the group is not element-wise, or does not even step tensor by tensor."""
         self.elementwise = False
         self.by_tensor &= not by_tensor
         if reason not in self.why_not:
@@ -75,12 +75,12 @@ class Findings:
 
 @dataclass(eq=False)
 class Run:
-    """Steps of a copy.
+    """The steps of a copy.
 
     Args:
         start: Of each tensor, before the steps.
         values: Of each tensor, after each step; the last, whose gradients are no numbers, may be missing.
-        watch: What was done.
+        watch: The record of its operations.
         closure_calls: The most in one step.
         finished: Whether it took the last step, too.
     """
@@ -93,7 +93,7 @@ class Run:
 
 
 def probe(optimizer: Optimizer, shards: int) -> list[Findings]:
-    """Finds out what an optimizer does to its parameter groups; the optimizer is left as it is.
+    """Finds out how an optimizer steps on its parameter groups; the optimizer does not change.
 
     Args:
         optimizer: Holds the module's parameters.
@@ -133,7 +133,7 @@ def probe(optimizer: Optimizer, shards: int) -> list[Findings]:
             if _shards_step_differently(optimizer, index, shards):
                 finding.refuse("what it does depends on the sizes of tensors")
     _judge_tensors(findings, optimizer, specimens, keep, whole)
-    # Groups that differ in numbers alone share their findings.
+    # Groups that differ only in numbers share their findings.
     together: dict[Any, Findings] = {}
     for likeness, finding in zip(likenesses, findings, strict=True):
         first = together.setdefault(likeness, finding)
@@ -182,13 +182,13 @@ def run(
     """Lets a copy step.
 
     Args:
-        optimizer: What is copied.
-        specimens: What the copy holds.
+        optimizer: The original.
+        specimens: The tensors that the copy holds.
         cuts: Takes the part of each that this rank has; None: all of it.
         keep: Keep the optimizer's states.
-        loss: What closures return.
+        loss: The result of closures.
         distribute: Makes DTensors of the specimens' values.
-        steps: What counters are put forward to; None: as the module says.
+        steps: The values that counters are advanced to; None: as the module says.
     """
     device = _device_of(optimizer)
 
@@ -232,23 +232,23 @@ def run(
         except Communicates:
             raise
         except Exception:
-            finished = False  # factorisations refuse what is not a number
+            finished = False  # factorisations refuse NaN
     return Run(start, values, watch, own.closure_calls, finished)
 
 
 def _take_steps(
     own: Copy, step: Callable[[], None], go_to: Callable[[int], None], targets: Sequence[int] | None
 ) -> None:
-    """Takes steps, also with counters put forward.
+    """Takes steps, also with advanced counters.
 
     Args:
         own: The copy.
         step: Takes one.
         go_to: Called with the number of steps that counters show.
-        targets: What counters are put forward to; None: where something may happen.
+        targets: The values that counters are advanced to; None: where something may happen.
     """
     if targets is None:
-        targets = _targets(own)  # before steps, which may leave numbers that depend on what a copy holds
+        targets = _targets(own)  # before the first steps: afterwards numbers may depend on the copy's tensors
     counts = []
     for _ in range(_NATURAL):
         step()
@@ -263,7 +263,7 @@ def _take_steps(
 
 
 def first_rows(whole: Tensor, rank: int, ranks: int) -> Tensor:
-    """Returns the rows of `whole` that a rank has: as many on each, but for the last."""
+    """Returns a rank's rows of `whole`: as many on each rank, except for the last."""
     if whole.dim() == 0:
         return whole
     rows = -(-whole.shape[0] // ranks)
@@ -298,12 +298,12 @@ def agree(run: Run, specimen: Specimen, others: Sequence[Sequence[Tensor]], *, l
 
 
 def _rounding(value: Tensor, size: Tensor) -> float:
-    """Returns what arithmetic may differ by on numbers of such a size; narrow dtypes are compared bit by bit."""
+    """Returns the rounding error of numbers of such a size; narrow dtypes are compared bit by bit."""
     return 4 * torch.finfo(value.dtype).eps * float(size.abs().max()) if value.dtype.itemsize >= 4 else 0.0
 
 
 def _first_run(optimizer: Optimizer, specimens: Sequence[Specimen]) -> tuple[Run, bool]:
-    """Lets one copy step with all tensors; returns whether it needs the states that the optimizer has, too."""
+    """Lets one copy step with all tensors; returns whether it needs the optimizer's states, too."""
     try:
         return run(optimizer, specimens), False
     except Communicates:
@@ -322,7 +322,7 @@ def _judge_whole(findings: Sequence[Findings], whole: Run) -> None:
             continue
         changes = [(after - before).abs().max() for before, after in itertools.pairwise(steps)]
         rounding = _rounding(values[0], steps[-1])
-        # D-Adaptation begins with rates at which nothing shows.
+        # D-Adaptation begins with rates that change nothing visibly.
         if max(changes) <= max(_VISIBLE * rounding, 0.0):
             findings[specimen.group].refuse("it hardly changes small tensors", by_tensor=True)
 
@@ -406,10 +406,10 @@ def _judge_tensors(
 
 
 def _telling_scale(optimizer: Optimizer, shards: int) -> tuple[int | None, str]:
-    """Finds out on how small tensors the class does what it does to the parameters.
+    """Finds the scale of small tensors on which the class does the same as on the parameters.
 
     Returns:
-        Their scale, None if there is none; and why operations are not known, "" if they are.
+        The scale, None if there is none; and why operations are not known, "" if they are.
     """
     shapes = {
         parameter: tuple(parameter.shape)
@@ -435,7 +435,7 @@ def _shards_step_differently(optimizer: Optimizer, index: int, shards: int) -> b
             _operations(optimizer, {p: _rows_of(shape, shards, last=last) for p, shape in shapes.items()}) != whole
             for last in (False, True)
         )
-    except Exception:  # which it does not on tensors
+    except Exception:  # on tensors it did not fail
         return True
 
 
@@ -482,18 +482,18 @@ def small_shape(parameter: Tensor, shards: int, scale: int = 1) -> tuple[int, ..
     factor = min(1.0, limit / max(shape))
     small = []
     for size in shape:
-        common = math.gcd(size, 12)  # heads, and queries, keys and values in one, stay divisible
+        common = math.gcd(size, 12)  # heads, or queries, keys and values in one, stay divisible
         small.append(max(int(size * factor) // common * common, min(size, 4), common if size > 4 else 1))
     rows, least = shape[0], min(2 * shards, 64)
     small[0] = min(rows, max(small[0], least))
-    if rows > small[0]:  # as even, or uneven, as the parameter's
+    if rows > small[0]:  # even or uneven like the parameter's
         small[0] += -small[0] % math.lcm(shards, math.gcd(rows, 12)) if rows % shards == 0 else small[0] % shards == 0
         small[0] = min(rows, small[0])
     return tuple(small)
 
 
 def _likeness(group: Mapping[str, Any]) -> Any:
-    """Returns what groups have in common that step in the same manner: all but names, rates and positive numbers."""
+    """Returns what groups that step alike have in common: everything but names, rates and positive numbers."""
     settings = []
     for key, value in sorted(group.items(), key=lambda item: str(item[0])):
         if key not in ("params", "lr", "initial_lr", "name", "group_name", "param_names"):
@@ -515,7 +515,7 @@ def _initial(specimen: Specimen) -> Tensor:
 
 def _gradient(specimen: Specimen, step: int, spoiled: bool) -> Tensor:
     scale = _SCALES[step % len(_SCALES)] * 3.0 ** (specimen.number % 4)
-    # What they have in common lets D-Adaptation find its rate.
+    # Their common part lets D-Adaptation find its rate.
     gradient = (_random(specimen, 1) + _random(specimen, 2 + step % 997)) * scale * _row_scales(specimen.shape, 0.2)
     if spoiled and specimen.number == 0 and gradient.numel():
         gradient.view(-1)[-1] = math.nan
@@ -572,7 +572,7 @@ def _device_of(optimizer: Optimizer) -> torch.device:
 
 
 def named(error: Exception) -> str:
-    """Returns an error in one line; if it says nothing, that which it follows from."""
+    """Returns an error in one line; if it has no text, that of its cause."""
     told: BaseException = error
     while not str(told).strip() and (before := told.__cause__ or told.__context__) is not None:
         told = before

@@ -1,7 +1,7 @@
-"""Collects the rows of parameters, and of their gradients, on the ranks that step on them unsharded, and the way back.
+"""Collects the rows of parameters and gradients on the ranks that step on them unsharded, and sends rows back.
 
 One collective moves all tensors of a chunk and of a dtype. Every rank sends as many elements of a tensor as any other:
-its rows and their padding. Padding comes to the end of what is collected, and is cut off.
+its rows and their padding. The padding ends up behind the collected rows, and is cut off.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Owned:
     Args:
         parameter: Its shards.
         owner: The shard rank that steps on it.
-        whole: What stands for it there while the optimizer steps; empty between steps, and on other ranks.
+        whole: The unsharded tensor on the owner while the optimizer steps; empty between steps, and on other ranks.
     """
 
     parameter: ShardedParameter
@@ -34,7 +34,7 @@ class Owned:
     whole: Tensor
 
     def empty(self) -> None:
-        """Drops what was collected."""
+        """Frees the collected tensor."""
         self.whole.grad = None
         self.whole.data = self.whole.data.new_empty(0)
 
@@ -55,21 +55,21 @@ class RowExchange:
 
     @torch.no_grad()
     def collect(self, chunk: Sequence[Owned], gradients: Sequence[Tensor | None]) -> Callable[[], None]:
-        """Begins to collect parameters and gradients on their owners.
+        """Starts collecting parameters and gradients on their owners.
 
         Args:
             chunk: The parameters, the same on all ranks.
             gradients: This rank's rows of the gradient of each; None on all ranks for those without.
 
         Returns:
-            A function that waits for it, on the device where that can be, and fills ``whole`` and ``whole.grad``.
+            A function that waits for it, on the device if possible, and fills ``whole`` and ``whole.grad``.
         """
         filled = [self._collect(*part) for part in _by_dtype(chunk, gradients)]
         return lambda: _call(filled)
 
     @torch.no_grad()
     def send_back(self, chunk: Sequence[Owned]) -> Callable[[], None]:
-        """Begins to send the rows of what owners hold to the shards.
+        """Starts sending the rows of the owners' tensors to the shards.
 
         Args:
             chunk: The parameters, the same on all ranks.
@@ -106,7 +106,7 @@ class RowExchange:
                 if one.owner != mine:
                     continue
                 size = one.parameter.layout.shard_numel
-                one.whole.grad = None  # before another shape
+                one.whole.grad = None  # before the shape changes
                 one.whole.data = _joined(rows[:, place : place + size], one.parameter)
                 place += size
                 if gradient is not None:

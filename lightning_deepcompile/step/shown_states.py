@@ -1,8 +1,8 @@
-"""States of an optimizer as users see them, and as its class does while it steps.
+"""Converts states of an optimizer between the form that users see and the form that its class steps on.
 
 A state of a parameter's shape is a `ShardedTensor`, as a gradient is: indices, means and norms are those of one
 process. While groups step on shards, it is this rank's rows, a plain tensor of the same memory; while they step on
-DTensors, it is one of PyTorch's class.
+DTensors, it has PyTorch's class.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ __all__ = ["ShownStates"]
 
 
 class ShownStates:
-    """Turns states into DTensors and back; one for each optimizer.
+    """Converts states to DTensors and back; one for each optimizer.
 
     Args:
-        ranks: Among which parameters are sharded. On one, states stay plain tensors: rows are those of the parameter.
-        before_use: Called before states are looked at that may be in host memory; None: they are on the device.
+        ranks: The ranks among which parameters are sharded. On one, states stay plain tensors: rows are those of the
+        parameter.
+        before_use: Called before states that may be in host memory are read; None: they are on the device.
     """
 
     def __init__(self, ranks: Ranks, before_use: Callable[[], None] | None = None) -> None:
         self._ranks, self._before_use = ranks, before_use
-        # DTensors of states that a class updates in place, by parameter and name; of others they would keep old states.
+        # DTensors of states that a class updates in place, by parameter and name; for other states they would be stale.
         self._kept: dict[tuple[ShardedParameter, str], ShardedTensor] = {}
         self._last: dict[tuple[ShardedParameter, str], weakref.ref[Tensor]] = {}
         self._replaced: set[tuple[ShardedParameter, str]] = set()
@@ -44,7 +45,7 @@ class ShownStates:
         """Replaces DTensors by this rank's rows.
 
         Args:
-            parameter: Whose states they are.
+            parameter: The parameter.
             entries: By name; changed in place.
         """
         for name, value in entries.items():
@@ -52,9 +53,9 @@ class ShownStates:
                 same = value.shape == parameter.dtensor.shape and value.placements == self._ranks.placements
                 entries[name] = compat.local_of(value) if same else self._rows(parameter, value)
                 if self._before_use is not None and isinstance(value, ShardedTensor) and same:
-                    self._kept[parameter, name] = value  # for this step: a host buffer is not kept longer
+                    self._kept[parameter, name] = value  # for this step: host buffers are not kept longer
             elif isinstance(value, Tensor) and self._is_full(parameter, value):
-                entries[name] = parameter.rows(value).clone()  # a user's
+                entries[name] = parameter.rows(value).clone()  # set by a user
 
     def show(self, parameter: ShardedParameter, entries: dict[str, Any]) -> None:
         """Replaces this rank's rows by tensors of the same memory for users; arguments as of `hide`."""
@@ -68,7 +69,7 @@ class ShownStates:
                 entries[name] = self._shown(parameter, name, value)
 
     def forget_hidden(self) -> None:
-        """Call when a step's states are shown: host memory of states that it dropped is freed."""
+        """Frees host memory of states that a step dropped; call when its states are shown."""
         if self._before_use is not None:
             self._kept.clear()
 
@@ -76,7 +77,7 @@ class ShownStates:
         """Makes all states DTensors of PyTorch's class: for groups that step on DTensors.
 
         Args:
-            parameter: Whose states they are; None: of one that is not sharded.
+            parameter: The parameter; None if it is not sharded.
             entries: By name; changed in place.
         """
         if parameter is not None:

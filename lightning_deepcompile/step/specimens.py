@@ -1,4 +1,4 @@
-"""Copies of an optimizer that step on small tensors of its own, watched."""
+"""Copies of an optimizer that step on small tensors while they are watched."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_deepcompile import compat
 
 __all__ = ["CannotCopy", "Communicates", "Copy", "Specimen", "Watch", "watched"]
 
-_LEAST_RATE = 0.05  # schedulers begin with 0, with which no class shows what it does
+_LEAST_RATE = 0.05  # schedulers begin with 0, which reveals nothing about a class
 
 
 class CannotCopy(Exception):
@@ -37,7 +37,7 @@ class Specimen:
     """A small tensor that stands for a parameter.
 
     Args:
-        parameter: What it stands for, as the optimizer holds it.
+        parameter: The parameter, as the optimizer holds it.
         group: Index of the parameter's group.
         shape: Of the small tensor.
         number: Of the specimen.
@@ -51,7 +51,7 @@ class Specimen:
 
 @dataclass
 class Watch:
-    """Record of the operations of steps.
+    """A record of the operations of steps.
 
     Attributes:
         operations: Names of the operations, in order.
@@ -63,7 +63,7 @@ class Watch:
 
 
 class _Operations(compat.TorchDispatchMode):
-    """Notes operations, refuses communication, and replaces random numbers by constants: runs are to be compared."""
+    """Records operations, refuses communication, and replaces random numbers by constants: runs are to be compared."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class _Operations(compat.TorchDispatchMode):
 
 
 class _Addresses(TorchFunctionMode):
-    """Refuses to tell where tensors without memory are: a kernel would read there."""
+    """Refuses to return addresses of tensors without memory: a kernel would read there."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -111,11 +111,11 @@ def _make_constant(drawn: Tensor, func: Any, args: tuple[Any, ...]) -> None:
 
 @contextmanager
 def watched(device: torch.device, watch: Watch | None) -> Iterator[None]:
-    """Notes what is done inside, uncompiled; random numbers that the process draws later stay the same.
+    """Records operations inside, uncompiled; the process's later random numbers do not change.
 
     Args:
         device: Where tensors are.
-        watch: What is added to. None: tensors are DTensors, whose operations communicate.
+        watch: The record. None: tensors are DTensors, whose operations communicate.
 
     Raises:
         RuntimeError: If random numbers were drawn outside of PyTorch.
@@ -137,12 +137,12 @@ class Copy:
     """A copy of an optimizer, with its hyperparameters, that holds small tensors.
 
     Args:
-        optimizer: The original, which is left as it is.
-        tensors: What the copy's groups hold in place of parameters; other parameters are left out.
+        optimizer: The original, which does not change.
+        tensors: The tensors of the copy's groups in place of parameters; other parameters are dropped.
         keep_states: Keep states that the original has, of the small tensors' shapes.
 
     Raises:
-        CannotCopy: Says why.
+        CannotCopy: If it cannot be copied; says why.
     """
 
     def __init__(self, optimizer: Optimizer, tensors: Mapping[Tensor, Tensor], *, keep_states: bool = False) -> None:
@@ -151,7 +151,7 @@ class Copy:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 memo[id(parameter)] = self.tensors.get(parameter)
-                if memo[id(parameter)] is None:  # which deepcopy would take for an object that it does not know
+                if memo[id(parameter)] is None:  # deepcopy would take None for an object that it does not know
                     memo[id(parameter)] = torch.ones(
                         (1,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device
                     )
@@ -160,7 +160,7 @@ class Copy:
         except Exception as error:
             raise CannotCopy(f"{type(error).__name__}: {_first_line(error)}") from error
         if callable(train := getattr(self.optimizer, "train", None)):
-            train()  # averaging classes step in this mode alone
+            train()  # averaging classes step only in this mode
         parameters = inspect.signature(type(optimizer).step).parameters
         self._takes_closure = "closure" in parameters
         self.closure_calls = 0
@@ -227,7 +227,8 @@ def _copied(optimizer: Optimizer, tensors: Mapping[Tensor, Tensor], memo: dict[i
     kind = type(optimizer)
     new = kind.__new__(kind)
     memo[id(optimizer)] = new
-    # Groups and states by hand: there may be gigabytes of states. Wrappers share groups with what they wrap.
+    # Groups and states by hand: there may be gigabytes of states. Wrappers share groups with the optimizer that they
+    # wrap.
     for group in optimizer.param_groups:
         if id(group) in memo:
             continue
@@ -248,7 +249,7 @@ def _copied(optimizer: Optimizer, tensors: Mapping[Tensor, Tensor], memo: dict[i
     own = vars(optimizer)
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         if name in own:
-            memo[id(own[name])] = OrderedDict()  # users' hooks are for real steps
+            memo[id(own[name])] = OrderedDict()  # users' hooks are meant for real steps
     for value in own.values():
         inner = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else (value,)
         for one in inner:

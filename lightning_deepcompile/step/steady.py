@@ -1,8 +1,8 @@
-"""Work that a host issues in every step, as a CUDA graph for as long as what it reads stays the same.
+"""Records work that a host issues in every step as a CUDA graph, for as long as its inputs stay the same.
 
-Between two programs, clipping and an optimizer's step take a small model's host longer than its device. What they read
-from the host, numbers and tensors, is the same in many steps. When it has stayed the same for a while, the work is
-recorded, as programs are (`Replays`), and replayed until something else is read. That changes no bit.
+Between two programs, clipping and an optimizer's step take a small model's host longer than its device. Their inputs
+from the host, numbers and tensors, are the same in many steps. When they have been the same for a while, the work is
+recorded, as programs are (`Replays`), and replayed until an input changes. No bit of the results changes.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ Out = TypeVar("Out")
 
 @dataclass(eq=False)
 class Reads:
-    """What work reads besides numbers.
+    """The inputs of work besides numbers.
 
     Args:
-        tensors: That it reads and writes, which are kept alive. Gradients are none of them: whether somebody holds one
-            is seen by its references.
-        places: Where they and gradients are, and what else the device is told of them.
+        tensors: Those that it reads and writes, which are kept alive. Gradients are not among them: references to them
+            show whether somebody holds one.
+        places: Addresses of these tensors and of gradients, and whatever else the device is told of them.
     """
 
     tensors: list[Tensor]
     places: list[Any]
 
     def is_like(self, other: Reads) -> bool:
-        """Whether the work that reads one and the other does the same on the device."""
+        """Returns whether the work does the same on the device with both inputs."""
         return (
             self.places == other.places
             and len(self.tensors) == len(other.tensors)
@@ -55,37 +55,37 @@ class Steady(Generic[In, Out]):
     """Does one piece of work, or replays it.
 
     Args:
-        name: Of the work, in messages.
-        replays: Says whether programs are replayed; then gradients stay where they are. None: nothing is.
+        name: The name of the work, in messages.
+        replays: Tells whether programs are replayed; then gradients keep their memory. None: no replay.
         work: Issues the work, all of it on the current stream.
     """
 
     def __init__(self, name: str, replays: Replays | None, work: Callable[[In], Out]) -> None:
         self._name, self._replays, self._work = name, replays, work
         self._operands: list[In] = []  # of the work under way; a graph holds none
-        self._numbers: list[Any] | None = None  # of the work before
-        self._reads: Reads | None = None  # the work before, if it has been looked at
+        self._numbers: list[Any] | None = None  # of the previous work
+        self._reads: Reads | None = None  # of the previous work, if it was examined
         self._same = self._recorded = 0
-        self._graph: torch.cuda.CUDAGraph | None = None  # of work like that before
-        self._result: list[Out] = []  # that the graph writes
+        self._graph: torch.cuda.CUDAGraph | None = None  # of work like the previous one
+        self._result: list[Out] = []  # written by the graph
         self._refused = False
         if replays is not None:
             replays.follow(self)
 
     @property
     def begins(self) -> bool:
-        """It goes along with programs."""
+        """Always False: recording begins only with programs."""
         return False
 
     @property
     def may_record(self) -> bool:
-        """Whether programs are replayed, and the work may be."""
+        """True if programs are replayed, and the work may be."""
         replays = self._replays
         return replays is not None and replays.enabled and replays.recorded > 0 and not self._refused
 
     @property
     def replayed(self) -> bool:
-        """Whether the last work was replayed: then the next replay writes to what it returned."""
+        """True if the last work was replayed: then the next replay overwrites its result."""
         return self._graph is not None
 
     def forget(self) -> None:
@@ -94,7 +94,7 @@ class Steady(Generic[In, Out]):
         self._result, self._same = [], 0
 
     def refuse(self, reason: str) -> None:
-        """Says why the work is never recorded."""
+        """Records that the work is never replayed, and why."""
         self.forget()
         self._refused = True
         if self._replays is not None:
@@ -104,12 +104,12 @@ class Steady(Generic[In, Out]):
         """Does the work, or replays it.
 
         Args:
-            operands: What it works on.
-            numbers: That it reads; None if what it reads is this step's alone.
-            look: Says what else it reads; called if the numbers are those of the work before.
+            operands: The operands.
+            numbers: The numbers that it reads; None if its inputs belong to this step alone.
+            look: Returns its other inputs; called if the numbers are those of the previous work.
 
         Returns:
-            What it returns.
+            The result of the work.
         """
         if numbers is None or not self.may_record or numbers != self._numbers:
             self.forget()

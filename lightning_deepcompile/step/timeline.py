@@ -1,9 +1,8 @@
-"""What happens in a step, and when: the one place where the order of everybody's work is written down.
+"""The order of a step: the one place where the order of everybody's work is written down.
 
 ``begin`` → the forward pass → ``backward`` → the backward pass → ``backward_done``, or ``abort`` →
 ``before_optimizer`` → the optimizer → ``stepped`` → ``optimizer_left`` → ``end``. Under manual optimization backward
-passes and optimizers' steps lie inside of the forward pass, and ``end`` does not come. Evaluation knows ``begin``
-alone.
+passes and optimizers' steps lie inside of the forward pass, and ``end`` is not called. Evaluation only calls ``begin``.
 """
 
 from __future__ import annotations
@@ -32,25 +31,25 @@ TRAINING = "training_step"
 
 @dataclass(eq=False, repr=False)
 class Timeline:
-    """Tells those who take part in a step of its events, in the order that its methods are written in.
+    """Passes the events of a step to its participants, in the order in which its methods are written.
 
     Args:
         runtime: ``_C.Runtime`` that executes the programs.
         meetings: Asks the other ranks' hosts, once a training step, where they are, whether parameters were written to
             between steps, and whether a rank was told to stop.
-        evaluation: Lets ranks evaluate different numbers of batches.
+        evaluation: Supports evaluation of different numbers of batches.
         order: Compares the ranks' order of collectives.
         tuner: Measures steps and swaps their programs.
-        residency: Keeps optimizer states in host memory; None if none leaves.
-        leaving: Decides which activations leave, where no plan does.
-        prefetch: Follows writes to parameters, and launches the first gathers of the next step.
+        residency: Keeps optimizer states in host memory; None if none is offloaded.
+        leaving: Decides which activations are offloaded without a plan.
+        prefetch: Tracks writes to parameters, and launches the first gathers of the next step.
         capture: Has the programs.
         uncompiled: Has the parameters that uncompiled code reads.
         gradients: Has the gradients.
 
     Attributes:
         told_to_stop: Whether this rank was told to stop training.
-        communicated: What the runtime has counted during the last training step whose backward pass is done.
+        communicated: The runtime's counters of the last training step whose backward pass has ended.
         uncompiled_share: The share of its time that the host spent outside of programs.
     """
 
@@ -71,29 +70,29 @@ class Timeline:
     _answers: Asked | None = None  # of the last training step
     _stops: bool = False
     _stale_gradients: bool = False
-    _began: tuple[float, float] = (0.0, 0.0)  # the last forward pass: when, and what programs had taken by then
+    _began: tuple[float, float] = (0.0, 0.0)  # the last forward pass: its start, and the programs' time before it
 
     def begin(self, name: str, sizes: Hashable = ()) -> bool:
-        """Before the forward pass of the step `name`.
+        """Call before the forward pass of the step `name`.
 
         Args:
             name: The step's name.
             sizes: Those of the tensors in its batch.
 
         Returns:
-            Whether what was compiled of the training step is to be compiled anew.
+            Whether the training step is to be compiled again.
         """
-        if name == TRAINING and self.order.compares_end:  # else one of the questions below says where ranks are
+        if name == TRAINING and self.order.compares_end:  # else one of the questions below exchanges the place
             self.meet(Where.TRAINING)
         if self.evaluation.behind is None:
-            self.order.begin(name)  # first: what follows communicates, and is compared as part of this step
+            self.order.begin(name)  # first: the rest communicates, and is compared as part of this step
         anew = False
         if name == TRAINING:
             launched = {"early_gathers": self.prefetch.early, "head_start": self.prefetch.in_optimizer}
             anew = self.tuner.begin_micro_batch(launched)  # before all that depends on the programs, which it may swap
             if (replays := self.capture.replays) is not None:
                 replays.begin_step(self.tuner.settled)  # before the hosts are asked
-            if self.residency is not None:  # before gathers, which take the memory that states leave
+            if self.residency is not None:  # before gathers, which use the memory that states leave
                 self.residency.begin_step(self.capture.waits_for_states)
             self.prefetch.begin_training_step(self._ask(self._is_new(name, sizes)))  # drops what is out of date
             self.capture.begin_step()  # after `prefetch`, which asks what the last step began with
@@ -101,8 +100,8 @@ class Timeline:
             self.prefetch.begin(name)
             met = self.meetings.meet(Where.EVALUATION, self._is_new(name, sizes))
             self.order.compare_all(lambda: bool(met()[0]))
-        self.uncompiled.clear()  # parameters may have changed between steps, and nobody says so
-        self.gradients.follow_requires_grad()  # before guards of the compiled step look at it
+        self.uncompiled.clear()  # parameters may have changed between steps, which nothing reports
+        self.gradients.follow_requires_grad()  # before guards of the compiled step read it
         self._began = time.perf_counter(), self.capture.program_seconds
         return anew
 
@@ -111,7 +110,7 @@ class Timeline:
         return self.order.is_new((name, sizes, self.capture.captured))
 
     def _ask(self, new: bool) -> bool:
-        """Asks the other hosts; returns whether the training step that begins may use what is gathered.
+        """Asks the other hosts; returns whether the training step that begins may use gathered parameters.
 
         Args:
             new: Whether this rank may run what it has not run since programs were swapped.
@@ -133,14 +132,15 @@ class Timeline:
             new,
         )
         self._answers = answers
-        self.order.compare_all(lambda: bool(answers()[-1]))  # a compiler may make another graph of it
+        self.order.compare_all(lambda: bool(answers()[-1]))  # a compiler may make another graph for them
         if replays is not None:
             replays.agree(lambda: not answers()[2])
-        # A rank that gathered again alone would wait for the others: it may be the only one that has what was written.
+        # A rank that gathered again alone would wait for the others: it may be the only one where parameters were
+        # written to.
         return may_stay and not answers()[0]
 
     def stops(self) -> bool:
-        """Whether a rank had been told to stop when the last training step began; the same on all ranks."""
+        """Returns whether a rank had been told to stop when the last training step began; the same on all ranks."""
         answers, self._answers = self._answers, None
         if answers is not None:
             _, told_to_stop, _, most, least, *taken, _ = answers()
@@ -156,24 +156,24 @@ class Timeline:
         return self._stops
 
     def backward(self) -> None:
-        """Before a backward pass.
+        """Call before a backward pass.
 
         Raises:
             RanksPartedError: If another rank is not in a training step.
         """
         self.order.passed()  # first: ranks that wait elsewhere learn that this one went on
         if self._answers is not None:
-            self._answers()  # which are there by now
+            self._answers()  # the answers are there by now
         self.tuner.begin_backward(self.gradients.update)
         if self.residency is not None:
-            self.runtime.states.release()  # what the forward pass did not wait for
+            self.runtime.states.release()  # states that the forward pass did not wait for
         self.gradients.begin_now()
 
     def backward_done(self) -> None:
-        """After a backward pass: every ``.grad`` is set."""
-        self.order.end_backward()  # before `gradients`: other ranks may have some that this one takes part in
+        """Call after a backward pass: every ``.grad`` is set."""
+        self.order.end_backward()  # before `gradients`: this one may take part in others' reductions
         self.gradients.finish()
-        self.uncompiled.clear()  # after `gradients`, which reduce what uncompiled code has left
+        self.uncompiled.clear()  # after `gradients`, which reduce those of uncompiled code
         seconds = time.perf_counter() - self._began[0]
         self.uncompiled_share = 1 - (self.capture.program_seconds - self._began[1]) / seconds
         self.prefetch.after_backward(last=self.gradients.update)
@@ -181,53 +181,53 @@ class Timeline:
         self.communicated = {key: value - before.get(key, 0) for key, value in counts.items()}
 
     def hooks_called(self) -> None:
-        """A backward pass has called hooks of parameters, which may have written to them."""
+        """Call after a backward pass has called hooks of parameters, which may have written to them."""
         self.uncompiled.clear()
         self.prefetch.rewritten()
 
     def before_optimizer(self, *, follows: bool) -> None:
-        """Before an optimizer steps.
+        """Call before an optimizer steps.
 
         Args:
-            follows: Whether `end` comes right behind it: then gathers for the next step may be launched inside.
+            follows: Whether `end` comes right after it: then gathers for the next step may be launched inside.
         """
         self.order.passed()
         self.prefetch.follows = follows
 
     def written(self) -> None:
-        """An optimizer has written to parameters, and gradients are still needed: what is gathered is out of date."""
+        """Call when an optimizer has written to parameters before gradients may be dropped: gathers are out of date."""
         self.uncompiled.clear()
         self.prefetch.rewritten()
 
     def stepped(self) -> None:
-        """An optimizer has stepped, or parameters were written to: what is gathered of them is out of date."""
+        """Call when an optimizer has stepped, or parameters were written to: gathered copies are out of date."""
         self.uncompiled.clear()
         self.prefetch.stepped()
         self._stale_gradients = self.leaving.has_states = True
-        self.tuner.end_step()  # last: what it times includes the work of the others
+        self.tuner.end_step()  # last: its time includes the others' work
 
     def optimizer_stepped(self) -> None:
-        """An optimizer has stepped: as `stepped`, and all ranks must do so as often."""
+        """Call when an optimizer has stepped, like `stepped`; all ranks must do so equally often."""
         self.meetings.steps += 1
         self.stepped()
 
     def optimizer_called(self) -> None:
-        """A method of an optimizer's class that is no step may have written to parameters; gradients are as before."""
-        self.meetings.steps += 1  # what is gathered goes where it was called: all ranks must
+        """Call when another method of an optimizer's class may have written to parameters, but not to gradients."""
+        self.meetings.steps += 1  # gathered copies were dropped: all ranks must call it
         self.written()
 
     def optimizer_left(self) -> None:
-        """After the call that has stepped an optimizer, also where it failed."""
+        """Call after the call that has stepped an optimizer, also if it failed."""
         self.prefetch.follows = False
 
     def end(self) -> None:
-        """The optimizer's step is over and the next training step uses its parameters: they may be gathered."""
+        """Call when the optimizer's step has ended: the parameters may be gathered for the next training step."""
         if self.residency is not None and not self.capture.waits_for_states:
-            self.runtime.states.release()  # first: what is gathered now shall not wait for what leaves the device
+            self.runtime.states.release()  # first: new gathers must not wait for states that leave the device
         self.prefetch.launch()
 
     def abort(self) -> None:
-        """A backward pass has failed."""
+        """Call when a backward pass has failed."""
         self.gradients.abandon()
 
     def meet(self, where: Where) -> None:
@@ -242,7 +242,7 @@ class Timeline:
         self.meetings.meet(where)()
 
     def why_alone(self) -> str:
-        """Why communication failed, as far as this rank has been told where others are; "" if it does not know."""
+        """Explains why communication failed, if this rank has been told where others are; "" if it does not know."""
         if self._answers is not None and self._answers.is_there():
             try:
                 self._answers()
@@ -259,18 +259,18 @@ class Timeline:
             self._stale_gradients = False
 
     def rest(self) -> None:
-        """After a training: gives back what is only needed while steps run."""
+        """Call after a training: releases resources that only steps need."""
         if self.residency is not None:
             self.residency.retire()
         if self.capture.replays is not None:
             self.capture.replays.forget()
         self.evaluation.forget()
-        self.order.rest()  # ends its thread, also where communication has ended
+        self.order.rest()  # ends its thread, also if communication has ended
         self.meetings.watch.rest()
         self._answers, self._stops, self.told_to_stop = None, False, False
 
     def release_memory(self) -> None:
-        """As `rest`, while communication has not ended: memory, too."""
+        """Releases memory, too, after a training; call before communication ends. See `rest`."""
         self.gradients.forget_held_back()
         self.uncompiled.clear()
         self.prefetch.forget()

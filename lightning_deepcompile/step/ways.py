@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class Way(enum.Enum):
-    """How a parameter group steps."""
+    """The ways in which a parameter group can step."""
 
     SHARDS = "on shards"
     """Each rank steps on its own rows, as plain tensors: right where every element is updated by itself."""
@@ -38,11 +38,11 @@ class Way(enum.Enum):
 
 @dataclass(frozen=True)
 class Decision:
-    """How a parameter group steps.
+    """The way in which a parameter group steps.
 
     Args:
-        way: How.
-        reason: Why, in words.
+        way: The way.
+        reason: The reason, in words.
         together: With `Way.OWNERS`: one rank owns all tensors, as they affect each other.
     """
 
@@ -51,7 +51,7 @@ class Decision:
     together: bool = False
 
 
-# Each element of their parameters is updated by itself. Subclasses may do anything.
+# They update each element of their parameters by itself. Subclasses may do anything.
 _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
         optim.ASGD,
@@ -91,7 +91,7 @@ def _same(value: object, other: object) -> bool:
 
 
 def ways_of(optimizer: Optimizer, shards: int = 2) -> list[Decision]:
-    """Decides how each parameter group of `optimizer` steps; the optimizer is left as it is.
+    """PyTorch wraps the `step` of each class again.
 
     Args:
         optimizer: Before its first step, or later.
@@ -118,7 +118,7 @@ def ways_of(optimizer: Optimizer, shards: int = 2) -> list[Decision]:
 
 
 def couples_tensors(optimizer: Optimizer) -> bool:
-    """Returns whether a step on some of the parameters is another than that on all; also of one rank."""
+    """Returns whether a step on some of the parameters differs from one on all; also for one rank."""
     try:
         return any(decision.way is Way.DTENSORS for decision in ways_of(optimizer))
     except ValueError:
@@ -130,7 +130,7 @@ class OptimizerWays:
 
     Args:
         optimizer: Holds the module's parameters.
-        model: How they are sharded.
+        model: The sharded model.
     """
 
     def __init__(self, optimizer: Optimizer, model: ShardedModel) -> None:

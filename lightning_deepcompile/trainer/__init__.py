@@ -1,1 +1,1 @@
-"""Lightning's side: strategy, processes, precision, arguments and callbacks; nothing is compiled or planned here."""
+"""Lightning's side: strategy, processes, precision, arguments and callbacks. No compiling or planning here."""

@@ -1,4 +1,4 @@
-"""Activation checkpointing by policy: chosen modules keep their inputs and run again in the backward pass."""
+"""Activation checkpointing by policy: selected modules keep only their inputs and run again in the backward pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CheckpointingPolicy = set[type[nn.Module]] | Callable[..., bool]
 
 
 def checkpoint_activations(module: nn.Module, policy: CheckpointingPolicy) -> int:
-    """Makes modules run under ``torch.utils.checkpoint``, in place; names in state dicts stay as they are.
+    """Makes modules run under ``torch.utils.checkpoint``, in place; names in state dicts do not change.
 
     Args:
         module: The model.
@@ -26,7 +26,7 @@ def checkpoint_activations(module: nn.Module, policy: CheckpointingPolicy) -> in
             ``ModuleWrapPolicy``), that tells whether to.
 
     Returns:
-        How many modules were chosen.
+        The number of modules that were chosen.
 
     Raises:
         ValueError: If the policy chooses none, or one inside another.
@@ -49,7 +49,7 @@ def checkpoint_activations(module: nn.Module, policy: CheckpointingPolicy) -> in
 
 
 def keep_activations(module: nn.Module) -> None:
-    """Takes back what `checkpoint_activations` has done to `module`, in place.
+    """Undoes `checkpoint_activations` on `module`, in place.
 
     Args:
         module: Any module.
@@ -58,7 +58,7 @@ def keep_activations(module: nn.Module) -> None:
         ours = child.__dict__.pop(_OURS, None)
         if child.__dict__.get("forward") is ours and ours is not None:
             del child.forward
-            if child.forward != ours.args[0]:  # the user had put it there
+            if child.forward != ours.args[0]:  # the user had set it
                 child.forward = ours.args[0]
 
 

@@ -1,7 +1,7 @@
-"""``device_mesh="auto"``: how many ranks share the parameters, decided by sizes before the model is sharded.
+"""``device_mesh="auto"``: decides by sizes, before the model is sharded, how many ranks share the parameters.
 
 Gathers inside of a node cost a fraction of those between nodes. So as few nodes as possible share, and the others hold
-the same once more, as far as every rank's memory allows it.
+replicas, as far as every rank's memory allows it.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ beside which activations and optimizer states may still leave the device.
 
 
 class _Need(NamedTuple):
-    """Bytes of a rank: what stays between steps, and what moves within one."""
+    """Bytes of a rank: those that stay between steps, and those that are gathered and reduced within one."""
 
     staying: int
     moving: int
 
 
 class _Room(NamedTuple):
-    """Bytes of a rank's memory: all there are, and those that training may use."""
+    """Bytes of a rank's memory: the total, and the part that training may use."""
 
     total: int
     usable: int
 
     @property
     def for_shards(self) -> int:
-        """Without the activations' part."""
+        """Bytes without the activations' part."""
         return int(self.usable * (1 - _ACTIVATIONS))
 
 
@@ -69,20 +69,20 @@ def choose_mesh(
     world_size: int,
     per_node: int,
 ) -> tuple[int, int] | None:
-    """The smallest group of whole nodes whose ranks have memory for their shards; a collective of all ranks.
+    """Chooses the smallest group of whole nodes whose ranks have memory for their shards; a collective of all ranks.
 
-    All ranks decide alike: the largest need and the least memory of any rank count. One line on rank 0 says what was
-    chosen, and by which numbers. What may live in host memory is counted as if it stayed on the device, as it costs
+    All ranks decide alike: the largest need and the least memory of any rank count. One line on rank 0 reports the
+    choice, with the numbers. Tensors that may live in host memory count as if they stayed on the device, as that costs
     more than a gather between nodes.
 
     Args:
         module: The model, before it is sharded; one that `check_module` accepts.
-        config: Its ``memory_budget`` says what may be used.
+        config: Its ``memory_budget`` limits the memory.
         stage: ZeRO stage.
         gather_dtype: Compute dtype of parameters; None for their own.
         device_type: ``"cpu"`` or ``"cuda"``.
         world_size: Number of ranks, node by node.
-        per_node: Ranks of a node. Where nodes do not have as many each, all ranks share.
+        per_node: Ranks of a node. If nodes do not have equally many, all ranks share.
 
     Returns:
         ``(replicas, ranks that share)``; None if all ranks share.
@@ -119,7 +119,7 @@ def _room(config: CompileConfig, device_type: str, per_node: int) -> _Room:
 
 
 def _described(groups: Sequence[int], chosen: int, needs: Sequence[_Need], room: _Room, per_node: int) -> str:
-    """The line that says what was chosen, and why."""
+    """Returns the line that reports the choice, and the reason."""
     world, group, need = groups[-1], groups[chosen], needs[chosen]
     fits = sum(need) <= room.for_shards
     if group < world:

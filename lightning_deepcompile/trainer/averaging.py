@@ -1,7 +1,7 @@
 """Lightning's weight averaging callbacks (EMA, SWA over steps) on shards.
 
 The callback copies the module before it is sharded, and later mixes and exchanges the copy's tensors with the module's.
-Once the module is sharded, the copy is made to hold shards as well: then all that the callback does is elementwise.
+Once the module is sharded, the copy gets shards as well: then all operations of the callback are elementwise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ShardedAverage(AveragedModel):
     """The average of a sharded module: `module` holds shards, and is there for its tensors, not to be called."""
 
     def update_parameters(self, model: nn.Module) -> None:
-        """Takes the present values into the average; no communication.
+        """Adds the present values to the average; no communication.
 
         Args:
             model: The sharded module.
@@ -49,7 +49,7 @@ class ShardedAverage(AveragedModel):
 
 
 class _Local(nn.Module):
-    """A module's tensors, of which those that are sharded are this rank's rows."""
+    """A module's tensors; sharded ones are this rank's rows."""
 
     def __init__(self, source: nn.Module) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def is_averaged(trainer: pl.Trainer) -> bool:
-    """Whether a callback of `trainer` keeps an average of the weights."""
+    """Returns whether a callback of `trainer` keeps an average of the weights."""
     return any(average_of(c) is not None for c in callbacks_of(trainer) if isinstance(c, WeightAveraging))
 
 
@@ -81,7 +81,7 @@ def shard_averages(
 
     Args:
         trainer: Its callbacks have been set up.
-        model: How the trainer's module is sharded.
+        model: The shards of the trainer's module.
         device: Where it is.
         host_shard: Makes tensors of the device that lie in host memory, by number of elements and dtype: the averages
             of parameters that live there do so, too.
@@ -108,7 +108,7 @@ def shard_averages(
 def _copy_shards(
     model: ShardedModel, source: nn.Module, target: nn.Module, host_shard: Callable[[int, torch.dtype], Tensor]
 ) -> None:
-    """Replaces all parameters and buffers of `target` by copies of those of `source`; what is tied stays tied."""
+    """Replaces all parameters and buffers of `target` by copies of those of `source`; tied ones stay tied."""
     targets = dict(target.named_modules(remove_duplicate=False))
     copies: dict[Tensor, Tensor] = {}
 
@@ -130,7 +130,7 @@ def _copy_shards(
                 f"The module {path!r} was added after a weight averaging callback had copied the model. Build it in "
                 "`__init__` or `configure_model`."
             )
-        uninstall_access(twin)  # of a module that was sharded before it was copied
+        uninstall_access(twin)  # if the module was sharded before it was copied
         for name, parameter in module._parameters.items():
             twin._parameters[name] = None if parameter is None else copy(parameter)
         for name, buffer in module._buffers.items():
@@ -142,7 +142,7 @@ def distribute_states(checkpoint: dict[str, Any], model: ShardedModel, module: n
 
     Args:
         checkpoint: Lightning's checkpoint.
-        model: How the module is sharded.
+        model: The sharded module's shards.
         module: The module.
     """
     known = model.by_parameter

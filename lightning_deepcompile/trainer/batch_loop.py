@@ -1,13 +1,14 @@
 """Lightning's loop over batches, in which hosts run ahead of their devices, and ranks stop together.
 
-Before every batch Lightning broadcasts whether rank 0 was told to stop (SIGTERM) and reads the answer, through the
-device: then the host waits for what that has to do already, and the device for the host, which has yet to come to the
-next batch's first kernel. A rank that is told broadcasts that, too, from within its signal's handler, and stops by
-itself when its batch is over: ranks that are told a moment later, in the next batch, wait for it in vain.
+Before every batch Lightning broadcasts whether rank 0 was told to stop (SIGTERM) and reads the answer through the
+device:
+so the host waits for the work of the device, and then the device for the host, which has yet to reach the next batch's
+first kernel. A rank that is told also broadcasts that from within its signal handler, and stops by itself after its
+batch: ranks that are told a moment later, in the next batch, wait for it in vain.
 
-Here a signal is only noted. When a training step begins, hosts ask each other (`Timeline`), and all stop before the
-next batch, or none. They meet once more when they leave the epoch: a rank that has fewer batches than another would
-else leave that one waiting in its next step.
+Here the handler only records the signal. When a training step begins, hosts ask each other (`Timeline`), and all stop
+before the next batch, or none. They meet once more when they leave the epoch: otherwise a rank with fewer batches would
+leave the others waiting in their next step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["let_host_run_ahead"]
 
 
 class _SignalConnector(SignalConnector):
-    """Notes that a SIGTERM came, and passes it on to processes that this one has started."""
+    """Records a SIGTERM, and passes it on to processes that this one has started."""
 
     received_sigterm: bool
 
@@ -37,10 +38,10 @@ class _SignalConnector(SignalConnector):
 
 
 class _BatchLoop(TrainingEpochLoop):
-    """Stops before a batch if any rank was told to before the step of the batch before, and leaves with all ranks."""
+    """Stops before a batch if any rank was told to before the last batch's step; leaves the epoch with all ranks."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What is read is Lightning's own loop, as it was before there were ranks to ask.
+        # Pickles are of Lightning's own loop, as it was before there were ranks to ask.
         return copyreg._reconstructor, (TrainingEpochLoop, object, None), vars(self)  # type: ignore[attr-defined]
 
     def run(self, data_fetcher: DataFetcher) -> None:
@@ -55,7 +56,7 @@ class _BatchLoop(TrainingEpochLoop):
         strategy.engine.timeline.meet(Where.LEFT)
 
     def on_advance_end(self, data_fetcher: DataFetcher) -> None:
-        """Ends the batch; a rank that was told to stop does so before a later one, where all do."""
+        """Ends the batch; a rank that was told to stop does so before a later batch, together with all ranks."""
         try:
             super().on_advance_end(data_fetcher)
         except SIGTERMException:
@@ -69,11 +70,11 @@ class _BatchLoop(TrainingEpochLoop):
 
 
 def let_host_run_ahead(trainer: pl.Trainer, ranks: int) -> None:
-    """Gives one trainer's loop and signals the classes above; Lightning's own classes stay as they are.
+    """Gives one trainer's loop and signals the classes above; Lightning's own classes do not change.
 
     Args:
         trainer: Before it trains, and listens to signals. A loop of another class than Lightning's is left alone.
-        ranks: How many train together.
+        ranks: The number of ranks that train together.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     if type(loop) not in (TrainingEpochLoop, _BatchLoop) or ranks == 1:

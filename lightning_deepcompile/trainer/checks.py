@@ -1,4 +1,4 @@
-"""What a Trainer is made of: parts that do not go with sharded parameters are refused, or warned of."""
+"""Checks a Trainer's parts: those that do not work with sharded parameters are refused, or a warning is issued."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["check_backward_inputs", "check_trainer", "may_drop_gradients"]
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
-    """Looks at a Trainer's callbacks and profiler.
+    """Checks a Trainer's callbacks and profiler.
 
     Args:
         trainer: The Trainer that is about to run.
@@ -47,7 +47,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
 
 
 def check_backward_inputs(module: pl.LightningModule, arguments: dict[str, Any]) -> None:
-    """Takes ``inputs=`` out of a backward pass's arguments, if it names what gets gradients anyway.
+    """Removes ``inputs=`` from a backward pass's arguments, if it names only tensors that get gradients anyway.
 
     Args:
         module: The module that is trained.
@@ -69,10 +69,10 @@ def check_backward_inputs(module: pl.LightningModule, arguments: dict[str, Any])
 
 
 def may_drop_gradients(module: pl.LightningModule | None) -> bool:
-    """Whether nobody can tell that gradients are freed before the forward pass instead of right after it.
+    """Returns whether gradients may be freed before the forward pass instead of right after it: nobody can tell.
 
-    Lightning calls ``zero_grad`` between forward and backward; the forward pass would have the memory of the last
-    step's gradients to carry.
+    Lightning calls ``zero_grad`` between forward and backward; the forward pass would have to hold the memory of the
+    last step's gradients.
 
     Args:
         module: The module that is trained.

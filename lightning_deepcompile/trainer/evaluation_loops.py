@@ -1,4 +1,4 @@
-"""Lightning's loops of evaluation, in which a rank without batches takes part in what the others gather."""
+"""Lightning's loops of evaluation, in which a rank without batches takes part in the others' gathers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class _Uneven:
     batch_progress: Any
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What is read is Lightning's own loop, as it was before there were ranks to ask.
+        # Pickles are of Lightning's own loop, as it was before there were ranks to ask.
         return copyreg._reconstructor, (type(self).__mro__[2], object, None), vars(self)  # type: ignore[attr-defined]
 
     def run(self) -> Any:
         """Runs the batches of this rank, and takes part in those of others."""
         results = super().run()  # type: ignore[misc]
-        if self.skip:  # then it has done nothing else
+        if self.skip:  # then it did nothing else
             self._evaluation.end()
         return results
 
@@ -40,13 +40,13 @@ class _Uneven:
         return self.trainer.strategy.engine.timeline.evaluation
 
     def _begin_batch(self, dataloader_idx: int, dataloader_iter: Any) -> None:
-        # Which loader a step is going to read from is not known before it does.
+        # The loader of a step is not known before the step reads from it.
         loader = dataloader_idx if dataloader_iter is None else 0
         self._evaluation.begin_batch(loader, self.batch_progress.current.ready + 1)
 
 
 class _EvaluationLoop(_Uneven, EvaluationLoop):
-    """For validation and tests."""
+    """The loop of validation and tests."""
 
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         self._begin_batch(dataloader_idx, dataloader_iter)
@@ -58,7 +58,7 @@ class _EvaluationLoop(_Uneven, EvaluationLoop):
 
 
 class _PredictionLoop(_Uneven, PredictionLoop):
-    """For predictions."""
+    """The loop of predictions."""
 
     def _predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         self._begin_batch(dataloader_idx, dataloader_iter)
@@ -66,11 +66,11 @@ class _PredictionLoop(_Uneven, PredictionLoop):
 
 
 def let_ranks_evaluate_unevenly(trainer: pl.Trainer, ranks: int) -> None:
-    """Gives one trainer's loops the classes above; Lightning's own classes stay as they are.
+    """Gives one trainer's loops the classes above; Lightning's own classes do not change.
 
     Args:
         trainer: Before it runs. Loops of other classes than Lightning's are left alone.
-        ranks: How many evaluate together.
+        ranks: The number of ranks that evaluate together.
     """
     if ranks == 1:
         return

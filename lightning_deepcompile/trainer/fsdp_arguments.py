@@ -41,7 +41,7 @@ _INSTEAD = {
 
 
 def stage_for(sharding_strategy: Any, stage: int | None) -> int:
-    """The ZeRO stage that an FSDP sharding strategy amounts to.
+    """Returns the ZeRO stage that an FSDP sharding strategy amounts to.
 
     Args:
         sharding_strategy: A name, or a member of ``torch.distributed.fsdp.ShardingStrategy``; None if not given.
@@ -67,7 +67,7 @@ def stage_for(sharding_strategy: Any, stage: int | None) -> int:
 
 
 def is_hybrid(sharding_strategy: Any) -> bool:
-    """Whether an FSDP sharding strategy shards among some ranks, and replicates over the others.
+    """Returns whether an FSDP sharding strategy shards among some ranks, and replicates over the others.
 
     Args:
         sharding_strategy: As for `stage_for`.
@@ -76,7 +76,7 @@ def is_hybrid(sharding_strategy: Any) -> bool:
 
 
 def sharding_strategy_of(stage: int, *, hybrid: bool) -> ShardingStrategy:
-    """FSDP's name for what is sharded, for code that asks a strategy for it.
+    """Returns FSDP's name for what is sharded, for code that asks a strategy for it.
 
     Args:
         stage: ZeRO stage.
@@ -92,7 +92,7 @@ def sharding_strategy_of(stage: int, *, hybrid: bool) -> ShardingStrategy:
 
 
 def checkpointing_policy(classes: Any, policy: Any) -> Any:
-    """The policy of activation checkpointing, from the argument of that name or FSDP's older one.
+    """Returns the policy of activation checkpointing, from the argument of that name or FSDP's older one.
 
     Args:
         classes: The older one: a class of modules or a list of them; None if not given.

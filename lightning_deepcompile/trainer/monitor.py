@@ -1,4 +1,4 @@
-"""Times, memory and use of the device, measured while training runs and given to the Trainer's loggers."""
+"""Logs times, memory and use of the device to the Trainer's loggers while training runs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _GIB = 2**30
 
 @dataclass
 class _Interval:
-    """What was counted since the last figures.
+    """The counts since the last figures.
 
     Args:
         since: When it began, by the host's clock.
         flops: What the compiled programs had computed by then.
         step: Optimizer steps done by then.
-        paused: Seconds that were no training: validation, say.
+        paused: Seconds outside of training: validation, say.
         host: Seconds that the host took for batches.
         samples: Rows of batches on this rank.
         tokens: Tokens of batches on this rank; 0 where batches have none.
@@ -50,7 +50,7 @@ class _Interval:
 
 @checked
 class DeepCompileMonitor(pl.Callback):
-    """Logs what training steps take, every ``log_every_n_steps`` optimizer steps of the Trainer.
+    """Logs the cost of training steps, every ``log_every_n_steps`` optimizer steps of the Trainer.
 
     The figures are of this rank, except for samples and tokens a second, which are those of all ranks if all have
     batches of one size. They are means over the steps since the last ones. Steps in which something is compiled are
@@ -98,7 +98,7 @@ class DeepCompileMonitor(pl.Callback):
         self._graphs = self._recompilations = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Makes sure that there is something to measure."""
+        """Checks that there is something to measure."""
         if not isinstance(trainer.strategy, DeepCompileStrategy):
             raise MisconfigurationException(
                 f"DeepCompileMonitor measures DeepCompileStrategy, not {type(trainer.strategy).__name__}: use "
@@ -106,7 +106,7 @@ class DeepCompileMonitor(pl.Callback):
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begins to count."""
+        """Starts counting."""
         strategy = _strategy(trainer)
         if strategy.root_device.type == "cuda":
             dtype = strategy.mixed_precision_config.param_dtype or torch.float32
@@ -117,7 +117,7 @@ class DeepCompileMonitor(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Notes when a batch begins."""
+        """Records the start of a batch."""
         self._graphs = _strategy(trainer).engine.capture.captured
         self._began = time.perf_counter()
 
@@ -143,11 +143,11 @@ class DeepCompileMonitor(pl.Callback):
             self._restart(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Training pauses."""
+        """Pauses the count of training time."""
         self._stopped = time.perf_counter()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Training goes on."""
+        """Resumes the count of training time."""
         self._interval.paused += time.perf_counter() - self._stopped
 
     def _restart(self, trainer: pl.Trainer) -> None:

@@ -1,4 +1,4 @@
-"""Numeric precision: what parameters are stored in, gathered and computed in; loss scaling; gradient clipping."""
+"""Numeric precision: the dtypes of storage, gathers and compute; loss scaling; gradient clipping."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CONVERTED = (DoublePrecision, HalfPrecision, MixedPrecision, FSDPPrecision)
 
 
 class UnsupportedPrecisionError(ValueError, TypeError):
-    """There is no such precision here. FSDP raises the first for a flag and the second for a plugin."""
+    """The precision does not exist here. FSDP raises the first type for a flag and the second for a plugin."""
 
 
 class DeepCompilePrecision(FSDPPrecision):
@@ -48,7 +48,7 @@ class DeepCompilePrecision(FSDPPrecision):
         scaler: Scales the loss of ``"16-mixed"``; by default one with PyTorch's defaults.
 
     Raises:
-        ValueError: For any other precision, and for a scaler that does not look at every rank's gradients.
+        ValueError: For any other precision, and for a scaler that does not check every rank's gradients.
     """
 
     def __init__(self, precision: PrecisionName = "32-true", scaler: ShardedGradScaler | None = None) -> None:
@@ -64,8 +64,8 @@ class DeepCompilePrecision(FSDPPrecision):
                 f"The scaler {type(scaler).__name__} decides on one rank's gradients; ranks would skip different "
                 "steps. Use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler."
             )
-        # The base makes a scaler for GPUs, and warns where there are none; ours is made when the device is known.
-        # It has no fp64.
+        # The base makes a scaler for GPUs, and warns without them; ours is made when the device is known. The base has
+        # no fp64.
         known: Any = {"16-mixed": "bf16-mixed", "64-true": "32-true"}.get(precision, precision)
         super().__init__(known)
         self.precision = precision  # type: ignore[assignment] # of which the base knows fewer
@@ -78,7 +78,7 @@ class DeepCompilePrecision(FSDPPrecision):
         self.mixed_precision: MixedPrecisionDtypes | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled or copied of it: as before `attach`."""
+        """Returns the state for pickles and copies: that before `attach`."""
         return self.__dict__ | {"engine": None}
 
     @classmethod
@@ -106,10 +106,10 @@ class DeepCompilePrecision(FSDPPrecision):
         )
 
     def attach(self, engine: Engine, device_type: str) -> None:
-        """Tells the plugin on what it works; done by the strategy.
+        """Connects the plugin with the strategy's engine; called by the strategy.
 
         Args:
-            engine: Knows every parameter's gradient shard.
+            engine: Has every parameter's gradient shard.
             device_type: Where autocast applies.
         """
         self.engine = engine
@@ -142,8 +142,7 @@ class DeepCompilePrecision(FSDPPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Casts the model for ``64-true``, ``bf16-true`` and ``16-true``, and buffers if `mixed_precision` says so.
 
-        Complex buffers (of rotary embeddings, say) stay complex. With ``32-true`` all stays as it was built, as on one
-        device.
+        Complex buffers (of rotary embeddings, say) stay complex. With ``32-true`` nothing is cast, as on one device.
         """
         buffers = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
         if self.precision == "64-true":
@@ -161,7 +160,7 @@ class DeepCompilePrecision(FSDPPrecision):
         return module
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Autocast for mixed precision, else the parameters' dtype as the default of new tensors."""
+        """Returns autocast for mixed precision, else a context in which new tensors have the parameters' dtype."""
         if self.gather_dtype in (torch.bfloat16, torch.float16):
             return torch.autocast(self.device_type, dtype=self.gather_dtype)
         return DefaultDtype(self._desired_input_dtype)
@@ -173,7 +172,7 @@ class DeepCompilePrecision(FSDPPrecision):
         if self.scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         result = closure()
-        # Always here, also for fused optimizers that could do it: their own check sees this rank's gradients alone.
+        # Always here, also for fused optimizers that could do it: their own check sees only this rank's gradients.
         with self._engine().local_shards(optimizer):
             compat.unscale(self.scaler, optimizer)
         self._after_closure(model, optimizer)

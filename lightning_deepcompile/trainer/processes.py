@@ -1,7 +1,7 @@
-"""Processes and their process group: what a strategy of several processes needs and has nothing to do with sharding.
+"""Processes and their process group: the part of a strategy of several processes that does not concern sharding.
 
-Lightning's DDP and FSDP strategies each carry these lines; neither can be a base here, as other parts of Lightning
-treat their subclasses as what they are.
+Lightning's DDP and FSDP strategies each contain this code; neither can be a base here, as other parts of Lightning
+treat their subclasses as DDP or FSDP.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class ProcessStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._outside_inference = contextlib.ExitStack()
-        self._started: list[subprocess.Popen[bytes]] = []  # processes that Lightning's observer looks after no more
+        self._started: list[subprocess.Popen[bytes]] = []  # processes that Lightning's observer no longer watches
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled or copied of it: not the processes that it started."""
+        """Returns the state for pickles and copies: without the processes that it started."""
         launcher = copy.copy(self._launcher)
         if isinstance(launcher, SubprocessLauncher):
             launcher.procs = []
@@ -103,7 +103,7 @@ class ProcessStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every rank reads its own part of the data."""
+        """The sampler's arguments: every rank reads its own part of the data."""
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     def _configure_launcher(self) -> None:
@@ -118,7 +118,7 @@ class ProcessStrategy(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         if isinstance(self.cluster_environment, LightningEnvironment):
-            # Lightning's launcher does it in the process that starts the others, and in that one alone.
+            # Lightning's launcher does it only in the process that starts the others.
             divide_threads(self.num_processes)
         device = self.root_device
         self._process_group_backend = self._process_group_backend or default_backend(device)
@@ -137,16 +137,16 @@ class ProcessStrategy(ParallelStrategy):
         )
 
     def _leave_inference_mode(self) -> None:
-        """Until teardown, as a user may call the Trainer inside of one.
+        """Leaves inference mode until teardown, as a user may call the Trainer inside of one.
 
-        What is made in it, a gathered parameter or a metric's state, could not be used where anything is trained.
+        Tensors made in it, a gathered parameter or a metric's state, could not be used in training.
         """
         self._outside_inference.close()
         if torch.is_inference_mode_enabled():
             self._outside_inference.enter_context(torch.inference_mode(False))
 
     def set_world_ranks(self) -> None:
-        """Tells the environment and Lightning's loggers which rank this is."""
+        """Sets this rank's number in the environment and in Lightning's loggers."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -170,13 +170,14 @@ class ProcessStrategy(ParallelStrategy):
         return box[0]
 
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
-        """Reduces a tensor over the ranks; anything else is returned as it is."""
+        """Reduces a tensor over the ranks; anything else is returned unchanged."""
         return reduce_over_ranks(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
 
     def take_over_started_processes(self) -> None:
         """Takes the processes that this one started from Lightning's observer; call as soon as this one fails.
 
-        When one of them has ended with an error, the observer kills this one, which may not have printed its own yet.
+        If one of them ends with an error, the observer kills this process, which may not have printed its own error
+        yet.
         """
         if isinstance(self._launcher, SubprocessLauncher):
             self._started += self._launcher.procs

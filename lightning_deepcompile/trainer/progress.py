@@ -1,4 +1,4 @@
-"""While a step compiles or is measured, a line in the log and Lightning's progress bar say so: it would look stuck."""
+"""Reports in the log and in Lightning's progress bar that a step compiles or is measured: it would look stuck."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _QUIET_SECONDS = 20.0
 
 @dataclass
 class _Compilation:
-    """What was compiled of a step so far.
+    """The part of a step that was compiled so far.
 
     Args:
         name: The step.
         again: Whether it was compiled before.
-        seconds: How long calls took in which something was compiled.
+        seconds: Seconds of calls in which something was compiled.
         graphs: Programs made.
         regions: Regions in them.
-        compiled: Those that no equal one was there for.
+        compiled: Regions that no equal one existed for.
     """
 
     name: str
@@ -65,17 +65,17 @@ class CompileProgress:
         self._description = ""
         self._name = ""  # of the step under way
         self._compilation: _Compilation | None = None
-        self._spoken = 0.0  # when something was said of it
+        self._spoken = 0.0  # the time of the last message about it
 
     @contextlib.contextmanager
     def shown(self, capture: Capture, name: str = "", *, first: bool = False, ends: bool = True) -> Iterator[None]:
-        """For the duration, what `capture` compiles is shown; afterwards the bar is as it was. May be nested.
+        """Shows what `capture` compiles in this context; afterwards the bar is as it was. May be nested.
 
         Args:
             capture: Compiles.
             name: The step that begins; "": the last one goes on.
             first: Whether it is called for the first time.
-            ends: Whether the step is over afterwards: no backward pass belongs to it.
+            ends: Whether the step ends with the context: it has no backward pass.
         """
         if capture.progress is not None:
             yield
@@ -97,7 +97,7 @@ class CompileProgress:
                 self._bar.describe(self._description)
                 self._bar = None
         done = self._compilation
-        made = max(len(capture.executables) - graphs, 0)  # a step that is traced anew forgets some
+        made = max(len(capture.executables) - graphs, 0)  # a step that is retraced drops some
         if done is not None and (made or first):
             done.seconds += time.perf_counter() - start
             done.graphs += made

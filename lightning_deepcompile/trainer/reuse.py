@@ -1,4 +1,4 @@
-"""A module outlives its Trainer: the next one goes on with its shards and compiled steps, or shards it anew."""
+"""Lets a module outlive its Trainer: the next one uses its shards and compiled steps, or shards it again."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ __all__ = ["TrainerSetting", "ShardedModule"]
 
 @dataclass(frozen=True)
 class TrainerSetting:
-    """All that decides how a module is sharded and compiled: a Trainer with the same goes on with what there is.
+    """All that determines how a module is sharded and compiled: a Trainer with the same setting reuses both.
 
     Args:
         stage: ZeRO stage.
         config: Settings of compiler and schedule, with all paths.
         precision: Lightning's name of it.
         mixed_precision: The strategy's argument.
-        checkpointing_policy: Which modules keep only their inputs.
+        checkpointing_policy: The modules that keep only their inputs.
         device_mesh: The strategy's argument.
         hybrid: Whether parameters are sharded inside every node.
         device_type: ``"cpu"`` or ``"cuda"``.
         world_size: Number of ranks.
         per_node: Ranks of a node.
-        syncs_layers: Whether the Trainer makes layers such as batch normalization look at all ranks' batches.
+        syncs_layers: Whether the Trainer makes layers such as batch normalization use all ranks' batches.
         timeout: How long ranks wait for each other.
     """
 
@@ -67,10 +67,10 @@ class TrainerSetting:
     timeout: timedelta
 
     def mesh(self, module: nn.Module, gather_dtype: torch.dtype | None) -> DeviceMesh:
-        """The mesh to train on; a collective of all ranks.
+        """Returns the mesh to train on; a collective of all ranks.
 
         Args:
-            module: What is going to be sharded, by whose sizes ``"auto"`` decides.
+            module: The module to shard, by whose sizes ``"auto"`` decides.
             gather_dtype: Compute dtype of its parameters; None for their own.
         """
         chosen, hybrid = self.device_mesh, self.hybrid
@@ -96,14 +96,14 @@ class TrainerSetting:
 
 @dataclass(eq=False)
 class ShardedModule:
-    """What a sharded module runs with. The module keeps it: it works on when the Trainer is gone.
+    """The objects that run a sharded module. The module keeps them, so it works when the Trainer is gone.
 
     Args:
-        setting: What it was sharded by.
+        setting: The setting it was sharded by.
         engine: Its engine.
         log: Records what its steps log; compiled steps refer to it.
-        host_calls: What its steps call outside of graphs; compiled steps refer to it.
-        appends: Stands in for lists that its steps append to; compiled steps refer to it.
+        host_calls: The calls of its steps outside of graphs; compiled steps refer to it.
+        appends: Replaces lists that its steps append to; compiled steps refer to it.
     """
 
     setting: TrainerSetting
@@ -114,7 +114,7 @@ class ShardedModule:
 
     @classmethod
     def of(cls, module: nn.Module) -> ShardedModule | None:
-        """What `module` runs with; None if it is not sharded, or parts of it by different Trainers.
+        """Returns the objects that run `module`; None if it is not sharded, or parts of it by different Trainers.
 
         Args:
             module: Any module.
@@ -133,14 +133,14 @@ class ShardedModule:
     ) -> ShardedModule:
         """Shards `module`, in place; a collective of all ranks.
 
-        What other Trainers have sharded of it is gathered parameter by parameter and sharded anew. If that was all of
+        Parts that other Trainers have sharded are gathered parameter by parameter and sharded again. If that was all of
         a module, their engine ends; its shards take memory until nobody refers to it.
 
         Args:
             module: The user's.
-            setting: How.
+            setting: The Trainer's setting.
             plugin: Converts it.
-            sync_layers: Replaces layers by those that look at all ranks' batches.
+            sync_layers: Replaces layers by those that use all ranks' batches.
             stored: Parameters on the meta device of which each rank reads its rows.
         """
         previous = [state.keeper.engine for state in step_states(module) if state.keeper is not None]
@@ -150,7 +150,7 @@ class ShardedModule:
         module = cast(pl.LightningModule, plugin.convert_module(module))
         if setting.checkpointing_policy is not None:
             checkpoint_activations(module, setting.checkpointing_policy)
-        # Before the mesh is chosen: what cannot be sharded may have no sizes.
+        # Before the mesh is chosen: parameters that cannot be sharded may have no sizes.
         check_module(module, {p for e in previous for p in e.model.by_parameter}, world_size=setting.world_size)
         engine = Engine(
             module,
@@ -172,7 +172,7 @@ class ShardedModule:
         return made
 
     def serves(self, module: nn.Module, setting: TrainerSetting) -> bool:
-        """Whether a Trainer with `setting` can go on with this.
+        """Returns whether a Trainer with `setting` can use this object.
 
         Args:
             module: The one to run; since it was sharded, a user may have changed it.

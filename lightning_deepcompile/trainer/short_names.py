@@ -1,7 +1,7 @@
 """The strategy under its short name, for LightningCLI.
 
-A command line gives settings to a class, and to a name of the Trainer's registry none. So this is a class of that name:
-LightningCLI finds classes by their own names, without the modules, once they are imported.
+A command line gives settings to a class, but not to a name of the Trainer's registry. So this class has that name:
+LightningCLI finds imported classes by their own names, without the modules.
 """
 
 from __future__ import annotations

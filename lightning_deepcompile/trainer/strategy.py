@@ -1,4 +1,4 @@
-"""The Lightning strategy: maps Lightning's hooks to the engine, and nothing more."""
+"""The Lightning strategy: maps Lightning's hooks to the engine, and does nothing more."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class DeepCompileStrategy(ProcessStrategy):
         precision_plugin: Set by the Trainer from ``precision=``; see `DeepCompilePrecision`.
         process_group_backend: Backend of torch.distributed; by default NCCL for GPUs and gloo for CPUs.
         timeout: How long a rank waits for the others.
-        wait_report: After how long a wait every rank's place is told in one line: its batch, or what else it does, and
-            the line of the user's code. Zero: never.
+        wait_report: The time of a wait after which one line reports every rank's place: its batch, or what else it
+            does, and the line of the user's code. Zero: never.
         mixed_precision: Dtypes instead of those that follow from ``precision=``: ``param_dtype`` in which parameters
             are gathered and computed with, ``reduce_dtype`` of gradients on the wire, ``buffer_dtype`` of buffers.
         activation_checkpointing_policy: Classes of modules that keep only their inputs and run again in backward; or
@@ -173,7 +173,7 @@ class DeepCompileStrategy(ProcessStrategy):
         )
         self.stage = stage_for(sharding_strategy, stage)
         self._hybrid = is_hybrid(sharding_strategy)
-        # With "auto" it is known when the model is sharded.
+        # With "auto", this is known when the model is sharded.
         hybrid = self._hybrid if isinstance(device_mesh, str) else self._hybrid or device_mesh is not None
         self.sharding_strategy = sharding_strategy_of(self.stage, hybrid=hybrid)
         check_mesh(device_mesh, hybrid=self._hybrid)
@@ -231,7 +231,7 @@ class DeepCompileStrategy(ProcessStrategy):
 
     @_lightning_module.setter
     def _lightning_module(self, module: pl.LightningModule | None) -> None:
-        # Lightning hands the module over, and then refuses compiled ones for strategies that it does not know.
+        # Lightning hands the module over, and then refuses compiled modules for strategies that it does not know.
         if getattr(module, "_compiler_ctx", None) is not None:
             rank_zero_warn(
                 "The model was compiled with `torch.compile`. DeepCompileStrategy compiles the steps itself, with the "
@@ -294,13 +294,13 @@ class DeepCompileStrategy(ProcessStrategy):
             timeout=self._timeout,
         )
         sharded = ShardedModule.of(module) or self._sharded  # a module without parameters keeps nothing
-        # What one rank cannot go on with, none does: whether a user moved a module, say, is decided on every rank.
+        # If one rank cannot continue with it, none does: whether a user moved a module, say, is decided on every rank.
         if not self.reduce_boolean_decision(sharded is not None and sharded.serves(module, setting)):
             if self._sharded is not None and self._sharded.engine.module is not module:
                 self._sharded.engine.close()
             sync_layers = None if self._layer_sync is None else self._layer_sync.apply
             sharded = ShardedModule.make(module, setting, plugin, sync_layers, self._stored)
-            self._stored = {}  # which closes the files
+            self._stored = {}  # closes the files
         assert sharded is not None
         for child in module.modules():
             if isinstance(child, Metric):
@@ -326,7 +326,7 @@ class DeepCompileStrategy(ProcessStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """New tensors have the dtype of the parameters, and are made where they are without it: on the CPU, as a rule.
+        """Returns a context in which new tensors have the parameters' dtype, on the default device (as a rule the CPU).
 
         Args:
             empty_init: Make them without memory (on the meta device); each rank then initialises one block at a time,
@@ -352,12 +352,12 @@ class DeepCompileStrategy(ProcessStrategy):
     def engine_of_module(self) -> Engine | None:
         """The engine that the module runs with, also before `setup`; None if it is not sharded."""
         module, sharded = self.lightning_module, self._sharded
-        if sharded is None or sharded.engine.module is not module:  # another Trainer may have been here
+        if sharded is None or sharded.engine.module is not module:  # another Trainer may have replaced it
             sharded = None if module is None else ShardedModule.of(module)
         return None if sharded is None else sharded.engine
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled or copied of it: its settings, as before `setup`."""
+        """Returns the state for pickles and copies: its settings, as before `setup`."""
         fresh: dict[str, Any] = {
             "_sharded": None,
             "_stored": {},
@@ -423,7 +423,7 @@ class DeepCompileStrategy(ProcessStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Around batches whose gradients only accumulate."""
+        """Returns a context for batches whose gradients only accumulate."""
         with self.engine.accumulating():
             yield
 
@@ -432,7 +432,7 @@ class DeepCompileStrategy(ProcessStrategy):
         assert self.lightning_module is not None
         automatic = (
             self.lightning_module.automatic_optimization
-        )  # else users' code goes on, and may write to parameters
+        )  # otherwise users' code follows, and may write to parameters
         with self.engine.stepping(optimizer, follows=automatic):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if automatic:
@@ -460,7 +460,7 @@ class DeepCompileStrategy(ProcessStrategy):
 
     def teardown(self) -> None:
         """Frees what only steps need; the model stays sharded on its device for the next entry point."""
-        with self._outside_inference:  # which it leaves behind it
+        with self._outside_inference:  # which teardown leaves
             if self.cluster_environment is not None:
                 self.cluster_environment.teardown()
             if self._sharded is not None:
@@ -482,7 +482,7 @@ class DeepCompileStrategy(ProcessStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Checkpoints are loaded into shards, which exist after setup."""
+        """True: checkpoints are loaded into shards, which exist after setup."""
         return True
 
     @property
@@ -528,8 +528,8 @@ class DeepCompileStrategy(ProcessStrategy):
         assert module is not None
         for callback in callbacks_of(module.trainer):
             if isinstance(callback, BaseFinetuning):
-                # Adds the parameter groups of the layers that it has thawed before. Lightning has called it already,
-                # but gives callbacks their state only now, as checkpoints are loaded after setup.
+                # It adds the parameter groups of the layers that it thawed before. Lightning has called it already, but
+                # gives callbacks their state only now, as checkpoints are loaded after setup.
                 BaseFinetuning.on_fit_start(callback, module.trainer, module)
         self._checkpoints.load_optimizers(checkpoint)
 
@@ -609,20 +609,20 @@ class DeepCompileStrategy(ProcessStrategy):
     def full_parameters(
         self, module: nn.Module | None = None, *, writeback: bool = True
     ) -> Generator[None, None, None]:
-        """Inside, the parameters are whole, plain tensors (as under FSDP's ``summon_full_params``).
+        """Returns a context in which the parameters are whole, plain tensors (as under FSDP's ``summon_full_params``).
 
         All ranks must enter and leave together. Calling a module needs no such context: it gathers for itself. A
         parameter may be replaced by one of another shape in ``setup`` and ``configure_model``.
 
         Args:
             module: Whose parameters; by default the whole model's, which must then fit into memory.
-            writeback: Keep what was written to them, each rank's own rows; else it is dropped.
+            writeback: Keep what was written to them, each rank's own rows; otherwise it is dropped.
         """
         with (self.engine_of_module or self.engine).full_parameters(module, writeback=writeback):
             yield
 
     def grad_norm(self, module: nn.Module | None = None) -> Tensor:
-        """The 2-norm of gradients over all ranks, to be logged, say, in ``on_before_optimizer_step``; a collective.
+        """Returns the 2-norm of gradients over all ranks, to log in ``on_before_optimizer_step``, say; a collective.
 
         Args:
             module: Whose parameters' gradients; by default the whole model's.
@@ -637,18 +637,18 @@ class DeepCompileStrategy(ProcessStrategy):
         return self.engine.summary()
 
     def report(self) -> list[Round]:
-        """What each round of profiling and planning changed, predicted and then measured."""
+        """The rounds of profiling and planning: their changes, with predictions and measurements."""
         return self.engine.report()
 
     def profile(self) -> Profile | None:
-        """What the last round planned with; its `to_json` is for ``python -m lightning_deepcompile simulate``."""
+        """The profile of the last round; its `to_json` is for ``python -m lightning_deepcompile simulate``."""
         return self.engine.profile()
 
     def save_report(self, path: str | Path) -> Path | None:
-        """Writes what was compiled, measured and planned as one page for a browser, which needs no network.
+        """Writes a report of compilation, measurement and planning as one page for a browser, which needs no network.
 
         Call it on any rank, at any time after the first step; rank 0 writes. Before a step was measured, the page says
-        so, and shows what there is.
+        so, and shows what is known.
 
         Args:
             path: The file, such as ``"report.html"``.

@@ -33,14 +33,14 @@ _log = logging.getLogger(__name__)
 
 
 class StepRetracedError(BaseException):
-    """Unwinds a training step whose programs were compiled, and have not run: it is traced once more.
+    """Unwinds a training step that was compiled but has not run, so that it is traced again.
 
     Not an `Exception`, so that no handler in a user's step takes it for an error.
     """
 
 
 class Foresight:
-    """Looks at the programs of a training step between their compilation and their first run.
+    """Examines the programs of a training step between their compilation and their first run.
 
     Args:
         capture: Compiles them.
@@ -191,7 +191,7 @@ class Foresight:
         return f" It would fit with {', or '.join(ways)}. It takes:\n{self.need}"
 
     def _standing(self, first: Program) -> Standing:
-        """Returns what is there before the first program runs, with what the step will add to it for good."""
+        """Returns the memory in use before the first program runs, and what the step will add to it permanently."""
         model, device = self._leaving.model, self._leaving.device
         trained = sum(p.local.nbytes for p in model.parameters if p.dtensor.requires_grad)
         states = 0 if self._leaving.has_states else 2 * trained  # Adam's

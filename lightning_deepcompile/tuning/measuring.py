@@ -43,7 +43,7 @@ _MARGIN = 8  # of a chosen budget, plans leave 1 / 2^8 free: predictions are not
 
 
 class Measurement:
-    """The steps of one round: which of them are timed or run with marks, and what they showed.
+    """The steps of one round: decides which of them are timed or run with marks, and keeps the measurements.
 
     Steps are counted from the round's first profiled one (`moment`).
 
@@ -63,7 +63,7 @@ class Measurement:
     def probe(
         self, moment: int, device: torch.device, memory: PeakMemory, runtime: Any, capture: Capture
     ) -> StepProbe | None:
-        """What times the step that begins; None for steps that are not timed. Profiled steps get marks.
+        """Returns the probe that times the step that begins; None if it is not timed. Profiled steps get marks.
 
         Programs that are compiled in such a step get them, too: where other ranks have theirs from before, all must
         communicate alike.
@@ -178,7 +178,7 @@ class Measurement:
         host_room: Callable[[], int] | None,
         states_travel: bool,
     ) -> tuple[Profile, tuple[Schedule, ...]]:
-        """The profile of the programs that this rank ran, and the schedules that planning starts from.
+        """Returns the profile of the programs that this rank ran, and the schedules that planning starts from.
 
         Args:
             capture: Has compiled them.
@@ -246,7 +246,7 @@ def _programs(probe: StepProbe) -> list[str]:
 def agreed_profile(
     merged: Profile, start: Sequence[Schedule], memory_budget: object, limit: int | None, excess: int
 ) -> tuple[Profile, int]:
-    """The profile that all ranks plan with.
+    """Returns the profile that all ranks plan with.
 
     Args:
         merged: What ranks measured, put together.

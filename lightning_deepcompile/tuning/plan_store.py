@@ -1,4 +1,4 @@
-"""The plan file of a run: rank 0 reads and writes it, for all ranks."""
+"""Reads and writes the plan file of a run, on rank 0 for all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class PlanStore:
-    """Reads and writes the file.
+    """Reads and writes the plan file.
 
     Args:
         path: The file; None if plans are neither read nor kept.
@@ -37,7 +37,7 @@ class PlanStore:
         self._refused = False  # whether it is said already that the file will be replaced
 
     def load(self) -> Plan | None:
-        """The plan as rank 0 sees the file; None without a usable one. A collective."""
+        """Returns the plan that rank 0 reads from the file; None without a usable one. A collective."""
         path = self._path
         if path is None:
             return None
@@ -105,7 +105,7 @@ class PlanStore:
 
 
 def _write_whole(path: Path, data: bytes) -> None:
-    """Puts a file in place in one step, and makes its folder.
+    """Writes a file atomically, and creates its folder.
 
     Args:
         path: The file; an older one is replaced.

@@ -1,4 +1,4 @@
-"""Has the step traced anew as memory asks for it: with more or less computed again in backward, or more in pieces."""
+"""Decides when to retrace the step to change its memory use: recompute more or less in backward, or chunk more."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ up as often."""
 
 
 class Retracing:
-    """Decides how the step is traced. Every call is the same on all ranks, as what it depends on is.
+    """Decides how the step is traced. Call every method on all ranks alike: their inputs are the same.
 
     What is computed again is decided once, in the first round of planning. Losses and feed-forward layers (MLPs) are
     whole until they cannot be.
@@ -46,12 +46,12 @@ class Retracing:
 
     @property
     def pending(self) -> bool:
-        """Whether the next round of planning decides what is computed again."""
+        """True if the next round of planning decides what is recomputed in backward."""
         return not self._decided
 
     @property
     def may_chunk(self) -> bool:
-        """Whether anything is computed whole for as long as there is memory for that."""
+        """True if something is computed whole until memory is short."""
         return any(map(self._may_chunk, _NAMES))
 
     def _may_chunk(self, what: Chunkable) -> bool:
@@ -87,7 +87,7 @@ class Retracing:
         return "what is cheap is computed again"
 
     def note(self) -> str:
-        """What to know of the step when its memory does not do; "" if nothing."""
+        """Returns advice for a step that does not fit into memory; "" if there is none."""
         unchunked = [name for what, name in _NAMES.items() if self._may_chunk(what) and self._capture.whole(what)]
         if not unchunked:
             return ""
@@ -97,11 +97,11 @@ class Retracing:
         )
 
     def adopt(self, tracing: Tracing) -> None:
-        """Does as the plan that was read, which was made with the same settings; call before the step is traced."""
+        """Adopts the tracing of the loaded plan, made with the same settings; call before the step is traced."""
         self._capture.tracing, self._decided = tracing, True
 
     def seen(self, schedules: Sequence[Schedule]) -> list[list[Checkpoint]]:
-        """What this rank's programs compute again and could keep, a list for each forward program.
+        """Returns what this rank's programs recompute and could keep, one list for each forward program.
 
         Args:
             schedules: Those of a micro-batch.
@@ -142,7 +142,7 @@ class Retracing:
     def choose(
         self, step: int, profile: Profile, seen: Sequence[list[list[Checkpoint]]], plan: Callable[[Profile], Planned]
     ) -> Round | None:
-        """Decides, and has the capture forget the step if it is to be traced anew.
+        """Decides what is recomputed, and makes the capture retrace the step if that changes.
 
         Args:
             step: Optimizer steps done.

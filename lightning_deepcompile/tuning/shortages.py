@@ -1,4 +1,4 @@
-"""A rank that runs out of memory in a planned program helps itself, finishes the step, and all ranks learn of it.
+"""Lets a rank that runs out of memory in a planned program finish the step, and tells all ranks of it.
 
 It cannot give up the step: the other ranks would wait for its collectives. So a region that failed is called again when
 this rank has given memory back that no other rank knows of (``csrc/memory/retry.h``): a region is a function of its
@@ -41,7 +41,7 @@ Run = Callable[[list[Any]], Sequence[Any]]
 
 @dataclass(eq=False, repr=False)
 class MemoryRetry:
-    """What one rank does when a region finds no memory.
+    """Calls a region again, with more memory free, when it runs out of memory on this rank.
 
     Args:
         runtime: ``_C.Runtime``; its ``memory.give_back`` gives memory back and says how much.
@@ -58,7 +58,7 @@ class MemoryRetry:
     _sent_away: int = 0
 
     def guard(self, program: str, region: str, module: RegionModule) -> Run:
-        """The function that a planned program calls for a region: as the region's own, but it survives a shortage.
+        """Returns the function that a planned program calls for a region: like the region's own, but it retries on OOM.
 
         Args:
             program: The program's name.
@@ -84,7 +84,7 @@ class MemoryRetry:
         return call
 
     def take(self) -> list[Shortage]:
-        """The shortages since the last call; a launch of a gather or a reduction that was short counts as well."""
+        """Returns the shortages since the last call, including those of launches of gathers and reductions."""
         shortages, self._shortages = self._shortages, []
         stats = self.runtime.stats()
         before, self._sent_away = self._sent_away, stats["sent_away_bytes"]
@@ -149,11 +149,11 @@ class ShortageWatch:
     _posted: int | None = None
 
     def forget(self) -> None:
-        """Call when a new plan takes over: what was said of the old one counts no more."""
+        """Discards what ranks reported under the old plan; call when a new one takes over."""
         self._posted = None
 
     def turn(self, mine: Sequence[Shortage]) -> list[Shortage]:
-        """Tells the others of this rank's shortages.
+        """Tells the other ranks of this rank's shortages.
 
         Args:
             mine: Those since the last turn.
@@ -222,7 +222,7 @@ class Shortages:
     watch: ShortageWatch
 
     def look(self, step: int) -> list[Shortage]:
-        """Tells and asks, where it is time to; call on all ranks alike, at optimizer-step boundaries.
+        """Exchanges shortages if it is time to; call on all ranks alike, at optimizer-step boundaries.
 
         Args:
             step: Optimizer steps done.
@@ -233,6 +233,6 @@ class Shortages:
         return self.watch.turn(self.retry.take()) if step % self.watch.every == 0 else []
 
     def forget(self) -> None:
-        """Call when a new plan takes over: what was short under the old one counts no more."""
+        """Discards the shortages under the old plan; call when a new one takes over."""
         self.retry.take()
         self.watch.forget()

@@ -1,7 +1,7 @@
-"""Finds a rank that keeps computing longer than the others, which all of them wait for.
+"""Finds a rank that computes longer than the others, so that all of them wait for it.
 
-One step says little: a busy host, or a larger batch, makes any rank late. So ranks that computed unequally long in a
-round's measured steps, at equal work, are compared over several steps more.
+A single step proves little: a busy host, or a larger batch, makes any rank late. So if ranks computed for unequal times
+in a round's measured steps, with equal work, several more steps are compared.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SlowRanks:
         return self._steps is not None
 
     def suspect(self) -> None:
-        """Has the next steps compared; call on all ranks."""
+        """Starts a comparison over the next steps; call on all ranks."""
         self._steps = []
 
     def next_step(self) -> tuple[StepProbe | None, str]:

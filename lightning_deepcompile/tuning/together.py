@@ -1,4 +1,4 @@
-"""Ranks make one of what each saw of a round, without telling each other all of it where they saw the same programs."""
+"""Merges the measurements of all ranks; ranks that ran the same programs exchange numbers only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Seen", "put_together"]
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw of a round, or all of them.
+    """The measurements of a round, of one rank or merged over all.
 
     Args:
         profile: Of its programs.
@@ -37,12 +37,12 @@ class Seen:
 
     @property
     def seconds(self) -> float:
-        """How long its regions compute."""
+        """Seconds for which its regions compute."""
         return sum(cost.seconds for cost in self.profile.regions.values())
 
 
 def put_together(mine: Seen | None, error: str, group: dist.ProcessGroup) -> Seen:
-    """What all ranks plan with; a collective.
+    """Merges the measurements of all ranks into what they all plan with; a collective.
 
     Args:
         mine: What this rank saw; None if that failed.

@@ -59,7 +59,7 @@ _ATTEMPTS = 3  # at most, so that a model with ever new shapes does not plan for
 
 
 class Tuner:
-    """Plans the programs of a training step again when their times are known.
+    """Plans the programs of a training step again when their times are measured.
 
     A round takes a few optimizer steps, the same ones on every rank. Two are timed. One runs as scheduled, with marks
     behind every instruction; the next waits for every collective at once, so that each is seen by itself. Then ranks
@@ -216,7 +216,7 @@ class Tuner:
             self._probe.finish()
 
     def explain(self, error: BaseException) -> None:
-        """Adds to an out-of-memory error what a plan has to do with it: it was made for the batches of a few steps."""
+        """Adds a note to an out-of-memory error: a plan may be the cause, as it is made for a few steps' batches."""
         if isinstance(error, torch.OutOfMemoryError):
             notes = shortage_note(self.rounds), self._retracing.note(), self._foresight.shortfall()
             for note in filter(None, notes):
@@ -224,7 +224,7 @@ class Tuner:
 
     @property
     def memory_plan(self) -> str:
-        """What was decided before the first step, where it did not fit as it is; else empty."""
+        """The decision made before the first step, if the step did not fit as it is; else empty."""
         plan = self._foresight.plan
         return "" if plan is None or (plan.fits and not plan.moved) else str(plan)
 
@@ -235,7 +235,7 @@ class Tuner:
 
     @property
     def isolates(self) -> bool:
-        """Whether the step under way gathers everything by itself: what was gathered early is another program's."""
+        """True if the step under way must launch all its gathers: programs were swapped, or collectives are timed."""
         return self._swapped or (self._probe is not None and self._probe.drain is not None)
 
     # A round ----------------------------------------------------------------------------------------------------------
@@ -533,7 +533,7 @@ def pass_schedule(config: CompileConfig, stage: int, shards: int) -> list[PassEn
 
 
 class Coverage:
-    """Which programs of a training step were measured for a plan, and which others still run.
+    """Tracks which programs of a training step were measured for a plan, and which others still run.
 
     Knows programs by their contents, as plan files do.
 
@@ -549,22 +549,22 @@ class Coverage:
         self._calls: dict[str, int] = {}  # when a look was taken, by the program's name
 
     def adopt(self, contents: Iterable[str]) -> None:
-        """Says which programs the plan that was read is of."""
+        """Sets which programs the loaded plan covers."""
         self._known = set(contents)
 
     def look(self) -> bool:
-        """Whether a program that was not measured has run since the last look."""
+        """Returns whether a program that was not measured has run since the last look."""
         calls = {executable.program.name: executable.calls for executable in self._training()}
         ran = {name for name, count in calls.items() if count > self._calls.get(name, 0)}
         self._calls = calls
         return not self._contents(ran) <= self._known
 
     def adds(self, runs: Iterable[Run]) -> bool:
-        """Whether a measured step, which did `runs`, ran a program that was not measured before."""
+        """Returns whether a measured step, with its `runs`, ran a program that was not measured before."""
         return not self._contents({run.program for run in runs}) <= self._known
 
     def add(self, runs: Iterable[Run]) -> None:
-        """Says that a plan was made of a measured step, which did `runs`."""
+        """Marks the programs that a measured step ran as covered by a plan."""
         self._known |= self._contents({run.program for run in runs})
 
     def _contents(self, names: Collection[str]) -> set[str]:

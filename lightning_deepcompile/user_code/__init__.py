@@ -1,1 +1,1 @@
-"""What a LightningModule does inside of a step that a graph cannot hold; nothing here knows of parameters."""
+"""Handles what a LightningModule does inside of a step and a graph cannot contain; it knows no parameters."""

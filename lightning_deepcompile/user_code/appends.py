@@ -1,8 +1,8 @@
 """Lists that steps append to: ``self.outputs.append(loss)``, read and emptied when the epoch ends.
 
-Dynamo compiles a step anew for every length of a list that it sees, and leaves it uncompiled after sixteen. Here it
-sees one that is empty whenever a step begins; what the step appends goes to the user's list when it is over. That holds
-for lists that the step's code uses for nothing else.
+Dynamo recompiles a step for every length of a list that it sees, and leaves it uncompiled after sixteen. Here it sees a
+list that is empty whenever a step begins; items that the step appends move to the user's list at its end. This covers
+lists that the step's code uses for nothing else.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["Appends"]
 
 
 class _Appended:
-    """In a list's place while a step runs."""
+    """Replaces a list while a step runs."""
 
     def __init__(self) -> None:
         self.items: list[Any] = []
 
     def append(self, item: Any) -> None:
-        """As a list's."""
+        """Appends an item, like a list."""
         self.items.append(item)
 
 
@@ -41,7 +41,7 @@ class Appends:
 
     @contextlib.contextmanager
     def deferred(self, names: Set[str]) -> Iterator[None]:
-        """For the duration of a step.
+        """Replaces lists for the duration of a step.
 
         Args:
             names: Attributes of the module that the step appends to and uses for nothing else.

@@ -1,12 +1,12 @@
-"""What a compiled step calls that runs outside of its graphs.
+"""Keeps calls in a compiled step that run on the host out of its graphs.
 
 A step with ``automatic_optimization = False`` calls the optimizer and the backward pass itself. Dynamo must not trace
-into those: they belong to the host. Each loss between them is still one graph, with its model.
+them: they belong to the host. Each loss between them is still one graph, with its model.
 
-A metric that is called keeps its state in lists and attributes, which it takes apart and puts back in every call: as
-part of a graph some results are wrong (``MeanMetric()(loss)``), and each metric is compiled by itself many times.
+A metric that is called keeps its state in lists and attributes, which it removes and restores in every call: as part of
+a graph some results are wrong (``MeanMetric()(loss)``), and each metric is compiled by itself many times.
 
-``self.all_gather`` is PyTorch's differentiable one, which refuses to be compiled: Dynamo would leave the step out.
+``self.all_gather`` is PyTorch's differentiable one, which cannot be compiled: Dynamo would leave the step uncompiled.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ _CALLS = ("manual_backward", "optimizers", "lr_schedulers", "clip_gradients", *_
 
 
 class HostOptimizer(LightningOptimizer):
-    """An optimizer as ``self.optimizers()`` returns it; its step is not traced, nor are other methods of the class.
+    """An optimizer as ``self.optimizers()`` returns it; Dynamo traces neither its step nor other methods of the class.
 
-    Methods of the class that are not PyTorch's, such as SAM's ``first_step``, see of parameters what its step sees.
+    Methods of the class that are not PyTorch's, such as SAM's ``first_step``, see parameters in the same form as its
+    step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -93,7 +94,7 @@ class HostCalls:
 
     @contextlib.contextmanager
     def outside_graphs(self) -> Iterator[None]:
-        """For the duration of a step; those of optimizers under manual optimization."""
+        """Keeps calls outside of graphs during a step; those of optimizers only under manual optimization."""
         places = self._others if self._module.automatic_optimization else [(self._module, self._calls), *self._others]
         before = [{name: vars(owner)[name] for name in calls if name in vars(owner)} for owner, calls in places]
         for owner, calls in places:

@@ -1,7 +1,8 @@
-"""``self.log`` inside a compiled step: recorded while the step runs, carried out right after it.
+"""``self.log`` inside a compiled step: calls are recorded while the step runs, and carried out right after it.
 
-Lightning's ``log`` cannot be traced: it breaks the graph at every call, which tears the loss from the model. Recording
-name, value and arguments in a list is traceable, and the replay happens inside the same hook, so metrics are the same.
+Lightning's ``log`` cannot be traced: it breaks the graph at every call, which separates the loss from the model.
+Recording name, value and arguments in a list is traceable, and the replay happens inside the same hook, so metrics are
+the same.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class DeferredLog:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Records inside, replays at the end; after an exception nothing is replayed."""
+        """Records inside, and replays at the end; nothing is replayed after an exception."""
         # Dynamo guards on the list: it must be empty whenever a step begins.
         self._entries.clear()
         previous = self._module.__dict__.get("log")

@@ -115,7 +115,7 @@ def test_with_symbolic_lengths_nothing_is_proved() -> None:
 
 @pytest.fixture
 def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a mask of a few positions filled a device: three rows of it are computed at a time."""
+    """Makes a mask of a few positions count as too large for a device: three rows of it are computed at a time."""
     for name, elements in (("_SMALL", 2 * LENGTH), ("_ROWS", 3 * LENGTH), ("_LARGEST", 1)):
         monkeypatch.setattr(causal_mask, name, elements)
 

@@ -48,13 +48,13 @@ def plain(logits: Tensor, tokens: Tensor, scale: Tensor) -> Tensor:
 
 
 def shifted(logits: Tensor, tokens: Tensor, scale: Tensor) -> Tensor:
-    """As Transformers' losses of earlier versions."""
+    """The loss of earlier versions of Transformers."""
     logits = logits.float()[..., :-1, :].contiguous()
     return F.cross_entropy(logits.view(-1, CLASSES), tokens[..., 1:].contiguous().view(-1))
 
 
 def padded(logits: Tensor, tokens: Tensor, scale: Tensor) -> Tensor:
-    """As Transformers' losses of today, by the number of items."""
+    """The loss of recent versions of Transformers, by the number of items."""
     labels = F.pad(tokens, (0, 1), value=-100)[..., 1:].contiguous()
     return F.cross_entropy(logits.float().view(-1, CLASSES), labels.view(-1), reduction="sum") / (labels > 5).sum()
 

@@ -82,7 +82,7 @@ def interleaved(self: Layer, x: Tensor) -> Tensor:
 
 
 def adapted(self: Layer, x: Tensor) -> Tensor:
-    """With a low-rank addition, as LoRA's, and nothing that drops."""
+    """A layer with a low-rank addition, as LoRA's, and without dropout."""
     wide = self.up(x) + 0.5 * self.high(self.low(F.dropout(x, 0.3, training=False)))
     return self.down(F.relu(wide, inplace=True))
 

@@ -218,7 +218,7 @@ def test_blocks_do_not_share_memory_in_what_inductor_sees(mesh: DeviceMesh, monk
 def test_what_backward_computes_with_is_known_before_blocks_are_inlined(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By then AOTAutograd has the graphs in hand, and forward is compiled before backward."""
+    """AOTAutograd has the graphs by then, and forward is compiled before backward."""
     from lightning_deepcompile.capture import backend
 
     found: list[set[str]] = []

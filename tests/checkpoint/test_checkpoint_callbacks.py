@@ -141,7 +141,7 @@ def _read_sharded(path: Any) -> float:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("remote", [True, False])
 def test_urls(tmp_path: Path, remote: bool) -> None:
-    """As far as one process can see: what is in ``memory://`` no other process reaches."""
+    """One process can test only this much: other processes cannot reach ``memory://``."""
     root = "memory://checkpoints" if remote else f"file://{tmp_path}"
     path = f"{root}/sharded.ckpt"
     for value in (1.0, 2.0):

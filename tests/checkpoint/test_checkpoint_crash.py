@@ -85,7 +85,7 @@ def _killed_at(number: int, action: Callable[[], None], root: Path) -> bool:
 
 @pytest.fixture(params=[True, False], ids=["exchange", "renames"])
 def exchanges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the file system can exchange two paths in one step, as NFS cannot."""
+    """True if the file system can exchange two paths in one step, which NFS cannot."""
     if not request.param:
         monkeypatch.setattr(staging, "exchange_paths", lambda one, other: False)
     return request.param

@@ -66,7 +66,7 @@ def _theirs(name: str) -> Any:
 
 
 def _exchange(folder: Path) -> dict[str, tuple[list[float], list[float]]]:
-    """For each way to go: losses after resuming, and what they should be."""
+    """Returns, for each pair of formats, the losses after resuming and the expected ones."""
     losses = {}
     # FSDP cannot save a full one on CPUs. With a frozen parameter, FSDP2 numbers the others as the model counts them.
     for name in ("fsdp sharded", "fsdp2 sharded", "fsdp2 full"):

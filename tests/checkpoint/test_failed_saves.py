@@ -37,7 +37,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class NoRoom(pl.Callback):
-    """From one step on, no file of one rank may grow beyond a few bytes, as on a full disk."""
+    """Limits the size of files of one rank to a few bytes from one step on, as on a full disk."""
 
     def __init__(self, rank: int, step: int, before: Path) -> None:
         self.rank, self.step, self.whole = rank, step, before

@@ -68,7 +68,7 @@ class Counter(pl.LightningModule):
 
 
 class Check(pl.Callback):
-    """What training goes on from is of one step."""
+    """Checks that the state from which training resumes is that of one step."""
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         step = self.step = trainer.global_step

@@ -66,7 +66,7 @@ class Compiler:
         return boxed(gm)
 
     def targets(self, kind: str) -> list[str]:
-        """What the nodes of a graph call."""
+        """The targets of a graph's calls."""
         return [str(n.target) for n in self.graphs[kind].graph.nodes if n.op == "call_function"]
 
 
@@ -83,7 +83,7 @@ def test_capture_calls_each_compiler() -> None:
 
 
 def test_backward_graphs_name_the_gradients_of_outputs_tangents() -> None:
-    """By this name regions know what is there only once backward has begun."""
+    """Regions use this name to find inputs that exist only once backward has begun."""
     compiler = Compiler()
     torch.compile(lambda w: (w.sin().sum(), w.cos()), backend=compiler)(torch.randn(3, requires_grad=True))[
         0
@@ -227,7 +227,7 @@ def _rotated(gm: fx.GraphModule, by: int) -> tuple[fx.GraphModule, list[Any]]:
 
 
 def _overwritten(compile_region: Callable[..., compat.BoxedCallable]) -> bool:
-    """Whether a region, compiled inside of AOTAutograd's compilation of backward, overwrites the user's tensor."""
+    """Returns whether a region compiled inside of AOTAutograd's compilation of backward overwrites a user tensor."""
     results = []
 
     class Regions(Compiler):

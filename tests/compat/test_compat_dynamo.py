@@ -1,4 +1,4 @@
-"""What `compat` has to do with Dynamo itself: what it compiles, how often, and what it keeps."""
+"""Tests `compat`'s use of Dynamo: which frames it compiles, how often, and what it keeps."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ while has_triton_package() and not AsyncCompile.use_process_pool():  # without T
 
 
 def test_compile_workers_come_up_without_a_compilation() -> None:
-    """In a process of its own: tests compile without workers."""
+    """Runs in a process of its own, as tests compile without workers."""
     environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", _WORKERS], env=environment, capture_output=True, text=True, timeout=120
@@ -193,7 +193,7 @@ def test_compile_workers_come_up_without_a_compilation() -> None:
 
 
 def test_dynamo_does_not_look_at_what_a_call_runs() -> None:
-    """It goes from a module's call straight to `forward`, which is most of what tracing a small module costs."""
+    """Dynamo goes from a module's call straight to `forward`: otherwise a small module takes far longer to trace."""
 
     class Layer(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

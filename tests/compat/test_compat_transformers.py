@@ -1,4 +1,4 @@
-"""What `compat.transformers` plans is what Transformers itself writes and reads: names, shapes and values."""
+"""The plans of `compat.transformers` match what Transformers itself writes and reads: names, shapes and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a module of the corpus is trained with, and the registry of all of them."""
+"""The training of each module of the corpus, and the registry of all modules."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Case:
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def batches(self, rank: int, world_size: int) -> list[Any]:
-        """What a rank of two reads; a single process reads both ranks' batches, concatenated."""
+        """Returns the batches that a rank of two reads; a single process reads both ranks' batches, concatenated."""
 
         def draw(step: int, rank: int) -> Any:
             return self.batch(torch.Generator().manual_seed(1000 * step + (0 if self.same else rank)))

@@ -35,7 +35,7 @@ class MemoryBank(Perceptron):
 
 @case("queue in a buffer", rows, reference="ddp", steps=5)
 class Queue(Perceptron):
-    """As of MoCo: written at a position that moves."""
+    """A queue like MoCo's, written at a position that moves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Queue(Perceptron):
 
 @case("early exit", rows, same=True)
 class EarlyExit(Perceptron):
-    """How far a row of layers is gone depends on the loss so far."""
+    """The number of layers that run depends on the loss so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Statistics(Perceptron):
 
 @case("outputs of a hook", rows, reference="ddp")
 class Outputs(Perceptron):
-    """What steps return is gathered until the epoch ends; extra losses wait in an attribute."""
+    """Results of steps are collected until the epoch ends; extra losses wait in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What modules do with their own parameters, besides calling layers."""
+"""Modules that use their own parameters other than by calling layers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Scaled(Perceptron):
 
 @case("normalised without gradients", rows)
 class Normalised(Perceptron):
-    """As of weights on a sphere; and a row that is kept at zero."""
+    """Weights kept on a sphere; and a row that is kept at zero."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         with torch.no_grad():

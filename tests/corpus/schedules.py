@@ -1,4 +1,4 @@
-"""What changes with steps and epochs."""
+"""Modules that change with steps and epochs."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class StackedInStep(Small):
 
 @case("fixed point", rows, same=True)
 class FixedPoint(Small):
-    """As many iterations as it takes, without gradients, and one with them."""
+    """Iterates until convergence without gradients, and once with them."""
 
     def __init__(self) -> None:
         super().__init__()

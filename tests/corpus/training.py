@@ -97,7 +97,7 @@ def _train_all(names: list[str], how: How, folder: str) -> None:
 
 
 def train_on_ranks(names: list[str], how: How) -> dict[str, list[Record] | str]:
-    """What modules did on both ranks; or the errors of those that failed. These end their ranks; the rest get new ones.
+    """Returns the records of modules on both ranks, or errors. A failed module ends its ranks; the rest get new ones.
 
     Args:
         names: Of modules.
@@ -123,7 +123,7 @@ def train_on_ranks(names: list[str], how: How) -> dict[str, list[Record] | str]:
 
 @functools.cache
 def reference(name: str) -> Record:
-    """What the module does in one process."""
+    """Returns the record of the module in one process."""
     return train(CASES[name], "single")
 
 

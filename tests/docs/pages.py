@@ -1,4 +1,4 @@
-"""What the tests of documentation read: its pages, the blocks of code in them, and the commands of shell blocks."""
+"""Reads documentation for its tests: pages, the blocks of code in them, and the commands of shell blocks."""
 
 from __future__ import annotations
 

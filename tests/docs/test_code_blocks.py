@@ -60,7 +60,7 @@ class SmallTrainer(Trainer):
 
 
 def names_of_a_page(folder: Path) -> dict[str, Any]:
-    """What blocks may take for granted: names that were imported on the page before, a module, and a Trainer for it."""
+    """Names that code blocks may use: imports from earlier on the page, a module, and a Trainer for it."""
     data = DataLoader(TensorDataset(torch.randn(64, 8), torch.rand(64, 8)), batch_size=8)
     strategy = DeepCompileStrategy(compile=CompileConfig(memory_budget="1GiB"))  # with which one rank plans, too
     trainer = SmallTrainer(strategy=strategy, max_steps=6, default_root_dir=folder)

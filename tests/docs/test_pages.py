@@ -1,4 +1,4 @@
-"""What README and docs say of the repository is there: links, messages, figures."""
+"""Statements of README and docs about the repository hold: links, messages, figures."""
 
 from __future__ import annotations
 

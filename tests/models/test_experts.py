@@ -287,7 +287,7 @@ def test_equals_unsharded(world_size: int, run: Run) -> None:
 @pytest.mark.parametrize("routing", ROUTING)
 @pytest.mark.parametrize("model", ["loop", "buffered", "Mixtral", "Olmoe"])
 def test_most_experts_of_a_rank_have_no_tokens(model: str, routing: str) -> None:
-    """What the data promise: on rank 0, in the first step, the experts of one topic compute."""
+    """Checks the data: on rank 0, in the first step, only the experts of one topic compute."""
     (grads,) = _alone(model, routing, 1, 1).grads
     experts = {name: grad for name, grad in grads.items() if "layers.0" in name and "router" not in name}
     if model == "loop":

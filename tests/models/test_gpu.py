@@ -1,4 +1,4 @@
-"""What only GPUs can show: NCCL against plain training, bf16 against FSDP2, no host synchronisation, flat memory."""
+"""Tests that need GPUs: NCCL against plain training, bf16 against FSDP2, no host synchronisation, flat memory."""
 
 from __future__ import annotations
 

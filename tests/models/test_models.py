@@ -128,7 +128,7 @@ class Buffered(Model):
     "build", [Model, CheckpointedDropout, Encoder, CrossAttention, FrozenHead, OddUses, Escaping, Buffered]
 )
 def test_trains_as_without_compilation(mesh: DeviceMesh, build: Callable[[], Model]) -> None:
-    """With regions run eagerly even the random numbers are the same. Lengths vary: the second one compiles anew."""
+    """Regions run eagerly, so even the random numbers are equal. Lengths vary: the second one recompiles."""
     torch.manual_seed(0)
     reference = build()
     engine = Engine(copy.deepcopy(reference), mesh, CompileConfig(region_backend="eager"))

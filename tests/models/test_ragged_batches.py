@@ -47,7 +47,7 @@ def _sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def _close(actual: Tensor | None, expected: Tensor | None, name: str) -> None:
-    """In double precision: many a gradient is zero but for rounding, as of a bias in front of a norm."""
+    """Compares in double precision: many gradients are zero except for rounding, as of a bias before a norm."""
     if actual is None or expected is None:  # where no rank has one, or all have zeros
         actual = torch.zeros_like(expected) if actual is None and expected is not None else actual
         expected = torch.zeros_like(actual) if expected is None and actual is not None else expected

@@ -27,7 +27,7 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def _assert_close(actual: Tensor | None, expected: Tensor | None, name: str) -> None:
-    """In double precision: many a gradient is zero but for rounding, as of a bias in front of a norm."""
+    """Compares in double precision: many gradients are zero except for rounding, as of a bias before a norm."""
     assert (actual is None) == (expected is None), f"{name}: {actual} against {expected}"
     if actual is not None:
         torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-11, msg=lambda m: f"{name}: {m}")

@@ -255,7 +255,7 @@ def test_a_budget_below_everything_states_the_least(mesh: DeviceMesh, mode: str)
 
 
 def test_host_memory_that_does_not_suffice_is_named(mesh: DeviceMesh) -> None:
-    """From the first step on: other ranks wait for it, so it goes on with what there is."""
+    """The rank runs out from the first step on: other ranks wait for it, so it continues with the memory there is."""
     plain = make_engine(mesh, schedule=None)
     expected = [one_step(plain, BATCH, optimizer) for optimizer in [sgd(plain)] for _ in range(2)]
     plain.close()

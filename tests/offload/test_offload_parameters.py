@@ -175,7 +175,7 @@ def _averages() -> None:
 
 
 class Deep(Model):
-    """So many layers that their shards are a large part of what a step needs."""
+    """A model with so many layers that their shards are a large part of a step's memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ BUDGET = {
 
 
 def _some() -> None:
-    """As few leave as must, if the budget does not suffice when all else has left."""
+    """Offloads as few shards as possible, if the budget does not suffice with all else offloaded."""
     expected, _ = fit({}, build=Deep)
     actual, trainer = fit(BUDGET, build=Deep)
     same(actual, expected, "some")

@@ -77,7 +77,7 @@ def _check_where_shards_are(strategy: Any, hosted: bool) -> None:
 
 
 def _train_once(mode: str, precision: str) -> dict[str, Any]:
-    """In a function of its own, as all that knows the model must be gone before the next one's memory is measured."""
+    """Trains in its own scope: all references to a model must be gone before the next one's memory is measured."""
     from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
     rank = int(os.environ["RANK"])

@@ -298,7 +298,7 @@ def _manual() -> None:
 
 
 def _refused() -> None:
-    """What cannot be done is said, on all ranks, before training starts or in its first step."""
+    """Unsupported uses are reported on all ranks, before training starts or in its first step."""
 
     class Counting(SGD):
         count = 0
@@ -353,7 +353,7 @@ def _refused() -> None:
 
 
 def _roomy() -> None:
-    """What fits stays, and nothing is copied."""
+    """States that fit stay on the device, and nothing is copied."""
     _, trainer = fit("adamw_loop", {}, strategy={"cpu_offload": True})
     assert trainer.strategy.summary().offload_reason == "", "nothing is in charge of them"
     stats = trainer.strategy.engine.runtime.stats

@@ -1,4 +1,4 @@
-"""Where parameters and states live, on GPUs: hybrid sharding, states in pinned memory, parameters kept whole."""
+"""Residency of parameters and states on GPUs: hybrid sharding, states in pinned memory, parameters kept whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ACCUMULATE = 3
 
 
 class KeepWhole(pl.Callback):
-    """From the second step on, every parameter stays gathered until the last micro-batch has used it."""
+    """Keeps every parameter gathered, from the second step on, until the last micro-batch has used it."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         from lightning_deepcompile.plan.passes.keep_whole import keep_until_boundary

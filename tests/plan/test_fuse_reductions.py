@@ -211,7 +211,7 @@ def test_profiled_programs_reduce_every_gradient_at_once(mesh: DeviceMesh) -> No
 
 
 class _Merge(Shuffle):
-    """From the second step on, one reduction for all gradients of a program."""
+    """Reduces all gradients of a program at once from the second step on."""
 
     def swap(self, capture: Capture) -> list[Schedule]:
         step = [merge_some(e.program.schedule, lambda: True) for e in capture.executables]

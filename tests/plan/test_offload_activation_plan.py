@@ -1,4 +1,4 @@
-"""Which activations leave the device, and where their copies go: schedules that a person can work out, and promises."""
+"""Plans for offloaded activations: schedules that a person can work out by hand, and promises."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_everything_leaves_on_demand_and_host_memory_is_bounded() -> None:
 
 
 def test_nothing_leaves_in_vain() -> None:
-    """Where the peak is elsewhere, only what lowers it to there leaves, however small the budget."""
+    """Only tensors that lower the peak are offloaded, however small the budget."""
     for elsewhere, leaving in ((10, ()), (4, (0, 1))):
         schedules, profile = _step(budget=2 * SIZE)
         profile.regions["backward/region_5"] = RegionCost(1.0, 0.0, SIZE, elsewhere * SIZE, 0)

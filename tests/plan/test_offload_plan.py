@@ -1,4 +1,4 @@
-"""How much leaves, how much host memory there is, and what an optimizer keeps: without ranks."""
+"""Decisions about offloading, without ranks: bytes that leave, host memory, and the states of optimizers."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def _full() -> dict[int, Tensor]:
 
 
 def _program(shape: Shape) -> Program:
-    """As `lower` writes it: a gather for every region that reads a parameter, reductions right after their region."""
+    """A program as of `lower`: a gather for every region that reads a parameter, reductions after their region."""
     load_extension()
     graph, root = fx.Graph(), nn.Module()
     shards = [graph.placeholder(f"shard_{k}") for k in range(_PARAMS)]
@@ -327,7 +327,7 @@ def _launches_before_waits(program: Program) -> list[int]:
 
 
 def test_launches_move_as_far_ahead_as_asked() -> None:
-    """With every parameter read once nothing is in the way: the bound above is reached."""
+    """Every parameter is read once, so launches reach the bound of the test above."""
     shape = Shape("forward", [[0], [], [1, 2], [3], [4], [5]], [[]] * 6, ())
     for prefetch, expected in enumerate([[1, 2, 3, 4, 5], [2, 3, 4, 5, 5], [3, 4, 5, 5, 5]]):
         program = apply_passes(_program(shape), PlanSettings(prefetch_blocks=prefetch, keep_last_block=False))

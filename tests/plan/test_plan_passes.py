@@ -265,7 +265,7 @@ def test_plans_change_with_the_link() -> None:
 
 
 def test_with_less_memory_steps_get_slower_little_by_little() -> None:
-    """What a backward pass leaves grows with every block: only its end has no memory for a gather ahead."""
+    """Values that a backward pass leaves grow with every block: only its end has no memory for a gather ahead."""
     count = 8
     forward = [part for k in range(count) for part in (gather(k), wait(k), compute(k, k), release(k))]
     parts = [(gather(k), wait(k), compute(k, k), release(k), reduce(k)) for k in reversed(range(count))]

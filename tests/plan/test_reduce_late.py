@@ -196,7 +196,7 @@ def test_only_what_is_planned_can_be_auto() -> None:
 
 
 class _Counts(pl.Callback):
-    """How many gradients each micro-batch reduced."""
+    """Counts the gradients that each micro-batch reduced."""
 
     def __init__(self) -> None:
         self.reductions: list[int] = []

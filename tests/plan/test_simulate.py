@@ -242,7 +242,7 @@ def test_a_host_that_is_slower_than_the_device_sets_the_pace() -> None:
 
 
 def test_a_slot_is_reused_behind_its_last_reader() -> None:
-    """With one slot to go round, a gather cannot start before the region that reads the slot is done."""
+    """One slot is shared, so a gather cannot start before the region that reads the slot has ended."""
     forward = schedule(
         "forward",
         *(gather(0), gather(1), wait(0), compute(0, 0), release(0)),
@@ -256,7 +256,7 @@ def test_a_slot_is_reused_behind_its_last_reader() -> None:
 
 
 def test_windows_are_taken_as_the_runtime_takes_them() -> None:
-    """As `tests/cpp/test_windows.cpp` has it."""
+    """The same cases as in `tests/cpp/test_windows.cpp`."""
     mib = 1 << 20
     model = WindowModel(mib)
     assert model.take(mib - 1) is None and WindowModel(0).take(9 * mib) is None

@@ -1,4 +1,4 @@
-"""What the simulator says of a step's first gathers, which may be launched before it. Worked out by hand."""
+"""Predictions about a step's first gathers, which may be launched before it, worked out by hand."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_programs_say_when_states_travel() -> None:
 
 
 def places(schedule: Schedule, op: Any) -> dict[int, int]:
-    """In front of which region a chunk is copied, by chunk."""
+    """Returns the number of regions before each chunk's copy."""
     found, region = {}, 0
     for instruction in schedule.instructions:
         region += instruction.op == "compute"

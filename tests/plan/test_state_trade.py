@@ -111,7 +111,7 @@ def test_the_gathers_that_open_a_step_find_memory_beside_states_that_leave() -> 
 
 @pytest.mark.parametrize(("budget", "away"), [(140, 0), (139, 40), (112, 60), (100, 70)])
 def test_states_come_back_as_far_as_the_step_in_which_they_do_has_memory(budget: int, away: int) -> None:
-    """With 30 or fewer away 110 bytes are taken, and 30 more by the buffers out of which the last states come."""
+    """A step with 30 or fewer away holds 110 bytes, and 30 more in the buffers through which the last states come."""
     states = replace(STATES, sizes=(10,) * 10, away=100, stepping=10, buffers=30, chunk=10)
     assert [states.while_stepping(100, slots) for slots in (0, 1, 3)] == [10, 20, 40]
     mixed = replace(states, sizes=(30, 10, 10, 10), away=60)  # a slot has room for the largest that shares it

@@ -45,7 +45,7 @@ def _carried_out(algorithm: str, nodes: int, members: int, size: float, topology
         return rank // members
 
     def round_of(pairs: dict[int, tuple[int, set[int]]]) -> float:
-        """Who sends what to whom."""
+        """Returns the time of one round, in which `pairs` says who sends what to whom."""
         inside, leaving = [0.0], [0.0] * nodes
         for sender, (receiver, parts) in pairs.items():
             if node(sender) == node(receiver):

@@ -1,4 +1,4 @@
-"""What a step took before plans were measured is in the summary, though measuring starts the allocator's peak anew."""
+"""The summary contains the peak from before plans were measured, though measuring resets the allocator's peak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What measurements become: models of links, and one profile of all ranks."""
+"""Measurements are turned into models of links, and one profile of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a profiler of PyTorch's shows of a step: programs, regions and blocks, collectives and parameters."""
+"""PyTorch's profiler shows a step's programs, regions and blocks, collectives and parameters."""
 
 from __future__ import annotations
 

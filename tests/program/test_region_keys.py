@@ -134,7 +134,7 @@ def test_subgraphs_count_by_their_content() -> None:
 
 
 def test_equal_layers_are_compiled_once() -> None:
-    """In forward and backward, with the first and last layer apart: what lies around them differs."""
+    """Layers are equal in forward and backward, except for the first and last, whose surroundings differ."""
 
     def distinct(depth: int) -> tuple[int, int]:
         net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(depth)))

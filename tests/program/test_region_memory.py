@@ -1,4 +1,4 @@
-"""What a region is predicted to allocate: by hand, and beside the allocator."""
+"""Predicted memory of regions, compared with results by hand and with the allocator."""
 
 from __future__ import annotations
 

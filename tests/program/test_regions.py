@@ -217,7 +217,7 @@ def test_a_graph_without_parameters_and_one_without_compute() -> None:
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_regions_are_consecutive_pieces_that_feed_forward(data: st.DataObject) -> None:
-    """For random graphs: every node is in one region, inputs come from before, outputs are what others read."""
+    """Random graphs: every node is in one region, inputs come from before, outputs are what others read."""
     g = Graph()
     values = [g.input("x", 4), g.input("tangents_1", 4)]
     for _ in range(data.draw(st.integers(0, 14))):
@@ -305,7 +305,7 @@ def test_shared_values_move_out_of_the_first_layer() -> None:
 
 
 def test_a_large_value_of_two_regions_is_not_computed_ahead() -> None:
-    """It may be one layer's own: then hoisting would keep that of every layer alive at once."""
+    """The value may be one layer's own: then hoisting would keep that of every layer alive at once."""
     g = Graph()
     for size, readers, hoisted in ((1 << 10, 2, True), (1 << 20, 2, False), (1 << 20, 3, True)):
         g = Graph()
@@ -333,7 +333,7 @@ def test_many_readers_within_one_layer_share_nothing_with_others() -> None:
 
 
 def test_a_factor_for_each_row_is_not_computed_ahead_with_the_rows() -> None:
-    """It is small, but the rows that it is computed of would be kept until all layers have read them."""
+    """A factor is small, but its rows would be kept until all layers have read them."""
     g = Graph()
     x, saved = g.input("x", 64, 1 << 16), g.input("saved", 64, 1 << 16)
     wide = g.call(aten.exp.default, saved)
@@ -349,7 +349,7 @@ def test_a_factor_for_each_row_is_not_computed_ahead_with_the_rows() -> None:
 
 
 def test_what_is_cast_to_a_wider_dtype_is_cast_where_it_is_read() -> None:
-    """As norms in fp32 of hidden states in bf16, of which backward reads the wide form again."""
+    """A norm in fp32 of hidden states in bf16 is an example: backward reads the wide form again."""
     cast = torch.ops.prims.convert_element_type.default
     g = Graph()
     x = g.input("x", 4, 256, dtype=torch.bfloat16)
@@ -377,7 +377,7 @@ def test_what_is_cast_to_a_wider_dtype_is_cast_where_it_is_read() -> None:
 
 
 def test_what_is_computed_of_values_that_are_read_anyway_is_not_kept() -> None:
-    """As hidden states over their norm, which backward of a norm reads with the hidden states and the norm."""
+    """An example are hidden states over their norm: a norm's backward reads these, the hidden states and the norm."""
     g = Graph()
     h = g.call(aten.exp.default, g.call(aten.mul.Tensor, g.input("x", 8, 64), g.gather(10, 1)))
     factor = g.call(aten.rsqrt.default, g.call(aten.mean.dim, g.call(aten.mul.Tensor, h, h), [1], True))

@@ -23,7 +23,7 @@ from lightning_deepcompile.ranks.order import Agreement, ProgramMismatchError
 
 @dataclass
 class Program:
-    """What the comparison reads of a program."""
+    """The members of a program that the comparison reads."""
 
     name: str
     sequence: list[tuple[str, tuple[int, ...]]]
@@ -142,7 +142,7 @@ def test_paths_that_all_have_taken_before_are_compared_where_they_part() -> None
 
 @pytest.mark.parametrize("paths", [([FIRST, LEFT], [FIRST, RIGHT]), ([FIRST], [FIRST, LEFT]), ([FIRST, LEFT], [FIRST])])
 def test_a_rank_learns_that_the_others_have_gone_on_as_usual(paths: tuple[list[Program], list[Program]]) -> None:
-    """They are inside of a collective by then, and wait for this one."""
+    """The others are inside of a collective by then, and wait for this rank."""
     members = ranks(2, 60)
     for _ in range(3):
         assert _go(members, paths[0], paths[0]) == [None] * 2
@@ -157,7 +157,7 @@ def test_a_rank_learns_that_the_others_have_gone_on_as_usual(paths: tuple[list[P
 
 
 def test_paths_that_hardly_ever_come_again_take_no_more_room_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of layers that are left out at random, alike on all ranks."""
+    """Layers that are left out at random, alike on all ranks, are an example."""
     monkeypatch.setattr(order, "_MOST_PLACES", 40)
     store = dist.HashStore()
     members = [Agreement(store, rank, 2, timedelta(seconds=20), "test") for rank in range(2)]

@@ -1,4 +1,4 @@
-"""What a failed training leaves on the screen."""
+"""The output of a failed training on the screen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What set-up and planning cost on a thousand ranks: no more than on eight, in objects and in requests to the store.
+"""Set-up and planning on a thousand ranks cost no more than on eight, in objects and in requests to the store.
 
 A fake process group of PyTorch's stands for the other ranks: its collectives return at once.
 """

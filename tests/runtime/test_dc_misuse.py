@@ -1,4 +1,4 @@
-"""What the `dc` functions and operators answer to misuse, on one rank and between ranks."""
+"""The `dc` functions and operators report misuse, on one rank and between ranks."""
 
 from __future__ import annotations
 
@@ -186,5 +186,5 @@ def _asked_while_another_thread_waits() -> None:
 
 
 def test_what_python_reads_waits_for_no_peer() -> None:
-    """It would with Python's lock held: then no thread of the process would go on, and here no rank."""
+    """A wait would hold Python's lock: then no thread of the process could go on, and here no rank."""
     run_ranks(_asked_while_another_thread_waits, 2, timeout=60)

@@ -1,4 +1,4 @@
-"""What a reduction brought goes into the gradient shard: the same bits as torch's own operators give."""
+"""The result of a reduction is merged into the gradient shard with the same bits as torch's own operators give."""
 
 from __future__ import annotations
 

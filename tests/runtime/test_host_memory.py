@@ -26,7 +26,7 @@ from lightning_deepcompile.runtime import load_extension
 
 
 class Wide(Base):
-    """From a given moment on a rank's process gets no more memory; its optimizer states take 97 MiB.
+    """Refuses more memory to a rank's process from a given moment on; its optimizer states take 97 MiB.
 
     That is far more than what the process happens to free before it asks for theirs.
     """

@@ -1,4 +1,4 @@
-"""How the C++ runtime is built: the choice between CPU and CUDA, its error messages, and what the build tells."""
+"""Builds of the C++ runtime: the choice between CPU and CUDA, error messages, and the build's information."""
 
 from __future__ import annotations
 

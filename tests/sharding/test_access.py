@@ -1,4 +1,4 @@
-"""What modules that own sharded parameters are to others: when they are called, read, compiled, copied."""
+"""Modules with sharded parameters behave as others expect: when they are called, read, compiled, copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What code asks of a parameter inside of a step is answered as in one process, whichever thread asks."""
+"""Questions about a parameter inside of a step are answered as in one process, whichever thread asks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where shards lie, for any shapes and any number of ranks, and which parameters form a block."""
+"""The places of shards, for any shapes and any number of ranks, and the parameters of each block."""
 
 from __future__ import annotations
 
@@ -141,6 +141,6 @@ def test_a_parameter_of_the_model_itself_joins_the_run() -> None:
 
 
 def test_a_run_interrupted_by_a_list_is_two_blocks() -> None:
-    """What registration order interleaves with a list would otherwise be gathered for the whole of it."""
+    """One block would stay gathered through the whole list between its parameters."""
     blocks = assign_blocks(Model(), [name for name, _ in Model().named_parameters()])
     assert blocks["tokens.weight"] != blocks["between.weight"] != blocks["head.weight"]

@@ -56,7 +56,7 @@ class Writes(Mlp):
 
 
 class CopiesStateDict(Mlp):
-    """As a target network is brought up to date."""
+    """Copies a state dict, as a target network is updated."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.layers[1].load_state_dict(self.layers[0].state_dict())

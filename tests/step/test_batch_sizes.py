@@ -1,4 +1,4 @@
-"""What says that a batch has other sizes than those before."""
+"""Detects that a batch has other sizes than those before."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class TwoPasses(Dropped):
 
 @torch.library.custom_op("deepcompile_tests::largest", mutates_args=())
 def largest(x: Tensor) -> Tensor:
-    """Nothing says so, but the host waits in it."""
+    """Makes the host wait, without declaring so."""
     return x.new_tensor(float(x.abs().max()))
 
 
@@ -255,7 +255,7 @@ def _auto() -> Any:
 
 
 def test_auto_tries_graphs_where_the_host_is_late() -> None:
-    """Whether they are faster beside other work is not known here: `test_replay.py` has what follows from it."""
+    """Graphs may or may not be faster beside other work: `test_replay.py` tests the consequences."""
     ((replayed, outcome),) = run_ranks(_auto, 1)
     assert replayed == 3 and "ms a step" in outcome, (replayed, outcome)
 
@@ -289,7 +289,7 @@ def fifty_steps(folder: str, graphs: bool, accelerator: str, callbacks: list[pl.
 
 
 def equal_after_fifty_steps(plain: tuple[list[float], Any], replayed: tuple[list[float], Any]) -> None:
-    """To the bit."""
+    """Compares losses and tensors bit by bit."""
     assert len(plain[0]) == 50 and replayed[0] == plain[0]
     assert all(torch.equal(value, replayed[1][name]) for name, value in plain[1].items())
 

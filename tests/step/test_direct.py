@@ -21,11 +21,11 @@ class OwnAdam(torch.optim.Adam):
 
 
 class OwnAdamW(torch.optim.AdamW):
-    """As above."""
+    """A subclass, as above."""
 
 
 class OwnSGD(torch.optim.SGD):
-    """As above."""
+    """A subclass, as above."""
 
 
 OWN = {torch.optim.Adam: OwnAdam, torch.optim.AdamW: OwnAdamW, torch.optim.SGD: OwnSGD}

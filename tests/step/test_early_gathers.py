@@ -124,7 +124,7 @@ def test_what_is_written_between_steps_is_not_lost(
 
 @pytest.mark.parametrize("inside", [pytest.param(False, marks=pytest.mark.extensive), True])
 def test_one_rank_may_write_alone(inside: bool) -> None:
-    """What the ranks gathered before is out of date on all of them, also between the micro-batches of a step."""
+    """Gathers are then out of date on all ranks, also between the micro-batches of a step."""
     for accumulate, kinds in ((1, [{}]), (3, [{"stage": 1}, {"stage": 2}])):
         options = {"accumulate": accumulate, "timeout": 90}
         expected = run_ranks(_sharded, 2, "first rank", 2, inside, early=False, **options)
@@ -203,7 +203,7 @@ def test_they_are_under_way_before_the_step_and_counted_with_it() -> None:
 
 
 def _in_parts(accelerator: str) -> dict[tuple[str, bool], tuple[Record, list[int]]]:
-    """With and without a head start, and what had been gathered by the end of each of the optimizer's steps.
+    """Trains with and without a head start; counts the gathers done at the end of each of the optimizer's steps.
 
     SGD gets one although its states might leave, as they need not.
     """

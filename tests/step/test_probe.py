@@ -23,7 +23,7 @@ STEPS = 60
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a class does.
+    """The behaviour of a class.
 
     Args:
         statistic: By what a gradient is divided: of the element, its row, its column, the tensor, its group, or all.

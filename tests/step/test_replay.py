@@ -1,4 +1,4 @@
-"""When programs are recorded and replayed: on CPUs, where a replay runs the program again and writes where it wrote.
+"""Recording and replaying of programs, on CPUs: a replay runs the program again and writes to the same memory.
 
 What the device does is `test_cuda_graphs_gpu.py`'s.
 """
@@ -465,7 +465,7 @@ def test_graphs_are_not_tried_where_the_device_is_late() -> None:
 
 
 def test_a_host_is_late_although_gradients_are_reduced_when_the_next_step_begins() -> None:
-    """As at stages 1 and 2: the device waits for the host within the step, and not at its end."""
+    """At stages 1 and 2 the device waits for the host within the step, and not at its end."""
     from lightning_deepcompile.program.replay import Trial
 
     for late in (True, False):

@@ -77,7 +77,7 @@ def rank_main(names: list[str], stage: int, world_size: int) -> Any:
 
 
 class SamByHand(Mlp):
-    """As its README shows it for Lightning."""
+    """SAM as its README shows it for Lightning."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_sam_in_a_manual_step(stage: int) -> None:
 
 
 class Noting(torch.optim.SGD):
-    """Has a method that is no step."""
+    """An optimizer with a method that is no step."""
 
     def note(self) -> None:
         """Does nothing to gradients."""

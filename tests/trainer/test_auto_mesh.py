@@ -136,7 +136,7 @@ def _inspect(trainer: Trainer) -> Any:
 
 
 def _on_two_nodes() -> tuple[list[Record], list[str]]:
-    """As on two hosts of two ranks each. Once there is memory, once the last rank alone has less."""
+    """Trains as on two hosts of two ranks each: once with enough memory, once with too little on the last rank."""
     rank = int(os.environ["RANK"])
     os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2", GROUP_RANK=str(rank // 2))
     logger = logging.getLogger(LOGGER)

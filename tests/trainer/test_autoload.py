@@ -1,4 +1,4 @@
-"""How Lightning comes to know the strategy: each case needs a fresh interpreter, as it is about what imports what."""
+"""Lightning finds the strategy by name. Each case needs a fresh interpreter, as the order of imports matters."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_the_other_lightning_alone_says_what_to_install(stand_in: Path) -> None:
 
 @pytest.mark.parametrize(("shadowed", "options"), [(False, ()), (True, ("-W", "error"))])
 def test_torch_imports_where_the_package_does_not(tmp_path: Path, shadowed: bool, options: tuple[str, ...]) -> None:
-    """What `pip install -e` leaves when its checkout is moved; or a file of the user's with the package's name."""
+    """An editable install whose checkout was moved, or a file of the user's with the package's name, cause this."""
     declare_entry_points(tmp_path)
     shutil.copy(ROOT / "lightning_deepcompile_autoload.py", tmp_path)
     if shadowed:

@@ -1,4 +1,4 @@
-"""What cannot be trained is refused on every rank, with an error that says what to do; nothing hangs."""
+"""Models that cannot be trained are refused on every rank, with an error that says what to do; nothing hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether to stop is asked past the devices, and answered alike on all ranks."""
+"""Ranks ask each other past the devices whether to stop, and all get the same answer."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def strategy_of(*arguments: str) -> DeepCompileStrategy:
 
 
 def printed_by(*arguments: str) -> tuple[int, str, str]:
-    """What ``--print_config`` answers: exit code, standard output and standard error."""
+    """Returns the result of ``--print_config``: exit code, standard output and standard error."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as left:
         strategy_of(*arguments, "--print_config")

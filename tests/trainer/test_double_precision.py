@@ -60,7 +60,7 @@ class Heat(pl.LightningModule):
 
 
 class Plain(Heat):
-    """Has a step that compiles as one graph."""
+    """A module whose step compiles as one graph."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x, label = batch

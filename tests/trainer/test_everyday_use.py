@@ -1,4 +1,4 @@
-"""What users do to modules, and around them, trains as in one process."""
+"""Common uses of modules, and of code around them, train as in one process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def loader(batches: int = 2) -> DataLoader[Tensor]:
 
 
 def record_of(trainer: pl.Trainer) -> Record:
-    """What a trainer has recorded, which the next fit does not add to."""
+    """Returns a trainer's record, which the next fit does not extend."""
     recorder = next(callback for callback in trainer.callbacks if isinstance(callback, Recorder))
     done, recorder.record = recorder.record, Record()
     return done
@@ -69,7 +69,7 @@ def loaded(strategy: Callable[..., Any]) -> list[Record]:
 
 
 class Grown(Mlp):
-    """Has more tokens from its second fit on."""
+    """A model with more tokens from its second fit on."""
 
     fits = 0
 
@@ -312,7 +312,7 @@ class Tiny(nn.Module):
 
 
 def tiny(strategy: Callable[..., Any]) -> list[Record]:
-    """They are read, and have gradients."""
+    """Tiny parameters are read, and have gradients."""
     return [fitted(strategy, Layers(Tiny(), Inner(), Tiny()))]
 
 
@@ -360,7 +360,7 @@ class Lazy(Base):
 
 
 def lazy(strategy: Callable[..., Any]) -> list[Record]:
-    """They are as others when they have run."""
+    """Lazy parameters are ordinary ones once they have run."""
     module = Lazy()
     return [fitted(strategy, module), fitted(strategy, module)]
 

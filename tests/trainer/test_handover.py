@@ -102,7 +102,7 @@ def other_settings(strategy: Callable[..., Any]) -> list[Record]:
 
 
 def checkpointing(strategy: Callable[..., Any]) -> list[Record]:
-    """With activation checkpointing, without, and with it again."""
+    """Fits with activation checkpointing, without, and with it again."""
     module, policy = llama(layers=2)(), {LlamaDecoderLayer}
     records, programs = [], []
     for chosen in (policy, None, policy):
@@ -114,7 +114,7 @@ def checkpointing(strategy: Callable[..., Any]) -> list[Record]:
 
 
 def changed_between(strategy: Callable[..., Any]) -> list[Record]:
-    """What users do to a module between two fits with one Trainer: rounding, another head."""
+    """Changes a module between two fits with one Trainer: rounding, another head."""
     module = Mlp()
     trainer = trainer_of(strategy())
     records = [fit(trainer, module)]
@@ -169,7 +169,7 @@ class Stops(pl.Callback):
 
 
 def stopped(strategy: Callable[..., Any], **settings: Any) -> list[Record]:
-    """What one fit has added up without a step is none of the next one's business."""
+    """Gradients that one fit has added up without a step do not affect the next one."""
     module = Mlp()
     trainer = trainer_of(strategy(**settings), Stops(), accumulate_grad_batches=STEPS)
     assert not fit(trainer, module).grads
@@ -179,7 +179,7 @@ def stopped(strategy: Callable[..., Any], **settings: Any) -> list[Record]:
 
 
 def stopped_whole(strategy: Callable[..., Any]) -> list[Record]:
-    """Where gradients are added up whole."""
+    """The same, with gradients that are added up whole."""
     return stopped(strategy, stage=1)
 
 

@@ -1,4 +1,4 @@
-"""What users do with a Trainer and a module around a training: it works as with Lightning's own strategies."""
+"""Common uses of a Trainer and a module around a training work as with Lightning's own strategies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Evaluated(Mlp):
 
 
 class Nothing(pl.LightningModule):
-    """Has no parameters."""
+    """A module without parameters."""
 
     automatic_optimization = False
 
@@ -144,7 +144,7 @@ def test_a_trainer_in_the_users_inference_mode(tmp_path: Path) -> None:
 
 
 def _threads() -> list[bool]:
-    """Whether the thread is there while steps run, by entry point; after each there is none."""
+    """Returns for each entry point whether the thread exists while steps run; afterwards there is none."""
 
     class Looks(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a training says of itself: lines in the log, figures for the Trainer's loggers."""
+"""The output of a training about itself: lines in the log, figures for the Trainer's loggers."""
 
 from __future__ import annotations
 

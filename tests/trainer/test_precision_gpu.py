@@ -34,7 +34,7 @@ TOLERANCES = {"32-true": 1e-5, "bf16-mixed": 2**-8, "bf16-true": 2**-8, "16-mixe
 
 @dataclass
 class Outcome:
-    """What a training did; the scale of the loss and the checkpoint's tensors where there are any."""
+    """The outcome of a training; the scale of the loss and the checkpoint's tensors if there are any."""
 
     record: Record
     scale: float | None

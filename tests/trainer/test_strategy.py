@@ -1,4 +1,4 @@
-"""What Lightning users do with a strategy besides `training_step`: manual optimization, hooks, clipping, freezing."""
+"""Uses of a strategy besides `training_step`: manual optimization, hooks, clipping, freezing."""
 
 from __future__ import annotations
 

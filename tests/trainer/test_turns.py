@@ -73,7 +73,7 @@ MODELS = (_RankDependentPath, _RankDependentPlan, _Parting, _PartingUncompiled, 
 
 
 def _train(stage: int, accumulate: int) -> dict[str, tuple[Record, Record, int]]:
-    """By model: what was trained, what DDP trains, and how often ranks took turns."""
+    """Returns, by model, its record, that of DDP, and the number of times ranks took turns."""
     results = {}
     for build in MODELS:
         config = CompileConfig(region_backend="eager")

@@ -27,7 +27,7 @@ WORLD = 2
 
 
 def _fit(rank: int, batches: int, module: pl.LightningModule | None = None, **settings: Any) -> tuple[str, float]:
-    """What `fit` ends with, and after how many seconds since rank 0 began its last batch."""
+    """Returns the error that `fit` ends with, and the seconds since rank 0 began its last batch."""
     from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
     stage, options = settings.pop("stage", 3), {"max_epochs": 1, **settings}

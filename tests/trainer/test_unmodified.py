@@ -1,4 +1,4 @@
-"""What users' modules do besides the usual: it works as without sharding, or is refused with what to do instead."""
+"""Unusual users' modules work as without sharding, or are refused with advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users' modules do besides the usual, on two ranks: it trains as alone on the whole batch."""
+"""Unusual users' modules train on two ranks as one process does on the whole batch."""
 
 from __future__ import annotations
 

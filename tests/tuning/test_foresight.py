@@ -1,4 +1,4 @@
-"""What is decided between the compilation of a training step and its first run."""
+"""Decisions between the compilation of a training step and its first run."""
 
 from __future__ import annotations
 

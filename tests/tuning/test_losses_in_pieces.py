@@ -229,7 +229,7 @@ def test_a_shortage_finds_no_loss(mesh: DeviceMesh) -> None:
 def test_without_a_budget_both_are_decided_on_one_rank(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fresh_dynamo: None
 ) -> None:
-    """Nothing is planned there, but a step is measured, and again when it was traced anew."""
+    """One rank plans nothing, but a step is measured, and again after it was retraced."""
     monkeypatch.setattr(Tuner, "_fastest", lambda *_: 0.001)
     engine = _engine(mesh, rounding="any")
     engine.tuner._limit = 1000

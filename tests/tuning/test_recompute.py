@@ -110,7 +110,7 @@ def _fit(
 
 
 class Fails(pl.Callback):
-    """Has a rank run out of memory in one step."""
+    """Makes a rank run out of memory in one step."""
 
     def __init__(self, shortages: Shortages, step: int) -> None:
         self.shortages, self.step = shortages, step
@@ -125,7 +125,7 @@ class Fails(pl.Callback):
 
 
 def keep_plans() -> None:
-    """What saves anything is done, and no plan is taken back, however fast the machine finds it."""
+    """Makes every change that saves time be made, and no plan be reverted, whatever the machine measures."""
     recompute._GAIN = 0.0
     fastest = Tuner._fastest
     Tuner._fastest = lambda self, first, last: 1e-6 if first > 0 else fastest(self, first, last)  # type: ignore

@@ -1,4 +1,4 @@
-"""When rounds of planning begin, and what memory they count on: on one rank, with plans that no machine takes back."""
+"""The start of planning rounds, and the memory they rely on: on one rank, with plans that are never reverted."""
 
 from __future__ import annotations
 

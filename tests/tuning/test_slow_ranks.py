@@ -68,7 +68,7 @@ class Heard(logging.Handler):
 
 
 def warnings(when: Callable[[int], bool], data: type[Dataset[Tensor]]) -> list[str]:
-    """What is warned of while a model trains."""
+    """Returns the warnings while a model trains."""
     Late.calls, Late.when = 0, staticmethod(when)
     heard, logger = Heard(), logging.getLogger("lightning_deepcompile")
     logger.addHandler(heard)

@@ -1,4 +1,4 @@
-"""What steps do with Python's own values that change with every step: the same as without compilation."""
+"""Python values that change with every step behave as without compilation."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_it_does_not_end_training(name: str) -> None:
 
 
 class Numbers(Fills):
-    """Has numbers, and remembers what they were after every step."""
+    """A module with numbers that records their values after every step."""
 
     def __init__(self, fill: Any) -> None:
         super().__init__(fill)

@@ -1,4 +1,4 @@
-"""Fusion: small groups travel together where that saves more latency than waiting for more costs."""
+"""Fusion: merges small groups where the latency saved exceeds the cost of waiting for the larger group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeping whole: while gradients accumulate, parameters stay gathered from one micro-batch to the next."""
+"""Keeps parameters gathered from one micro-batch to the next while gradients accumulate."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def keep_whole(schedules: list[Schedule], context: PlanContext) -> list[Schedule
 
 
 def _candidates(schedules: list[Schedule]) -> list[Candidate]:
-    """Groups of forward schedules, with the indices of the forward and the backward schedule; the first ones first.
+    """Groups of forward schedules, with the indices of the forward and the backward schedule, in order.
 
-    Nothing computes beside the gathers that open a forward program: they are the least hidden.
+    The gathers that open a forward program come first: no compute runs beside them, so they are the least hidden.
     """
     backwards = {s.frame: k for k, s in enumerate(schedules) if s.kind == "backward"}
     found: list[Candidate] = []
@@ -78,7 +78,7 @@ def keep_until_boundary(schedules: list[Schedule], forward: int, backward: int, 
     instructions = _released(result[backward].instructions, sizes.keys(), set(sizes))
     released = {i for instruction in instructions if instruction.op == "release_at_boundary" for i in instruction.ids}
     unread = tuple(sorted(sizes.keys() - released))
-    if unread:  # what backward does not read is of no use once its last forward is over
+    if unread:  # backward does not read them: no use after the last forward pass
         late = Instruction("release_at_boundary", unread, tuple(sizes[i] for i in unread))
         instructions.insert(0, late)
     result[backward] = result[backward].with_instructions(instructions)

@@ -1,4 +1,4 @@
-"""Adaptive offloading of activations: what does not fit waits in host memory between forward and backward."""
+"""Adaptive offloading of activations: those that do not fit wait in host memory between forward and backward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SMALLEST = 1 << 16
 
 
 def offload_activation(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
-    """Lets as many saved tensors leave the device as exceed the memory budget, and no more.
+    """Offloads as many saved tensors as exceed the memory budget, and no more.
 
     Looks for: saved tensors that free their memory by leaving.
 
@@ -66,11 +66,11 @@ def _that_fit_on_host(candidates: Sequence[tuple[Key, int]], profile: Profile) -
 
 
 def _fewest(fit: CopyFit, candidates: list[Key]) -> list[Key]:
-    """The fewest of the first ones with which the limit is kept, or with which the peak is as low as with all."""
+    """Returns the fewest of the first ones that keep the limit, or else that reach the same peak as all of them."""
     fit.limit = max(fit.limit, fit.peak(candidates))
     if fit.peak([]) <= fit.limit:
         return []
-    low, high = 0, len(candidates)  # more than `low`, and `high` will do
+    low, high = 0, len(candidates)  # `low` are too few, `high` suffice
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fit.peak(candidates[:middle]) <= fit.limit else (middle, high)

@@ -1,4 +1,4 @@
-"""Optimizer states that wait in host memory: copied while forward and backward compute, as far as memory allows."""
+"""Schedules the copies of optimizer states in host memory beside forward and backward, as far as memory allows."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["offload_optimizer"]
 
 
 def offload_optimizer(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
-    """Lets states come before the optimizer steps, and leave after it, beside compute.
+    """Copies states to the device before the optimizer steps, and back after it, beside compute.
 
-    How many are in host memory is not decided here (`plan.state_trade`): this pass decides when they travel.
+    `plan.state_trade` decides how many are in host memory; this pass decides when they are copied.
 
     Looks for: chunks of states that wait in host memory.
 
@@ -65,7 +65,7 @@ def offload_optimizer(schedules: list[Schedule], context: PlanContext) -> list[S
 
 
 def _fetches(schedule: Schedule, memory: Sequence[int], profile: Profile, limit: int, margin: float) -> dict[int, int]:
-    """The places before which the first chunks start to come, by chunk."""
+    """The places before which copies of the first chunks to the device start, by chunk."""
     sizes, clock = profile.state_chunks, profile.clock(schedule)
     fitting = len(sizes) if len(sizes) <= profile.state_slots else max(profile.state_slots - LEAST_SLOTS, 0)
     most = [*memory, *memory[-1:]]  # bytes from each place to the end
@@ -88,7 +88,7 @@ def _fetches(schedule: Schedule, memory: Sequence[int], profile: Profile, limit:
 def _waits(
     schedule: Schedule, memory: Sequence[int], profile: Profile, limit: int, margin: float, fetched: int
 ) -> dict[int, int]:
-    """The places before which forward waits for what leaves, by chunk, if the first `fetched` chunks come early."""
+    """The places before which forward waits for copies to the host, by chunk, if `fetched` chunks are fetched early."""
     sizes, clock = profile.state_chunks, profile.clock(schedule)
     leaving = still_there(len(sizes), range(fetched), profile.state_slots)
     present = sum(sizes[k] for k in leaving)

@@ -1,4 +1,4 @@
-"""Prefetching at a fixed distance: a block's parameters travel while the blocks before it compute."""
+"""Prefetching at a fixed distance: a block's parameters are gathered while the blocks before it compute."""
 
 from __future__ import annotations
 

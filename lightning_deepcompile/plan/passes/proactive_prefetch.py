@@ -1,4 +1,4 @@
-"""Proactive prefetching: every gather is launched as late as hides it, earlier only where memory is free."""
+"""Proactive prefetching: launches every gather as late as still hides it, and earlier only where memory is free."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def proactive_prefetch(schedules: list[Schedule], context: PlanContext) -> list[
 
 
 def _better(new: Estimate, old: Estimate, limit: int) -> bool:
-    """Within the budget first, then faster; what is equally fast counts by its memory."""
+    """Compares two estimates: within the budget first, then faster, then less memory."""
     if (new.peak_bytes <= limit) != (old.peak_bytes <= limit):
         return new.peak_bytes <= limit
     if abs(new.seconds - old.seconds) > 1e-4 * old.seconds:
@@ -83,7 +83,7 @@ def _placements(schedule: Schedule, profile: Profile) -> Iterator[Schedule]:
 
 
 def _latest(placement: Placement, profile: Profile, margin: float) -> list[int]:
-    """The latest places from which all transfers are done in time, if each takes `margin` times as long."""
+    """The latest places from which all transfers end in time, if each takes `margin` times as long."""
     clock = profile.clock(placement.schedule.with_instructions(placement.body))
     deadline = float("inf")
     positions: list[int] = []
@@ -111,8 +111,8 @@ def _fitted(schedules: list[Schedule], index: int, profile: Profile, limit: int)
 def _later(schedule: Schedule, instruction: int) -> Schedule | None:
     """Launches a group later, so that less is gathered at `instruction`.
 
-    The last one that is launched by then and not needed yet goes behind it. If there is none, the last that is in use
-    by then is launched right before its use: slots are given back when nothing is gathered, and only then.
+    The last group that is launched by then and not needed yet moves behind `instruction`. If there is none, the last
+    group that is in use by then is launched right before its use: slots are freed only when nothing is gathered.
     """
     placement = Placement.of(schedule)
     where = sum(i.op != "gather" for i in schedule.instructions[:instruction])  # the same place in the body

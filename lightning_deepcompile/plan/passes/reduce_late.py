@@ -1,4 +1,4 @@
-"""Placing reductions: gradients of accumulated micro-batches travel once, where that saves time and memory allows."""
+"""Places reductions: reduces accumulated gradients once, where that saves time and memory allows."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def reduce_late(schedules: list[Schedule], context: PlanContext) -> list[Schedul
     def hold(step: list[Schedule], first: int, second: int, group: Instruction) -> list[Schedule]:
         return place_reductions(step, "reduce_at_boundary", group.ids)
 
-    # What is reduced last in a backward pass is hidden the least.
+    # The last reductions of a backward pass are hidden the least.
     return choose_by_gain(schedules, _candidates(schedules)[::-1], hold, profile, context.budget)
 
 
 def place_reductions(
     schedules: Iterable[Schedule], op: Operation, ids: Collection[int] | None = None
 ) -> list[Schedule]:
-    """The schedules with every reduction that concerns one of `ids` as `op`.
+    """Returns the schedules in which every reduction of one of `ids` is an `op`.
 
     Args:
         schedules: Any programs.
@@ -73,7 +73,7 @@ def place_reductions(
 
 
 def _candidates(schedules: list[Schedule]) -> list[Candidate]:
-    """Groups of reductions that every micro-batch does, in order; those that share a parameter as one."""
+    """Groups that every micro-batch reduces, in order; those that share a parameter count as one."""
     found: list[Candidate] = []
     for k, schedule in enumerate(schedules):
         for position in schedule.at("reduce"):

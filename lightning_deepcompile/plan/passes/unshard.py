@@ -1,4 +1,4 @@
-"""Selective unsharding: blocks stay gathered from forward to backward where that saves the most time per byte."""
+"""Selective unsharding: keeps blocks gathered from forward to backward where that saves the most time per byte."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def unshard(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
         context: Settings and profile.
 
     Returns:
-        The schedules; ``kept`` of a forward and its backward schedule names what stays.
+        The schedules; ``kept`` of a forward and its backward schedule names the parameters that stay.
     """
     profile = context.require_profile("unshard")
 
@@ -41,7 +41,7 @@ def unshard(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
 
 
 def unshard_candidates(schedules: list[Schedule]) -> list[Candidate]:
-    """Groups that forward and backward gather both, the last first: it is kept for the shortest time.
+    """Groups that both forward and backward gather, the last first: it is kept for the shortest time.
 
     Args:
         schedules: The programs of a micro-batch.

@@ -12,7 +12,7 @@ __all__ = ["zero3"]
 
 
 def zero3(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
-    """Replaces what blocks by scheduled groups, one per region.
+    """Replaces blocking instructions by scheduled groups, one per region.
 
     Looks for: ``gather_now`` for a region; ``reduce_now`` of gradients that only leave the program.
 
