@@ -158,3 +158,29 @@ def test_a_dimension_of_one_makes_another_graph() -> None:
     for results in run_ranks(_once, 2, [4], (1, 1), timeout=280):
         ((error, turns),) = results
         assert not error and turns > 0, error
+
+
+NEWER = Spec(
+    (("cat", ((("attention", 1),),)), ("lstm", 2), ("residual", ((("twice", 6),),))),
+    seed=307,
+    frozen=(53,),
+    ties=(),
+    unused=False,
+    broken=3,
+)
+
+
+def _sized(sizes: list[tuple[tuple[int, int], tuple[int, int]]]) -> tuple[str, int]:
+    join("cpu")
+    generator = torch.Generator().manual_seed(1)
+    return _fails(
+        NEWER, [[torch.randint(0, VOCAB, size, generator=generator) for size in step] for step in sizes], "eager", 1
+    )
+
+
+@pytest.mark.timeout(300)
+def test_sizes_that_a_rank_has_met_may_run_newer_graphs() -> None:
+    """In the last step both ranks have met their sizes, beside each other, too; the second has compiled more since."""
+    sizes = [((1, 1), (1, 3)), ((1, 4), (2, 3)), ((2, 4), (3, 4)), ((1, 3), (2, 3)), ((1, 1), (1, 3))]
+    for error, turns in run_ranks(_sized, 2, sizes, timeout=280):
+        assert not error and turns > 0, error
