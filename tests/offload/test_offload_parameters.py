@@ -196,7 +196,7 @@ def _some() -> None:
     summary = trainer.strategy.summary()
     assert 0 < summary.offloaded_parameter_bytes < summary.sharded_bytes_per_rank, summary
     assert "may be allocated" in summary.offload_parameters_reason and summary.offloaded_bytes > 0
-    _, trainer = fit({}, arguments={"cpu_offload": True}, max_steps=1)
+    _, trainer = fit({"offload": "auto"}, arguments={"cpu_offload": True}, max_steps=1)
     assert "may be allocated" in trainer.strategy.summary().offload_parameters_reason  # there is room for all of it
     assert trainer.strategy.engine.runtime.stats()["host_shard_bytes"] == 0
 
