@@ -189,7 +189,7 @@ def _moves(folder: Path) -> None:
     tight, _, trainer = _fit(gives_up=False, **{**settings, "memory_budget": f"{int(3.85 * shards)}B"})
     # The plan may have sent away no more than had to leave, by the times that were measured.
     assert tight.losses == plain.losses and 0 < tight.away[0] <= again.away[0], (tight.away, again.away)
-    assert " exceed " in trainer.strategy.summary().offload_reason
+    assert "may be allocated" in trainer.strategy.summary().offload_reason
 
 
 def test_a_plan_moves_states_and_training_does_not_notice(tmp_path: Path) -> None:
