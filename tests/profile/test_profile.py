@@ -156,7 +156,7 @@ def test_running_out_of_memory_under_a_plan_says_what_limits_it(mesh: Any, monke
 
 def test_a_budget_that_nothing_fits_states_what_would(mesh: Any) -> None:  # noqa: F811
     engine, optimizer = make_planner(mesh, memory_budget="1000B")
-    with pytest.raises(MemoryBudgetError, match=r"allows 1000 bytes, but this model and batch need \d+ "):
+    with pytest.raises(MemoryBudgetError, match=r"allows 1000 bytes.* needs? \d+ "):
         for _ in range(ROUND):
             one_step(engine, TOKENS, optimizer)
     engine.close()
