@@ -176,7 +176,7 @@ def _runs_short() -> None:
     # Before there is a plan for what was traced anew.
     early, _, trainer = _fit(9, Shortages("forward", calls), 7, rounding="any")
     assert early.losses == plain.losses[:9] and early.kept[-1] == LAYERS
-    assert "lower -> uncheckpointed -> zero3" in next(iter(trainer.strategy.programs().values()))
+    assert "lower -> uncheckpointed -> whole -> zero3" in next(iter(trainer.strategy.programs().values()))
     seen, values, trainer = _fit(36, Shortages("forward", calls), passes=["unshard"], rounding="any")
     assert seen.losses == plain.losses and all(map(torch.equal, values, expected))
     reports = trainer.strategy.report()
@@ -200,7 +200,9 @@ def _alone(folder: Path) -> None:
     (anew,) = trainer.strategy.report()
     assert anew.outcome == "traced anew" and anew.passes[0].name == "zero3 -> prefetch", str(anew)
     programs = list(trainer.strategy.programs().values())
-    assert len(programs) == 2 and all("[lower -> uncheckpointed -> zero3 -> prefetch]" in text for text in programs)
+    assert len(programs) == 2 and all(
+        "[lower -> uncheckpointed -> whole -> zero3 -> prefetch]" in text for text in programs
+    )
     assert json.loads(path.read_text())["tracing"]["uncheckpointed"] == LAYERS
     # The next run begins with them; when it is short of memory, the one after it does not.
     again, _, trainer = _fit(36, Shortages("forward", {2}), passes=None, rounding="any", plan=str(path))
