@@ -33,6 +33,10 @@ _COMMANDS: dict[str, tuple[str | None, str]] = {
         "predict a measured step on other ranks, links and memory budgets",
     ),
     "report": ("lightning_deepcompile.report.command", "write a measured step as a page for a browser, and a trace"),
+    "estimate": (
+        "lightning_deepcompile.trainer.estimate_command",
+        "predict memory and time of a step before it runs: no GPU, no memory for the model",
+    ),
     "plan": ("lightning_deepcompile.plan.show", "check a plan file, and print what it holds"),
 }
 """The module of each, with a function `main` of the arguments, and what the command is for."""

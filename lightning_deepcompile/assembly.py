@@ -110,7 +110,7 @@ class Assembly:
         may_offload = config.offloading.any
         limit = host_limit(config.host_memory_budget, ranks.group) if may_offload else 0
         self.hosted = decide_hosted(
-            config, module, ranks, device, stage=self._stage, gather_dtype=self._gather_dtype, host_bytes=limit
+            config, module, ranks, self.memory, stage=self._stage, gather_dtype=self._gather_dtype, host_bytes=limit
         )
         offloading = self._offloading = self.hosted.offloading
         tight = offloading.states != "none" or offloading.parameters != "none"

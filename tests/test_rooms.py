@@ -28,6 +28,7 @@ ORDER = (
     ["assembly"],
     ["engine"],
     ["checkpoint", "user_code"],
+    ["estimate"],
     ["trainer"],
     ["__main__"],
     ["__init__"],

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_deepcompile import compat
 
-__all__ = ["count_flops"]
+__all__ = ["count_flops", "flops_of"]
 
 
 def count_flops(gm: fx.GraphModule, *, backward: bool = False) -> int:
@@ -20,10 +20,11 @@ def count_flops(gm: fx.GraphModule, *, backward: bool = False) -> int:
         backward: Whether it is a backward graph.
     """
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
-    return sum(_flops(node) for node in calls if not (backward and compat.is_of_forward(node)))
+    return sum(flops_of(node) for node in calls if not (backward and compat.is_of_forward(node)))
 
 
-def _flops(node: fx.Node) -> int:
+def flops_of(node: fx.Node) -> int:
+    """Returns the floating-point operations of one call of an operator; 0 where there is no formula."""
     # PyTorch's formulas are of the GPUs' kernels; the CPU's take the same arguments in the same order.
     packet = node.target.overloadpacket if isinstance(node.target, compat.OpOverload) else None
     formula = flop_registry.get(compat.GPU_ATTENTION.get(packet, packet))

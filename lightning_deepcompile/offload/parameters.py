@@ -12,7 +12,7 @@ from torch import nn
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.plan.fit import Move, Need, fit
 from lightning_deepcompile.plan.offload import Offloading, check_host, chunk_bytes
-from lightning_deepcompile.profile.memory import memory_limit
+from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.ranks.exchange import maxima
 from lightning_deepcompile.ranks.ranks import Ranks
@@ -60,7 +60,7 @@ def decide_hosted(
     config: CompileConfig,
     module: nn.Module,
     ranks: Ranks,
-    device: torch.device,
+    memory: PeakMemory,
     *,
     stage: int,
     gather_dtype: torch.dtype | None,
@@ -72,7 +72,7 @@ def decide_hosted(
         config: What may be offloaded, and what memory may be used.
         module: The model.
         ranks: The data-parallel ranks.
-        device: Where it will run.
+        memory: Of the device where it will run.
         stage: ZeRO stage.
         gather_dtype: Compute dtype of parameters; None for their own.
         host_bytes: What this rank may take of host memory.
@@ -93,7 +93,7 @@ def decide_hosted(
     if mode == "none" and states != "auto":
         return HostedShards(offloading=offloading)
     chunks = lay_out(module, ranks.shards).chunks
-    (least,) = maxima([-memory_limit(device, config.memory_budget)], ranks.group)
+    (least,) = maxima([-memory.limit(config.memory_budget)], ranks.group)
     budget = int(-least)
     if states == "auto" and _standing(config, chunks, ranks, stage, gather_dtype) <= _ROOMY * budget:
         offloading = replace(offloading, states="none")

@@ -31,7 +31,6 @@ from lightning_deepcompile.plan.offload import (
 )
 from lightning_deepcompile.plan.state_copies import LEAST_SLOTS
 from lightning_deepcompile.plan.state_trade import StateMemory
-from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.ranks.exchange import maxima
@@ -330,7 +329,7 @@ class Residency:
         buffers = min(LEAST_SLOTS * max(self._chunk_bytes, largest), states + sum(hosted))
         if any(hosted):  # which need the buffers in any case
             stepping, buffers = stepping + buffers, 0
-        budget = memory_limit(self._device, self._config.memory_budget, self._memory.beside())
+        budget = self._memory.limit(self._config.memory_budget)
         return _Seen(peak, stepping, states, buffers, budget)
 
     def _sizes(self) -> Iterator[tuple[int, Tensor, int]]:

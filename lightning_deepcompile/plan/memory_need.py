@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from lightning_deepcompile.plan.costs import Profile
-from lightning_deepcompile.plan.simulate import simulate
+from lightning_deepcompile.plan.simulate import first_gather_bytes, simulate
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule
 
@@ -43,8 +43,8 @@ class MemoryNeed:
         standing: Memory that is allocated all the time.
         gathered: Bytes of gathered parameters, and of gradients on their way.
         saved: Bytes of values between regions: saved tensors, activations.
-        region: Bytes that the largest region makes while it runs.
-        where: That region, by program and name.
+        region: Bytes of what the largest region makes while it runs.
+        where: That region, by program and name; "" while the optimizer steps.
         spare: Bytes of the largest value: as much may be free in pieces that are too small for it.
     """
 
@@ -94,17 +94,31 @@ def would_fit(need: MemoryNeed, room: int, ranks: int) -> list[str]:
     return [*ways, "activation checkpointing"]
 
 
-def memory_need(schedules: Sequence[Schedule], profile: Profile, standing: Standing, spare: int) -> MemoryNeed:
+def memory_need(
+    schedules: Sequence[Schedule],
+    profile: Profile,
+    standing: Standing,
+    spare: int,
+    arrived: Mapping[str, int] | None = None,
+) -> MemoryNeed:
     """Returns the memory at the peak of a step.
 
     Args:
         schedules: The programs of a micro-batch, in order.
-        profile: Its regions' memory includes `standing`.
-        standing: Memory that is allocated all the time.
+        profile: Its regions' memory includes `standing`, of gradients what has `arrived`.
+        standing: What is there while the optimizer steps.
         spare: As of the `MemoryNeed`.
+        arrived: Gradient shards that are there when each region runs, by its program's and its own name; None: all.
     """
     point = max(simulate(schedules, profile).memory, key=lambda point: point.bytes)
     schedule = schedules[point.schedule]
+    if arrived is not None:
+        first = first_gather_bytes(schedules, profile)  # launched while the optimizer steps
+        if standing.total + first >= point.bytes + spare:
+            return MemoryNeed(standing, first, 0, 0, "", 0)
+        regions = [one.region for one in schedule.instructions[: point.instruction + 1] if one.region]
+        there = arrived.get(f"{schedule.name}/{regions[-1]}", 0) if regions else 0
+        standing = replace(standing, gradients=there)
     name = schedule.instructions[point.instruction].region
     own = 0
     if name:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from lightning_deepcompile.profile.memory import memory_limit
+
 __all__ = ["PeakMemory"]
 
 
@@ -26,6 +28,14 @@ class PeakMemory:
         self._device = device
         self._before = 0  # the highest peak of the intervals that have ended
         self.beside: Callable[[], int] = lambda: 0
+
+    def limit(self, budget: int | float | str | None) -> int:
+        """Bytes that may be allocated, those `beside` included.
+
+        Args:
+            budget: `CompileConfig.memory_budget`.
+        """
+        return memory_limit(self._device, budget, self.beside())
 
     @property
     def current(self) -> int:

@@ -32,9 +32,11 @@ def live_bytes(program: Program, *, inside: bool = False) -> dict[str, tuple[int
     """
     position = {node: index for index, node in enumerate(program.gm.graph.nodes)}
     last_use = {}
+    shards = {args_of(node)[0] for node in position if is_gather(node)}  # forward returns them to backward, too
     for node in position:
+        if node in shards:
+            continue
         readers = [reader for reader in node.users if not _is_replaced(program, reader)]
-        # Only gathers that are replaced read a shard.
         if is_element(node) and args_of(node)[0].op == "call_module" or node.op == "placeholder" and readers:
             last_use[node] = max(map(position.__getitem__, readers), default=position[node])
     result = {}

@@ -18,7 +18,7 @@ from torch import fx
 from lightning_deepcompile import compat
 from lightning_deepcompile.program.graph import args_of, is_element, is_view, nbytes
 
-__all__ = ["RegionMemory", "region_memory"]
+__all__ = ["RegionMemory", "region_memory", "values_in_memory"]
 
 _ELEMENTWISE = frozenset(
     [
@@ -87,6 +87,11 @@ def region_memory(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], *, compi
         peak = max(peak, alive)
         alive -= sum(nbytes(one) for one in dying[place])
     return RegionMemory(peak, max(map(nbytes, values.made), default=0))
+
+
+def values_in_memory(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], *, compiled: bool) -> list[fx.Node]:
+    """Returns the operators whose values take memory; arguments are those of `region_memory`."""
+    return _Values(nodes, outputs, compiled).made
 
 
 @dataclass(eq=False)

@@ -345,7 +345,9 @@ def _shard_parameter(
 
 
 def _alone(rows: Tensor) -> Tensor:
-    """Returns the same memory as a storage of its own: PyTorch can neither save nor copy DTensors inside of one."""
+    """The same memory as a storage of its own: PyTorch can neither save nor copy DTensors that begin inside of one."""
+    if isinstance(rows, compat.FakeTensor):  # it has no memory
+        return rows
     begin = rows.storage_offset() * rows.itemsize
     piece = rows.untyped_storage()[begin : begin + rows.nbytes]
     return torch.empty(0, dtype=rows.dtype, device=rows.device).set_(piece, 0, rows.shape, rows.stride())

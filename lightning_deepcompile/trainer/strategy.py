@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -29,8 +29,10 @@ from lightning_deepcompile.compat.lightning import NoOptimizer, callbacks_of, op
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.console import show_messages
 from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.estimate.estimate import MOST_RANKS, Request, StepEstimate, estimate_step, parse_memory
 from lightning_deepcompile.options import checked
 from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.devices import device_named
 from lightning_deepcompile.plan.pass_manager import resolve_passes
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.ranks.exchange import raise_together
@@ -42,7 +44,7 @@ from lightning_deepcompile.report.trace import write_trace
 from lightning_deepcompile.sharding.errors import explain_mixing
 from lightning_deepcompile.sharding.shards import ReadRows
 from lightning_deepcompile.summary import Summary
-from lightning_deepcompile.trainer.activation_checkpointing import CheckpointingPolicy
+from lightning_deepcompile.trainer.activation_checkpointing import CheckpointingPolicy, checkpoint_activations
 from lightning_deepcompile.trainer.averaging import distribute_states, is_averaged, shard_averages
 from lightning_deepcompile.trainer.batch_loop import let_host_run_ahead
 from lightning_deepcompile.trainer.checks import check_backward_inputs, check_trainer, may_drop_gradients
@@ -674,6 +676,51 @@ class DeepCompileStrategy(ProcessStrategy):
             ValueError: If no step was measured.
         """
         return write_trace(self.engine.record(), path) if self.is_global_zero else None
+
+    def estimate(
+        self, module: pl.LightningModule, batch: Any, *, ranks: int, device: str = "H100", device_memory: int | str = ""
+    ) -> StepEstimate:
+        """Predicts, on one process and without a device, what a training step needs and takes; print it for a table.
+
+        Neither the model nor the batch need have memory: build the module on the meta device, or its layers in
+        ``configure_model``. It stays as it is. Call it before ``trainer.fit``, in one process.
+
+        Args:
+            module: The module.
+            batch: What ``training_step`` gets on one rank.
+            ranks: Number of devices that share the parameters.
+            device: ``"A100"``, ``"H100"``, ``"H200"``, ``"B200"`` or ``"cpu"``.
+            device_memory: Memory of each, in bytes or as a text such as ``"80GiB"``; by default the device's own.
+
+        Raises:
+            EstimateError: If the step cannot be traced without memory; says why.
+            ValueError: For an argument out of range, and a module that cannot be sharded.
+        """
+        found = device_named(device)
+        memory = parse_memory(device_memory) if device_memory != "" else found.memory
+        if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
+            raise ValueError(f"estimate(ranks={ranks!r}): expected a number of devices from 1 to {MOST_RANKS}.")
+        plugin = self.precision_plugin
+        plugin.mixed_precision = self.mixed_precision
+
+        def prepare(module: pl.LightningModule) -> pl.LightningModule:
+            module = cast(pl.LightningModule, plugin.convert_module(module))
+            if self._checkpointing_policy is not None:
+                checkpoint_activations(module, self._checkpointing_policy)
+            return module
+
+        request = Request(
+            self.compile,
+            self.stage,
+            ranks,
+            found,
+            memory,
+            plugin.gather_dtype,
+            plugin.reduce_dtype,
+            prepare,
+            plugin.train_step_context,
+        )
+        return estimate_step(module, plugin.convert_input(batch), request)
 
     def programs(self) -> dict[str, str]:
         """The current programs, printed, by name."""

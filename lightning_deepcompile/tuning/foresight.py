@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 
@@ -18,12 +19,11 @@ from lightning_deepcompile.plan.memory_need import MemoryNeed, Standing, memory_
 from lightning_deepcompile.plan.pass_manager import Pass
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.plan.simulate import simulate
-from lightning_deepcompile.profile.forecast import forecast
+from lightning_deepcompile.profile.forecast import arrived_gradients, forecast
 from lightning_deepcompile.profile.holds import hold_ratio
-from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.printer import format_bytes
-from lightning_deepcompile.program.program import Program
+from lightning_deepcompile.program.program import LOCAL_ID, Program
 from lightning_deepcompile.ranks.exchange import maxima
 from lightning_deepcompile.tuning.retracing import Retracing
 
@@ -165,7 +165,7 @@ class Foresight:
             (away, without),
         )
         return [simulate(schedules, sizes).peak_bytes for schedules, sizes in steps], memory_need(
-            away, without, standing, 0
+            away, without, standing, 0, self.arrived(programs)
         )
 
     def shortfall(self) -> str:
@@ -198,7 +198,7 @@ class Foresight:
         if device.type != "cuda":  # nobody counts what is resident
             return Standing()
         shards, whole = model.device_bytes, self._leaving.whole_bytes
-        there = sum(buffer.flat.untyped_storage().nbytes() for buffer in model.grad_buffers)
+        there = self._gradients_there
         inputs = forecast([first], 0, **self._fields()).regions
         read = next(iter(inputs.values())).before if inputs else 0  # counted among the values of programs
         other = max(self._memory.current - shards - there - read, 0)
@@ -206,9 +206,29 @@ class Foresight:
 
     def _forecast(self, programs: list[Program], standing: Standing) -> Profile:
         plain = [replace(one, schedule=without_copies(one.schedule)) for one in programs]
-        return forecast(plain, standing.total, **self._fields())
+        arrived = self.arrived(programs)
+        lasting = standing.total - (0 if arrived is None else standing.gradients)
+        return forecast(plain, lasting, arrived=arrived, **self._fields())
 
-    def _fields(self) -> dict[str, object]:
+    def arrived(self, programs: list[Program]) -> dict[str, int] | None:
+        """Returns the gradient shards that are there when each region runs; None where they stay between passes.
+
+        Args:
+            programs: Of a micro-batch, in the order in which they run.
+        """
+        model, update = self._leaving.model, self._capture.gradients.update
+        if self._leaving.device.type != "cuda" or not update or self._gradients_there:
+            return None
+        trained = [chunk for chunk in model.chunks if chunk.is_trained]
+        ids = [frozenset(model.by_name[shard.spec.name].ds_id & LOCAL_ID for shard in one.shards) for one in trained]
+        return arrived_gradients(programs, [(numbers, one.nbytes) for numbers, one in zip(ids, trained, strict=True)])
+
+    @property
+    def _gradients_there(self) -> int:
+        """Bytes of gradient shards that are allocated."""
+        return sum(buffer.flat.untyped_storage().nbytes() for buffer in self._leaving.model.grad_buffers)
+
+    def _fields(self) -> dict[str, Any]:
         capture, device, ranks = self._capture, self._leaving.device, self._capture.model.ranks
         config = capture.config
         dtypes = {(p.gather_dtype, p.local.dtype) for p in capture.model.parameters if p.dtensor.requires_grad}
@@ -217,5 +237,5 @@ class Foresight:
             "device_type": device.type,
             "hold_ratio": hold_ratio(dtypes),
             "micro_batches": 1 if capture.gradients.update else 2,
-            "budget": memory_limit(device, config.memory_budget, self._memory.beside()),
+            "budget": self._memory.limit(config.memory_budget),
         }

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from lightning_deepcompile import compat
 from lightning_deepcompile.compat import checkpoint, fsdp
 from lightning_deepcompile.compat import lightning as compat_lightning
+from lightning_deepcompile.compat.fake import FakeTensorMode, fake_ranks, fake_tensors, mode_of
 
 FOLDER = Path(compat.__file__).parent
 # Named for an `isinstance`, an annotation or a base class, or exercised by every test of training.
@@ -448,6 +449,26 @@ def test_a_scaler_tells_fused_optimizers_what_they_understand(mesh: DeviceMesh) 
 def test_names_of_fsdp_and_of_checkpoints() -> None:
     assert fsdp.HYBRID_SHARD_GRAD_OP.name == "_HYBRID_SHARD_ZERO2"
     assert {"read_data", "read_metadata"} <= set(dir(checkpoint.FsspecReader))
+
+
+# Without memory and ranks --------------------------------------------------------------------------------------------
+
+
+def test_fake_tensors_have_sizes_and_fake_ranks_answer_at_once() -> None:
+    mode = fake_tensors()
+    with mode:
+        large = torch.zeros(1 << 20, 1 << 20)  # four terabytes
+        product = large @ large
+    assert isinstance(mode, FakeTensorMode) and mode_of(product) is mode and product.shape == large.shape
+    assert mode_of(torch.zeros(1)) is None
+    with fake_ranks(16):
+        assert dist.get_world_size() == 16 and dist.get_rank() == 0
+        number = torch.ones(1)
+        dist.all_reduce(number)
+        assert number.item() == 1  # nobody else adds anything
+        with pytest.raises(RuntimeError, match="a process group already"), fake_ranks(2):
+            pass
+    assert not dist.is_initialized()
 
 
 # Lightning ------------------------------------------------------------------------------------------------------------

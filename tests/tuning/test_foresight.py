@@ -19,7 +19,7 @@ from lightning_deepcompile import CompileConfig
 from lightning_deepcompile.engine import Engine
 from lightning_deepcompile.plan.budget import MemoryBudgetError
 from lightning_deepcompile.plan.tracing import Tracing
-from lightning_deepcompile.tuning import foresight
+from lightning_deepcompile.profile import peak_memory
 
 
 class Catches(Net):
@@ -104,7 +104,7 @@ def test_a_step_that_cannot_fit_is_named_before_it_runs(
     engine.close()
     # Nobody is sure of the default: training goes on, and what was expected is said again where memory runs out.
     torch._dynamo.reset()
-    monkeypatch.setattr(foresight, "memory_limit", lambda *_: 1 << 20)
+    monkeypatch.setattr(peak_memory, "memory_limit", lambda *_: 1 << 20)
     with caplog.at_level(logging.WARNING, "lightning_deepcompile"):
         _, engine = _losses(mesh, steps=1, schedule=None, offload="none", rounding="same")
     (text,) = [text for text in caplog.messages if "not expected to fit" in text]

@@ -1,0 +1,46 @@
+"""Fake tensors and fake process groups: programs of many ranks, without memory and without ranks.
+
+Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+__all__ = ["FakeTensorMode", "fake_ranks", "fake_tensors", "mode_of"]
+
+
+def fake_tensors() -> FakeTensorMode:
+    """Returns a context in which tensors have sizes, strides and a device, but no memory and no values."""
+    return FakeTensorMode()
+
+
+def mode_of(tensor: Tensor) -> FakeTensorMode | None:
+    """Returns the context that a fake tensor was made in; None for others."""
+    return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+
+
+@contextlib.contextmanager
+def fake_ranks(count: int) -> Iterator[None]:
+    """Inside, this process is the first of `count` ranks, whose collectives return at once and move nothing.
+
+    Args:
+        count: Number of ranks.
+
+    Raises:
+        RuntimeError: If this process has joined a process group already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("this process is a rank of a process group already")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,485 @@
+"""Decides on one CPU process, before anything is bought or rented, whether a training step fits, and how long it takes.
+
+What decides is what decides in training: sharding by sizes, the trace of the step, the look at its programs before they
+run, the passes, and the trade of optimizer states. Only rates come from a table of devices.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+
+from lightning_deepcompile.capture.sync_batchnorm import trace_sync_batchnorm
+from lightning_deepcompile.compat.fake import fake_ranks
+from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.estimate.tracing import EstimateError, TracedStep, without_memory
+from lightning_deepcompile.estimate.work import seconds_of
+from lightning_deepcompile.offload.activations import ActivationOffload
+from lightning_deepcompile.offload.parameters import decide_hosted
+from lightning_deepcompile.offload.probe import probe_states
+from lightning_deepcompile.offload.trade import StateTrade
+from lightning_deepcompile.plan.budget import parse_budget
+from lightning_deepcompile.plan.context import NO_LIMIT, PlanContext
+from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.devices import Device
+from lightning_deepcompile.plan.memory_need import MemoryNeed, memory_need
+from lightning_deepcompile.plan.offload import chunk_bytes, leaving_order
+from lightning_deepcompile.plan.pass_manager import (
+    DEFAULT_SCHEDULE,
+    Pass,
+    PassEffect,
+    optimize,
+    resolve_passes,
+)
+from lightning_deepcompile.plan.simulate import simulate
+from lightning_deepcompile.plan.state_copies import LEAST_SLOTS
+from lightning_deepcompile.plan.state_trade import Planned, StateMemory, trade_states
+from lightning_deepcompile.plan.topology import Topology
+from lightning_deepcompile.profile.build import leave_room
+from lightning_deepcompile.profile.forecast import forecast
+from lightning_deepcompile.profile.holds import hold_ratio
+from lightning_deepcompile.profile.peak_memory import PeakMemory
+from lightning_deepcompile.program.printer import format_bytes, format_program
+from lightning_deepcompile.program.program import Program
+from lightning_deepcompile.ranks.ranks import Ranks
+from lightning_deepcompile.runtime import load_extension
+from lightning_deepcompile.sharding.access import step_states
+from lightning_deepcompile.sharding.checks import check_module
+from lightning_deepcompile.sharding.shards import ShardedModel
+from lightning_deepcompile.tuning.foresight import Foresight
+from lightning_deepcompile.tuning.retracing import Retracing
+from lightning_deepcompile.tuning.tuner import pass_schedule
+
+__all__ = ["MOST_RANKS", "Request", "StepEstimate", "estimate_step", "parse_memory"]
+
+_CONTEXT = 600 << 20
+"""Bytes of a GPU that its driver, libraries and communicators take beside the allocator."""
+
+_PER_NODE = 8
+_LEAST_MEMORY = 1 << 30
+MOST_RANKS = 1 << 16
+"""The most ranks that are estimated for."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The settings, ranks and device that a step is estimated for.
+
+    Args:
+        config: Settings.
+        stage: ZeRO stage.
+        ranks: That share the parameters.
+        device: One for each of them.
+        memory: Bytes of each device.
+        gather_dtype: Dtype in which parameters are gathered; None keeps their own.
+        reduce_dtype: Dtype in which gradients are reduced; None keeps the one that they are computed in.
+        prepare: Converts the module as the strategy does before it shards it.
+        around: Gives the context that a training step runs in.
+    """
+
+    config: CompileConfig
+    stage: int
+    ranks: int
+    device: Device
+    memory: int
+    gather_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    prepare: Callable[[pl.LightningModule], pl.LightningModule]
+    around: Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """Predicted memory and time of a training step.
+
+    Args:
+        ranks: That share the parameters.
+        device: Name of the device.
+        parameters: Number of parameters of the module.
+        budget: Bytes of a device that may be allocated.
+        peak: The most that will be, with the `moves`.
+        least: The least that the step could run in.
+        need: What takes the memory at its peak.
+        traced: The same while the step runs, with all moves that change no bit.
+        shared: Of `least`, bytes that more ranks share among them.
+        moves: What is offloaded, computed again or chunked so that the step fits, in words; none where all fits.
+        seconds: Duration of a step of one micro-batch.
+        compute_seconds: Of these, compute, with the optimizer.
+        exposed_seconds: Of these, compute stands still for communication.
+        operations: Floating-point operations of a rank's step, without what is computed again.
+        notes: What the numbers leave out, or what makes them less sure.
+        programs: The programs of a micro-batch, printed, by name.
+    """
+
+    ranks: int
+    device: str
+    parameters: int
+    budget: int
+    peak: int
+    least: int
+    need: MemoryNeed
+    traced: MemoryNeed
+    shared: int
+    moves: tuple[str, ...]
+    seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    operations: int
+    notes: tuple[str, ...]
+    programs: dict[str, str]
+
+    @property
+    def fits(self) -> bool:
+        """True if a device has the memory."""
+        return self.least <= self.budget
+
+    @property
+    def ranks_needed(self) -> int | None:
+        """The least number of ranks, a multiple of those asked for, that is expected to do; None where none does."""
+        ranks = self.ranks
+        while ranks <= MOST_RANKS:
+            if self.least - self.shared + self.shared * self.ranks // ranks <= self.budget:
+                return ranks
+            ranks *= 2
+        return None
+
+    def __str__(self) -> str:
+        """The estimate as a text."""
+        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        lines = [f"{self.parameters / 1e9:.2f} billion parameters on {ranks} of {self.device}"]
+        allowed = f"{format_bytes(self.budget)} may be allocated"
+        if self.fits:
+            how = "with these moves" if self.moves else "as it is"
+            lines.append(f"fits {how}: {format_bytes(self.peak)} at the peak; {allowed}")
+        else:
+            lines.append(f"does not fit: {format_bytes(self.least)} are the least that would do; {allowed}")
+        lines += [f"  - {move}" for move in self.moves]
+        lines += ["memory at the peak, of a device", str(self.need)]
+        if not self.fits:
+            ranks_needed = self.ranks_needed
+            more = "" if ranks_needed is None else f"{ranks_needed} ranks, "
+            lines.append(f"what would do: {more}a smaller batch, or activation checkpointing")
+        rate = self.operations / self.seconds / 1e12 if self.seconds else 0.0
+        lines.append(
+            f"a step takes about {self.seconds * 1e3:.0f} ms ({rate:.0f} TFLOP/s a rank); compute and optimizer "
+            f"{self.compute_seconds * 1e3:.0f} ms, waiting for communication {self.exposed_seconds * 1e3:.0f} ms"
+        )
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def parse_memory(value: int | str) -> int:
+    """Returns the bytes of a device.
+
+    Args:
+        value: Bytes, or a text such as ``"80GiB"``.
+
+    Raises:
+        ValueError: For another value, and for less than 1 GiB.
+    """
+    number = int(value) if isinstance(value, str) and value.isdigit() else value
+    try:
+        size = parse_budget(number, total=1, name="device_memory")
+    except ValueError:
+        size = 0
+    if isinstance(number, float) or size < _LEAST_MEMORY:
+        raise ValueError(f"device_memory is {value!r}: expected bytes, or a text such as '80GiB', of at least 1 GiB.")
+    return size
+
+
+class _MemoryOfDevice(PeakMemory):
+    """Memory of a device that this machine need not have.
+
+    Args:
+        total: Bytes of the device.
+        beside: Bytes that others than the allocator take.
+        current: Bytes that are allocated before the step begins.
+    """
+
+    def __init__(self, total: int, beside: int) -> None:
+        super().__init__(torch.device("cpu"))
+        self._total, self._others = total, beside
+        self.allocated = 0
+
+    def limit(self, budget: int | float | str | None) -> int:
+        """Bytes that may be allocated."""
+        limit = parse_budget(budget, self._total)
+        return limit if budget is not None and not isinstance(budget, float) else max(limit - self._others, 1)
+
+    @property
+    def current(self) -> int:
+        """Bytes allocated."""
+        return self.allocated
+
+
+def estimate_step(module: pl.LightningModule, batch: Any, request: Request) -> StepEstimate:
+    """Estimates a training step; `module` stays as it is.
+
+    Args:
+        module: With memory, without, or on the meta device.
+        batch: Of one rank: what ``training_step`` gets.
+        request: What it is estimated for.
+
+    Raises:
+        EstimateError: If the module cannot be built, or its step cannot be traced, without memory.
+        ValueError: For a module that cannot be sharded.
+    """
+    if step_states(module):
+        raise EstimateError("The module is sharded already. Call `estimate` before `trainer.fit`, or with a fresh one.")
+    if not module.automatic_optimization:
+        raise EstimateError(
+            f"{type(module).__name__} steps its optimizers by itself (automatic_optimization=False): what its step "
+            "does depends on a running Trainer. Estimate one of its losses with automatic optimization."
+        )
+    load_extension()
+    try:
+        with fake_ranks(request.ranks):
+            return _Estimate(module, batch, request).run()
+    except RuntimeError as error:
+        if "process group already" not in str(error):
+            raise
+        raise EstimateError(
+            "This process is a rank of a training already. Call `estimate` before `trainer.fit`, or in a process of "
+            "its own: python -m lightning_deepcompile estimate."
+        ) from error
+
+
+class _Estimate:
+    """The parts of one estimate, inside of a group of fake ranks."""
+
+    def __init__(self, module: pl.LightningModule, batch: Any, request: Request) -> None:
+        self._request, config, stage = request, request.config, request.stage
+        on_gpu = request.device.type == "cuda"
+        self._device = torch.device(request.device.type, *([0] if on_gpu else []))  # named, never used
+        self._memory = _MemoryOfDevice(request.memory, _CONTEXT if on_gpu else 0)
+        module, batch, mode = without_memory(module, batch)
+        try:
+            with mode:
+                module.configure_model()
+                module = request.prepare(module)
+        except Exception as error:
+            raise EstimateError(
+                f"{type(module).__name__} cannot be built without memory: {type(error).__name__}: {error}"
+            ) from error
+        check_module(module, world_size=request.ranks)
+        trace_sync_batchnorm(module)
+        self._parameters = sum(parameter.numel() for parameter in module.parameters())
+        ranks = Ranks(init_device_mesh("cpu", (request.ranks,), mesh_dim_names=("data_parallel",)))
+        self._hosted = decide_hosted(
+            config,
+            module,
+            ranks,
+            self._memory,
+            stage=stage,
+            gather_dtype=request.gather_dtype,
+            host_bytes=NO_LIMIT,
+        )
+        self._config, offloading = config, self._hosted.offloading
+        tight = offloading.states != "none" or offloading.parameters != "none"
+        shares = config.memory_budget is None and not tight and offloading.activations != "all"
+        self._step = TracedStep(
+            module,
+            batch,
+            mode,
+            ranks,
+            config,
+            stage=stage,
+            gather_dtype=request.gather_dtype,
+            reduce_dtype=request.reduce_dtype,
+            around=request.around,
+            hosted=self._hosted.chunks,
+            nothing_moves=shares and request.ranks == 1 and config.schedule in (None, "auto"),
+        )
+        self._buffers = sum(buffer.nbytes for buffer in module.buffers())
+        self._notes: list[str] = []
+
+    def run(self) -> StepEstimate:
+        """Traces, decides and predicts."""
+        step, request, config = self._step, self._request, self._config
+        capture, model = step.capture, step.model
+        entries = pass_schedule(config, request.stage, request.ranks)
+        capture.passes = entries[0][1]
+        passes: Sequence[Pass] = entries[-1][1] if len(entries) > 1 else ()
+        offloading = self._hosted.offloading
+        leaving = ActivationOffload(offloading, model, self._device, request.stage, NO_LIMIT)
+        group = model.ranks.group
+        retracing = Retracing(capture, StateTrade(), group)
+        may_leave = offloading.states != "none"
+        foresight = Foresight(capture, retracing, leaving, self._memory, group)
+        retraced = []
+        while True:
+            programs = step.trace()
+            if not programs:
+                raise EstimateError(
+                    "The training step runs no compiled code that trains a parameter: "
+                    + ("; ".join(step.fallbacks.reasons.values()) or "its loss depends on none.")
+                )
+            eager = sum(step.reads.saved.values()) + step.reads.gathered
+            self._memory.allocated = model.device_bytes + self._buffers + eager + _inputs(programs)
+            anew = foresight.look(0, programs, _say, restartable=True)
+            if anew is None:
+                break
+            retraced.append(anew.reason)
+        programs = [executable.program for executable in step.executables()]
+        assert foresight.need is not None and foresight.plan is not None
+        if leaving.needed and config.schedule == "auto" and request.stage == 3 and not passes:
+            passes = resolve_passes(DEFAULT_SCHEDULE[-1]["passes"], profiled=True)
+        need = foresight.need
+        sizes = self._states(step, model)
+        standing = need.standing if self._device.type == "cpu" else replace(need.standing, states=sum(sizes))
+        arrived = foresight.arrived(programs)
+        lasting = standing.total - (0 if arrived is None else standing.gradients)
+        profile = self._profile(programs, lasting, arrived, sum(sizes), need.spare, offloads=leaving.needed)
+        start = [capture.schedules([p.name for p in programs], capture.passes)[p.name] for p in programs]
+        profile = replace(profile, schedules=tuple(start))
+        settings = replace(capture.settings, offload_activations="auto") if leaving.needed else capture.settings
+
+        def plan(profile: Profile) -> Planned:
+            if passes:
+                return optimize(start, passes, PlanContext(settings, profile))
+            return list(start), [PassEffect("", "", simulate(start, profile))]
+
+        states = StateMemory(
+            sizes,
+            0,
+            standing.total - standing.states,
+            LEAST_SLOTS * max(sizes, default=0),
+            NO_LIMIT,
+            chunk=chunk_bytes(sum(sizes)),
+            movable=may_leave,
+        )
+        _, best = trade_states(profile, states, plan)
+        schedules, effects = best.planned
+        prediction = effects[-1].prediction
+        shown = replace(standing, states=standing.states - best.away) if standing.states else standing
+        table = memory_need(schedules, best.profile, shown, need.spare, arrived)
+        limit = (profile.budget or 0) + profile.room
+        notes = self._notes + [
+            f"{function} runs uncompiled, and is counted by blocks: {reason}"
+            for function, reason in step.fallbacks.reasons.items()
+        ]
+        return StepEstimate(
+            ranks=request.ranks,
+            device=request.device.name,
+            parameters=self._parameters,
+            budget=foresight.plan.room,
+            peak=max(limit + best.over + need.spare, table.total),
+            least=foresight.plan.least,
+            need=table,
+            traced=need,
+            shared=model.device_bytes + need.standing.gradients + (0 if may_leave else need.standing.states),
+            moves=tuple(self._moves(schedules, best.away, retraced)),
+            seconds=prediction.seconds,
+            compute_seconds=prediction.compute_seconds,
+            exposed_seconds=prediction.exposed_seconds,
+            operations=capture.flops_done,
+            notes=tuple(notes),
+            programs={program.name: format_program(program) for program in programs},
+        )
+
+    def _moves(self, schedules: Sequence[Any], away: int, retraced: Sequence[str]) -> list[str]:
+        moves = list(retraced)
+        offloaded = 0
+        for schedule in schedules:
+            if schedule.kind != "forward":
+                continue
+            numbers = set(schedule.offloaded)
+            offloaded += sum(one.size for one in schedule.saved if one.number in numbers)
+        if offloaded:
+            moves.append(f"saved tensors wait in host memory: {format_bytes(offloaded)}")
+        if away:
+            moves.append(f"optimizer states wait in host memory: {format_bytes(away)}")
+        if self._hosted.bytes:
+            moves.append(f"shards of parameters wait in host memory: {format_bytes(self._hosted.bytes)}")
+        return moves
+
+    def _states(self, step: TracedStep, model: ShardedModel) -> tuple[int, ...]:
+        """Returns the bytes of each shard's optimizer states, in the order in which they leave."""
+        try:
+            optimizers = step.optimizers()
+        except Exception as error:  # whatever a user's code does without a trainer
+            self._notes.append(
+                f"`configure_optimizers` cannot be called without a Trainer ({type(error).__name__}: {error}): "
+                "optimizer states count as Adam's."
+            )
+            sizes = [2 * p.local.nbytes for p in model.parameters if p.dtensor.requires_grad]
+        else:
+            sizes = [size for optimizer in optimizers for size in self._states_of(optimizer, model)]
+        chunk = chunk_bytes(sum(sizes))
+        return tuple(sorted(sizes, key=lambda size: leaving_order(size, chunk)))
+
+    def _states_of(self, optimizer: Optimizer, model: ShardedModel) -> list[int]:
+        try:
+            known = probe_states(optimizer, torch.device("cpu"))
+        except ValueError as error:
+            known = None
+            self._notes.append(f"{error} Its states count as Adam's.")
+        found = []
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                own = model.by_parameter.get(parameter)
+                if own is None or not parameter.requires_grad:
+                    continue
+                elements, dtype = own.layout.shard_numel, own.local.dtype
+                found.append(known.of(index, dtype, elements) if known else 2 * elements * dtype.itemsize)
+        return found
+
+    def _profile(
+        self,
+        programs: Sequence[Program],
+        standing: int,
+        arrived: Mapping[str, int] | None,
+        states: int,
+        spare: int,
+        *,
+        offloads: bool,
+    ) -> Profile:
+        """Returns a profile with the memory that sizes tell, and the times that the table of devices tells."""
+        request, config, model, device = self._request, self._config, self._step.model, self._request.device
+        trained = [p for p in model.parameters if p.dtensor.requires_grad]
+        dtypes = {(p.gather_dtype, p.local.dtype) for p in trained}
+        shards = sum(p.local.nbytes for p in trained)
+        link, ranks = device.link, request.ranks
+        whole_nodes = ranks > _PER_NODE and ranks % _PER_NODE == 0
+        profile = forecast(
+            programs,
+            standing,
+            arrived=arrived,
+            world_size=ranks,
+            device_type=device.type,
+            hold_ratio=hold_ratio(dtypes),
+            budget=self._memory.limit(config.memory_budget) - spare,
+            optimizer_seconds=device.moving_seconds(3 * shards + 2 * states),  # reads gradients; reads, writes the rest
+            copy_out=device.host,
+            copy_in=device.host,
+            host_budget=NO_LIMIT if offloads else None,
+            topology=Topology(_PER_NODE, device.node_bandwidth) if whole_nodes else None,
+        )
+        regions = dict(profile.regions)
+        for program in programs:
+            for name, seconds in seconds_of(program, device.seconds).items():
+                key = f"{program.name}/{name}"
+                regions[key] = replace(regions[key], seconds=seconds)
+        profile = replace(profile, regions=regions, gather=link, reduce=link)
+        return leave_room(profile) if config.memory_budget is None else profile
+
+
+def _inputs(programs: Sequence[Program]) -> int:
+    """Bytes that the first program's values take before it runs: those of the batch."""
+    regions = forecast(programs[:1], 0, world_size=1, device_type="cpu").regions
+    return next(iter(regions.values())).before if regions else 0
+
+
+def _say(text: str, level: int) -> None:
+    """Logs what is decided: the estimate says it, too."""
+    _log.log(logging.DEBUG, "%s", text)
+
+
+_log = logging.getLogger(__name__)

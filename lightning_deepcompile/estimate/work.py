@@ -1,0 +1,117 @@
+"""Lists the kernels of a region, from its operators and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from lightning_deepcompile import compat
+from lightning_deepcompile.capture.flops import flops_of
+from lightning_deepcompile.plan.devices import Kernel
+from lightning_deepcompile.program.extract import ExtractedRegion
+from lightning_deepcompile.program.graph import is_element, is_view, nbytes
+from lightning_deepcompile.program.program import Program
+from lightning_deepcompile.program.region_memory import values_in_memory
+from lightning_deepcompile.program.schedule import ProgramKind
+
+__all__ = ["CountedRegion", "CountedRegions", "seconds_of"]
+
+
+class CountedRegion:
+    """Stands where a compiled region would.
+
+    Args:
+        kernels: Its work.
+    """
+
+    def __init__(self, kernels: list[Kernel]) -> None:
+        self.kernels = kernels
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        """Refuses to run."""
+        raise RuntimeError("A region that was counted, and not compiled, was run: a defect.")
+
+
+class CountedRegions:
+    """Counts the work of regions in place of compiling them; takes the place of a `RegionCompiler`.
+
+    Args:
+        backend: As `CompileConfig.region_backend`.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.compiled = self.requested = 0
+        self.seconds = 0.0
+        self._known: dict[tuple[str, ProgramKind], CountedRegion] = {}
+
+    def __call__(self, extracted: ExtractedRegion, kind: ProgramKind) -> CountedRegion:
+        """Returns the work of `extracted`, which is counted once for all regions of the same content."""
+        self.requested += 1
+        key = extracted.key, kind
+        if key not in self._known:
+            self.compiled += 1
+            region = extracted.region
+            kernels = list(_kernels(region.nodes, region.outputs, compiled=self.backend == "inductor"))
+            self._known[key] = CountedRegion(kernels)
+        return self._known[key]
+
+
+def _kernels(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], *, compiled: bool) -> Iterator[Kernel]:
+    made = set(values_in_memory(nodes, outputs, compiled=compiled))
+    own = set(nodes)
+
+    def sources(node: fx.Node) -> dict[fx.Node, None]:
+        """Returns what a kernel that writes `node` reads from memory, through views and fused operators."""
+        found: dict[fx.Node, None] = {}
+        waiting = list(node.all_input_nodes)
+        while waiting:
+            source = waiting.pop()
+            if source not in own or source in made:
+                found[source] = None
+            else:
+                waiting += source.all_input_nodes
+        return found
+
+    for node in nodes:
+        if is_view(node) or is_element(node):
+            continue
+        operations = flops_of(node)
+        results = [one for one in node.users if is_element(one) and one in own] or [node]
+        if not operations and not any(one in made for one in results):
+            continue  # computed with what reads it
+        moved = sum(map(nbytes, sources(node))) + sum(map(nbytes, results))
+        operand = next((one.meta["val"] for one in node.all_input_nodes if _is_tensor(one)), None)
+        dtype = "" if operand is None else str(operand.dtype).removeprefix("torch.")
+        attends = "attention" in str(node.target)
+        if attends and _is_causal(node):
+            operations //= 2  # the formula counts what is masked, too
+        yield Kernel(moved, operations, dtype, attends)
+
+
+def _is_causal(node: fx.Node) -> bool:
+    """Returns whether a call of attention masks what comes later."""
+    names = [argument.name for argument in compat.schema_of(cast(compat.OpOverload, node.target)).arguments]
+    return bool((dict(zip(names, node.args, strict=False)) | node.kwargs).get("is_causal", False))
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def seconds_of(program: Program, seconds: Callable[[Kernel], float]) -> dict[str, float]:
+    """Returns the time of every region of a program whose regions were counted.
+
+    Args:
+        program: The program.
+        seconds: Of one kernel.
+    """
+    found: dict[str, float] = {}
+    for name in program.regions():
+        run = program.region(name).run
+        assert isinstance(run, CountedRegion)
+        found[name] = sum(map(seconds, run.kernels))
+    return found
