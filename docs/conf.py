@@ -1,7 +1,16 @@
-"""Settings of Sphinx: ``make docs`` builds these pages. The version and the address are pyproject.toml's."""
+"""Settings of Sphinx: ``make docs`` builds these pages. The version and the address are pyproject.toml's.
 
+Pages read well in the repository, too, which shows directives of Sphinx as they are. So the sidebar is made of the
+lists of `index.md`, and the page of settings of the docstring of their class.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 _PROJECT = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text())["project"]
 
@@ -29,3 +38,42 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+
+
+def sidebar(text: str) -> str:
+    """The hidden tables of contents that say what the lists of links of a page say: one for each heading."""
+    tables = []
+    for title, part in re.findall(r"^## (.+)\n((?:(?!## ).*\n?)*)", text, re.M):
+        if pages := re.findall(r"^- \[.+?\]\(([\w/]+)\.md\)", part, re.M):
+            tables.append("\n".join(["```{toctree}", ":hidden:", f":caption: {title}", "", *pages, "```"]))
+    return "\n\n".join(tables)
+
+
+def settings(path: str) -> str:
+    """A heading, which is an anchor, and a paragraph for each field of a dataclass, as its docstring has them.
+
+    Args:
+        path: Of the class, such as ``package.Class``.
+    """
+    module, _, name = path.rpartition(".")
+    cls: Any = getattr(importlib.import_module(module), name)
+    arguments = inspect.getdoc(cls).partition("\nArgs:\n")[2].partition("\n\n")[0]
+    said = dict(re.findall(r"^    (\w+): ((?:.*\n?(?!    \w))*)", arguments, re.M))
+    sections = []
+    for field in dataclasses.fields(cls):
+        kind = re.sub(r"Annotated\[(.+?), .+?\]", r"\1", str(field.type))
+        facts = f"Type: `{kind}`. Default: `{field.default!r}`."
+        text = " ".join(said[field.name].split())
+        sections.append(f"### `{field.name}`\n\n{facts}\n\n{text}\n")
+    return "\n".join(sections)
+
+
+def _complete(app: Any, page: str, source: list[str]) -> None:
+    if page == "index":
+        source[0] += f"\n{sidebar(source[0])}\n"
+    source[0] = re.sub(r"<!-- settings: (\S+) -->", lambda found: settings(found[1]), source[0])
+
+
+def setup(app: Any) -> None:
+    """Has Sphinx call `_complete` for each page that it reads."""
+    app.connect("source-read", _complete)

@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import resource
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,13 +20,14 @@ from types import ModuleType
 from typing import Any
 
 from lightning_deepcompile import __version__
+from lightning_deepcompile.installation import rebuild_command
 
 __all__ = ["collect", "main", "render"]
 
 Report = dict[str, Any]
 
 _COMMANDS: dict[str, tuple[str | None, str]] = {
-    "info": (None, "versions, devices, communicators, and what is missing: for bug reports"),
+    "info": (None, "versions, devices, communicators, what is missing, and what may go wrong: for bug reports"),
     "simulate": (
         "lightning_deepcompile.plan.offline",
         "predict a measured step on other ranks, links and memory budgets",
@@ -41,6 +41,9 @@ _COMMANDS: dict[str, tuple[str | None, str]] = {
 }
 """The module of each, with a function `main` of the arguments, and what the command is for."""
 _PACKAGES = ("lightning-deepcompile", "torch", "lightning", "transformers", "jsonargparse", "numpy", "setuptools")
+_LEAST_THREADS, _LEAST_SHARED, _PINNED = 4096, 2**30, 256 * 2**20
+_COPY_ENGINES = [2, 28]
+"""The version of NCCL from which on copy engines gather."""
 _VARIABLES = ("NCCL_", "TORCH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LDC_", "PYTORCH_", "GLOO_")
 
 
@@ -48,7 +51,8 @@ def collect() -> Report:
     """Collects the report.
 
     Returns:
-        Sections by name, each a dict of plain values; ``missing`` is a list of sentences, empty if all is well.
+        Sections by name, each a dict of plain values; ``may go wrong`` and ``missing`` are lists of sentences, empty if
+        all is well.
     """
     torch, torch_error = _import("torch")
     extension, extension_error = _import("lightning_deepcompile._C") if torch else (None, "PyTorch is needed first")
@@ -64,6 +68,7 @@ def collect() -> Report:
         "c10d backends": backends,
         "communicators": communicators,
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
+        "may go wrong": _risks(torch, devices, backends),
         "missing": _missing(torch_error, build, devices, communicators),
     }
 
@@ -75,7 +80,7 @@ def render(report: Report) -> str:
         report: What :func:`collect` returned.
 
     Returns:
-        Lines of text; the last section says in words what is missing.
+        Lines of text; the last sections say in words what may go wrong, and what is missing.
     """
     width = max(len(key) for section in report.values() if isinstance(section, dict) for key in section) + 2
     lines = []
@@ -113,7 +118,8 @@ def main() -> None:
 
 def _info(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m lightning_deepcompile info", description="Prints versions, devices, and what is missing."
+        prog="python -m lightning_deepcompile info",
+        description="Prints versions, devices, what may go wrong, and what is missing.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
@@ -140,18 +146,8 @@ def _versions() -> Report:
 
 def _build(extension: ModuleType | None, error: str) -> Report:
     if extension is None:
-        return {"state": "not usable", "error": error, "rebuild": _rebuild_command()}
-    return {"state": "loaded", "file": extension.__file__, **extension.build_info(), "rebuild": _rebuild_command()}
-
-
-def _rebuild_command() -> str:
-    """The command that builds the extension for this Python, as it was installed."""
-    python, checkout = shlex.quote(sys.executable), Path(__file__).resolve().parent.parent
-    if (checkout / "setup.py").is_file():
-        return f"cd {shlex.quote(str(checkout))} && {python} setup.py build_ext --inplace --force"
-    # Without the cache, which may hold a wheel that was built for another PyTorch.
-    flags = "--no-build-isolation --no-deps --no-cache-dir --force-reinstall"
-    return f"{python} -m pip install {flags} lightning-deepcompile"
+        return {"state": "not usable", "error": error, "rebuild": rebuild_command()}
+    return {"state": "loaded", "file": extension.__file__, **extension.build_info(), "rebuild": rebuild_command()}
 
 
 def _devices(torch: ModuleType | None) -> Report:
@@ -213,6 +209,89 @@ def _communicators(build: Report, devices: Report, backends: Report) -> Report:
         or (built_without if build.get("mode") != "cuda" else None)
         or ("yes" if "cuda:0" in devices else "no: no CUDA device"),
     }
+
+
+def _risks(torch: ModuleType | None, devices: Report, backends: Report) -> list[str]:
+    """Says what trains all the same, but slowly, or ends later with an error that is hard to read."""
+    found = [_thread_risks(devices), _host_memory_risks()]
+    if torch is not None and "cuda:0" in devices:
+        found += [_peer_risks(torch), _nccl_risks(backends), _pinned_risks(torch)]
+    return [sentence for sentences in found for sentence in sentences]
+
+
+def _thread_risks(devices: Report) -> list[str]:
+    risks = []
+    cores, gpus = len(os.sched_getaffinity(0)), sum(name.startswith("cuda:") for name in devices)
+    if gpus and cores < 2 * gpus:
+        risks.append(
+            f"This process may use {cores} cores, for {gpus} GPUs: each rank needs one for training, and others for "
+            "its loader and the compiler. Ask the job's scheduler for more."
+        )
+    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if limit != resource.RLIM_INFINITY and limit < _LEAST_THREADS:
+        risks.append(
+            f"`ulimit -u` is {limit}: NCCL, loaders and the compiler start hundreds of threads on each rank, which "
+            f"then fail with 'Resource temporarily unavailable'. Raise it to {_LEAST_THREADS} or more."
+        )
+    return risks
+
+
+def _host_memory_risks() -> list[str]:
+    risks = []
+    try:
+        shared = os.statvfs("/dev/shm")
+        if shared.f_bavail * shared.f_frsize < _LEAST_SHARED:
+            risks.append(
+                f"/dev/shm has {shared.f_bavail * shared.f_frsize / 2**20:.0f} MiB free: loaders with workers and NCCL "
+                "put their buffers there, and end with a bus error. Start containers with `--shm-size=8g`."
+            )
+    except OSError:
+        risks.append("There is no /dev/shm: loaders with workers and NCCL put their buffers there.")
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit != resource.RLIM_INFINITY and any(Path("/sys/class/infiniband").glob("*")):
+        risks.append(
+            f"`ulimit -l` is {limit // 2**10} KiB, and this machine has InfiniBand: NCCL cannot register its buffers. "
+            "Set it to unlimited, for Docker with `--ulimit memlock=-1`."
+        )
+    return risks
+
+
+def _peer_risks(torch: ModuleType) -> list[str]:
+    count = torch.cuda.device_count()
+    pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
+    apart = [(a, b) for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    if not apart:
+        return []
+    first = "cuda:{} and cuda:{}".format(*apart[0])
+    return [
+        f"{len(apart)} of {len(pairs)} pairs of GPUs have no peer access ({first} first): NCCL copies through host "
+        "memory between them. `nvidia-smi topo -m` shows how they are connected."
+    ]
+
+
+def _nccl_risks(backends: Report) -> list[str]:
+    risks = []
+    version = backends.get("nccl", "").split(".")
+    if len(version) > 1 and version[0].isdigit() and [int(part) for part in version[:2]] < _COPY_ENGINES:
+        risks.append(
+            f"NCCL is {backends['nccl']}: gathers by copy engines (`symmetric_memory`) need "
+            f"{'.'.join(map(str, _COPY_ENGINES))} or newer, and are not used."
+        )
+    switched_off = [name for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE") if name in os.environ]
+    if slow := [name for name in switched_off if os.environ[name] not in ("", "0")]:
+        risks.append(f"{' and '.join(slow)} {'is' if len(slow) == 1 else 'are'} set: NCCL leaves fast links unused.")
+    return risks
+
+
+def _pinned_risks(torch: ModuleType) -> list[str]:
+    try:
+        torch.empty(_PINNED, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        return [
+            f"{_PINNED / 2**20:.0f} MiB of host memory cannot be pinned ({reason}): offloading needs pinned memory."
+        ]
+    return []
 
 
 def _missing(torch_error: str, build: Report, devices: Report, communicators: Report) -> list[str]:

@@ -71,7 +71,7 @@ def checked(cls: type[T]) -> type[T]:
             if name in gone:
                 raise TypeError(f"{cls.__name__} has no argument {name!r} any more: {gone[name]}.")
             if name not in names:
-                meant = did_you_mean(name, names)
+                meant = _inside(cls.__name__, name, kwargs[name], hints) or did_you_mean(name, names)
                 raise TypeError(f"{cls.__name__} has no argument {name!r}.{meant} There are: {', '.join(names)}.")
         for name, value in signature.bind(self, *args, **kwargs).arguments.items():
             if name in names:
@@ -88,15 +88,25 @@ def checked(cls: type[T]) -> type[T]:
     return cls
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Returns `` Did you mean 'x'?`` with the known name that is most like `name`; "" if none is.
+def did_you_mean(name: object, known: Iterable[object]) -> str:
+    """`` Did you mean 'x'?`` with what `name` is most like; "" if it is like nothing that there is.
 
     Args:
-        name: The given name.
-        known: The allowed names.
+        name: What was given.
+        known: What may be given; a number that was given as a text is like the number.
     """
-    close = difflib.get_close_matches(str(name), list(known), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    choices = {str(one): one for one in known}
+    close = difflib.get_close_matches(str(name), choices, n=1)
+    return f" Did you mean {choices[close[0]]!r}?" if close else ""
+
+
+def _inside(owner: str, name: str, value: Any, hints: Mapping[str, Any]) -> str:
+    """Says where an argument belongs that is one of the settings which another argument of `owner` holds."""
+    for argument, hint in hints.items():
+        for one in _alternatives(hint):
+            if _is_checked(one) and name in inspect.signature(one.__init__).parameters:
+                return f" It belongs to {one.__name__}: {owner}({argument}={one.__name__}({name}={value!r}))."
+    return ""
 
 
 def _is_checked(cls: Any) -> bool:
@@ -110,7 +120,7 @@ def _check(owner: str, name: str, value: Any, hint: Any) -> None:
         return
     told = next((complaint for complaint in complaints if complaint is not None), None)
     if told is None:
-        choices = [str(choice) for one in alternatives for choice in _choices(one)]
+        choices = [choice for one in alternatives for choice in _choices(one)]
         told = f"{'use' if _only_choices(alternatives) else 'expected'} {_listed(alternatives)}."
         if isinstance(value, str):
             told += did_you_mean(value, choices)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_deepcompile.program.printer import format_bytes
+from lightning_deepcompile.program.printer import format_bytes, format_count
 
 __all__ = ["Summary"]
 
@@ -21,9 +21,9 @@ class Summary:
         programs: Programs made of them (forward, backward, inference).
         regions_compiled: Distinct regions, each compiled once.
         regions_total: Regions in all programs.
-        gathers_per_step: Parameters gathered by the last training step.
+        gathers_per_step: Parameters gathered by the last optimizer step, all of its micro-batches.
         gather_groups_per_step: Collective groups that they travelled in.
-        reductions_per_step: Gradients reduced by the last training step.
+        reductions_per_step: Gradients reduced by the last optimizer step, all of its micro-batches.
         reduce_groups_per_step: Collective groups that they travelled in.
         sharded_bytes_per_rank: Bytes of parameter shards on this rank.
         saved_parameters: Full parameters saved for backward; anything but 0 is a defect.
@@ -95,17 +95,21 @@ class Summary:
 
     @property
     def _gathers(self) -> str:
-        text = f"{self.gathers_per_step} in {self.gather_groups_per_step} groups"
+        text = f"{self.gathers_per_step} in {format_count(self.gather_groups_per_step, 'group')}"
         symmetric = self.symmetric_gathers_per_step
         return f"{text}, {symmetric} of them by copy engines" if symmetric else text
+
+    @property
+    def _reductions(self) -> str:
+        return f"{self.reductions_per_step} in {format_count(self.reduce_groups_per_step, 'group')}"
 
     def __str__(self) -> str:
         rows = [
             ("ranks", f"{self._ranks} ({self.communicator})"),
-            ("graphs", f"{self.graphs} ({self.programs} programs)"),
+            ("graphs", f"{self.graphs} ({format_count(self.programs, 'program')})"),
             ("regions compiled/total", f"{self.regions_compiled}/{self.regions_total}"),
             ("gathers a step", self._gathers),
-            ("reductions a step", f"{self.reductions_per_step} in {self.reduce_groups_per_step} groups"),
+            ("reductions a step", self._reductions),
             ("sharded bytes per rank", format_bytes(self.sharded_bytes_per_rank)),
             ("compile time", f"{self.compile_seconds:.1f} s ({self.region_compile_seconds:.1f} s in regions)"),
         ]
@@ -132,12 +136,12 @@ class Summary:
             rows.append(("losses in pieces", str(self.chunked_losses)))
         if self.chunked_mlps:
             rows.append(("MLPs in pieces", str(self.chunked_mlps)))
-        if self.offload_reason:
+        if self.offload_reason and self.offloaded_bytes:
             moved = f"{format_bytes(self.offload_moved_bytes)} moved a step"
             rows.append(("offloaded states", f"{format_bytes(self.offloaded_bytes)}, {moved} ({self.offload_reason})"))
         if self.offloaded_activation_bytes:
             rows.append(("offloaded activations", f"{format_bytes(self.offloaded_activation_bytes)} a step"))
-        if self.offload_parameters_reason:
+        if self.offload_parameters_reason and self.offloaded_parameter_bytes:
             moved = f"{format_bytes(self.fetched_parameter_bytes)} gathered a step"
             reason = self.offload_parameters_reason
             rows.append(("offloaded parameters", f"{format_bytes(self.offloaded_parameter_bytes)}, {moved} ({reason})"))

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "lightning_deepcompile"
 # From the bottom to the top. Files at the package's root are rooms of their own.
 ORDER = (
-    ["compat", "registry", "command_line"],
+    ["compat", "registry", "command_line", "installation"],
     ["options"],
     ["_autoload", "console"],
     ["ranks"],

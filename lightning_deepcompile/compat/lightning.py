@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.precision.utils import _DtypeContextManager as DefaultDtype
+from lightning.fabric.utilities import imports
 from lightning.fabric.utilities.distributed import _distributed_is_initialized as is_distributed
 from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device as default_backend
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
@@ -46,6 +47,7 @@ __all__ = [
     "divide_threads",
     "init_process_group",
     "is_distributed",
+    "is_interactive",
     "optimizers_to_device",
     "records_modules",
     "reduce_over_ranks",
@@ -54,6 +56,11 @@ __all__ = [
 ]
 
 OptimizerT = TypeVar("OptimizerT", bound=LightningOptimizer)
+
+
+def is_interactive() -> bool:
+    """Returns whether this is a notebook or an interactive session, as Lightning sees it."""
+    return imports._IS_INTERACTIVE
 
 
 def signal_connector(trainer: pl.Trainer) -> SignalConnector:

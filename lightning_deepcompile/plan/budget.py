@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from lightning_deepcompile.options import Rule
+from lightning_deepcompile.program.printer import exact_bytes
 
 __all__ = ["Budget", "ByteCount", "MemoryBudgetError", "as_fraction", "check_budget", "check_plan", "parse_budget"]
 
@@ -106,8 +107,8 @@ def check_budget(least: int, budget: int, chosen: object) -> None:
     """
     if chosen is not None and least > budget:
         raise MemoryBudgetError(
-            f"CompileConfig(memory_budget={chosen!r}) allows {budget} bytes, but this model and batch need {least} "
-            f"({least / 2**30:.2f} GiB) even with one block gathered at a time. Raise the budget to at least that, use "
+            f"CompileConfig(memory_budget={chosen!r}) allows {exact_bytes(budget)}, but this model and batch need "
+            f"{exact_bytes(least)} even with one block gathered at a time. Raise the budget to at least that, use "
             "a smaller batch, or activation checkpointing."
         )
 
@@ -126,6 +127,6 @@ def check_plan(peak: int, budget: int, chosen: object, passes: Sequence[str]) ->
     """
     if chosen is not None and peak > budget:
         raise MemoryBudgetError(
-            f"CompileConfig(memory_budget={chosen!r}) allows {budget} bytes, and the passes {list(passes)} come down "
-            f"to {peak}. Add 'proactive_prefetch', or raise the budget."
+            f"CompileConfig(memory_budget={chosen!r}) allows {exact_bytes(budget)}, and the passes {list(passes)} "
+            f"come down to {exact_bytes(peak)}. Add 'proactive_prefetch', or raise the budget."
         )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from lightning_deepcompile.plan.records import RecordError, parse, read_record
+from lightning_deepcompile.plan.records import RecordError, kind_of, parse, read_record
 from lightning_deepcompile.plan.topology import Topology, TopologyError
 from lightning_deepcompile.program.schedule import Instruction, Schedule, ScheduleError, check_schedule
 
@@ -52,8 +52,9 @@ class Link:
         return self.latency + size * (world_size - 1) / world_size / self.bandwidth
 
     def __str__(self) -> str:
-        speed = self.bandwidth / 1e9
-        return f"{self.latency * 1e6:.0f} us + {f'{speed:.2f}' if speed >= 0.1 else f'{speed:.2g}'} GB/s"
+        speed, microseconds = self.bandwidth / 1e9, f"{self.latency * 1e6:.0f}"
+        latency = "" if microseconds == "0" else f"{microseconds} us + "
+        return f"{latency}{f'{speed:.2f}' if speed >= 0.1 else f'{speed:.2g}'} GB/s"
 
     def copy_seconds(self, size: int) -> float:
         """Seconds to copy `size` bytes from one place to another."""
@@ -348,6 +349,8 @@ class Profile:
         """
         try:
             data = parse(text)
+            if kind_of(data) == "a plan":
+                raise ProfileError("This is a plan, which `python -m lightning_deepcompile plan` shows, no profile.")
             version = data.pop("version")
         except (RecordError, KeyError, AttributeError, TypeError) as error:
             raise ProfileError(

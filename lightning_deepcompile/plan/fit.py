@@ -8,7 +8,7 @@ from typing import Literal
 
 from lightning_deepcompile.plan.budget import MemoryBudgetError
 from lightning_deepcompile.plan.settings import Rounding
-from lightning_deepcompile.program.printer import format_bytes
+from lightning_deepcompile.program.printer import exact_bytes, format_bytes
 
 __all__ = ["PRICES", "Kind", "MemoryPlan", "Move", "Moved", "Need", "fit"]
 
@@ -178,8 +178,8 @@ class MemoryPlan:
         if not self.fits and self.retrace is None and chosen is not None:
             done = f"With {self.words} a" if self.moved else "A"
             raise MemoryBudgetError(
-                f"CompileConfig(memory_budget={chosen!r}) allows {self.room} bytes. {done} step still needs "
-                f"{self.least} ({self.least / 2**30:.2f} GiB).{note}"
+                f"CompileConfig(memory_budget={chosen!r}) allows {exact_bytes(self.room)}. {done} step still "
+                f"needs {exact_bytes(self.least)}.{note}"
             )
 
 

@@ -22,7 +22,7 @@ from lightning_deepcompile.plan.report import PassReport, format_passes
 from lightning_deepcompile.plan.scaling import format_scaling, scaling
 from lightning_deepcompile.plan.settings import PlanSettings, Reduction, Rounding
 from lightning_deepcompile.plan.simulate import simulate
-from lightning_deepcompile.program.printer import format_bytes
+from lightning_deepcompile.program.printer import exact_bytes, format_bytes, format_count
 from lightning_deepcompile.program.schedule import Operation
 
 __all__ = ["main"]
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> None:
     _, effects = optimize(profile.schedules, passes, PlanContext(settings, profile))
     print(
         f"{_ranks(profile)}, "
-        f"{_count(profile.micro_batches, 'micro-batch', 'micro-batches')} a step; gathers {profile.gather}; "
+        f"{format_count(profile.micro_batches, 'micro-batch', 'micro-batches')} a step; gathers {profile.gather}; "
         f"reductions {profile.reduce}"
     )
     for note in _notes(measured, profile, options):
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> None:
     print(format_passes([PassReport.of(effect) for effect in effects]))
     schedules = profile.schedules if options.offload_activations == "none" else offload_all(profile.schedules)
     least = least_budget(schedules, profile)
-    print(f"needs at least {format_bytes(least)} ({least} bytes)")
+    print(f"needs at least {exact_bytes(least)}")
     if (excess := _excess(profile, least, effects[-1].prediction.peak_bytes)) is not None:
         print(f"does not fit: {excess}")
         raise SystemExit(1)
@@ -97,18 +97,14 @@ def _ranks(profile: Profile) -> str:
     """Describes the number of ranks, and how they are divided."""
     topology = profile.topology
     if topology is None:
-        return _count(profile.world_size, "rank", "ranks")
+        return format_count(profile.world_size, "rank")
     ranks = profile.world_size * topology.replicas
-    parts = [_count(ranks, "rank", "ranks")]
+    parts = [format_count(ranks, "rank")]
     if ranks > topology.ranks_per_node:
         parts.append(f"on {ranks // topology.ranks_per_node} nodes")
     if topology.replicas > 1:
         parts.append(f"in {topology.replicas} replicas")
     return " ".join(parts)
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
 
 
 def _excess(profile: Profile, least: int, peak: int) -> str | None:
@@ -117,9 +113,10 @@ def _excess(profile: Profile, least: int, peak: int) -> str | None:
         return None
     budget = profile.budget + profile.room  # room is for larger batches than the one that was measured
     if least > budget:
-        return f"the budget is {format_bytes(budget)} ({budget} bytes), and {least} bytes are the least that would do."
+        return f"the budget is {exact_bytes(budget)}, and {exact_bytes(least)} are the least that would do."
     if peak > budget:
-        return f"the budget is {format_bytes(budget)}, and these passes come down to {peak} bytes; {least} would do."
+        peaks = f"these passes come down to {exact_bytes(peak)}; {exact_bytes(least)} would do"
+        return f"the budget is {format_bytes(budget)}, and {peaks}."
     return None
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_deepcompile.plan.budget import MemoryBudgetError
+from lightning_deepcompile.program.printer import exact_bytes
 
 __all__ = [
     "OffloadDecision",
@@ -126,7 +127,7 @@ def check_host(leaving: int, limit: int, chosen: object, what: str = "optimizer 
     """
     if leaving > limit:
         raise MemoryBudgetError(
-            f"CompileConfig(host_memory_budget={chosen!r}) gives each rank {limit} bytes of host memory, but {what} "
-            f"of {leaving} bytes ({leaving / 2**30:.2f} GiB) of every rank must leave its device. Give the node at "
+            f"CompileConfig(host_memory_budget={chosen!r}) gives each rank {exact_bytes(limit)} of host memory, but "
+            f"{what} of {exact_bytes(leaving)} of every rank must leave its device. Give the node at "
             "least that much for each of its ranks, use more ranks, or an optimizer with smaller states."
         )

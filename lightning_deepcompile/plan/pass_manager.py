@@ -21,7 +21,7 @@ from lightning_deepcompile.plan.passes.unshard import unshard
 from lightning_deepcompile.plan.passes.zero3 import zero3
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.simulate import Prediction, simulate
-from lightning_deepcompile.program.printer import format_bytes, format_program
+from lightning_deepcompile.program.printer import format_bytes, format_count, format_program
 from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.reschedule import reschedule
 from lightning_deepcompile.program.schedule import REDUCTIONS, Schedule
@@ -30,6 +30,7 @@ __all__ = [
     "BUILTIN_PASSES",
     "DEFAULT_PASSES",
     "DEFAULT_SCHEDULE",
+    "NO_CHANGE",
     "Pass",
     "PassEffect",
     "PassError",
@@ -87,6 +88,9 @@ def step_pass(
     """
     return lambda run: Pass(name, run, frozenset(needs), frozenset(provides), starts)
 
+
+NO_CHANGE = "nothing"
+"""The answer of `difference` for a pass that changed no schedule."""
 
 BUILTIN_PASSES: dict[str, Pass] = {
     made.name: made
@@ -321,7 +325,7 @@ def difference(before: Sequence[Schedule], after: Sequence[Schedule]) -> str:
     for name, ops in (("gathers", {"gather"}), ("reductions", REDUCTIONS)):
         groups = [sum(i.op in ops for s in step for i in s.instructions) for step in (before, after)]
         if groups[0] != groups[1]:
-            parts.append(f"{groups[0]} groups of {name} become {groups[1]}")
+            parts.append(f"{format_count(groups[0], 'group')} of {name} become {groups[1]}")
     kept = [sum(len(s.kept) for s in step if s.kind == "forward") for step in (before, after)]
     if kept[0] != kept[1]:
         parts.append(f"parameters kept for backward: {kept[0]} become {kept[1]}")
@@ -352,4 +356,4 @@ def difference(before: Sequence[Schedule], after: Sequence[Schedule]) -> str:
     moved = sum(a.instructions != b.instructions for a, b in zip(before, after, strict=True))
     if moved and not parts:
         parts.append(f"launches moved in {moved} of {len(after)} programs")
-    return "; ".join(parts) or "nothing"
+    return "; ".join(parts) or NO_CHANGE

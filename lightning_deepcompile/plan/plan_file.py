@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_deepcompile.plan.offload import StatePlaces
-from lightning_deepcompile.plan.records import RecordError, parse, read_record
+from lightning_deepcompile.plan.records import RecordError, kind_of, parse, read_record
 from lightning_deepcompile.plan.settings import Rounding
 from lightning_deepcompile.plan.tracing import Tracing
 from lightning_deepcompile.program.schedule import Schedule, ScheduleError, check_schedule
 
-__all__ = ["PLAN_VERSION", "Plan", "PlanFileError", "Setting", "read_plan", "read_setting", "write_plan"]
+__all__ = ["PLAN_VERSION", "NoPlanError", "Plan", "PlanFileError", "Setting", "read_plan", "read_setting", "write_plan"]
 
 PLAN_VERSION = 5
 _AS_WRITTEN = Tracing()
@@ -21,6 +21,10 @@ _AS_WRITTEN = Tracing()
 
 class PlanFileError(ValueError):
     """A plan that cannot be read, or that was made for something else."""
+
+
+class NoPlanError(PlanFileError):
+    """A file of another kind."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,8 @@ def _parse(text: str) -> Mapping[str, Any]:
         data = parse(text)
     except RecordError as error:
         raise PlanFileError(f"it is {error}") from error
+    if kind_of(data) == "a profile":
+        raise NoPlanError("it is a profile: `python -m lightning_deepcompile simulate` and `report` read those")
     if not isinstance(data, Mapping) or not {"version", "setting", "programs"} <= data.keys():
         raise PlanFileError("it has no `version`, `setting` and `programs`")
     if data["version"] != PLAN_VERSION:

@@ -11,7 +11,7 @@ import types
 import typing
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-__all__ = ["RecordError", "parse", "read_record"]
+__all__ = ["RecordError", "kind_of", "parse", "read_record"]
 
 T = TypeVar("T")
 
@@ -32,6 +32,20 @@ def parse(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RecordError(f"no JSON ({error})") from error
+
+
+_FIELDS = {"a plan": {"setting", "programs"}, "a profile": {"schedules", "regions", "step_seconds"}}
+"""Fields that tell the kinds of file from each other, in all of their versions."""
+
+
+def kind_of(data: object) -> str:
+    """``"a plan"``, ``"a profile"``, or "" for anything else.
+
+    Args:
+        data: What `parse` returned.
+    """
+    names = data.keys() if isinstance(data, dict) else set()
+    return next((kind for kind, fields in _FIELDS.items() if fields <= names), "")
 
 
 def read_record(hint: type[T], data: object, where: str) -> T:

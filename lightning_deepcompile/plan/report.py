@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_deepcompile.plan.pass_manager import PassEffect
+from lightning_deepcompile.plan.pass_manager import NO_CHANGE, PassEffect
 from lightning_deepcompile.program.printer import format_bytes
 
-__all__ = ["PassReport", "Round", "format_passes", "shortage_note"]
+__all__ = ["PassReport", "Round", "format_passes", "shortage_note", "split_idle"]
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ class Round:
 
     def __str__(self) -> str:
         """The round as a table."""
-        rows = [_predicted(entry) for entry in self.passes]
+        rows = _predicted(self.passes)
         rows.append(_row("measured before", self.before_seconds, self.before_exposed_seconds, None, ""))
         if self.after_seconds is not None:
             rows.append(_row("measured after", self.after_seconds, None, self.after_peak_bytes, self.outcome))
         state = "" if self.after_seconds is not None else f" ({self.outcome})"
         reason = f"\n  {self.reason}" if self.reason else ""
-        return f"plan at step {self.step}{state}{reason}\n{_table(rows)}"
+        return f"plan at step {self.step}{state}{reason}\n{_table(rows)}{_idle_note(self.passes)}"
 
     def headline(self) -> str:
         """The round in one sentence: the outcome, with ms and bytes before and after."""
@@ -134,12 +134,30 @@ def shortage_note(rounds: Sequence[Round]) -> str:
 
 
 def format_passes(passes: Sequence[PassReport]) -> str:
-    """Formats the effects of passes as a table."""
-    return _table([_predicted(entry) for entry in passes])
+    """Lays out what passes did as a table."""
+    return _table(_predicted(passes)) + _idle_note(passes)
 
 
-def _predicted(entry: PassReport) -> Sequence[str]:
-    return _row(entry.name, entry.step_seconds, entry.exposed_seconds, entry.peak_bytes, entry.changed)
+def split_idle(passes: Sequence[PassReport]) -> tuple[list[PassReport], str]:
+    """The passes that a table shows, and the names of the others, which changed nothing.
+
+    Args:
+        passes: What each pass did, in order; the first entry is the step that planning starts from.
+    """
+    idle = [entry for entry in passes[1:] if entry.changed == NO_CHANGE]
+    return [entry for entry in passes if not any(entry is one for one in idle)], ", ".join(one.name for one in idle)
+
+
+def _predicted(passes: Sequence[PassReport]) -> list[Sequence[str]]:
+    return [
+        _row(entry.name, entry.step_seconds, entry.exposed_seconds, entry.peak_bytes, entry.changed)
+        for entry in split_idle(passes)[0]
+    ]
+
+
+def _idle_note(passes: Sequence[PassReport]) -> str:
+    _, idle = split_idle(passes)
+    return f"\n  changed nothing: {idle}" if idle else ""
 
 
 def _row(name: str, step: float, exposed: float | None, peak: int | None, remark: str) -> Sequence[str]:

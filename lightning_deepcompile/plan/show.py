@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_deepcompile.plan.command_line import fail
-from lightning_deepcompile.plan.plan_file import Plan, PlanFileError, Setting, read_plan, read_setting
+from lightning_deepcompile.plan.plan_file import NoPlanError, Plan, PlanFileError, Setting, read_plan, read_setting
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import REDUCTIONS, Schedule
 
@@ -33,6 +33,8 @@ def main(arguments: Sequence[str]) -> None:
         print(format_plan(setting, read_plan(text, setting), instructions=options.instructions))
     except OSError as error:
         fail("plan", f"{options.plan} cannot be read: {error.strerror}.")
+    except NoPlanError as error:
+        fail("plan", f"{options.plan} cannot be shown, as {error}.")
     except (PlanFileError, UnicodeDecodeError) as error:
         fail("plan", f"{options.plan} cannot be used, as {error}. Remove it: the next training writes a new one.")
 

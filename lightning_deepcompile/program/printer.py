@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.schedule import Instruction
 
-__all__ = ["format_bytes", "format_program"]
+__all__ = ["exact_bytes", "format_bytes", "format_count", "format_program"]
 
 
 def format_program(program: Program) -> str:
@@ -51,8 +51,8 @@ def _describe(program: Program, numbers: Sequence[int]) -> str:
     infos = program.infos(numbers)
     blocks = ", ".join(dict.fromkeys(info.block for info in infos))
     dtypes = ", ".join(dict.fromkeys(str(info.dtype).removeprefix("torch.") for info in infos))
-    count = "1 param" if len(infos) == 1 else f"{len(infos)} params"
-    return f"{blocks} ({count}, {format_bytes(sum(info.gathered_bytes for info in infos))} {dtypes})"
+    size = format_bytes(sum(info.gathered_bytes for info in infos))
+    return f"{blocks} ({format_count(len(infos), 'param')}, {size} {dtypes})"
 
 
 def format_bytes(count: int) -> str:
@@ -63,3 +63,19 @@ def format_bytes(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     raise AssertionError("unreachable")
+
+
+def exact_bytes(count: int) -> str:
+    """Bytes as a number that can be copied, and with a unit: ``1096704 bytes (1.0 MiB)``."""
+    return f"{count} bytes" if count < 1024 else f"{count} bytes ({format_bytes(count)})"
+
+
+def format_count(number: int, one: str, many: str = "") -> str:
+    """A number of things: ``1 group``, ``2 groups``.
+
+    Args:
+        number: How many.
+        one: What they are, in the singular.
+        many: In the plural, where that is not an "s" more.
+    """
+    return f"{number} {one if number == 1 else many or f'{one}s'}"

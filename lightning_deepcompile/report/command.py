@@ -13,8 +13,8 @@ from lightning_deepcompile.plan.costs import ProfileError
 from lightning_deepcompile.plan.link_options import add_link_options, rank_counts, with_links
 from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, PassError, resolve_passes
 from lightning_deepcompile.plan.scaling import scaling
-from lightning_deepcompile.report.figures import ChartsMissing
-from lightning_deepcompile.report.page import write_page
+from lightning_deepcompile.report.figures import can_draw
+from lightning_deepcompile.report.page import NO_CHARTS, write_page
 from lightning_deepcompile.report.record import plan_record
 from lightning_deepcompile.report.trace import write_trace
 
@@ -47,10 +47,12 @@ def main(arguments: Sequence[str]) -> None:
         record = plan_record(elsewhere[counts[0]] if len(counts) == 1 else measured, passes)
         if len(counts) > 1:
             record = replace(record, scaling=scaling(measured, counts, elsewhere.__getitem__, passes))
+        if not can_draw():
+            print(f"{NO_CHARTS} The page has its tables.", file=sys.stderr)
         print(write_page(record, options.output))
         if options.trace is not None:
             print(write_trace(record, options.trace))
-    except (ProfileError, PassError, ChartsMissing, ValueError) as error:
+    except (ProfileError, PassError, ValueError) as error:
         fail("report", error)
     except OSError as error:
         fail("report", f"{error.filename} cannot be written: {error.strerror}.")

@@ -20,7 +20,7 @@ from lightning_deepcompile.report.timeline import LANES, Event, block_order
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["ChartsMissing", "library", "passes_figure", "scaling_figure", "step_figure", "to_html"]
+__all__ = ["can_draw", "library", "passes_figure", "scaling_figure", "step_figure", "to_html"]
 
 _MEMORY_COLORS = ("#4c6a92", "#7d9cc0", "#b9c4d0", "#e2a14a", "#c8553d", "#7fb069")
 _SCALE = "Turbo"
@@ -30,29 +30,25 @@ _MANY = 60
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
 
-class ChartsMissing(ImportError):
-    """Plotly is not installed."""
+def can_draw() -> bool:
+    """Returns whether Plotly is installed. Without it a page has its tables, and no charts."""
+    try:
+        _plotly()
+    except ImportError:
+        return False
+    return True
 
 
 def _plotly() -> Any:
-    try:
-        import plotly.graph_objects
-        import plotly.offline
-        import plotly.subplots
-    except ImportError as error:
-        raise ChartsMissing(
-            "A report needs Plotly for its charts, which is not installed: "
-            "run `pip install 'lightning-deepcompile[report]'` or `pip install plotly`."
-        ) from error
+    import plotly.graph_objects
+    import plotly.offline
+    import plotly.subplots
+
     return plotly
 
 
 def library() -> str:
-    """Plotly's JavaScript, for a page that shows the results of `to_html` without network.
-
-    Raises:
-        ChartsMissing: If Plotly is not installed.
-    """
+    """Plotly's JavaScript, for a page that shows what `to_html` returns without network."""
     return _plotly().offline.get_plotlyjs()
 
 

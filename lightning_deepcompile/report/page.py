@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.pass_manager import BUILTIN_PASSES
-from lightning_deepcompile.plan.report import PassReport, Round
+from lightning_deepcompile.plan.report import PassReport, Round, split_idle
 from lightning_deepcompile.plan.scaling import scaling_rows
 from lightning_deepcompile.plan.show import communication
-from lightning_deepcompile.program.printer import format_bytes
+from lightning_deepcompile.program.printer import format_bytes, format_count
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.report import figures
 from lightning_deepcompile.report.memory import KINDS, MemoryAt, memory_by_kind
@@ -21,9 +23,12 @@ from lightning_deepcompile.report.names import compress
 from lightning_deepcompile.report.record import StepRecord
 from lightning_deepcompile.report.timeline import timeline
 
-__all__ = ["page", "write_page"]
+__all__ = ["NO_CHARTS", "page", "write_page"]
 
 _REGIONS_SHOWN = 12
+NO_CHARTS = (
+    "Charts need Plotly, which is not installed: `pip install 'lightning-deepcompile[report]'` or `pip install plotly`."
+)
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #22272e; margin: 0 auto;
@@ -53,7 +58,6 @@ def write_page(record: StepRecord, path: str | Path) -> Path:
         The file.
 
     Raises:
-        ChartsMissing: If Plotly is not installed.
         OSError: If it cannot be written.
     """
     path = Path(path)
@@ -74,25 +78,28 @@ def page(record: StepRecord) -> str:
         ("host", "What is in host memory", _host(record)),
     ]
     sections = [section for section in sections if section[2]]
+    charts, without = "", f'<p class="warn">{_text(NO_CHARTS)}</p>\n'
+    if figures.can_draw():
+        charts, without = f"<script>{figures.library()}</script>", ""
     links = " ".join(f'<a href="#{name}">{title}</a>' for name, title, _ in sections)
     body = "\n".join(f'<section id="{name}"><h2>{title}</h2>\n{text}\n</section>' for name, title, text in sections)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>DeepCompile report</title>\n'
-        f"<style>{_STYLE}</style>\n<script>{figures.library()}</script></head><body>\n"
-        f"<h1>DeepCompile report</h1>\n{_head(record)}\n<nav>{links}</nav>\n{body}\n</body></html>\n"
+        f"<style>{_STYLE}</style>\n{charts}</head><body>\n"
+        f"<h1>DeepCompile report</h1>\n{without}{_head(record)}\n<nav>{links}</nav>\n{body}\n</body></html>\n"
     )
 
 
 def _head(record: StepRecord) -> str:
     profile, prediction = record.profile, record.predict()
     if profile is None or prediction is None:
-        ranks = "" if record.summary is None else f"{_count(record.summary.world_size, 'rank')}. "
+        ranks = "" if record.summary is None else f"{format_count(record.summary.world_size, 'rank')}. "
         return (
             f'<p>{ranks}</p><p class="warn">No step was measured, so there is no timeline, no memory and no plan to '
             "show. Steps are measured from the fourth on at stage 3, unless <code>CompileConfig(schedule=None)</code> "
             "or a plan file says that nothing is to be planned.</p>"
         )
-    steps = _count(profile.micro_batches, "micro-batch", "micro-batches")
+    steps = format_count(profile.micro_batches, "micro-batch", "micro-batches")
     cards = [
         ("predicted step", _ms(prediction.seconds)),
         (
@@ -119,8 +126,12 @@ def _head(record: StepRecord) -> str:
     links = []
     if profile.world_size > 1:
         links = [f"{name} {link}" for name, link in (("gathers", profile.gather), ("reductions", profile.reduce))]
-    facts = [f"{_count(profile.world_size, 'rank')} ({profile.device_type})", f"{steps} a step", *links]
+    facts = [f"{format_count(profile.world_size, 'rank')} ({profile.device_type})", f"{steps} a step", *links]
     return f'<p class="quiet">{_text("; ".join(facts))}</p><div class="cards">{shown}</div>'
+
+
+def _chart(name: str, draw: Callable[[], Any]) -> str:
+    return figures.to_html(draw(), name) if figures.can_draw() else ""
 
 
 def _step(record: StepRecord) -> str:
@@ -148,7 +159,7 @@ def _step(record: StepRecord) -> str:
             "On CPUs no allocator counts. Activations are what programs hold between regions; plans do not count "
             "shards and states, which are added here."
         )
-    figure = figures.to_html(figures.step_figure(events, memory, short.schedules, profile), "step-figure")
+    figure = _chart("step-figure", lambda: figures.step_figure(events, memory, short.schedules, profile))
     return "".join(f'<p class="quiet">{_text(note)}</p>' for note in notes) + figure + _peak_table(memory)
 
 
@@ -177,18 +188,20 @@ def _planning(record: StepRecord) -> str:
         if done.budget is not None and done.passes:
             parts.append(f'<p class="quiet">Budget: {format_bytes(done.budget)} on each device.</p>')
         if done.passes:
-            parts.append(figures.to_html(figures.passes_figure(done), f"passes-figure-{number}"))
+            parts.append(_chart(f"passes-figure-{number}", functools.partial(figures.passes_figure, done)))
             parts.append(_pass_table(done))
         parts.append(_compared(done))
     return "\n".join(parts)
 
 
 def _pass_table(done: Round) -> str:
-    rows = []
-    for before, entry in zip((None, *done.passes), done.passes, strict=False):
+    rows: list[tuple[str, ...]] = []
+    shown, idle = split_idle(done.passes)
+    for before, entry in zip((None, *shown), shown, strict=False):
         why = "" if before is None else _gain(before, entry)
         rows.append((entry.name, entry.changed or "-", why, _purpose(entry.name)))
-    return _table(("pass", "changed", "what that is worth, as predicted", "what the pass is for"), rows)
+    note = f'<p class="quiet">Passes that changed nothing: {_text(idle)}.</p>' if idle else ""
+    return _table(("pass", "changed", "what that is worth, as predicted", "what the pass is for"), rows) + note
 
 
 def _gain(before: PassReport, after: PassReport) -> str:
@@ -243,12 +256,12 @@ def _scaling(record: StepRecord) -> str:
     if not record.scaling or record.profile is None:
         return ""
     note = (
-        f"Predicted from the step that was measured on {_count(record.profile.world_size, 'rank')}, and planned anew "
-        "for each number of ranks. Weak scaling: each rank has as large a batch as was measured. Strong scaling: all "
-        "ranks have that batch together, and compute takes its part of the time, which small kernels do not."
+        f"Predicted from the step that was measured on {format_count(record.profile.world_size, 'rank')}, and planned "
+        "anew for each number of ranks. Weak scaling: each rank has as large a batch as was measured. Strong scaling: "
+        "all ranks have that batch together, and compute takes its part of the time, which small kernels do not."
     )
     heads, *rows = scaling_rows(record.scaling)
-    figure = figures.to_html(figures.scaling_figure(record.scaling), "scaling-figure")
+    figure = _chart("scaling-figure", lambda: figures.scaling_figure(record.scaling))
     return f'<p class="quiet">{_text(note)}</p>' + figure + _table(heads, rows, numbers=range(len(heads)))
 
 
@@ -268,7 +281,7 @@ def _compiled(record: StepRecord) -> str:
 
 
 def _program_row(schedule: Schedule) -> tuple[str, ...]:
-    return (*communication(schedule), _count(len(schedule.kept), "parameter") if schedule.kept else "-")
+    return (*communication(schedule), format_count(len(schedule.kept), "parameter") if schedule.kept else "-")
 
 
 def _regions(record: StepRecord) -> str:
@@ -282,7 +295,8 @@ def _regions(record: StepRecord) -> str:
         for key, cost in slowest
     ]
     known = (
-        f"The slowest {len(rows)} of {_count(len(profile.regions), 'region')} of a micro-batch, {_ms(total)} in all."
+        f"The slowest {len(rows)} of {format_count(len(profile.regions), 'region')} of a micro-batch, "
+        f"{_ms(total)} in all."
     )
     optimizer = f" The optimizer's step takes {_ms(profile.optimizer_seconds)}."
     return f'<p class="quiet">{known}{optimizer}</p>' + _table(
@@ -300,12 +314,12 @@ def _host(record: StepRecord) -> str:
         away = [i for position in schedule.at("offload") for i in [schedule.instructions[position]]]
         if away:
             tensors = sum(len(i.ids) for i in away)
-            rows.append((f"activations of {schedule.name}", _count(tensors, "tensor"),
+            rows.append((f"activations of {schedule.name}", format_count(tensors, "tensor"),
                          format_bytes(sum(i.bytes for i in away)), "from forward to backward"))  # fmt: skip
     chunks = () if record.profile is None else record.profile.state_chunks
     if chunks:
         reason = "" if record.summary is None else record.summary.offload_reason
-        rows.append(("optimizer states", _count(len(chunks), "chunk"), format_bytes(sum(chunks)),
+        rows.append(("optimizer states", format_count(len(chunks), "chunk"), format_bytes(sum(chunks)),
                      reason or "from one optimizer step to the next"))  # fmt: skip
     elif record.summary is not None and record.summary.offloaded_bytes:
         rows.append(("optimizer states", "", format_bytes(record.summary.offloaded_bytes),
@@ -336,7 +350,3 @@ def _text(text: str) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"

@@ -8,6 +8,8 @@ from types import ModuleType
 
 import torch
 
+from lightning_deepcompile.installation import rebuild_command
+
 __all__ = ["ExtensionNotBuiltError", "load_extension"]
 
 
@@ -30,9 +32,8 @@ def load_extension() -> ModuleType:
     except ImportError as error:
         raise ExtensionNotBuiltError(
             f"The C++ runtime of lightning_deepcompile could not be loaded ({error}). It is built on installation, for "
-            f"the PyTorch that is installed then (now {torch.__version__}). Build it again with "
-            "`pip install --no-build-isolation --force-reinstall --no-deps lightning-deepcompile`, or in a checkout "
-            "with `python setup.py build_ext --inplace`; both need g++ (C++20). "
+            f"the PyTorch that is installed then (now {torch.__version__}). Build it again, with g++ (C++20): "
+            f"`{rebuild_command()}`. "
             "`python -m lightning_deepcompile` shows what is missing."
         ) from error
     from lightning_deepcompile.runtime import ops

@@ -42,6 +42,10 @@ __all__ = [
 _LEAF, _ID = "_dc_leaf_{}", "_dc_id_{}"
 _STATE = "_dc_step_state"
 _RNN_WEIGHTS = "_flat_weights"
+_NO_EXPORT = (
+    "torch.export met a sharded module. Export inside of `with trainer.strategy.full_parameters():`, or export a "
+    "module that was loaded from a checkpoint."
+)
 _BY_HAND = frozenset({"data", "grad", "is_leaf", "requires_grad"})
 """Attributes that make code treat its parameters as such, and not as tensors to compute with."""
 
@@ -82,10 +86,15 @@ def _parameter_property(name: str, size: tuple[int, ...], dtype: torch.dtype, by
     # The tracer resolves each name when it traces. This function is True only for the tracer: other threads that read
     # parameters while this one compiles, and code that a compiler runs, read as usual.
     is_traced, parameter = torch.compiler.is_dynamo_compiling, torch.ops.dc.parameter
+    is_exporting = torch.compiler.is_exporting
 
     @compat.never_a_frame
     def read(self: nn.Module) -> Tensor | None:
         # Compiled code always gathers: the tracer takes this branch as a constant, without a guard.
+        if is_exporting():  # nothing that `torch.export` writes down can gather
+            if self.__dict__[_STATE].whole:
+                return self._parameters[name]
+            raise RuntimeError(_NO_EXPORT)
         if is_traced():
             return parameter(getattr(self, leaf_name), int(getattr(self, id_name)), size, dtype)
         # Eager code outside of a step and of the module's own call gets the shard: reading an attribute must never
@@ -100,7 +109,7 @@ def _parameter_property(name: str, size: tuple[int, ...], dtype: torch.dtype, by
 
 
 def _call_property() -> property:
-    is_traced = torch.compiler.is_dynamo_compiling
+    is_traced, is_exporting = torch.compiler.is_dynamo_compiling, torch.compiler.is_exporting
 
     # Users call parts of their model in hooks, to generate a sample, say; all ranks must do so, as with FSDP. PyTorch
     # reads this attribute in every call of a module. A `__call__` of our own would do, but Dynamo goes straight to
@@ -111,6 +120,8 @@ def _call_property() -> property:
         if is_traced():
             return own
         state = self.__dict__[_STATE]
+        if is_exporting() and not state.whole:
+            raise RuntimeError(_NO_EXPORT)
         return own if state.path is None or state.whole else functools.partial(_call_gathering, self, own)
 
     def set_own(self: nn.Module, value: Callable[..., Any] | None) -> None:

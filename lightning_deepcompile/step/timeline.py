@@ -49,7 +49,7 @@ class Timeline:
 
     Attributes:
         told_to_stop: Whether this rank was told to stop training.
-        communicated: The runtime's counters of the last training step whose backward pass has ended.
+        communicated: The runtime's counters of the micro-batches of the last optimizer step.
         uncompiled_share: The share of its time that the host spent outside of programs.
     """
 
@@ -67,6 +67,7 @@ class Timeline:
     communicated: dict[str, int] = field(default_factory=dict)
     uncompiled_share: float = 0.0
     told_to_stop: bool = False
+    _counted: dict[str, int] = field(default_factory=dict)  # in micro-batches before the last one
     _answers: Asked | None = None  # of the last training step
     _stops: bool = False
     _stale_gradients: bool = False
@@ -177,8 +178,10 @@ class Timeline:
         seconds = time.perf_counter() - self._began[0]
         self.uncompiled_share = 1 - (self.capture.program_seconds - self._began[1]) / seconds
         self.prefetch.after_backward(last=self.gradients.update)
-        counts, before = self.runtime.stats(), self.prefetch.before
-        self.communicated = {key: value - before.get(key, 0) for key, value in counts.items()}
+        counts, before, so_far = self.runtime.stats(), self.prefetch.before, self._counted
+        self._counted = {key: so_far.get(key, 0) + value - before.get(key, 0) for key, value in counts.items()}
+        if self.gradients.update:
+            self.communicated, self._counted = self._counted, {}
 
     def hooks_called(self) -> None:
         """Call after a backward pass has called hooks of parameters, which may have written to them."""
@@ -228,6 +231,7 @@ class Timeline:
 
     def abort(self) -> None:
         """Call when a backward pass has failed."""
+        self._counted = {}
         self.gradients.abandon()
 
     def meet(self, where: Where) -> None:

@@ -20,6 +20,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
@@ -31,6 +32,7 @@ from lightning_deepcompile.compat.lightning import (
     divide_threads,
     init_process_group,
     is_distributed,
+    is_interactive,
     reduce_over_ranks,
 )
 from lightning_deepcompile.console import quieten
@@ -108,8 +110,17 @@ class ProcessStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = SubprocessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        if self.cluster_environment.creates_processes_externally:
+            return
+        if is_interactive() and self.num_processes * self.num_nodes == 1:
+            return  # a launcher would start nothing, and Lightning lets none be used in a notebook
+        if is_interactive():
+            raise MisconfigurationException(
+                f"Trainer(strategy='deepcompile', devices={self.num_processes}) cannot start its processes from a "
+                "notebook or an interactive session: each of them runs the whole script again. Use devices=1 here, or "
+                "write the cell to a file (`%%writefile train.py`) and run that with `!python train.py`."
+            )
+        self._launcher = SubprocessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         """Sets the device up and joins the process group."""

@@ -638,6 +638,11 @@ class DeepCompileStrategy(ProcessStrategy):
         """Counters of what was compiled and what a step communicates; print it for a table."""
         return self.engine.summary()
 
+    def print_summary(self) -> None:
+        """Prints `summary` as a table, on rank 0 alone; call it on any rank."""
+        if self.is_global_zero:
+            print(self.summary())
+
     def report(self) -> list[Round]:
         """The rounds of profiling and planning: their changes, with predictions and measurements."""
         return self.engine.report()
@@ -656,10 +661,8 @@ class DeepCompileStrategy(ProcessStrategy):
             path: The file, such as ``"report.html"``.
 
         Returns:
-            The file; None on other ranks.
-
-        Raises:
-            ImportError: If Plotly is not installed (``pip install 'lightning-deepcompile[report]'``).
+            The file; None on other ranks. Without Plotly (``pip install 'lightning-deepcompile[report]'``) it has its
+            tables and no charts.
         """
         return write_page(self.engine.record(), path) if self.is_global_zero else None
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib.util
 import json
 import re
 import tomllib
+from typing import Any
 
 import pytest
 from pages import ROOT
+
+from lightning_deepcompile import CompileConfig
 
 README = (ROOT / "README.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -54,6 +59,32 @@ def test_the_readme_has_the_figures_of_its_plot() -> None:
         ms, gib, other_ms, other_gib, ratio, more = map(float, row)
         assert [(ms, gib), (other_ms, other_gib)] == [measured[case, system] for system in systems]
         assert ratio == pytest.approx(other_ms / ms, abs=0.006) and more == pytest.approx(gib - other_gib, abs=0.06)
+
+
+def _conf() -> Any:
+    spec = importlib.util.spec_from_file_location("conf", ROOT / "docs/conf.py")
+    assert spec is not None and spec.loader is not None
+    conf = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conf)
+    return conf
+
+
+def test_the_landing_page_lists_every_page_and_shows_no_directive() -> None:
+    text = (ROOT / "docs/index.md").read_text()
+    assert "{toctree}" not in text and len(re.findall("^## ", text, re.M)) == 5
+    listed = re.findall(r"^[\w/]+$", _conf().sidebar(text), re.M)
+    pages = [path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in (ROOT / "docs").glob("**/*.md")]
+    assert sorted([*listed, "index"]) == sorted(pages)
+
+
+def test_the_page_of_settings_has_a_paragraph_for_each() -> None:
+    sections = _conf().settings("lightning_deepcompile.CompileConfig").split("### ")[1:]
+    assert [section.partition("`\n")[0].strip("`") for section in sections] == [
+        field.name for field in dataclasses.fields(CompileConfig)
+    ]
+    for section in sections:
+        _, facts, text = section.strip().split("\n\n")
+        assert facts.startswith("Type: `") and " Default: `" in facts and len(text) > 40, section
 
 
 def _texts(node: ast.AST) -> str:

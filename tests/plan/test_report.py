@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_simulate import SLOT, compute, gather, profile, reduce, release, schedule, wait
@@ -45,11 +48,65 @@ def test_a_missing_extension_is_reported_with_the_command_that_builds_it(
     assert "no: the extension is not usable" in printed
 
 
+@pytest.mark.parametrize(
+    ("address", "source"),
+    [
+        ({"url": "file:///home/me/my%20folder", "dir_info": {}}, "'/home/me/my folder'"),
+        ({"url": "https://a.b/c.git", "vcs_info": {"vcs": "git", "commit_id": "12ab"}}, "git+https://a.b/c.git@12ab"),
+        ({"url": "file:///wheels/x.whl", "archive_info": {}}, "/path/to/the/source/of/lightning_deepcompile"),
+        (None, "/path/to/the/source/of/lightning_deepcompile"),
+    ],
+)
+def test_what_builds_an_installed_package_again_names_where_it_came_from(
+    address: dict[str, object] | None, source: str, tmp_path: Path
+) -> None:
+    package, info = tmp_path / "lightning_deepcompile", tmp_path / "lightning_deepcompile-0.1.0.dist-info"
+    package.mkdir()
+    info.mkdir()
+    (package / "__init__.py").touch()
+    shutil.copy(Path(report.__file__).with_name("installation.py"), package)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lightning-deepcompile\nVersion: 0.1.0\n")
+    if address is not None:
+        (info / "direct_url.json").write_text(json.dumps(address))
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from lightning_deepcompile.installation import rebuild_command as command; print(command())"
+    )
+    done = subprocess.run([sys.executable, "-S", "-I", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith(f" --force-reinstall {source}")
+
+
 def test_a_missing_torch_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     sections = report.collect()
     assert 'pip install "torch' in sections["missing"][0]
     assert report.render(sections)
+
+
+def test_what_may_go_wrong_is_said_before_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = SimpleNamespace(device_count=lambda: 3, can_device_access_peer=lambda a, b: (a, b) != (1, 2))
+    stand_in = SimpleNamespace(cuda=gpus, uint8=None, empty=lambda *_, **__: None)
+    devices, backends = {f"cuda:{index}": "GPU" for index in range(3)}, {"nccl": "2.27.5"}
+    monkeypatch.setattr(report.resource, "getrlimit", lambda what: (report.resource.RLIM_INFINITY,) * 2)
+    monkeypatch.setattr(report.os, "sched_getaffinity", lambda process: range(6))
+    monkeypatch.setattr(report.os, "statvfs", lambda path: SimpleNamespace(f_bavail=2**20, f_frsize=4096))
+    peers, nccl = report._risks(stand_in, devices, backends)
+    assert "1 of 3 pairs of GPUs have no peer access (cuda:1 and cuda:2 first)" in peers
+    assert "need 2.28 or newer" in nccl
+
+    def out_of_memory(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: out of memory\nmore")
+
+    stand_in.empty, gpus.can_device_access_peer = out_of_memory, lambda a, b: True
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setattr(report.resource, "getrlimit", lambda what: (1024, 1024))
+    monkeypatch.setattr(report.os, "sched_getaffinity", lambda process: range(2))
+    monkeypatch.setattr(report.os, "statvfs", lambda path: SimpleNamespace(f_bavail=64, f_frsize=2**20))
+    said = "\n".join(report._risks(stand_in, devices, {"nccl": "2.28.3"}))
+    for part in ("may use 2 cores, for 3 GPUs", "`ulimit -u` is 1024", "64 MiB free", "NCCL_P2P_DISABLE is set"):
+        assert part in said, said
+    assert "cannot be pinned (CUDA error: out of memory)" in said and "2.28 or" not in said
+    assert report._risks(None, {"cpu": "2 cores"}, {}) == report._thread_risks({}) + report._host_memory_risks()
 
 
 def test_switched_off_autoload_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +125,8 @@ def test_a_profile_is_planned_for_other_ranks_links_and_budgets(
     assert "2 ranks" in plain and "zero3 -> prefetch  12000.0 ms" in plain
     planned = _printed(monkeypatch, capsys, "simulate", str(path))
     assert "parameters kept for backward: 0 become" in planned and "needs at least" in planned
+    (idle,) = (line for line in planned.splitlines() if line.startswith("  changed nothing: "))
+    assert "offload_optimizer" in idle and planned.count("offload_optimizer") == 1 and "unshard" not in idle
     tight = _printed(monkeypatch, capsys, "simulate", str(path), "--budget", "1566")
     assert "kept for backward" not in tight
     wide = _printed(monkeypatch, capsys, "simulate", str(path), "--world", "64", "--bandwidth", "1000")
@@ -93,7 +152,7 @@ def test_a_profile_is_planned_for_other_ranks_links_and_budgets(
     assert "--reduce boundary changes nothing: a step is one micro-batch" in once
     apart = ["--gather-bandwidth", "3000", "--reduce-bandwidth", "50"]
     split = _printed(monkeypatch, capsys, "simulate", str(path), *apart)
-    assert "gathers 0 us + 3000.00 GB/s; reductions 0 us + 50.00 GB/s" in split
+    assert "gathers 3000.00 GB/s; reductions 50.00 GB/s" in split
     path.write_text(profile(step, micro_batches=2).to_json())
     unknown = _printed(monkeypatch, capsys, "simulate", str(path), "--rounding", "any")
     assert "every micro-batch's gradients are reduced: the profile does not say" in unknown
@@ -175,9 +234,9 @@ def test_a_budget_that_nothing_fits_into_ends_with_the_least_that_would(
     path.write_text(profile(step).to_json())
     status, printed, _ = _fails(capsys, monkeypatch, "simulate", str(path), "--budget", "1000")
     least = 30 + SLOT  # the region's peak and the slot of what it reads
-    assert status == 1 and f"does not fit: the budget is 1000 B (1000 bytes), and {least} bytes" in printed
+    assert status == 1 and f"does not fit: the budget is 1000 bytes, and {least} bytes" in printed
     fits = _printed(monkeypatch, capsys, "simulate", str(path), "--budget", str(least))
-    assert "does not fit" not in fits and f"({least} bytes)" in fits
+    assert "does not fit" not in fits and f"needs at least {least} bytes" in fits
 
 
 def test_one_ranks_profile_bounds_what_many_would_take(
@@ -225,6 +284,16 @@ def test_the_commands_are_listed_and_files_that_cannot_be_read_end_in_one_line(
         path.write_text(text)
         status, _, wrong = _fails(capsys, monkeypatch, "plan", str(path))
         assert status == 2 and wrong.count("\n") == 1 and message in wrong and "the next training writes" in wrong
+    path.write_text(json.dumps(good))
+    status, _, wrong = _fails(capsys, monkeypatch, "plan", str(path))
+    assert status == 2 and "it is a profile: `python" in wrong and "Remove" not in wrong
+    setting = Setting(world_size=1, stage=3, device_type="cpu")
+    path.write_text(write_plan([], setting))
+    for command in ("simulate", "report"):
+        assert (
+            "This is a plan, which `python -m lightning_deepcompile plan` shows"
+            in _fails(capsys, monkeypatch, command, str(path))[2]
+        )
     assert "cannot be read: No such file" in _fails(capsys, monkeypatch, "plan", str(tmp_path / "none.json"))[2]
 
 
@@ -267,5 +336,5 @@ def test_a_report_and_a_trace_are_made_of_a_profile(
     drawn = page.read_text()
     assert "scaling-figure" in drawn and "<td class=n>4096</td>" in drawn and "weak scaling" in drawn
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
-    status, _, wrong = _fails(capsys, monkeypatch, "report", str(path), "-o", str(page))
-    assert status == 2 and "pip install 'lightning-deepcompile[report]'" in wrong
+    report.main()
+    assert "pip install plotly" in capsys.readouterr().err and "scaling-figure" not in page.read_text()

@@ -177,3 +177,29 @@ def _listening() -> set[str]:
 
 def test_the_store_of_one_node_listens_on_the_main_address_alone() -> None:
     assert run_ranks(_listening, 2, timeout=100) == [{"0100007F"}] * 2
+
+
+CELL = """
+try:
+    pl.Trainer(strategy="deepcompile", accelerator="cpu", devices=2, logger=False)
+except Exception as error:
+    print(type(error).__name__, error)
+trainer = pl.Trainer(strategy="deepcompile", accelerator="cpu", devices=1, max_steps=2, logger=False,
+                     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer.strategy.compile.region_backend = "eager"
+trainer.fit(Model(), DataLoader(torch.randn(64, 5), batch_size=4))
+trainer.strategy.print_summary()
+"""
+
+
+def test_an_interactive_session_trains_on_one_device_and_says_how_several_do(tmp_path: Path) -> None:
+    cell, metadata = tmp_path / "cell.py", tmp_path / "metadata"
+    cell.write_text(SCRIPT.partition("if __name__")[0] + CELL)
+    metadata.mkdir()
+    env = clean_environment() | {"FAILING_RANK": "", "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = python_path(declare_entry_points(metadata))
+    done = subprocess.run(
+        [sys.executable, "-i", str(cell)], env=env, cwd=tmp_path, input="", capture_output=True, text=True, timeout=180
+    )
+    assert "MisconfigurationException Trainer(strategy='deepcompile', devices=2) cannot start" in done.stdout, done
+    assert "!python train.py" in done.stdout and "gathers a step" in done.stdout, done

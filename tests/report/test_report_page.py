@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -124,6 +125,15 @@ def test_a_page_needs_no_network_and_escapes_names(tmp_path: Path) -> None:
     assert "parameters kept for backward: 0 become 34" in text and "step -50.00 ms" in text
     assert "Keeps gathered parameters between a forward and its backward program." in text
     assert "-0.8%" in text, "1300 ms were predicted and 1310 measured"
+
+
+def test_without_plotly_a_page_has_its_tables_and_says_what_charts_need(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    text = write_page(made(), tmp_path / "report.html").read_text()
+    assert "pip install plotly" in text and "step-figure" not in text and "<script" not in text
+    assert "At the peak" in text and "parameters kept for backward: 0 become 34" in text
 
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from cases import Mlp, Tokens
 from lightning.pytorch import Trainer
 from multiprocess import run_ranks
@@ -49,13 +50,19 @@ def _blocks(name: str) -> Iterator[str]:
 
 def _long(folder: Path) -> list[str]:
     """Returns the names of the files that this rank has written."""
-    accumulated = 2 if int(os.environ["WORLD_SIZE"]) > 1 else 1
+    ranks = int(os.environ["WORLD_SIZE"])
+    accumulated = 2 if ranks > 1 else 1
     trainer = _train(9, accumulated)
     strategy, profile = trainer.strategy, trainer.strategy.profile()
     assert strategy.report() and profile is not None, "a step was measured"
     assert Profile.from_json(profile.to_json()) == profile
     assert profile.micro_batches == accumulated
     assert profile.resident.shards >= strategy.summary().sharded_bytes_per_rank > 0
+    summary, parameters = strategy.summary(), len(list(trainer.lightning_module.parameters()))
+    if ranks > 1:
+        assert summary.reductions_per_step > parameters, "each micro-batch reduces"
+        assert summary.gathers_per_step > 0
+    _exports(trainer)
     written = [strategy.save_report(folder / "report.html"), strategy.save_trace(folder / "trace.json")]
     if trainer.is_global_zero:
         (folder / "profile.json").write_text(profile.to_json())
@@ -65,6 +72,19 @@ def _long(folder: Path) -> list[str]:
         sys.argv = ["", "simulate", str(folder / "profile.json"), *ELSEWHERE]
         main()  # ends the process if something is missing
     return [path.name for path in written if path is not None]
+
+
+def _exports(trainer: Trainer) -> None:
+    """`torch.export` writes whole parameters down, or says how it can."""
+    head = trainer.lightning_module.head
+    inputs = (torch.randn(2, head.in_features),)
+    for strict in (False, True):
+        with pytest.raises(Exception, match="full_parameters"):
+            torch.export.export(head, inputs, strict=strict)
+        with trainer.strategy.full_parameters():
+            exported, expected = torch.export.export(head, inputs, strict=strict), head(*inputs)
+        assert set(exported.graph_signature.inputs_to_parameters.values()) == set(dict(head.named_parameters()))
+        assert torch.equal(exported.module()(*inputs), expected)
 
 
 def test_a_training_that_measured_nothing_says_so(tmp_path: Path) -> None:

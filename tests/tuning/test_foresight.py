@@ -96,7 +96,8 @@ def test_a_step_that_cannot_fit_is_named_before_it_runs(
     with pytest.raises(MemoryBudgetError) as refused:
         _losses(mesh, steps=1, schedule=None, memory_budget="8MiB", offload="none", rounding="same")
     text = str(refused.value)
-    assert "memory_budget='8MiB') allows 8388608 bytes. " in text and "saved tensors" in text and "in all" in text, text
+    assert "memory_budget='8MiB') allows 8388608 bytes (8.0 MiB). " in text, text
+    assert "saved tensors" in text and "in all" in text, text
     assert "offload='auto', rounding='needed'" in text and "% of this batch" in text, text
     least = int(text.partition("still needs ")[2].split()[0])
     torch._dynamo.reset()
