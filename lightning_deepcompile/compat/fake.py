@@ -27,7 +27,7 @@ def mode_of(tensor: Tensor) -> FakeTensorMode | None:
 
 @contextlib.contextmanager
 def fake_ranks(count: int) -> Iterator[None]:
-    """Inside, this process is the first of `count` ranks, whose collectives return at once and move nothing.
+    """Makes this process the first of `count` ranks, whose collectives return at once and move nothing.
 
     Args:
         count: Number of ranks.
