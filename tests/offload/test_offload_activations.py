@@ -194,6 +194,7 @@ def test_a_plan_file_remembers_what_leaves(mesh: DeviceMesh, tmp_path: Path) -> 
     for mode, steps in (("auto", 11), ("auto", 2), ("none", 2)):
         torch._dynamo.reset()
         engine = make_engine(mesh, offload=mode, memory_budget=f"{budget}B", plan=path)
+        engine.tuner._fastest = lambda *_: 0.001  # type: ignore[method-assign] # however busy the machine is
         optimizer = sgd(engine)
         for _ in range(steps):
             before = engine.runtime.stats()["offloaded_bytes"]
