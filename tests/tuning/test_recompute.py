@@ -179,7 +179,7 @@ def _runs_short() -> None:
     assert "lower -> uncheckpointed -> whole -> zero3" in next(iter(trainer.strategy.programs().values()))
     seen, values, trainer = _fit(36, Shortages("forward", calls), passes=["unshard"], rounding="any")
     assert seen.losses == plain.losses
-    # The memory that was there then is too little for any plan: in the end MLPs are chunked, which may change last bits.
+    # The memory of that moment is too little for any plan: MLPs are chunked at last, which may change last bits.
     assert trainer.strategy.engine.capture.tracing.chunked_mlps
     for value, wanted in zip(values, expected, strict=True):
         torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-7)
