@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import socket
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -455,6 +457,10 @@ def test_names_of_fsdp_and_of_checkpoints() -> None:
 
 
 def test_fake_tensors_have_sizes_and_fake_ranks_answer_at_once() -> None:
+    run_ranks(_fakes, 1)  # other tests of this file leave a process group
+
+
+def _fakes() -> None:
     mode = fake_tensors()
     with mode:
         large = torch.zeros(1 << 20, 1 << 20)  # four terabytes
@@ -476,6 +482,20 @@ def test_fake_tensors_have_sizes_and_fake_ranks_answer_at_once() -> None:
 
 class Own(LightningOptimizer):
     pass
+
+
+def test_stores_of_one_host_and_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not compat_lightning.is_interactive()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    store = compat.store_of_one_host("127.0.0.1", port, 0, 1, timedelta(seconds=5))
+    assert store is not None
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert compat.store_of_one_host("127.0.0.1", port, 0, 1, timedelta(seconds=5)) is None
 
 
 def test_parts_of_a_trainer() -> None:

@@ -169,6 +169,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("in_process")
+@pytest.mark.timeout(600)  # jsonargparse parses some dozen command lines
 def test_every_setting_survives_the_command_line_and_a_file(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     nulls = 0
