@@ -440,6 +440,8 @@ class Tuner:
 
     def _end_round(self, retry: bool = False) -> None:
         self._round = self._capture.measures = None
+        for executable in self._capture.executables:
+            executable.watch = None  # a kept plan swaps nothing, and what is noted would grow with every step
         if retry and self._attempts < _ATTEMPTS:
             self._recheck = self._step + 10
         elif not self._next_entry() and self._attempts < _ATTEMPTS:

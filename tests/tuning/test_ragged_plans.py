@@ -53,6 +53,8 @@ def _ragged() -> tuple[list[Round], list[str], list[float], list[float]]:
             rows, length = sizes.choice((1, 2, 2, 3, 4)), sizes.randint(2, 40)
             losses[-1].append(one_step(engine, torch.randint(0, 16, (rows, length), generator=generator), optimizer))
         rounds = list(engine.report())
+        if rounds and engine.tuner._round is None:
+            assert all(executable.watch is None for executable in engine.capture.executables), "nothing is noted now"
         engine.close()
     logger.removeHandler(heard)
     return rounds, heard.lines, *losses
