@@ -15,6 +15,7 @@ from custom_pass import early_ends
 from multiprocess import run_ranks
 from test_engine import make_engine, one_step, sgd
 from test_profile import EARLY
+from test_slow_ranks import Heard
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_deepcompile.plan.report import Round
@@ -22,22 +23,11 @@ from lightning_deepcompile.profile.probe import Mark, StepProbe
 from lightning_deepcompile.tuning.measuring import TIMED, Measurement
 
 
-class Heard(logging.Handler):
-    """Keeps the messages."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _ragged() -> tuple[list[Round], list[str], list[float], list[float]]:
     """The rounds and messages of 60 steps with random sizes, and the losses with and without plans."""
     dist.init_process_group("gloo")
     mesh, rank = init_device_mesh("cpu", (2,)), int(os.environ["RANK"])
-    heard, logger = Heard(), logging.getLogger("lightning_deepcompile")
+    heard, logger = Heard(logging.INFO), logging.getLogger("lightning_deepcompile")
     logger.addHandler(heard)
     logger.setLevel(logging.INFO)
     planned = [{**entry, "passes": ["zero3", "prefetch", early_ends]} for entry in EARLY[1:]]
