@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.executable import Executable
+from lightning_deepcompile.program.sizes import Noted, note
 
 __all__ = ["Mark", "ProgramMarks", "Run", "StepProbe"]
 
@@ -46,11 +47,12 @@ class Mark:
 
 @dataclass
 class Run:
-    """One run of a program: a mark at its start and one behind every instruction."""
+    """One run of a program: a mark at its start and one behind every instruction, and the sizes of its arguments."""
 
     program: str
     micro_batch: int
     marks: list[Mark] = field(default_factory=list)
+    noted: Noted = ()
 
     def seconds(self) -> list[float]:
         """Time per instruction, on the compute stream."""
@@ -89,7 +91,7 @@ class StepProbe:
     end: Mark | None = None
     micro_batches: int = 0
     accumulating: set[int] = field(default_factory=set)
-    work: list[tuple[Hashable, ...]] = field(default_factory=list)
+    work: list[tuple[str, Noted]] = field(default_factory=list)
     compiled: bool = False
 
     def watch(self, executables: Iterable[Executable]) -> None:
@@ -98,9 +100,7 @@ class StepProbe:
             executable.watch = self._note
 
     def _note(self, program: str, args: Sequence[Any]) -> None:
-        self.work.append(
-            (program, *(tuple(a.shape) if isinstance(a, torch.Tensor) else type(a) is int and a for a in args))
-        )
+        self.work.append((program, note(args)))
 
     def begin_micro_batch(self) -> None:
         """Call before a forward pass."""
@@ -168,7 +168,8 @@ class ProgramMarks:
 
     def begin(self) -> None:
         """Call when a run starts."""
-        self.probe.runs.append(Run(self.program, self.probe.micro_batches - 1))
+        noted = next((sizes for name, sizes in reversed(self.probe.work) if name == self.program), ())
+        self.probe.runs.append(Run(self.program, self.probe.micro_batches - 1, noted=noted))
         self.mark()
 
     def mark(self) -> None:

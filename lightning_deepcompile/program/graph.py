@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from lightning_deepcompile import compat
+from lightning_deepcompile.program.sizes import Sizes
 from lightning_deepcompile.runtime.lookups import looked_up, lookup_ops
 from lightning_deepcompile.runtime.ops import gather_op, reduce_op
 from lightning_deepcompile.runtime.pieces import take_piece_op
@@ -132,14 +133,19 @@ def is_compute(node: fx.Node) -> bool:
     return not is_scalar(node) or any(is_compute(source) for source in node.all_input_nodes)
 
 
-def nbytes(node: fx.Node) -> int:
-    """Bytes of a node's tensor; 0 for anything else. Symbolic sizes count with their hints."""
+def nbytes(node: fx.Node, sizes: Sizes | None = None) -> int:
+    """Bytes of a node's tensor; 0 for anything else.
+
+    Args:
+        node: The node.
+        sizes: Values of symbolic sizes; None: they count with their hints.
+    """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return 0
     numel = value.numel()
     if isinstance(numel, torch.SymInt):
-        numel = numel.node.hint if numel.node.hint is not None else 0
+        numel = sizes(numel) if sizes is not None else numel.node.hint if numel.node.hint is not None else 0
     return int(numel) * value.element_size()
 
 

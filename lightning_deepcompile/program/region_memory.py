@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.program.graph import args_of, is_element, is_view, nbytes
+from lightning_deepcompile.program.sizes import Sizes
 
 __all__ = ["RegionMemory", "region_memory", "values_in_memory"]
 
@@ -55,10 +56,18 @@ class RegionMemory(NamedTuple):
     Args:
         peak: The most bytes at one time, without workspace of libraries.
         largest: Bytes of the largest value.
+        formula: The peak as a SymPy expression of symbolic sizes: the values that are there at the peak with their
+            hints. None if they are numbers.
     """
 
     peak: int = 0
     largest: int = 0
+    formula: Any = None
+
+    def at(self, sizes: Sizes | None) -> int:
+        """Returns the peak with other values of symbolic sizes; None: their hints."""
+        found = None if sizes is None or self.formula is None else sizes.of(self.formula)
+        return self.peak if found is None else found
 
 
 def region_memory(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], *, compiled: bool) -> RegionMemory:
@@ -73,20 +82,34 @@ def region_memory(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], *, compi
     dying: dict[int, list[fx.Node]] = defaultdict(list)
     for node in values.made:
         dying[values.ends[node]].append(node)
-    alive = peak = 0
+    alive = peak = fullest = 0
+    born, left = dict[fx.Node, int](), dict[fx.Node, int]()
     for place, node in enumerate(nodes):
         for made in values.made_at[node]:
-            size = nbytes(made)
+            born[made], size = place, nbytes(made)
             if compiled and _is_elementwise(made):
                 # Its kernel may write to an input that it reads for the last time.
                 reused = next((one for one in dying[place] if nbytes(one) == size and one is not made), None)
                 if reused is not None:
                     dying[place].remove(reused)
+                    left[reused] = place
                     continue
             alive += size
-        peak = max(peak, alive)
+        if alive > peak:
+            peak, fullest = alive, place
         alive -= sum(nbytes(one) for one in dying[place])
-    return RegionMemory(peak, max(map(nbytes, values.made), default=0))
+        left.update(dict.fromkeys(dying[place], place + 1))
+    there = [one for one, place in born.items() if place <= fullest < left.get(one, len(nodes))]
+    return RegionMemory(peak, max(map(nbytes, values.made), default=0), _formula(there))
+
+
+def _formula(nodes: Sequence[fx.Node]) -> Any:
+    """Returns the bytes of their values as an expression; None if they are a number."""
+    values = [node.meta["val"] for node in nodes]
+    if not any(isinstance(value.numel(), torch.SymInt) for value in values):
+        return None
+    counts = [(value.numel(), value.element_size()) for value in values]
+    return sum((n.node.expr if isinstance(n, torch.SymInt) else int(n)) * size for n, size in counts)
 
 
 def values_in_memory(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], *, compiled: bool) -> list[fx.Node]:

@@ -71,7 +71,7 @@ class SlowRanks:
             executable.swap(executable.program)
         steps, self._steps = self._steps, None
         contents = [[schedules[run.program].content for run in probe.runs] for probe, schedules in steps]
-        sizes = [[size for _, *size in probe.work] for probe, _ in steps]
+        sizes = [[noted for _, noted in probe.work] for probe, _ in steps]
         return None, self._compare([_computed(*step) for step in steps], repr((contents, sizes)))
 
     def _compare(self, mine: Sequence[float], work: str) -> str:

@@ -51,19 +51,19 @@ def predicted(gm: fx.GraphModule, compiled: bool) -> RegionMemory:
 def test_what_is_computed_where_it_is_read_takes_no_memory() -> None:
     x, weight = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, CLASSES)
     logits = 4 * ROWS * CLASSES
-    assert predicted(traced(loss, x, weight), True) == (logits + 4 * ROWS, logits)
+    assert predicted(traced(loss, x, weight), True)[:2] == (logits + 4 * ROWS, logits)
     gm = traced(loss, x.bfloat16(), weight.bfloat16())
-    assert predicted(gm, True) == (logits // 2 + 4 * ROWS, logits // 2)
+    assert predicted(gm, True)[:2] == (logits // 2 + 4 * ROWS, logits // 2)
     assert predicted(gm, False).peak == logits // 2 + 2 * logits, "each operator runs by itself"
 
 
 def test_what_a_product_reads_takes_memory_until_then() -> None:
     grad, sums = torch.ones(()), torch.ones(ROWS)
     inputs = grad, torch.ones(ROWS, CLASSES), sums, torch.ones(WIDTH, CLASSES)
-    assert predicted(traced(loss_backward, *inputs), True) == (4 * ROWS * (CLASSES + WIDTH), 4 * ROWS * CLASSES)
+    assert predicted(traced(loss_backward, *inputs), True)[:2] == (4 * ROWS * (CLASSES + WIDTH), 4 * ROWS * CLASSES)
     wide, narrow = 4 * ROWS * CLASSES, 4 * ROWS * WIDTH
     gm = traced(in_turn, torch.ones(ROWS, WIDTH), torch.ones(WIDTH, CLASSES), torch.ones(CLASSES, WIDTH))
-    assert predicted(gm, True) == (wide + narrow, wide)
+    assert predicted(gm, True)[:2] == (wide + narrow, wide)
     inputs = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, CLASSES), torch.ones(WIDTH, CLASSES), torch.ones(CLASSES, WIDTH)
     # Two products, and their product, which is written to where one of them was.
     assert predicted(traced(feed_forward, *inputs), True).peak == 2 * wide
