@@ -96,7 +96,7 @@ class Engine:
         # Garbage is collected at different times on the ranks, so this must not wait for other ranks; at exit it may.
         at_exit = functools.partial(self.runtime.close, _EXIT_SECONDS)
         atexit.register(at_exit)
-        self._retire = weakref.finalize(self, _retire, self.runtime, at_exit)
+        self._retire = weakref.finalize(self, _retire, self.runtime, ranks, at_exit)
         self._retire.atexit = False
         self._hosted = parts.hosted
         for child in module.modules():  # nothing is refused any more
@@ -411,6 +411,7 @@ class Engine:
             write_flight_record(self.runtime.history(), self.model.ranks, self.runtime.communicator)
         self.ended = self.timeline.meetings.over = True
         self.timeline.meetings.watch.rest()
+        self.model.ranks.forget()
         self.runtime.abort()
 
     def close(self) -> None:
@@ -427,6 +428,7 @@ class Engine:
         self._retire()
 
 
-def _retire(runtime: Any, at_exit: Callable[[], None]) -> None:
+def _retire(runtime: Any, ranks: Ranks, at_exit: Callable[[], None]) -> None:
     atexit.unregister(at_exit)
     runtime.close(0.0)
+    ranks.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class Ranks:
         self.shards, self.shard_rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         self.world_size = mesh.size()
         self.replicas = self.world_size // self.shards
+        self._made: list[dist.ProcessGroup] = []
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -82,6 +84,7 @@ class Ranks:
         for _ in range(count):
             # All ranks must make the groups of all rows, in the same order.
             groups = [dist.new_group(row, **settings) for row in rows]
+            self._made += groups
             found += [g for g, row in zip(groups, rows, strict=True) if dist.get_rank() in row]
         return found
 
@@ -98,12 +101,28 @@ class Ranks:
         if self.world_size == 1 or (self.mesh.device_type == "cpu" and not alone):
             return self.group
         try:
-            return dist.new_group(dist.get_process_group_ranks(self.group), backend="gloo", **settings)
+            made = dist.new_group(dist.get_process_group_ranks(self.group), backend="gloo", **settings)
         except RuntimeError as error:
             raise RuntimeError(
                 f"Rank {dist.get_rank()} cannot join a group of the ranks' CPUs ({error}), in which hosts tell each "
                 "other what no device need know. GLOO_SOCKET_IFNAME names the network interface to use."
             ) from error
+        self._made.append(made)
+        return made
+
+    def close(self) -> None:
+        """Ends the process groups that this object made, in which nothing is under way; no communication.
+
+        PyTorch keeps a group, with three threads and its sockets, until somebody ends it.
+        """
+        made, self._made = self._made, []
+        for group in made:
+            with suppress(ValueError):  # somebody has ended all groups
+                dist.destroy_process_group(group)
+
+    def forget(self) -> None:
+        """Leaves the process groups to the process: what is under way in one would be waited for."""
+        self._made = []
 
     def distribute(self, rows: Tensor, shape: Sequence[int], stride: Sequence[int]) -> DTensor:
         """Returns a DTensor of global `shape` and `stride` of which this rank holds `rows`; no communication."""

@@ -126,6 +126,8 @@ def values_of(name: str, hint: Any) -> Iterator[Any]:
     """Values of each alternative of a setting's type that the setting takes."""
     if typing.get_origin(hint) is typing.Literal:
         yield from typing.get_args(hint)
+    elif typing.get_origin(hint) is list and hint not in PLAIN:
+        yield [*values_of(name, *typing.get_args(hint))]
     elif hint in PLAIN:
         for value in PLAIN[hint]:
             with contextlib.suppress(ValueError):
@@ -157,6 +159,7 @@ def rounds() -> Iterator[dict[str, Any]]:
             with contextlib.suppress(ValueError):
                 CompileConfig(**settings, **{name: values[0]})
                 settings[name] = values.pop(0)
+        assert settings, f"no setting of {left} takes its first value"
         left = {name: values for name, values in left.items() if values}
         yield settings
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
 import pickle
 import threading
 import time
@@ -167,6 +169,21 @@ def _threads() -> list[bool]:
 
 def test_no_thread_outlives_a_training() -> None:
     assert run_ranks(_threads, 2) == [[True] * 6] * 2
+
+
+def _threads_of_many() -> list[int]:
+    """Returns the number of the process' threads after each of some trainings, Python's and others'."""
+    seen = []
+    for _ in range(5):
+        trainer_of(ours()).fit(Evaluated(), data())
+        gc.collect()
+        seen.append(len(os.listdir("/proc/self/task")))
+    return seen
+
+
+def test_many_trainings_of_a_process_keep_no_process_groups() -> None:
+    for seen in run_ranks(_threads_of_many, 2):
+        assert seen[-1] <= seen[1] + 1, seen  # of groups that are kept, nine come with each training
 
 
 def early(step: bool = False, other: bool = False) -> Mlp:
