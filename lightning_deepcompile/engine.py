@@ -389,6 +389,7 @@ class Engine:
             offload_parameters_reason=self._hosted.reason,
             memory_plan=self.timeline.tuner.memory_plan,
             peak_bytes=self._memory.highest,
+            rank_skew_seconds=self.tuner.skew_seconds,
             replayed=0 if (replays := self.capture.replays) is None else len(replays.replayed),
             not_replayed=() if replays is None else tuple(f"{name}: {why}" for name, why in replays.reasons.items()),
             optimizers=tuple(shards.ways.describe() for shards in self._local_shards.values()),

@@ -48,6 +48,8 @@ class Summary:
         replayed: Programs, optimizers' steps and pieces of clipping that were replayed as CUDA graphs.
         not_replayed: Those that were not, though they should have been, ``name: reason``.
         optimizers: The way in which each optimizer steps, and the reason.
+        rank_skew_seconds: Mean time for which the rank with the least work waits in a step for the one with the most,
+            measured when the last plan was made; 0 before.
         uncompiled: Functions that run as Python, ``name (file:line): reason``.
         uncompiled_share: The share of the host's time in the last training step (forward and backward) that was not
             spent in compiled programs; 0 if all code is compiled.
@@ -86,6 +88,7 @@ class Summary:
     replayed: int = 0
     not_replayed: tuple[str, ...] = ()
     optimizers: tuple[str, ...] = ()
+    rank_skew_seconds: float = 0.0
     uncompiled: tuple[str, ...] = ()
     uncompiled_share: float = 0.0
 
@@ -118,6 +121,9 @@ class Summary:
             rows.append(("memory", self.memory_plan))
         if self.peak_bytes:
             rows.append(("most device memory", format_bytes(self.peak_bytes)))
+        if self.rank_skew_seconds:
+            waits = "a step, the rank with the least work waits for the one with the most"
+            rows.append(("rank skew", f"{self.rank_skew_seconds * 1e3:.1f} ms {waits}"))
         if self.uncompiled:
             share = f"{self.uncompiled_share:.0%} of the host's time in a step"
             rows.append(("uncompiled functions", f"{len(self.uncompiled)}, {share}"))

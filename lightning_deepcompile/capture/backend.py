@@ -251,6 +251,10 @@ class Capture:
         """Graphs that Dynamo captured so far, including dropped ones."""
         return self._captured
 
+    def program(self, name: str) -> Program | None:
+        """Returns the program of that name; None if it was dropped."""
+        return next((one.program for one in self.executables if one.program.name == name), None)
+
     def chunked(self, what: Chunkable) -> int:
         """The number of losses, or feed-forward layers, that are computed in pieces."""
         return sum(frame.chunked[what] for frame in self._frames)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from lightning_deepcompile.program.saved import Saved
 from lightning_deepcompile.program.schedule import COPIES, Instruction, Operation, Schedule
 
-__all__ = ["COPY_AHEAD", "CopyPlacement", "fit_copies", "offload_all", "offload_saved", "without_copies"]
+__all__ = ["COPY_AHEAD", "CopyPlacement", "fit_copies", "offload_all", "offload_saved", "resize", "without_copies"]
 
 COPY_AHEAD = 2  # regions between a copy and what needs it, while no times are known
 
@@ -16,6 +16,24 @@ COPY_AHEAD = 2  # regions between a copy and what needs it, while no times are k
 def without_copies(schedule: Schedule) -> Schedule:
     """Returns `schedule` with all saved tensors on the device."""
     return schedule.with_instructions(i for i in schedule.instructions if i.op not in COPIES)
+
+
+def resize(schedule: Schedule, saved: Sequence[Saved]) -> Schedule:
+    """Returns `schedule` for a batch of other sizes.
+
+    Args:
+        schedule: Of a program.
+        saved: The program's saved tensors, at these sizes.
+    """
+    known = {one.number: one.size for one in saved}
+    changed = (
+        replace(one, sizes=tuple(known.get(n, size) for n, size in zip(one.ids, one.sizes, strict=True)))
+        if one.op in COPIES
+        else one
+        for one in schedule.instructions
+    )
+    saved = tuple(replace(one, size=known.get(one.number, one.size)) for one in schedule.saved)
+    return schedule.with_instructions(changed, saved=saved)
 
 
 def offload_saved(

@@ -304,6 +304,11 @@ class Profile:
         }
         return replace(self, world_size=world_size, topology=topology, **changes)
 
+    def with_compute(self, factor: float) -> Profile:
+        """Returns the cost of a step whose regions take `factor` times as long, with the same memory."""
+        regions = {key: replace(cost, seconds=factor * cost.seconds) for key, cost in self.regions.items()}
+        return replace(self, regions=regions)
+
     def for_share(self, share: float) -> Profile:
         """Returns the cost of the step with `share` of its batch: fewer or smaller micro-batches.
 

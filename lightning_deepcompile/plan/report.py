@@ -54,7 +54,8 @@ class Round:
             for that. ``"measured"`` where there is nothing to plan.
         reason: The reason for a leaner plan, and its difference, or the reason why nothing was planned; else empty.
         before_peak_bytes: Measured peak memory of this rank before; None where the allocator does not count.
-        compared: Whether steps before and after had batches of equal sizes, so that their durations compare.
+        compared: Whether steps before and after had batches of sizes with which their durations compare.
+        skew_seconds: Mean time for which the rank with the least work waits in a step for the one with the most.
     """
 
     step: int
@@ -68,6 +69,7 @@ class Round:
     reason: str = ""
     before_peak_bytes: int | None = None
     compared: bool = True
+    skew_seconds: float = 0.0
 
     def __str__(self) -> str:
         """The round as a table."""
@@ -75,6 +77,9 @@ class Round:
         rows.append(_row("measured before", self.before_seconds, self.before_exposed_seconds, None, ""))
         if self.after_seconds is not None:
             rows.append(_row("measured after", self.after_seconds, None, self.after_peak_bytes, self.outcome))
+        if self.skew_seconds > 0:
+            note = "for which the rank with the least work waits for the one with the most"
+            rows.append(_row("rank skew", self.skew_seconds, None, None, note))
         state = "" if self.after_seconds is not None else f" ({self.outcome})"
         reason = f"\n  {self.reason}" if self.reason else ""
         return f"plan at step {self.step}{state}{reason}\n{_table(rows)}{_idle_note(self.passes)}"
@@ -87,8 +92,8 @@ class Round:
             peaks = f", and {format_bytes(self.after_peak_bytes)} ({format_bytes(self.before_peak_bytes)} before)"
         if self.outcome == "kept" and not self.compared:
             return (
-                f"The plan of step {self.step} is kept, by its prediction: no two steps before and after it had "
-                f"batches of equal sizes{peaks}."
+                f"The plan of step {self.step} is kept, by its prediction: no steps before and after it had "
+                f"batches of comparable sizes{peaks}."
             )
         if self.outcome == "kept":
             return f"The plan of step {self.step} is kept: {after:.1f} ms a step ({before:.1f} ms before){peaks}."

@@ -1,7 +1,7 @@
 """Times as functions of sizes: fitted to runs of a region with batches of several sizes.
 
 A region's time is a constant, a part in proportion to the bytes that it reads and makes, and, where runs show it, a
-part in proportion to those times one more size: attention takes the square of a length. No part is negative.
+part in proportion to those times the largest size: attention takes the square of a length. No part is negative.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Sample(NamedTuple):
 
     Args:
         size: Bytes that it reads and makes.
-        others: Sizes of the batch, such as its rows and its length.
+        longest: The largest size of the batch, as a rule its length.
         seconds: The time that it took.
     """
 
     size: int
-    others: tuple[int, ...]
+    longest: int
     seconds: float
 
 
@@ -42,19 +42,16 @@ class Curve(NamedTuple):
     Args:
         constant: Seconds at any size.
         linear: Seconds per byte.
-        square: Seconds per byte and unit of another size.
-        other: Index of that size.
+        square: Seconds per byte and unit of the largest size.
     """
 
     constant: float
     linear: float
     square: float = 0.0
-    other: int = 0
 
-    def seconds(self, size: int, others: Sequence[int]) -> float:
+    def seconds(self, size: int, longest: int) -> float:
         """Returns the time at sizes as of a `Sample`."""
-        value = self.constant + self.linear * size
-        return value + self.square * size * others[self.other] if self.square else value
+        return self.constant + self.linear * size + self.square * size * longest
 
 
 def fit_curve(samples: Sequence[Sample]) -> Curve:
@@ -73,19 +70,13 @@ def fit_curve(samples: Sequence[Sample]) -> Curve:
         seconds = sorted(one.seconds for one in samples)[len(samples) // 2]
         (size,) = sizes
         return Curve(0.0, seconds / size) if size else Curve(seconds, 0.0)
-    plain = [[1.0] * len(samples), [float(one.size) for one in samples]]
-    (constant, linear), error = _fit(plain, samples)
-    best = Curve(constant, linear)
-    if len({(one.size, one.others) for one in samples}) < _ENOUGH:
-        return best
-    least = _BETTER * error
-    for other in range(len(samples[0].others)):
-        (constant, linear, square), error = _fit(
-            [*plain, [float(one.size * one.others[other]) for one in samples]], samples
-        )
-        if error < least:
-            best, least = Curve(constant, linear, square, other), error
-    return best
+    columns = [[1.0] * len(samples), [float(one.size) for one in samples]]
+    line, error = _fit(columns, samples)
+    if len({(one.size, one.longest) for one in samples}) >= _ENOUGH:
+        square, left = _fit([*columns, [float(one.size * one.longest) for one in samples]], samples)
+        if left < _BETTER * error:
+            return Curve(*square)
+    return Curve(*line)
 
 
 def _fit(columns: Sequence[Sequence[float]], samples: Sequence[Sample]) -> tuple[list[float], float]:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from lightning_deepcompile.program.graph import args_of, is_compute, is_view, nbytes, output_node
+from lightning_deepcompile.program.sizes import Sizes
 
 __all__ = ["Saved", "mark_saved", "number_saved", "read_saved"]
 
@@ -100,11 +101,12 @@ def _hint(number: int | torch.SymInt) -> int:
     return number.node.hint if number.node.hint is not None else 0
 
 
-def read_saved(graph: fx.Graph) -> tuple[Saved, ...]:
+def read_saved(graph: fx.Graph, sizes: Sizes | None = None) -> tuple[Saved, ...]:
     """The numbered tensors of a program, by number.
 
     Args:
         graph: The program's graph.
+        sizes: Values of symbolic sizes; None: they count with their hints.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
     found = []
@@ -114,5 +116,5 @@ def read_saved(graph: fx.Graph) -> tuple[Saved, ...]:
         made = [node.args[0]] if node.op != "placeholder" else []
         readers = [reader for reader in node.users if reader.op == "call_module"]
         ends = [*made, *sorted(readers, key=position.__getitem__)]
-        found.append(Saved(node.meta["saved"], nbytes(node), str(ends[0].target), str(ends[-1].target)))
+        found.append(Saved(node.meta["saved"], nbytes(node, sizes), str(ends[0].target), str(ends[-1].target)))
     return tuple(sorted(found, key=lambda saved: saved.number))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -27,7 +28,7 @@ class Sizes:
     """
 
     def __init__(self, values: Mapping[Any, int]) -> None:
-        self.values = dict(values)
+        self.values = {symbol: sympy.Integer(value) for symbol, value in values.items()}
         self._known: dict[Any, int] = {}  # sizes of a program are few, and each is asked for often
 
     def __call__(self, number: int | torch.SymInt) -> int:

@@ -110,6 +110,8 @@ def _head(record: StepRecord) -> str:
     measured = [done for done in record.rounds if done.after_seconds is not None]
     if measured and (after := measured[-1].after_seconds) is not None:
         cards.append((f"measured with the plan ({measured[-1].outcome})", _ms(after)))
+    if record.rounds and (skew := record.rounds[-1].skew_seconds):
+        cards.append(("rank skew: waiting for the rank with the most work", _ms(skew)))
     cards += [
         ("compute busy", _ms(prediction.compute_seconds)),
         ("compute waits", _ms(prediction.exposed_seconds)),

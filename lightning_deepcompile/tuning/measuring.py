@@ -1,14 +1,17 @@
 """The measured steps of a round, what one rank saw of them as a profile, and what all ranks plan with.
 
-Batches may differ from step to step. A profile is made of two steps that ran the same programs; if the first two did
-not, more are measured until two of them did. Durations are compared only between steps of equal work: the same programs
-with arguments of the same sizes, on every rank.
+Batches may differ from step to step. Links, and the memory of regions, follow from two steps that ran the same
+programs; if the first two did not, more are measured until two of them did. Where sizes vary, several such pairs give
+the times of regions as functions of sizes, and a plan is made for the mean of the steps seen, with memory for the
+largest. Durations are compared between steps of equal work, or by what is predicted for the sizes of each.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_deepcompile.capture.backend import Capture
-from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.copy_placement import resize
+from lightning_deepcompile.plan.costs import Profile, RegionCost
 from lightning_deepcompile.plan.pass_manager import Pass
 from lightning_deepcompile.profile.build import build_profile, explain, leave_room, limit_memory
 from lightning_deepcompile.profile.copies import measure_copies
@@ -24,11 +28,16 @@ from lightning_deepcompile.profile.holds import hold_ratio, measure_holds
 from lightning_deepcompile.profile.instrument import instrument
 from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.profile.peak_memory import PeakMemory
-from lightning_deepcompile.profile.probe import Run, StepProbe
+from lightning_deepcompile.profile.probe import StepProbe
+from lightning_deepcompile.profile.region_times import RegionTimes
+from lightning_deepcompile.profile.workload import Workload
 from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.live import live_bytes
+from lightning_deepcompile.program.program import Program
+from lightning_deepcompile.program.saved import Saved, read_saved
 from lightning_deepcompile.program.schedule import Schedule
-from lightning_deepcompile.ranks.exchange import exchange, number_of
+from lightning_deepcompile.program.sizes import Noted, Sizes, read_sizes
+from lightning_deepcompile.ranks.exchange import maxima, number_of
 
 __all__ = ["ISOLATED", "OBSERVED", "PLANNED", "TIMED", "VERIFIED", "Measurement", "agreed_profile"]
 
@@ -38,6 +47,9 @@ OBSERVED, ISOLATED, PLANNED, TIMED, VERIFIED = 0, 1, 2, 3, 6
 
 _MOST_REPEATS = 6
 """With batches of few kinds (full ones and a last one, one sample and several), two of thirteen steps are alike."""
+
+_ENOUGH = 6
+"""Profiled steps of the same programs from which times follow as functions of sizes."""
 
 _MARGIN = 8  # of a chosen budget, plans leave 1 / 2^8 free: predictions are not better than that
 
@@ -50,6 +62,9 @@ class Measurement:
     Args:
         first: That step, in optimizer steps since training began.
         searching: Whether the round is for programs that were not measured yet.
+
+    Attributes:
+        workload: The steps seen before the plan, merged over ranks; None before they are.
     """
 
     def __init__(self, first: int, searching: bool = False) -> None:
@@ -59,6 +74,8 @@ class Measurement:
         # Profiled steps, with what ran in them: as scheduled, and with every collective by itself.
         self._observed: list[tuple[StepProbe, dict[str, Schedule]]] = []
         self._isolated: list[tuple[StepProbe, dict[str, Schedule]]] = []
+        self._times: RegionTimes | None = None
+        self.workload: Workload | None = None
 
     def probe(
         self, moment: int, device: torch.device, memory: PeakMemory, runtime: Any, capture: Capture
@@ -120,51 +137,110 @@ class Measurement:
         times = [one.seconds() for one in equal or [one for one in probes if not one.compiled]]
         return min((t for t in times if t > 0), default=0.0)
 
-    def compare(self, group: dist.ProcessGroup) -> tuple[float, float] | None:
-        """Compares steps before and after the plan that did the same on every rank; a collective.
+    @property
+    def repeats(self) -> bool:
+        """Returns whether more than one pair of steps is measured."""
+        return self._repeats > 0
+
+    def compare(
+        self, group: dist.ProcessGroup, profile: Profile, before: Sequence[Schedule], after: Sequence[Schedule]
+    ) -> tuple[float, float] | None:
+        """Compares steps before and after the plan; a collective.
+
+        Where work differs, measured ÷ predicted counts, each at the sizes of that very step: a time is that of the mean
+        step for which it would be as much longer, or shorter, than predicted. As predictions are no better than they
+        were before the plan, the slowest step before counts then.
 
         Args:
             group: The ranks.
+            profile: Of the mean step.
+            before: The schedules that ran before the plan.
+            after: Those of the plan.
 
         Returns:
-            Seconds of the fastest step before, and of the fastest after, of equal work; None if no two can be compared.
-            (0, 0) if the work of all steps is equal.
+            Seconds before and after; None if no two steps can be compared. (0, 0) if the work of all steps is equal.
         """
-        timed = [m for m in self._probes if m < ISOLATED or m >= TIMED]
-        mine = {m: (number_of(repr(self._probes[m].work)), self._probes[m].seconds()) for m in timed if self._valid(m)}
-        ranks = exchange(mine, group)
-        kinds: dict[tuple[int, ...], tuple[list[float], list[float]]] = {}
-        for moment in timed:
-            if all(moment in rank for rank in ranks):
-                seconds = max(rank[moment][1] for rank in ranks)
-                before_and_after = kinds.setdefault(tuple(rank[moment][0] for rank in ranks), ([], []))
-                before_and_after[moment >= TIMED].append(seconds)
+        assert self._times is not None and self.workload is not None
+        timed = [moment for moment in self._probes if moment < ISOLATED or moment >= TIMED]
+        digests = [float(number_of(repr(self._probes[moment].work))) for moment in timed]
+        numbers = Workload.of(*self._totals(self._probes[moment] for moment in timed), varied=False)
+        told = maxima([*digests, *(-one for one in digests), *numbers], group)
+        count = len(timed)
+        work = [(told[k], told[count + k]) for k in range(count)]
+        steps = Workload.merged(told[2 * count :])
+        valid = [k for k in range(count) if steps.seconds[k] > 0]
+        kinds = {work[k]: [[], []] for k in valid}  # type: dict[tuple[float, float], list[list[float]]]
+        for k in valid:
+            kinds[work[k]][timed[k] >= TIMED].append(steps.seconds[k])
         if len(kinds) == 1 and all(next(iter(kinds.values()))):
             return 0.0, 0.0
-        pairs = [(min(before), min(after)) for before, after in kinds.values() if before and after]
-        return min(pairs, key=lambda pair: pair[1] / pair[0], default=None)
+        pairs = [(min(one), min(other)) for one, other in kinds.values() if one and other]
+        if pairs:
+            return min(pairs, key=lambda pair: pair[1] / pair[0])
 
-    def _valid(self, moment: int) -> bool:
-        probe = self._probes[moment]
-        return bool(probe.work) and not probe.compiled and probe.seconds() > 0
+        def of_mean(schedules: Sequence[Schedule], places: Sequence[int]) -> list[float]:
+            columns = [steps.longest[k] for k in places], [steps.seconds[k] for k in places]
+            return self.workload.at_mean(profile, schedules, *columns) if self.workload is not None else []
+
+        first = of_mean(before, [k for k in valid if timed[k] < TIMED])
+        then = of_mean(after, [k for k in valid if timed[k] >= TIMED])
+        return (max(first), min(then)) if first and then else None
+
+    def _totals(self, probes: Iterable[StepProbe]) -> tuple[list[float], list[float]]:
+        """Returns for how long regions compute in steps, and how long these took; 0 where that tells nothing."""
+        assert self._times is not None
+        totals, seconds = [], []
+        for probe in probes:
+            isolated = any(probe is one for one, _ in self._isolated)
+            totals.append(self._times.total(probe.work))
+            seconds.append(0.0 if probe.compiled or isolated or not probe.work else max(probe.seconds(), 0.0))
+        return totals, seconds
+
+    def numbers(self) -> list[float]:
+        """This rank's part of the workload; call after `profile`."""
+        return Workload.of(*self._totals(self._seen), varied=self._varied)
 
     @property
-    def runs(self) -> list[Run]:
-        """The runs of the isolated step that the profile is made of."""
-        return self._pair()[1][0].runs
+    def unknown(self) -> list[float]:
+        """As many numbers, of a rank that could not make a profile."""
+        return Workload.of([0.0] * len(self._seen), [0.0] * len(self._seen), varied=False)
 
     @property
-    def paired(self) -> bool:
-        """Returns whether two profiled steps ran the same programs."""
+    def _seen(self) -> list[StepProbe]:
+        """The steps before the plan."""
+        return [*(p for m, p in self._probes.items() if m < ISOLATED), *(probe for probe, _ in self._isolated)]
+
+    @property
+    def _varied(self) -> bool:
+        """Returns whether the steps before the plan differ in their work."""
+        works = [probe.work for probe in self._seen if probe.work and not probe.compiled]
+        return any(work != works[0] for work in works)
+
+    @property
+    def programs(self) -> set[str]:
+        """The names of the programs that the profile is made of, and of others of their structures that ran."""
+        structures = {s.name: s.structure for _, schedules in self._isolated for s in schedules.values()}
+        wanted = {structures.get(run.program) for run in self._pair()[1][0].runs}
+        return {name for probe in self._seen for name, _ in probe.work if structures.get(name) in wanted}
+
+    @property
+    def complete(self) -> bool:
+        """Returns whether two profiled steps ran the same programs, and enough of them did where sizes vary."""
         (observed, _), (isolated, _) = self._pair()
-        return _programs(observed) == _programs(isolated)
+        wanted = _programs(isolated)
+        if _programs(observed) != wanted:
+            return False
+        return not self._varied or sum(_programs(p) == wanted for p, _ in self._observed + self._isolated) >= _ENOUGH
 
     def _pair(self) -> tuple[tuple[StepProbe, dict[str, Schedule]], tuple[StepProbe, dict[str, Schedule]]]:
-        """The last two profiled steps that ran the same programs, rather with arguments of the same sizes."""
-        pairs = [(o, i) for i in reversed(self._isolated) for o in reversed(self._observed)]
+        """Two profiled steps that ran the same programs, which most steps ran, rather with arguments of equal sizes."""
+        steps = Counter(_programs(probe) for probe, _ in self._observed + self._isolated)
+        pairs = [(o, i) for i in self._isolated for o in self._observed]
         alike = [(o, i) for o, i in pairs if _programs(o[0]) == _programs(i[0])]
-        equal = [(o, i) for o, i in alike if o[0].work == i[0].work]
-        return next(iter([*equal, *alike, *pairs]))
+        ranked = enumerate(alike or pairs[-1:])
+        return max(ranked, key=lambda at: (steps[_programs(at[1][0][0])], at[1][0][0].work == at[1][1][0].work, at[0]))[
+            1
+        ]
 
     def profile(
         self,
@@ -197,6 +273,11 @@ class Measurement:
         names = list(dict.fromkeys(run.program for run in isolated.runs))
         start = capture.schedules(names, passes)
         programs = {e.program.name: e.program for e in capture.executables}
+        self._times = times = RegionTimes(capture.program)
+        for probe, ran in self._observed + self._isolated:
+            times.add(probe, ran)
+        noted = {run.program: run.noted for run in isolated.runs}
+        now = {name: read_sizes(programs[name].gm.graph, sizes) for name, sizes in noted.items()}
         dtypes = {(p.gather_dtype, p.local.dtype) for p in model.parameters if p.dtensor.requires_grad}
         profile = build_profile(
             observed,
@@ -208,8 +289,10 @@ class Measurement:
             window_from=window_from,
             budget=memory_limit(device, config.memory_budget, window_size),
             step_seconds=step_seconds,
-            live={name: live_bytes(programs[name]) for name in names},
+            live={name: live_bytes(programs[name], sizes=now[name]) for name in names},
         )
+        if self._varied:
+            profile = replace(profile, regions=self._of_all_steps(profile, programs, now))
         early, in_optimizer = (launched.get(name, False) for name in ("early_gathers", "head_start"))
         profile = replace(
             profile, early_gathers=early, head_start=in_optimizer, between_seconds=min(between, default=0.0)
@@ -222,7 +305,53 @@ class Measurement:
             out, back, duplex = measure_copies(device)
             room, contention = host_room and host_room(), replace(profile.contention, duplex=duplex)
             profile = replace(profile, copy_out=out, copy_in=back, contention=contention, host_budget=room)
-        return profile, tuple(start[s.name] for s in profile.schedules)
+        largest = {name: _largest(programs[name], self._sizes_of(name)) for name in names}
+        return profile, tuple(resize(start[s.name], largest[s.name]) for s in profile.schedules)
+
+    def _of_all_steps(
+        self, profile: Profile, programs: Mapping[str, Program], now: Mapping[str, Sizes]
+    ) -> dict[str, RegionCost]:
+        """Returns the costs of regions: mean times over the steps seen, and memory of the largest.
+
+        Args:
+            profile: Of steps that ran with the sizes `now`.
+            programs: By name.
+            now: Sizes by program.
+        """
+        assert self._times is not None
+        inside = profile.device_type == "cuda"  # an allocator counts it
+        times: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+        memory: dict[tuple[str, str], tuple[int, ...]] = {}
+        for name, noted in (one for probe in self._seen for one in probe.work):
+            for key, seconds in (self._times.seconds(name, noted) or {}).items():
+                times[key].append(seconds)
+        for name in {name for probe in self._seen for name, _ in probe.work} & programs.keys():
+            structure = programs[name].schedule.structure
+            for sizes in self._sizes_of(name):
+                for region, found in live_bytes(
+                    programs[name], inside=inside, sizes=read_sizes(programs[name].gm.graph, sizes)
+                ).items():
+                    key = structure, region
+                    memory[key] = tuple(map(max, memory.get(key, found), found))
+        costs = dict(profile.regions)
+        for schedule in profile.schedules:
+            measured = live_bytes(programs[schedule.name], inside=inside, sizes=now[schedule.name])
+            for region, bytes_now in measured.items():
+                cost, key = profile.cost(schedule, region), (schedule.structure, region)
+                most = memory.get(key, bytes_now)
+                more = [max(one - other, 0) for one, other in zip(most, bytes_now, strict=True)]
+                costs[f"{schedule.name}/{region}"] = RegionCost(
+                    statistics.fmean(times[key]) if times[key] else cost.seconds,
+                    cost.host,
+                    cost.before + more[0],
+                    cost.peak + more[1],
+                    cost.after + more[2],
+                )
+        return costs
+
+    def _sizes_of(self, name: str) -> set[Noted]:
+        """The sizes with which a program ran."""
+        return {noted for probe in self._seen for program, noted in probe.work if program == name}
 
     def _successive(self) -> Iterator[tuple[StepProbe, StepProbe]]:
         for moment, probe in self._probes.items():
@@ -239,17 +368,33 @@ def _compiled(probe: StepProbe, executable: Executable) -> None:
     probe.compiled = True
 
 
-def _programs(probe: StepProbe) -> list[str]:
-    return [run.program for run in probe.runs]
+def _largest(program: Program, seen: Iterable[Noted]) -> list[Saved]:
+    """Returns the program's saved tensors, each with the most bytes that it had."""
+    found: dict[int, Saved] = {}
+    for noted in seen:
+        for one in read_saved(program.gm.graph, read_sizes(program.gm.graph, noted)):
+            if one.number not in found or found[one.number].size < one.size:
+                found[one.number] = one
+    return list(found.values())
+
+
+def _programs(probe: StepProbe) -> tuple[str, ...]:
+    return tuple(run.program for run in probe.runs)
 
 
 def agreed_profile(
-    merged: Profile, start: Sequence[Schedule], memory_budget: object, limit: int | None, excess: int
+    merged: Profile,
+    workload: Workload,
+    start: Sequence[Schedule],
+    memory_budget: object,
+    limit: int | None,
+    excess: int,
 ) -> tuple[Profile, int]:
     """Returns the profile that all ranks plan with.
 
     Args:
         merged: What ranks measured, put together.
+        workload: The steps that the plan is for.
         start: The schedules that planning starts from.
         memory_budget: As configured.
         limit: Bytes that were there when a rank ran out of memory; None if none did.
@@ -258,7 +403,7 @@ def agreed_profile(
     Returns:
         The profile, and the bytes that steps may allocate, of which its budget may leave some free.
     """
-    merged = explain(merged)
+    merged = explain(workload.settle(merged))
     budget = merged.budget or 0
     margin = 0 if memory_budget is None else budget >> _MARGIN
     merged = limit_memory(merged, limit)

@@ -27,7 +27,7 @@ from lightning_deepcompile.plan.plan_file import Setting
 from lightning_deepcompile.plan.report import PassReport, Round, shortage_note
 from lightning_deepcompile.plan.state_trade import Planned
 from lightning_deepcompile.profile.peak_memory import PeakMemory
-from lightning_deepcompile.profile.probe import Run, StepProbe
+from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.program import Program
@@ -81,6 +81,8 @@ class Tuner:
     Attributes:
         rounds: What was done, round by round.
         profile: What the last round planned with.
+        skew_seconds: For how long the rank with the least work waits in a step for the one with the most, as measured
+            in the last round.
 
     Raises:
         PassError: If the configured passes do not exist or do not fit together.
@@ -127,6 +129,7 @@ class Tuner:
         self._retraces = False  # whether the training step is to be compiled anew
         self.rounds: list[Round] = []
         self.profile: Profile | None = None
+        self.skew_seconds = 0.0
         self._step = 0  # optimizer steps done
         self._boundary = False  # the optimizer has stepped since the last micro-batch
         self._round: Measurement | None = None  # the one under way, or the next one if it is known when that begins
@@ -135,6 +138,7 @@ class Tuner:
         self._attempts = 0
         self._probe: StepProbe | None = None
         self._previous: tuple[tuple[Pass, ...], tuple[Schedule, ...]] = (capture.passes, ())
+        self._ran: tuple[Schedule, ...] = ()  # those of the last profiled steps
         self._planned: tuple[Schedule, ...] = ()  # those of the plan in use, in the order in which they run
         self._limit: int | None = None  # bytes that were there when a rank ran out of memory
         self._excess = 0  # bytes that steps took beyond the budget, which their plan had kept
@@ -262,7 +266,7 @@ class Tuner:
             self._verify()
         if self._round is not None:
             self._probe = self._round.probe(moment, self._device, self._memory, self._runtime, self._capture)
-            if moment == OBSERVED:
+            if moment == OBSERVED and not self._round.repeats:
                 self._say(f"Measuring steps {self._step} and {self._step + 1}, to plan with their times.", logging.INFO)
             if moment in (OBSERVED, ISOLATED) and self._capture.progress is not None:
                 self._capture.progress(f"measuring, step {moment + 1}/2")
@@ -278,12 +282,12 @@ class Tuner:
     def _plan(self, measurement: Measurement) -> None:
         for executable in self._training():
             executable.swap(executable.program)
+        if on_any(not measurement.complete, self._group) and measurement.repeat():
+            return
         mine, error = attempt(lambda: self._measured(measurement))
         try:
-            seen = put_together(mine, error, self._group)
+            seen = put_together(mine, error, measurement.unknown, self._group)
         except ProfileError as failure:
-            if on_any(not measurement.paired, self._group) and measurement.repeat():
-                return
             self._attempts += 1
             level = logging.WARNING if self._passes or self._retracing.pending else logging.INFO
             self._say(f"No plan was made at step {self._step}, and training goes on as before: {failure}", level)
@@ -294,7 +298,10 @@ class Tuner:
             return
         self._attempts += 1
         chosen = self._config.memory_budget
-        profile, budget = agreed_profile(seen.profile, seen.start, chosen, self._limit, self._excess)
+        assert seen.workload is not None
+        measurement.workload, self.skew_seconds = seen.workload, seen.workload.skew
+        self._ran = seen.profile.schedules
+        profile, budget = agreed_profile(seen.profile, seen.workload, seen.start, chosen, self._limit, self._excess)
         self.profile = profile
         if seen.unequal:
             self._slow_ranks.suspect()
@@ -317,9 +324,16 @@ class Tuner:
         reports = [PassReport.of(effect) for effect in effects]
         times = profile.step_seconds, profile.exposed_seconds
         self.rounds.append(
-            Round(self._step, tuple(reports), budget, *times, before_peak_bytes=self._memory.highest or None)
+            Round(
+                self._step,
+                tuple(reports),
+                budget,
+                *times,
+                before_peak_bytes=self._memory.highest or None,
+                skew_seconds=self.skew_seconds,
+            )
         )
-        self._coverage.add(measurement.runs)
+        self._coverage.add(measurement.programs)
         self._previous = (self._capture.passes, self._planned)
         before = self._capture_schedules()
         self._run_plan(planned, self._passes)
@@ -389,8 +403,8 @@ class Tuner:
             host_room=self._host_room,
             states_travel=self._states.travel,
         )
-        new = self._coverage.adds(measurement.runs)
-        return Seen(profile, start, new, [self._retracing.seen(start)])
+        new = self._coverage.adds(measurement.programs)
+        return Seen(profile, start, new, [self._retracing.seen(start)], measurement.numbers())
 
     def _fastest(self, first: int, last: int) -> float:
         return 0.0 if self._round is None else self._round.fastest(first, last)
@@ -404,7 +418,7 @@ class Tuner:
         peak = None if most < 0 else int(most)
         before = self.rounds[-1].before_seconds
         assert self.profile is not None and self._round is not None
-        pair = self._round.compare(self._group)
+        pair = self._round.compare(self._group, self.profile, self._ran, self._planned)
         if pair is not None and pair[0] > 0:
             before, after = pair
         held = self.rounds[-1].passes[0].peak_bytes <= (self.profile.budget or 0) + self.profile.room
@@ -561,13 +575,13 @@ class Coverage:
         self._calls = calls
         return not self._contents(ran) <= self._known
 
-    def adds(self, runs: Iterable[Run]) -> bool:
-        """Returns whether a measured step, with its `runs`, ran a program that was not measured before."""
-        return not self._contents({run.program for run in runs}) <= self._known
+    def adds(self, names: Collection[str]) -> bool:
+        """Returns whether a measured step, which ran programs of these names, ran one that was not measured before."""
+        return not self._contents(names) <= self._known
 
-    def add(self, runs: Iterable[Run]) -> None:
-        """Marks the programs that a measured step ran as covered by a plan."""
-        self._known |= self._contents({run.program for run in runs})
+    def add(self, names: Collection[str]) -> None:
+        """Marks programs that measured steps ran as covered by a plan."""
+        self._known |= self._contents(names)
 
     def _contents(self, names: Collection[str]) -> set[str]:
         return {e.program.schedule.content for e in self._training() if e.program.name in names}
