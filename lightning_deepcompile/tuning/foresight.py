@@ -104,6 +104,8 @@ class Foresight:
             moves += self._retracing.moves()
         self.plan = plan = fit(Need({"passes": sizes[0]}, moves), budget, self._capture.config.rounding)
         self.need = replace(lean, spare=spare)
+        if not has_run and (back := self._retracing.take_back(step, plan, profile)) is not None:
+            return back
         if plan.retrace is not None:
             return self._retracing.anew(step, plan, profile)
         if plan.moved:

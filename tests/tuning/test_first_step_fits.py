@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import weakref
 from collections.abc import Sequence
@@ -111,6 +112,19 @@ def _check(mesh: DeviceMesh, seeds: Sequence[int]) -> None:
 
 def test_the_first_step_of_a_few_models_is_within_the_budget(mesh: DeviceMesh) -> None:
     _check(mesh, range(5))
+
+
+def test_what_frees_nothing_is_taken_back(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    """Recomputed operators save nothing here, as a feed-forward layer holds the most: it is computed in chunks."""
+    _, _, roomy = _first_step(mesh, 0, memory_budget="1TiB")
+    budget = roomy.least - (roomy.needed - roomy.least) // 10
+    with caplog.at_level(logging.INFO, "lightning_deepcompile"):
+        _, peak, plan = _first_step(mesh, 0, memory_budget=f"{budget}B", rounding="any")
+    assert plan.fits and peak <= budget
+    steps = [text for text in caplog.messages if text.endswith("from step 0 on.") or "no less memory so" in text]
+    assert [("cheap" in text, "no less" in text, "MLPs" in text) for text in steps] == [
+        (True, False, False), (False, True, False), (False, False, True)
+    ]  # fmt: skip
 
 
 @pytest.mark.extensive
