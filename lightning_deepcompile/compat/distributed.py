@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,12 @@ class AssignableDTensor(DTensor):
         """Returns such a DTensor with the same local tensor, a leaf that requires a gradient."""
         assert isinstance(tensor, DTensor)
         return cls(tensor._local_tensor, tensor._spec, requires_grad=tensor.is_floating_point())
+
+    @staticmethod
+    def __tensor_unflatten__(*parts: Any) -> AssignableDTensor:
+        made = DTensor.__tensor_unflatten__(*parts)
+        made.__class__ = AssignableDTensor  # a function that is compiled for it expects it again
+        return cast(AssignableDTensor, made)
 
     @property  # type: ignore[override]
     def data(self) -> Tensor:

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["FakeTensorMode", "fake_ranks", "fake_tensors", "mode_of"]
+__all__ = ["FakeTensorMode", "fake_ranks", "fake_tensors", "mode_of", "pretended"]
 
 
 def fake_tensors() -> FakeTensorMode:
@@ -44,3 +45,22 @@ def fake_ranks(count: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def pretended(group: dist.ProcessGroup, device_type: str) -> Iterator[DeviceMesh]:
+    """Makes a mesh of the ranks of `group`, whose collectives return at once and move nothing; all of them must call.
+
+    Args:
+        group: The ranks.
+        device_type: Of the mesh.
+    """
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 # registers the backend
+
+    ranks = dist.get_process_group_ranks(group)
+    made = dist.new_group(ranks, backend="fake", use_local_synchronization=True)
+    try:
+        # DTensor keeps what it found for a mesh, for all that equal it: those of another group must not.
+        yield DeviceMesh.from_group(made, device_type, mesh_dim_names=(made.group_name,))
+    finally:
+        dist.destroy_process_group(made)

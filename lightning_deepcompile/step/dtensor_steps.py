@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from lightning_deepcompile import compat
+from lightning_deepcompile.compat.fake import pretended
 from lightning_deepcompile.ranks.exchange import exchange
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.sharding.parameter import distribute_rows
@@ -37,7 +38,11 @@ def dtensor_problem(optimizer: Optimizer, ranks: Ranks) -> str:
     Raises:
         ValueError: On all ranks, if there is a problem and the class cannot step on one rank either.
     """
-    told = exchange(_problem(optimizer, ranks), ranks.group)
+    # First each rank by itself: if the class fails on one alone, on rows that others lack, these do not wait for it.
+    with pretended(ranks.shard_group, ranks.mesh.device_type) as mesh:
+        told = exchange(_problem(optimizer, Ranks(mesh), compares=False), ranks.group)
+    if not any(problem for problem, _ in told):
+        told = exchange(_problem(optimizer, ranks, compares=True), ranks.group)
     problem, may_step_alone = next((one for one in told if one[0]), ("", True))
     if problem and not may_step_alone:
         raise ValueError(
@@ -49,8 +54,14 @@ def dtensor_problem(optimizer: Optimizer, ranks: Ranks) -> str:
     return problem
 
 
-def _problem(optimizer: Optimizer, ranks: Ranks) -> tuple[str, bool]:
-    """Returns the problem with DTensors, and whether the class can step on one rank instead."""
+def _problem(optimizer: Optimizer, ranks: Ranks, *, compares: bool) -> tuple[str, bool]:
+    """Returns the problem with DTensors, and whether the class can step on one rank instead.
+
+    Args:
+        optimizer: Holds the module's parameters.
+        ranks: The ranks among which they are sharded.
+        compares: Whether results count, or only whether it fails.
+    """
     specimens = choose_specimens(optimizer, ranks.shards)
 
     def distribute(specimen: Specimen, whole: Tensor) -> Tensor:
@@ -65,6 +76,8 @@ def _problem(optimizer: Optimizer, ranks: Ranks) -> tuple[str, bool]:
         whole = None
     try:
         sharded = run(optimizer, specimens, steps=(), distribute=distribute)
+        if not compares:
+            return "", True
         values = {s: [compat.full_tensor(v) for v in sharded.values[s] if isinstance(v, DTensor)] for s in specimens}
     except CannotCopy:
         return "", True  # the first step shows it

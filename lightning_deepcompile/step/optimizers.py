@@ -125,8 +125,16 @@ def check_optimizer(optimizer: Optimizer, model: ShardedModel) -> None:
 def state_bytes(optimizer: Optimizer, device: torch.device) -> int:
     """Bytes of an optimizer's states on `device`, of this rank."""
     tensors = (value for entries in optimizer.state.values() for value in entries.values() if isinstance(value, Tensor))
-    local = (value.to_local() if isinstance(value, DTensor) else value for value in tensors)
-    return sum(tensor.nbytes for tensor in local if tensor.device == device)
+    return sum(part.nbytes for tensor in tensors for part in _parts(tensor) if part.device == device)
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields the plain tensors that one consists of: rows of a DTensor, codes and scales of a quantised one."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _parts(getattr(tensor, name))
+    else:
+        yield tensor
 
 
 class LocalShards:
@@ -244,9 +252,9 @@ class LocalShards:
 
     def _dtensor_gradient(self, parameter: Tensor) -> Tensor | None:
         gradient = parameter.grad
-        if gradient is None or isinstance(gradient, DTensor):
-            return gradient
-        return replicated(gradient, self._model.ranks)
+        if isinstance(gradient, DTensor):  # of PyTorch's class, as the class was tested on, and compilers expect
+            return compat.with_local(gradient, compat.local_of(gradient))
+        return None if gradient is None else replicated(gradient, self._model.ranks)
 
     @contextlib.contextmanager
     def calling(self, after: Callable[[], None]) -> Iterator[None]:
@@ -263,6 +271,7 @@ class LocalShards:
             yield
         finally:
             self.restore()
+        self._share_draws()
         after()
 
     def show_states(self) -> None:
@@ -379,7 +388,22 @@ class LocalShards:
         if self._parts is not None:
             self._parts.finish()
         self.restore()
+        self._share_draws()
         self._after_step()
+
+    @torch.no_grad()
+    def _share_draws(self) -> None:
+        """Gives all ranks that have stepped on a tensor the first one's result, if steps draw random numbers."""
+        if not self.ways.draws:
+            return
+        ranks = self._model.ranks
+        for parameter in (parameter for group in self._held().param_groups for parameter in group["params"]):
+            sharded = self._model.by_parameter.get(parameter)
+            own, group = (parameter, ranks.group) if sharded is None else (sharded.local, ranks.replica_group)
+            if group is not None and own.numel():
+                first = own.detach().clone()  # shards may live in host memory
+                dist.broadcast(first, group=group, group_src=0)
+                own.copy_(first)
 
     def _mean(self, result: Any) -> Any:
         """Returns the mean of what the ranks' closures return, over those that return a number; anything else as is."""

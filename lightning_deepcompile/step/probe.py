@@ -34,7 +34,18 @@ from torch.optim import Optimizer
 
 from lightning_deepcompile.step.specimens import Communicates, Copy, Specimen, Watch, watched
 
-__all__ = ["Findings", "Run", "agree", "choose_specimens", "first_rows", "named", "probe", "run", "small_shape"]
+__all__ = [
+    "Findings",
+    "Run",
+    "agree",
+    "choose_specimens",
+    "first_rows",
+    "may_draw",
+    "named",
+    "probe",
+    "run",
+    "small_shape",
+]
 
 _SMALL = {1: 24, 2: 24, 3: 12}  # most elements of a dimension, by the number of dimensions
 _SMALLER = 8  # with more dimensions
@@ -56,21 +67,30 @@ class Findings:
     """The findings about one parameter group.
 
     Args:
-        elementwise: Steps on rows come to the same as those on tensors.
-        by_tensor: Steps on a tensor alone come to the same as those on all.
-        why_not: The reasons why it is not element-wise, and why it does not step tensor by tensor.
+        why_not: The reasons why steps on rows do not come to the same as those on tensors.
+        coupling: Those of them why steps on a tensor alone do not come to the same as those on all.
+        draws: Its steps draw random numbers, or may do so.
     """
 
-    elementwise: bool = True
-    by_tensor: bool = True
     why_not: list[str] = field(default_factory=list)
+    coupling: list[str] = field(default_factory=list)
+    draws: bool = True
+
+    @property
+    def elementwise(self) -> bool:
+        """Returns whether steps on rows come to the same as those on tensors."""
+        return not self.why_not
+
+    @property
+    def by_tensor(self) -> bool:
+        """Returns whether steps on a tensor alone come to the same as those on all."""
+        return not self.coupling
 
     def refuse(self, reason: str, *, by_tensor: bool = False) -> None:
         """Records that the group is not element-wise, or does not even step tensor by tensor."""
-        self.elementwise = False
-        self.by_tensor &= not by_tensor
-        if reason not in self.why_not:
-            self.why_not.append(reason)
+        for reasons in (self.why_not, self.coupling) if by_tensor else (self.why_not,):
+            if reason not in reasons:
+                reasons.append(reason)
 
 
 @dataclass(eq=False)
@@ -122,6 +142,7 @@ def probe(optimizer: Optimizer, shards: int) -> list[Findings]:
             finding.refuse(f"a copy of it fails on small tensors ({named(error)})", by_tensor=True)
         return findings
     for finding in findings:
+        finding.draws = bool(whole.watch.draws)
         if scale is None:
             finding.refuse("what it does to large tensors does not show on small ones", by_tensor=True)
         elif unknown:
@@ -138,8 +159,16 @@ def probe(optimizer: Optimizer, shards: int) -> list[Findings]:
     for likeness, finding in zip(likenesses, findings, strict=True):
         first = together.setdefault(likeness, finding)
         for reason in finding.why_not:
-            first.refuse(reason, by_tensor=not finding.by_tensor)
+            first.refuse(reason, by_tensor=reason in finding.coupling)
     return [together[likeness] for likeness in likenesses]
+
+
+def may_draw(optimizer: Optimizer) -> bool:
+    """Returns whether steps of an optimizer draw random numbers, or may do so."""
+    try:
+        return bool(_first_run(optimizer, choose_specimens(optimizer, 1))[0].watch.draws)
+    except Exception:
+        return True
 
 
 def choose_specimens(optimizer: Optimizer, shards: int, scale: int = 1) -> list[Specimen]:
@@ -416,14 +445,17 @@ def _telling_scale(optimizer: Optimizer, shards: int) -> tuple[int | None, str]:
         for index in range(len(optimizer.param_groups))
         for parameter in _distinct(optimizer, index)
     }
+    found: list[list[str]] = []
     try:
         whole = _operations(optimizer, shapes)
         for scale in _SCALES_OF_SIZES:
-            if _operations(optimizer, {p: small_shape(p, shards, scale) for p in shapes}) == whole:
+            found.append(_operations(optimizer, {p: small_shape(p, shards, scale) for p in shapes}))
+            if found[-1] == whole:
                 return scale, ""
+        whole = _operations(optimizer, shapes)  # again: a first step may make tables that all of a class share
+        return next((scale for scale, one in zip(_SCALES_OF_SIZES, found, strict=True) if one == whole), None), ""
     except Exception as error:
         return _SCALES_OF_SIZES[1], f"its operations on large tensors are not known ({named(error)})"
-    return None, ""
 
 
 def _shards_step_differently(optimizer: Optimizer, index: int, shards: int) -> bool:
@@ -460,9 +492,19 @@ def _operations(optimizer: Optimizer, shapes: Mapping[Tensor, tuple[int, ...]]) 
 
     watch = Watch()
     own = Copy(optimizer, tensors, keep_states=bool(optimizer.state))
+    for group in own.optimizer.param_groups if _steps_by_pytorch(optimizer) else ():
+        # They choose kernels of the same arithmetic, and are refused for tensors without memory.
+        group.update({name: False for name in ("fused", "capturable") if group.get(name)})
     with watched(torch.device("cpu"), watch):
         _take_steps(own, lambda: own.step(set_gradients, torch.tensor(1.0)), lambda number: None, None)
     return watch.operations
+
+
+def _steps_by_pytorch(optimizer: Optimizer) -> bool:
+    """Returns whether a class is derived from one of PyTorch's, or wraps one."""
+    held = [optimizer, *(one for one in vars(optimizer).values() if isinstance(one, Optimizer))]
+    kinds = {kind for one in held for kind in type(one).__mro__} - {Optimizer}
+    return any(kind.__module__.startswith("torch.optim.") for kind in kinds)
 
 
 def _rows_of(shape: tuple[int, ...], shards: int, *, last: bool) -> tuple[int, ...]:

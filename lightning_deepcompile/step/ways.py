@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_deepcompile.ranks.exchange import exchange, raise_together
 from lightning_deepcompile.sharding.shards import ShardedModel
 from lightning_deepcompile.step.dtensor_steps import dtensor_problem
-from lightning_deepcompile.step.probe import probe
+from lightning_deepcompile.step.probe import may_draw, probe
 
 __all__ = ["Decision", "OptimizerWays", "Way", "couples_tensors", "is_elementwise", "ways_of"]
 
@@ -44,11 +44,13 @@ class Decision:
         way: The way.
         reason: The reason, in words.
         together: With `Way.OWNERS`: one rank owns all tensors, as they affect each other.
+        draws: The optimizer's steps draw random numbers, or may do so: ranks that step on the same tensor part.
     """
 
     way: Way
     reason: str
     together: bool = False
+    draws: bool = False
 
 
 # They update each element of their parameters by itself. Subclasses may do anything.
@@ -106,13 +108,14 @@ def ways_of(optimizer: Optimizer, shards: int = 2) -> list[Decision]:
     if _inherits_steps(type(optimizer)):
         return [Decision(Way.SHARDS, "element-wise, by PyTorch's own code")] * len(optimizer.param_groups)
     findings = probe(optimizer, shards)
+    draws = any(finding.draws for finding in findings)
     if not all(finding.elementwise or finding.by_tensor for finding in findings):
-        reasons = dict.fromkeys(finding.why_not[-1] for finding in findings if not finding.by_tensor)
-        return [Decision(Way.DTENSORS, "; ".join(reasons))] * len(findings)
+        reasons = dict.fromkeys(finding.coupling[0] for finding in findings if finding.coupling)
+        return [Decision(Way.DTENSORS, "; ".join(reasons), draws=draws)] * len(findings)
     return [
-        Decision(Way.SHARDS, "element-wise, as its steps on small tensors show")
+        Decision(Way.SHARDS, "element-wise, as its steps on small tensors show", draws=draws)
         if finding.elementwise
-        else Decision(Way.OWNERS, finding.why_not[0])
+        else Decision(Way.OWNERS, finding.why_not[0], draws=draws)
         for finding in findings
     ]
 
@@ -157,6 +160,11 @@ class OptimizerWays:
         """Returns whether one rank owns all tensors."""
         return any(decision.together for decision in self.decisions())
 
+    @property
+    def draws(self) -> bool:
+        """Returns whether steps draw random numbers, so that ranks that step on the same tensor part."""
+        return any(decision.draws for decision in self.decisions())
+
     def describe(self) -> str:
         """Returns how the optimizer steps and why, in one line."""
         optimizer = self._optimizer()
@@ -173,7 +181,9 @@ class OptimizerWays:
 
     def _decide(self, optimizer: Optimizer) -> list[Decision]:
         if self._ranks.shards == 1:
-            return [Decision(Way.SHARDS, "each rank holds all rows")] * len(optimizer.param_groups)
+            draws = not _inherits_steps(type(optimizer)) and self._ranks.replicas > 1 and may_draw(optimizer)
+            draws = any(exchange(draws, self._ranks.group))
+            return [Decision(Way.SHARDS, "each rank holds all rows", draws=draws)] * len(optimizer.param_groups)
         began = time.perf_counter()
         with raise_together(f"Probing how {type(optimizer).__name__} steps", self._ranks.group):
             mine = ways_of(optimizer, self._ranks.shards)
@@ -183,11 +193,11 @@ class OptimizerWays:
         everybody = exchange(mine, self._ranks.group)
         decisions = everybody[0]
         if any([d.way for d in one] != [d.way for d in decisions] for one in everybody):
-            decisions = [Decision(Way.DTENSORS, "ranks found different ways")] * len(mine)
+            decisions = [Decision(Way.DTENSORS, "ranks found different ways", draws=True)] * len(mine)
         if any(decision.way is Way.DTENSORS for decision in decisions):
             reason = decisions[0].reason
             problem = dtensor_problem(optimizer, self._ranks)
             if problem:
                 why = f"{reason}; on DTensors {problem}; so the first of {self._ranks.shards} ranks steps on all"
-                decisions = [Decision(Way.OWNERS, why, together=True)] * len(mine)
+                decisions = [Decision(Way.OWNERS, why, together=True, draws=decisions[0].draws)] * len(mine)
         return decisions

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from lightning_deepcompile import compat
 from lightning_deepcompile.compat import checkpoint, fsdp
 from lightning_deepcompile.compat import lightning as compat_lightning
-from lightning_deepcompile.compat.fake import FakeTensorMode, fake_ranks, fake_tensors, mode_of
+from lightning_deepcompile.compat.fake import FakeTensorMode, fake_ranks, fake_tensors, mode_of, pretended
 
 FOLDER = Path(compat.__file__).parent
 # Named for an `isinstance`, an annotation or a base class, or exercised by every test of training.
@@ -475,6 +475,24 @@ def _fakes() -> None:
         with pytest.raises(RuntimeError, match="a process group already"), fake_ranks(2):
             pass
     assert not dist.is_initialized()
+
+
+def test_pretended_ranks_stand_where_the_real_ones_do_and_wait_for_nobody() -> None:
+    run_ranks(_pretends, 2)
+
+
+def _pretends() -> None:
+    join("cpu")
+    real = init_device_mesh("cpu", (2,))
+    for _ in range(2):
+        with pretended(dist.group.WORLD, "cpu") as mesh:
+            assert mesh.size() == 2 and mesh.get_local_rank() == dist.get_rank()
+            if dist.get_rank() == 1:  # alone
+                rows = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], run_check=False)
+                assert rows.shape == (4, 3) and rows.sum().full_tensor().item() == 6  # nobody else adds anything
+        dist.new_group([0, 1])
+        rows = DTensor.from_local(torch.ones(2, 3), real, [Shard(0)], run_check=False)
+        assert rows.sum().full_tensor().item() == 12
 
 
 # Lightning ------------------------------------------------------------------------------------------------------------

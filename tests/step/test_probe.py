@@ -279,10 +279,55 @@ class Changed(torch.optim.SGD):
         return result
 
 
+class Tabled(Lars):
+    """Makes a table in the first step on a large tensor, for all objects of the class."""
+
+    table: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        large = [p for group in self.param_groups for p in group["params"] if p.numel() > 1000]
+        if large and Tabled.table is None:
+            Tabled.table = torch.linspace(0, 1, 8)
+        result = super().step(closure)
+        for p in large:
+            p.mul_(0.9)
+        return result
+
+
+def test_what_a_class_does_once_is_not_taken_for_a_threshold() -> None:
+    tensors = [nn.Parameter(torch.randn(70, 80)), nn.Parameter(torch.randn(9))]
+    assert [decision.way for decision in ways_of(Tabled(tensors))] == [Way.OWNERS]
+
+
+def test_the_reason_for_dtensors_is_why_tensors_are_coupled() -> None:
+    (decision,) = ways_of(Made([nn.Parameter(torch.randn(40, 30)), nn.Parameter(torch.randn(9))], Recipe("all")))
+    assert decision.way is Way.DTENSORS and decision.reason == "tensors affect each other"
+
+
 def test_subclasses_that_change_nothing_are_as_their_base() -> None:
     tensors = [nn.Parameter(torch.randn(40, 30)), nn.Parameter(torch.randn(9))]
     assert [decision.way for decision in ways_of(Named(tensors, fused=True))] == [Way.SHARDS]
     assert [decision.way for decision in ways_of(Changed(tensors, lr=0.1))] == [Way.OWNERS]
+
+
+class Decays(torch.optim.AdamW):
+    """Calls the step of its base, and adds something."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            p.mul_(0.99)
+        return loss
+
+
+def test_kernels_that_pytorchs_classes_choose_are_not_known_without_memory_and_hide_nothing() -> None:
+    tensors = [nn.Parameter(torch.randn(40, 30)), nn.Parameter(torch.randn(9))]
+    for make in (Decays, lambda p, **kw: Sam(p, base=torch.optim.AdamW, lr=0.1, **kw)):
+        found = [ways_of(make(tensors, fused=fused)) for fused in (False, True)]
+        assert found[0] == found[1]
+    assert [decision.way for decision in ways_of(Decays(tensors, fused=True))] == [Way.SHARDS]
 
 
 def test_rates_of_zero_and_unstarted_warmup_hide_nothing() -> None:

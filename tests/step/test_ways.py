@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import time
+import unittest
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -11,8 +14,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Base, Mlp, assert_close, assert_same_training, train
-from multiprocess import join, run_ranks
+from cases import Base, Mlp, assert_close, assert_same_training, full, train
+from multiprocess import RankError, join, run_ranks
 from optimizers import GlobalClip, Lion, Sam, SignSam
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,10 +40,32 @@ def prodigy(module: Any) -> Any:
     return Prodigy(module.parameters(), lr=1.0, d0=1e-2)
 
 
+@torch.compile(backend="aot_eager", fullgraph=True, dynamic=False)
+def _compiled(p: Tensor, gradient: Tensor, factor: Tensor) -> None:
+    p.sub_(gradient * factor)
+
+
+class CompiledClip(GlobalClip):
+    """Its arithmetic is compiled, as of many packages' classes."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        factor = 0.01 / torch.stack([p.grad.norm() for p in held]).norm().clamp(min=0.1)
+        for p in held:
+            if p.dim() == 2:
+                _compiled(p, p.grad, factor)  # of few shapes
+            else:
+                p.sub_(p.grad * factor)
+        return loss
+
+
 MAKERS: dict[str, tuple[Callable[[Any], Any], Way, bool]] = {
     "lion": (lambda m: Lion(m.parameters()), Way.SHARDS, True),
     "sign sam": (lambda m: SignSam(m.parameters()), Way.SHARDS, True),
     "global clip": (lambda m: GlobalClip(m.parameters()), Way.DTENSORS, True),
+    "compiled": (lambda m: CompiledClip(m.parameters()), Way.DTENSORS, True),
     "sam": (lambda m: Sam(m.parameters(), lr=0.1, momentum=0.9), Way.DTENSORS, True),
     "prodigy": (prodigy, Way.OWNERS, False),
 }
@@ -229,6 +254,28 @@ class _AsksOthersOnOneRank(torch.optim.Optimizer):
                 parameter.data -= parameter.grad
 
 
+class _Broken(torch.optim.SGD):
+    """Cannot step anywhere."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError("no kernel for such a step")
+
+
+class _TwiceByNumpy(Sam):
+    """Evaluates its closure twice, and leaves PyTorch."""
+
+    def _grad_norm(self) -> Tensor:
+        return torch.tensor(sum(float((p.grad.numpy() ** 2).sum()) for p in self.param_groups[0]["params"])).sqrt()
+
+
+class _Slow(Lion):
+    """Takes its time."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        time.sleep(0.03)
+        return super().step(closure)
+
+
 def _alone() -> tuple[list[str], float | None]:
     """Errors of optimizers that one rank refuses; and the loss of a step whose closure returns one on rank 0 alone."""
     join("cpu")
@@ -239,6 +286,13 @@ def _alone() -> tuple[list[str], float | None]:
         with pytest.raises((ValueError, RuntimeError)) as raised:
             engine.attach_optimizer(kind(engine.module.parameters()))
         errors.append(str(raised.value))
+    for make in (_Broken, _TwiceByNumpy):
+        with pytest.raises(ValueError) as refused:
+            engine.attach_optimizer(make(engine.module.parameters(), lr=0.1))
+        errors.append(str(refused.value))
+    with unittest.TestCase().assertLogs("lightning_deepcompile", "INFO") as heard:
+        engine.attach_optimizer(_Slow(engine.module.parameters()))
+    errors.append("\n".join(heard.output))
     optimizer = GlobalClip(engine.module.parameters())
     engine.attach_optimizer(optimizer)
 
@@ -253,8 +307,137 @@ def _alone() -> tuple[list[str], float | None]:
     return errors, None if loss is None else loss.item()
 
 
+class _LeavesOnce(GlobalClip):
+    """One rank raises where the others wait for its part of a norm."""
+
+    rank: int | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        if dist.get_rank() == _LeavesOnce.rank:
+            raise ArithmeticError("this rank gives up")
+        return super().step(closure)
+
+
+class _Leaves(Mlp):
+    def on_train_start(self) -> None:
+        _LeavesOnce.rank = 1
+
+    def configure_optimizers(self) -> Any:
+        return _LeavesOnce(self.parameters())
+
+
+def _leave() -> None:
+    strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
+    train(_Leaves, strategy, world_size=2, rank=int(os.environ["RANK"]), steps=3)
+
+
+def test_a_class_that_raises_within_a_step_on_dtensors_ends_all_ranks() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match="this rank gives up") as caught:
+        run_ranks(_leave, 2)
+    assert "was still running" not in str(caught.value), "the other rank did not notice by itself"
+    assert time.monotonic() - start < 150
+
+
+class _Largest(torch.optim.Optimizer):
+    """Clips by the largest element of all gradients, for which DTensors have no answer where a rank has no rows."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        held = [p for group in self.param_groups for p in group["params"]]
+        largest = torch.stack([p.grad.max() for p in held]).max()
+        for p in held:
+            p.sub_(p.grad * (0.1 / largest.clamp(min=1)))
+        return loss
+
+
+class _OneRow(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.value = nn.Embedding(61, 8), nn.Linear(8, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.value(self.embed(batch)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return _Largest(self.parameters())
+
+
+def _largest() -> Any:
+    strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
+    rank = int(os.environ["RANK"])
+    return train(_OneRow, strategy, world_size=2, rank=rank, steps=3, inspect=lambda t: t.strategy.summary())
+
+
+def test_a_class_that_fails_on_a_rank_without_rows_is_found_out_before_the_others_wait() -> None:
+    alone = train(_OneRow, "auto", world_size=1, rank=0, steps=3, data_world=2)
+    for record in run_ranks(_largest, 2, timeout=100):
+        assert_same_training(record, alone, params=True)
+        assert "on DTensors it fails" in str(record.extra)
+
+
+class _Noisy(torch.optim.Optimizer):
+    """Steps of random length, element by element or by the norm of each tensor."""
+
+    def __init__(self, params: Any, *, by_norm: bool) -> None:
+        super().__init__(params, {"by_norm": by_norm})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                size = 1 + p.grad.norm() if group["by_norm"] else 1
+                p.sub_(p.grad / size * torch.rand_like(p))
+
+
+class _Scaled(_Line):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return super().training_step(x) * self.scale
+
+
+def _draws() -> list[Any]:
+    """Parameters after two steps of a class that draws random numbers, on meshes of replicas and shards."""
+    join("cpu")
+    found = []
+    for shape, by_norm in (((2, 2), False), ((2, 2), True), ((4, 1), True)):
+        mesh, config = init_device_mesh("cpu", shape), CompileConfig(region_backend="eager")
+        torch.manual_seed(1)
+        engine = Engine(_Scaled(), mesh, config, timeout=timedelta(seconds=20))
+        optimizer = _Noisy(engine.module.parameters(), by_norm=by_norm)
+        engine.attach_optimizer(optimizer)
+        torch.manual_seed(dist.get_rank())
+        for _ in range(2):
+            optimizer.zero_grad()
+            engine.backward(engine.run_step("training_step", torch.ones(4, 3)).backward)
+            with engine.stepping(optimizer):
+                optimizer.step()
+        found.append([full(p) for p in engine.module.parameters()])
+        engine.close()
+    return found
+
+
+def test_ranks_that_step_on_the_same_tensors_agree_on_random_numbers() -> None:
+    first, *others = run_ranks(_draws, 4)
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
+
+
 def test_what_one_rank_alone_refuses_or_returns_keeps_no_other_waiting() -> None:
-    ((lbfgs, asks), loss), ((own_lbfgs, own_asks), nothing) = run_ranks(_alone, 2, timeout=100)
+    ((lbfgs, asks, *others), loss), ((own_lbfgs, own_asks, *_), nothing) = run_ranks(_alone, 2, timeout=100)
     assert "failed on rank 1: ValueError" in lbfgs and "failed on rank 1: ValueError" in asks
     assert "flat vectors" in own_lbfgs and "communicat" in own_asks
     assert loss is not None and nothing is None
+    broken, twice, slow = others
+    assert broken.startswith("_Broken is not element-wise") and "no kernel for such a step" in broken
+    assert twice.startswith("_TwiceByNumpy is not element-wise") and "numpy" in twice
+    assert "use an optimizer that updates each tensor by itself" in broken and "torch.zeros_like(parameter)" in twice
+    assert re.search(r"Probing how _Slow steps took \d+\.\d s", slow)
