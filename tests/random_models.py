@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -196,40 +194,32 @@ def batches(spec: Spec, world_size: int) -> list[Tensor]:
     return [torch.randint(0, VOCAB, (ROWS * world_size, LENGTH), generator=generator) for _ in range(STEPS)]
 
 
-_layers = st.tuples(st.sampled_from(sorted(LAYERS)), st.sampled_from(SIZES))
+def _operation(choose: random.Random, leaves: list[int]) -> Op:
+    """A layer, or a group of chains while the step has less than four layers."""
+    leaves[0] += 1
+    if leaves[0] > 4 or choose.random() < 0.6:
+        return choose.choice(sorted(LAYERS)), choose.choice(SIZES)
+    leaves[0] -= 1
+    chains = [[_operation(choose, leaves) for _ in range(choose.randint(1, 3))] for _ in range(choose.randint(1, 2))]
+    return choose.choice(GROUPS), tuple(map(tuple, chains))
 
 
-def _grouped(inner: st.SearchStrategy[Op]) -> st.SearchStrategy[Op]:
-    chain = st.lists(inner, min_size=1, max_size=3).map(tuple)
-    return st.tuples(st.sampled_from(GROUPS), st.lists(chain, min_size=1, max_size=2).map(tuple))
+def _spec(number: int) -> Spec:
+    choose = random.Random(number)
+    return Spec(
+        ops=tuple(_operation(choose, [0]) for _ in range(choose.randint(2, 5))),
+        seed=number,
+        frozen=tuple(choose.randint(0, 99) for _ in range(choose.randint(0, 4))),
+        ties=tuple((choose.randint(0, 20), choose.randint(0, 20)) for _ in range(choose.randint(0, 2))),
+        unused=choose.random() < 0.5,
+        broken=choose.choice([None, choose.randint(0, 5)]),
+    )
 
 
-_specs = st.builds(
-    Spec,
-    ops=st.lists(st.recursive(_layers, _grouped, max_leaves=4), min_size=2, max_size=5).map(tuple),
-    seed=st.integers(0, 999),
-    frozen=st.lists(st.integers(0, 99), max_size=4).map(tuple),
-    ties=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=2).map(tuple),
-    unused=st.booleans(),
-    broken=st.none() | st.integers(0, 5),
-)
-
-
-@functools.cache
 def specs(count: int) -> list[Spec]:
-    """`count` different models, the same ones every time.
+    """`count` models, the same ones every time and everywhere: a model's seed is its number.
 
     Args:
         count: How many.
     """
-    found: dict[Spec, None] = {}
-
-    @settings(max_examples=3 * count, derandomize=True, database=None, deadline=None,
-              phases=[Phase.generate], suppress_health_check=list(HealthCheck))  # fmt: skip
-    @given(_specs)
-    def collect(spec: Spec) -> None:
-        found[spec] = None
-
-    collect()
-    distance = len(found) / count  # what follows another is often nearly the same
-    return [list(found)[int(number * distance)] for number in range(count)]
+    return list(map(_spec, range(count)))

@@ -223,22 +223,22 @@ def _train_all(runs: list[Run]) -> dict[Run, Record | str]:
     for run in runs:
         forced, case, accumulate, stage, setting = run
         build = functools.partial(uncompiled, FORCED[case]) if forced else BY_ITSELF[case]
-        # Of so few compilations, models that come later find those of earlier ones in the functions that they share.
-        torch._dynamo.config.recompile_limit = 3
         config = CompileConfig(region_backend="eager", **COMPILE.get(setting, {}))
         strategy = DeepCompileStrategy(stage=stage, compile=config)
-        try:
-            results[run] = train(
-                build,
-                strategy,
-                world_size=int(os.environ["WORLD_SIZE"]),
-                rank=int(os.environ["RANK"]),
-                accumulate=accumulate,
-                inspect=lambda trainer: trainer.strategy.summary(),
-                **TRAINER.get(setting, {}),
-            )
-        except Exception:
-            results[run] = traceback.format_exc()
+        # Of so few compilations, models that come later find those of earlier ones in the functions that they share.
+        with torch._dynamo.config.patch(recompile_limit=3):
+            try:
+                results[run] = train(
+                    build,
+                    strategy,
+                    world_size=int(os.environ["WORLD_SIZE"]),
+                    rank=int(os.environ["RANK"]),
+                    accumulate=accumulate,
+                    inspect=lambda trainer: trainer.strategy.summary(),
+                    **TRAINER.get(setting, {}),
+                )
+            except Exception:
+                results[run] = traceback.format_exc()
     return results
 
 

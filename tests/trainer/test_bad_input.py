@@ -154,19 +154,19 @@ REFUSED: dict[str, tuple[type[Base], str]] = {
 def _refusals() -> dict[str, tuple[str, float]]:
     """The error of every model, on this rank, and the seconds until it came."""
     errors = {}
-    torch._dynamo.config.recompile_limit = 3
-    for name, (build, _) in REFUSED.items():
-        start = time.monotonic()
-        try:
-            train(
-                build,
-                DeepCompileStrategy(timeout=timedelta(seconds=60), compile=CompileConfig(region_backend="eager")),
-                world_size=2,
-                rank=int(os.environ["RANK"]),
-                steps=8,
-            )
-        except Exception as error:
-            errors[name] = (f"{type(error).__name__}: {error}", time.monotonic() - start)
+    with torch._dynamo.config.patch(recompile_limit=3):
+        for name, (build, _) in REFUSED.items():
+            start = time.monotonic()
+            try:
+                train(
+                    build,
+                    DeepCompileStrategy(timeout=timedelta(seconds=60), compile=CompileConfig(region_backend="eager")),
+                    world_size=2,
+                    rank=int(os.environ["RANK"]),
+                    steps=8,
+                )
+            except Exception as error:
+                errors[name] = (f"{type(error).__name__}: {error}", time.monotonic() - start)
     return errors
 
 
