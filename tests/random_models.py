@@ -217,7 +217,7 @@ def _spec(number: int) -> Spec:
 
 
 def specs(count: int) -> list[Spec]:
-    """`count` models, the same ones every time and everywhere: a model's seed is its number.
+    """Returns `count` models, the same ones every time and everywhere: a model's seed is its number.
 
     Args:
         count: How many.

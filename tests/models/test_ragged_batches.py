@@ -14,10 +14,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from cases import full
 from multiprocess import join, run_ranks
 from random_models import LENGTH, VOCAB, Model, Spec, specs
-from torch import Tensor, nn
+from random_training import assert_trains_alike
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_deepcompile.config import CompileConfig
@@ -42,44 +42,6 @@ def ragged(spec: Spec, world_size: int) -> list[list[Tensor]]:
     return [[torch.randint(0, VOCAB, sizes(), generator=generator) for _ in range(world_size)] for _ in range(STEPS)]
 
 
-def _sgd(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.05)
-
-
-def _close(actual: Tensor | None, expected: Tensor | None, name: str) -> None:
-    """Compares in double precision: many gradients are zero except for rounding, as of a bias before a norm."""
-    if actual is None or expected is None:  # where no rank has one, or all have zeros
-        actual = torch.zeros_like(expected) if actual is None and expected is not None else actual
-        expected = torch.zeros_like(actual) if expected is None and actual is not None else expected
-    if actual is not None:
-        torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-10, msg=lambda m: f"{name}: {m}")
-
-
-def _compare(steps: list[list[Tensor]], engine: Engine, reference: Model) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    optimizer, expected_optimizer = _sgd(engine.module), _sgd(reference)
-    engine.attach_optimizer(optimizer)
-    for step, parts in enumerate(steps):
-        expected = sum(reference.training_step(part) for part in parts) / world
-        engine.drop_stale_gradients()
-        actual = engine.run_step("training_step", parts[rank])
-        optimizer.zero_grad()
-        expected_optimizer.zero_grad()
-        expected.backward()
-        engine.backward(actual.backward)
-        mean = actual.detach().clone()
-        dist.all_reduce(mean)
-        _close(mean / world, expected.detach(), f"loss of step {step}")
-        ours = dict(engine.module.named_parameters())
-        for name, parameter in reference.named_parameters():
-            _close(full(ours[name].grad), parameter.grad, f"step {step}, gradient of {name}")
-        optimizer.step()
-        engine.parameters_changed()
-        expected_optimizer.step()
-    for name, parameter in reference.named_parameters():
-        _close(full(ours[name]), parameter.detach(), name)
-
-
 def _fails(spec: Spec, parts: list[list[Tensor]], backend: str, stage: int) -> tuple[str, int]:
     """The ranks' errors in training, "" if there is none, and how often ranks took turns; the same on all of them."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -88,7 +50,7 @@ def _fails(spec: Spec, parts: list[list[Tensor]], backend: str, stage: int) -> t
     try:
         config = CompileConfig(region_backend=backend)
         engine = Engine(copy.deepcopy(reference), mesh, config, stage=stage, timeout=timedelta(seconds=40))
-        _compare(parts, engine, reference)
+        assert_trains_alike(engine, reference, parts, lr=0.05, rtol=1e-7, none_is_zero=True)
     except Exception:
         error = traceback.format_exc()
     errors: list[str] = [""] * dist.get_world_size()
