@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_deepcompile.checkpoint.background import BackgroundSaves
 from lightning_deepcompile.checkpoint.file import FileCheckpointIO, can_resume, explain_weights_only
 from lightning_deepcompile.checkpoint.fingerprint import fingerprint
-from lightning_deepcompile.checkpoint.location import META, find_kind
+from lightning_deepcompile.checkpoint.location import META, find_kind, local_path
 from lightning_deepcompile.checkpoint.module_state import (
     full_state_dict,
     load_state_dict,
@@ -227,11 +227,12 @@ class Checkpoints:
         with raise_together(f"Saving the checkpoint {os.fspath(path)!r}"):  # apart: all check before one writes
             if strategy.is_global_zero:
                 inner = _innermost(strategy.checkpoint_io)
-                foreign = not isinstance(inner, FileCheckpointIO)  # ours replaces anything
+                # Ours replaces anything on this machine.
+                replaces = isinstance(inner, FileCheckpointIO) and local_path(path) is not None
                 if isinstance(inner, FileCheckpointIO) and inner is not strategy.checkpoint_io:
                     self._stand_in(checkpoint, path, inner.last_whole)
                 self._saves += 1
-                with set_aside(path) if kind == "sharded" and foreign else contextlib.nullcontext():
+                with set_aside(path) if kind == "sharded" and not replaces else contextlib.nullcontext():
                     strategy.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=None)
 
     def load(self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:

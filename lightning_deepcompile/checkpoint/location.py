@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 from pathlib import Path
 from typing import Literal
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-__all__ = ["META", "find_kind", "is_part_of_checkpoint", "local_path"]
+from lightning_deepcompile.checkpoint.writer import WRITER
+
+__all__ = ["META", "SAVE_FOLDER", "find_kind", "is_part_of_checkpoint", "local_path"]
 
 META = "meta.pt"
 """In a sharded checkpoint: everything that is neither the model nor an optimizer. It is written last."""
+
+SAVE_FOLDER = re.compile(rf"save-{WRITER}")
+"""Matches names of folders in remote checkpoints, each with the files of one save."""
 
 
 def local_path(path: str | os.PathLike[str]) -> Path | None:
@@ -34,4 +40,8 @@ def find_kind(path: str | os.PathLike[str]) -> Literal["file", "sharded", "direc
 
 def is_part_of_checkpoint(name: str) -> bool:
     """Returns whether a file of this name in a directory belongs to a sharded checkpoint, and not to the user."""
-    return name in (META, ".metadata", ".metadata.tmp") or name.endswith(".distcp")
+    return (
+        name in (META, ".metadata", ".metadata.tmp")
+        or name.endswith(".distcp")
+        or SAVE_FOLDER.fullmatch(name) is not None
+    )

@@ -6,6 +6,7 @@ The keys are those of Lightning's FSDP strategy, ``model.*`` and ``optimizer_{i}
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
@@ -31,9 +32,17 @@ from torch.futures import Future
 from lightning_deepcompile.checkpoint.background import BackgroundSaves, copy_to_host
 from lightning_deepcompile.checkpoint.disk_space import bytes_of, no_space, no_space_in
 from lightning_deepcompile.checkpoint.file import open_synced
-from lightning_deepcompile.checkpoint.location import META, local_path
+from lightning_deepcompile.checkpoint.location import META, find_kind, local_path
 from lightning_deepcompile.checkpoint.module_state import CURRENT_STATE, plain_name
-from lightning_deepcompile.checkpoint.staging import clear_leftovers, commit, discard, remove, staging_path
+from lightning_deepcompile.checkpoint.remote import clear_abandoned, current_folder, new_folder, point_to
+from lightning_deepcompile.checkpoint.staging import (
+    clear_leftovers,
+    commit,
+    discard,
+    remove,
+    set_aside,
+    staging_path,
+)
 from lightning_deepcompile.compat.checkpoint import FsspecReader
 from lightning_deepcompile.ranks.exchange import from_first, raise_together
 from lightning_deepcompile.ranks.ranks import Ranks
@@ -57,8 +66,7 @@ def save_sharded(
 
     Args:
         checkpoint: Lightning's checkpoint; ``state_dict`` and ``optimizer_states`` hold DTensors.
-        path: A directory that all ranks reach, or a URL. What is there is replaced once the new checkpoint is whole; at
-            a URL, where nothing can be renamed, it is removed first.
+        path: A directory that all ranks reach, or a URL. What is there is replaced once the new checkpoint is whole.
         is_global_zero: Whether this is rank 0.
         background: If given, the state is only copied now, and this thread writes the copy.
 
@@ -93,73 +101,74 @@ def _write(
     target = local_path(path)
     action = f"Saving the checkpoint {os.fspath(path)!r}"
     # Each save has a new name.
-    staged: str | os.PathLike[str] = from_first(path if target is None else staging_path(target), group)
-    try:
-        with raise_together(action, group):
-            if is_global_zero:
-                _make_room(staged)
+    staged: str | Path = from_first(new_folder(path) if target is None else staging_path(target), group)
+    with contextlib.ExitStack() as replaced:
         try:
-            _save(states, staged, group)
-        except CheckpointException as error:  # on all ranks
-            _log.debug("%s failed", action, exc_info=error)
-            failure = None
+            with raise_together(action, group):
+                if is_global_zero:
+                    _make_room(staged, path, replaced)
+            try:
+                _save(states, staged, group)
+            except CheckpointException as error:  # on all ranks
+                _log.debug("%s failed", action, exc_info=error)
+                failure = _explain(error, action, bytes_of(states), target) if is_global_zero else None
+                raise from_first(failure, group) or RuntimeError(f"{action} failed") from None
+            with raise_together(action, group):
+                if is_global_zero:
+                    try:
+                        _finish(staged, path, meta)
+                    except OSError as error:
+                        if target is None or (full := no_space_in(error)) is None:
+                            raise
+                        raise no_space(full, action, bytes_of(states), target.parent) from None
+                    replaced.close()
+        except BaseException:
             if is_global_zero:
-                _discard(staged)
-                failure = _explain(error, action, bytes_of(states), target)
-            raise from_first(failure, group) or RuntimeError(f"{action} failed") from None
-        with raise_together(action, group):
-            if is_global_zero:
-                try:
-                    _finish(staged, target, meta)
-                except OSError as error:
-                    _discard(staged)
-                    if target is None or (full := no_space_in(error)) is None:
-                        raise
-                    raise no_space(full, action, bytes_of(states), target.parent) from None
-    except BaseException:
-        if is_global_zero:
-            _discard(staged)
-        raise
+                _discard(staged, path)
+            raise
 
 
-def _make_room(staged: str | os.PathLike[str]) -> None:
+def _make_room(staged: str | Path, path: str | os.PathLike[str], replaced: contextlib.ExitStack) -> None:
     if isinstance(staged, Path):
         clear_leftovers(staged.parent)
         staged.mkdir(parents=True)
+    elif find_kind(path) == "file":  # in which no folder can be
+        replaced.enter_context(set_aside(path))
     else:
-        remove(staged)
+        clear_abandoned(path)
 
 
-def _discard(staged: str | os.PathLike[str]) -> None:
+def _discard(staged: str | Path, path: str | os.PathLike[str]) -> None:
     try:
         if isinstance(staged, Path):
             discard(staged)
-        else:
+        elif current_folder(path) != staged:  # else it is complete, and what came after has failed
             remove(staged)
     except Exception as error:  # the original error matters more
         _log.warning("The incomplete checkpoint %s could not be removed: %s", os.fspath(staged), error)
 
 
-def _save(states: dict[str, Any], staged: str | os.PathLike[str], group: dist.ProcessGroup | None) -> None:
+def _save(states: dict[str, Any], staged: str | Path, group: dist.ProcessGroup | None) -> None:
     if isinstance(staged, Path):
         dcp.save(states, storage_writer=_Writer(staged), process_group=group)
     else:
         dcp.save(states, checkpoint_id=staged, process_group=group)
 
 
-def _finish(staged: str | os.PathLike[str], target: Path | None, meta: bytes) -> None:
-    """Completes a checkpoint when all ranks have written."""
+def _finish(staged: str | Path, path: str | os.PathLike[str], meta: bytes) -> None:
+    """Completes a checkpoint when all ranks have written, and moves it into place."""
     fs, folder = url_to_fs(os.fspath(staged))
     # PyTorch 2.11 leaves the locations out of the metadata that `save` returns.
     metadata = _Reader(staged, weights_only=True).read_metadata()
     if (damage := _find_damage(fs, folder, metadata)) is not None:
         raise OSError(f"{damage}. All ranks must write to one file system.")
-    if isinstance(staged, Path) and target is not None:
+    if isinstance(staged, Path) and (target := local_path(path)) is not None:
         with open_synced(staged / META) as file:
             file.write(meta)
         commit(staged, target)
     else:
-        fs.pipe(posixpath.join(folder, META), meta)
+        fs.pipe_file(posixpath.join(folder, META), meta)
+        point_to(path, os.fspath(staged))
 
 
 def _find_damage(fs: Any, folder: str, metadata: Metadata) -> str | None:
@@ -224,6 +233,7 @@ class ShardedCheckpoint:
         Raises:
             ValueError: If a file is missing or truncated, or the keys are not those of a Lightning checkpoint.
         """
+        path = current_folder(path)
         fs, folder = url_to_fs(os.fspath(path))
         if not fs.isfile(posixpath.join(folder, ".metadata")):
             raise _invalid(path, "it has no file '.metadata'")

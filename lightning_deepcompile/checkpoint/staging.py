@@ -18,18 +18,19 @@ import errno
 import hashlib
 import logging
 import os
-import platform
+import posixpath
 import re
 import shutil
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from fsspec.core import url_to_fs
 
 from lightning_deepcompile.checkpoint.location import META, find_kind, is_part_of_checkpoint, local_path
 from lightning_deepcompile.checkpoint.rename_exchange import exchange_paths
+from lightning_deepcompile.checkpoint.writer import SILENCE, WRITER, has_ended, is_own, new_writer
 
 __all__ = ["clear_leftovers", "commit", "discard", "remove", "resolve", "set_aside", "staging_path", "stand_in", "sync"]
 
@@ -38,15 +39,8 @@ _log = logging.getLogger(__name__)
 _ATTEMPTS = 100
 _RACES = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR, errno.ENOTDIR)
 
-_SILENCE = 3600.0
-"""Seconds without a change after which a save of another host is taken for dead."""
-
-# Letters, as Lightning reads digits in names of checkpoints as numbers of steps and versions.
-_LETTERS = str.maketrans("0123456789abcdef", "abcdefghijklmnop")
-_DIGITS = str.maketrans("abcdefghijklmnop", "0123456789abcdef")
-_WRITER = r"(?P<host>[a-p]{8})-(?P<process>[a-p]+)-[a-p]{8}"
-_HIDDEN = re.compile(rf"\.[0-9a-f]{{16}}\.{_WRITER}\.(?P<suffix>saving|removing)")
-_ASIDE = re.compile(rf"(?P<stem>.*)\.replaced-{_WRITER}(?P<suffix>\.[^.]*)?")
+_HIDDEN = re.compile(rf"\.[0-9a-f]{{16}}\.{WRITER}\.(?P<suffix>saving|removing)")
+_ASIDE = re.compile(rf"(?P<stem>.*)\.replaced-{WRITER}(?P<suffix>\.[^.]*)?")
 
 
 def staging_path(target: Path) -> Path:
@@ -57,45 +51,22 @@ def staging_path(target: Path) -> Path:
 def _hidden_path(target: Path, suffix: str) -> Path:
     # A digest, because Lightning looks for its checkpoints by parts of their names, and this one is incomplete.
     digest = hashlib.sha256(target.name.encode()).hexdigest()[:16]
-    return target.with_name(f".{digest}.{_new_writer()}.{suffix}")
+    return target.with_name(f".{digest}.{new_writer()}.{suffix}")
 
 
 def _aside_path(target: Path) -> Path:
-    return target.with_name(f"{target.stem}.replaced-{_new_writer()}{target.suffix}")
-
-
-def _new_writer() -> str:
-    """Returns a name for this process, and nothing else that it writes."""
-    return f"{_host()}-{os.getpid():x}-{uuid.uuid4().hex[:8]}".translate(_LETTERS)
-
-
-def _host() -> str:
-    """Names the processes among which this one's number is unique: this host's, or container's, since it began."""
-    facts = [platform.node()]
-    with contextlib.suppress(OSError):  # not Linux
-        facts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
-    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
+    return target.with_name(f"{target.stem}.replaced-{new_writer()}{target.suffix}")
 
 
 def _is_abandoned(path: Path, name: re.Match[str]) -> bool:
     """Returns whether the process that wrote to `path` has ended, as far as this process can tell."""
-    if name["host"].translate(_DIGITS) == _host():
-        try:
-            os.kill(int(name["process"].translate(_DIGITS), 16), 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            pass  # it is another user's, and alive
-        return False
+    if (ended := has_ended(name)) is not None:
+        return ended
     try:
         entries = [path, *path.iterdir()] if path.is_dir() and not path.is_symlink() else [path]
-        return time.time() - max(entry.lstat().st_ctime for entry in entries) > _SILENCE
+        return time.time() - max(entry.lstat().st_ctime for entry in entries) > SILENCE
     except FileNotFoundError:
         return False  # it is being written to
-
-
-def _is_own(name: re.Match[str]) -> bool:
-    return name["host"].translate(_DIGITS) == _host() and int(name["process"].translate(_DIGITS), 16) == os.getpid()
 
 
 def _asides(target: Path) -> Iterator[tuple[Path, re.Match[str]]]:
@@ -124,7 +95,10 @@ def _newest(paths: list[Path]) -> Path | None:
 def resolve(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     """Returns the place of the checkpoint of `path`: aside if a save was interrupted, or `path` after its end."""
     local = local_path(path)
-    if local is None or os.path.lexists(local):
+    if local is None:
+        asides = [] if find_kind(path) in ("file", "sharded") else _remote_asides(path)
+        return next((aside for aside in reversed(asides) if find_kind(aside) in ("file", "sharded")), path)
+    if os.path.lexists(local):
         return path
     if (name := _ASIDE.fullmatch(local.name)) is not None:
         return _target(local, name)
@@ -161,7 +135,7 @@ def clear_leftovers(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _saying(path: Path) -> Iterator[None]:
+def _saying(path: Path | str) -> Iterator[None]:
     """Turns errors into warnings where failing is not worth it: leftovers of another user, or of a live save."""
     try:
         yield
@@ -242,8 +216,8 @@ def set_aside(path: str | os.PathLike[str]) -> Iterator[None]:
     """Makes room for a save that cannot replace a directory; removes the old one on success, else restores it."""
     target = local_path(path)
     if target is None:
-        remove(path)
-        yield
+        with _set_aside_remotely(os.fspath(path)):
+            yield
         return
     aside = _aside_path(target)
     os.rename(target, aside)
@@ -255,6 +229,58 @@ def set_aside(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
     if os.path.lexists(target):  # otherwise it will be, and a later removal of `target` removes both
         discard(aside)
+
+
+@contextlib.contextmanager
+def _set_aside_remotely(path: str) -> Iterator[None]:
+    fs, place = url_to_fs(path)
+    parent, name = posixpath.split(place)
+    aside = posixpath.join(parent, _aside_path(Path(name)).name)
+    _move(fs, place, aside)
+    try:
+        yield
+    except BaseException:
+        if fs.exists(place):
+            fs.rm(place, recursive=True)
+        _move(fs, aside, place)
+        raise
+    if fs.exists(place):
+        for old in _remote_asides(path):
+            with _saying(old):
+                fs.rm(url_to_fs(old)[1], recursive=True)
+
+
+def _move(fs: Any, old: str, new: str) -> None:
+    """Moves a checkpoint in a remote store; at each moment one of the two places has `META` and all that belongs to it.
+
+    Most stores copy and remove objects one by one.
+    """
+    if fs.isfile(old):
+        fs.mv(old, new)
+        return
+    meta = posixpath.join(old, META)
+    try:
+        for file in sorted(fs.find(old), key=lambda file: file == meta):
+            copy = new + file[len(old) :]
+            fs.makedirs(posixpath.dirname(copy), exist_ok=True)
+            fs.cp_file(file, copy)
+    except NotImplementedError:  # where files are not copied they are renamed, as by SFTP
+        fs.mv(old, new, recursive=True)
+        return
+    fs.rm(meta)
+    fs.rm(old, recursive=True)
+
+
+def _remote_asides(path: str | os.PathLike[str]) -> list[str]:
+    """Returns the URLs of what was put aside for a remote `path`."""
+    fs, place = url_to_fs(os.fspath(path))
+    parent, target = posixpath.split(place)
+    found = []
+    for entry in fs.ls(parent, detail=False) if fs.isdir(parent) else []:
+        name = _ASIDE.fullmatch(posixpath.basename(entry.rstrip("/")))
+        if name is not None and _target(Path(name[0]), name).name == target:
+            found.append(f"{os.fspath(path).rstrip('/').rpartition('/')[0]}/{name[0]}")
+    return found
 
 
 def _settle(old: Path, target: Path) -> None:
@@ -303,7 +329,7 @@ def remove(path: str | os.PathLike[str]) -> None:
     if local is not None:
         clear_leftovers(local.parent)
         for aside, name in _asides(local):
-            if _is_own(name):
+            if is_own(name):
                 discard(aside)
         discard(local)
         return
