@@ -24,6 +24,7 @@ from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.ranks.exchange import alike, exchange
 from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.shards import ShardedModel
+from lightning_deepcompile.step.counters import counters
 
 __all__ = ["OwnerOf", "full_optimizer_state", "load_optimizer_state", "sharded_optimizer_state", "whole_for_owners"]
 
@@ -137,8 +138,13 @@ def load_optimizer_state(
     """
     parameters = _parameters_of(optimizer, module, model)
     groups = _matching_groups(optimizer, state["param_groups"], [name for name, _ in parameters])
-    saved = chain.from_iterable(group["params"] for group in groups)
+    saved = list(chain.from_iterable(group["params"] for group in groups))
     held = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    counting = counters(
+        (parameter.layout.spec.shape, state["state"][key])
+        for (_, parameter), key in zip(parameters, saved, strict=True)
+        if parameter is not None and key in state["state"]
+    )
     local: dict[int, dict[str, Any]] = {}
     waiting: dict[tuple[int, str], Tensor] = {}
     for index, key in enumerate(saved):
@@ -147,7 +153,10 @@ def load_optimizer_state(
             _, parameter = parameters[index]
             local[index] = {}
             for name, value in state["state"][key].items():
-                rows = _rows(value, parameter if owner is None else None)
+                if name in counting:
+                    rows = compat.full_tensor(value) if isinstance(value, DTensor) else value
+                else:
+                    rows = _rows(value, parameter if owner is None else None)
                 if offload is not None and offload.takes(held[index], rows):
                     # The optimizer decides on the dtype, from a tensor without memory.
                     waiting[index, name], rows = rows, rows.new_empty(0)
@@ -225,6 +234,8 @@ def _distributed_states(
     held = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     packed = optimizer.state_dict()
     plain = {index: dict(entries) for index, entries in packed["state"].items()}
+    sharded = ((parameters[index][1], entries) for index, entries in plain.items())
+    counting = counters((one.local.shape, entries) for one, entries in sharded if one is not None)
     table: dict[tuple[int, str], Any] = {}
     for index, entries in plain.items():
         parameter, owner = parameters[index][1], owner_of(held[index])
@@ -238,7 +249,8 @@ def _distributed_states(
                 # Others belong to groups that step on DTensors, on all ranks alike.
                 value = parameter.rows(value) if of_parameter and parameter else compat.full_tensor(value)
                 entries[key] = value
-            if parameter is not None and isinstance(value, Tensor) and value.shape == parameter.local.shape:
+            of_parameter = isinstance(value, Tensor) and parameter is not None and value.shape == parameter.local.shape
+            if of_parameter and key not in counting:
                 table[index, key] = _Rows(value.dtype)
             else:
                 table[index, key] = value.detach().cpu() if isinstance(value, Tensor) else value
@@ -249,6 +261,8 @@ def _distributed_states(
     for index, key in dict.fromkeys(chain.from_iterable(tables)):
         name, parameter = parameters[index]
         found = [ranks[index, key] for ranks in tables if (index, key) in ranks]
+        # A rank without rows tells counters of one element from rows.
+        found = [one for one in found if isinstance(one, Tensor) and one.shape == (1,)] or found
         value = found[0]
         if isinstance(value, _OnOwner):
             states.setdefault(index, {})[key] = table.get((index, key), value)

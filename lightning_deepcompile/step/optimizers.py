@@ -27,6 +27,7 @@ from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.shards import ShardedModel
 from lightning_deepcompile.sharding.successors import Successors
+from lightning_deepcompile.step.counters import counters
 from lightning_deepcompile.step.direct import DirectStep
 from lightning_deepcompile.step.dtensor_steps import replicated
 from lightning_deepcompile.step.owner_step import OwnerStep
@@ -74,13 +75,18 @@ def share_states(
         parameters: Those whose states are divided.
         owner_of: Returns the shard rank that steps on a parameter; None, also as a whole: all ranks do, on shards.
     """
+    parameters = list(parameters)
+    sharded_ones = [(model.by_parameter[p], optimizer.state[p]) for p in parameters if p in model.by_parameter]
+    counting = counters((sharded.layout.spec.shape, entries) for sharded, entries in sharded_ones)
     for new in parameters:
         owner, sharded = None if owner_of is None else owner_of(new), model.by_parameter.get(new)
         if owner is not None and owner != model.ranks.shard_rank:
             del optimizer.state[new]
         elif owner is None and sharded is not None:
             entries = optimizer.state[new]
-            optimizer.state[new] = {key: _rows(value, sharded) for key, value in entries.items()}
+            optimizer.state[new] = {
+                key: value if key in counting else _rows(value, sharded) for key, value in entries.items()
+            }
         elif sharded is not None:
             entries, device = optimizer.state[new], sharded.local.device
             shape = sharded.layout.spec.shape
@@ -175,6 +181,7 @@ class LocalShards:
         self._inner = 0  # calls of ``super().step(closure)`` under way
         self._swapped: dict[Tensor, Tensor] = {}
         self._given: dict[Tensor, Tensor | None] = {}  # gradients, by the module's parameters
+        self._has_one_element = any(parameter.layout.spec.shape == (1,) for parameter in model.parameters)
         self._states = ShownStates(model.ranks, None if self.offload is None else self.offload.synchronize)
         self._dtensors: dict[Tensor, Tensor] = {}
         self._hooks = (
@@ -277,6 +284,7 @@ class LocalShards:
     def show_states(self) -> None:
         """Converts states that were loaded as this rank's rows to DTensors."""
         state = self._held().state
+        self._learn_counters()
         for group, way in zip(self._held().param_groups, self.ways.ways(), strict=True):
             for parameter in group["params"] if way is not Way.OWNERS else ():
                 sharded = self._model.by_parameter.get(parameter)
@@ -295,6 +303,7 @@ class LocalShards:
         given, self._given = self._given, {}
         self._exchange({replacement: parameter for parameter, replacement in swapped.items()})
         state = self._held().state
+        self._learn_counters()
         cleared: list[Tensor] = []
         for parameter, replacement in swapped.items():
             sharded = self._model.by_parameter.get(parameter)
@@ -314,6 +323,11 @@ class LocalShards:
         self._states.forget_hidden()
         if cleared:  # by the class
             self._gradients.forget(cleared)
+
+    def _learn_counters(self) -> None:
+        if self._has_one_element:
+            sharded = ((self._model.by_parameter.get(p), entries) for p, entries in self._held().state.items())
+            self._states.learn((parameter, entries) for parameter, entries in sharded if parameter is not None)
 
     def _as_gradient(self, gradient: Tensor, sharded: ShardedParameter | None) -> Tensor:
         if sharded is None:

@@ -8,7 +8,7 @@ DTensors, it has PyTorch's class.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.sharded_tensor import ShardedTensor
+from lightning_deepcompile.step.counters import counters
 from lightning_deepcompile.step.dtensor_steps import replicated
 
 __all__ = ["ShownStates"]
@@ -40,6 +41,15 @@ class ShownStates:
         self._last: dict[tuple[ShardedParameter, str], weakref.ref[Tensor]] = {}
         self._replaced: set[tuple[ShardedParameter, str]] = set()
         self._templates: dict[tuple[ShardedParameter, torch.dtype], DTensor] = {}
+        self._counters: set[str] = set()
+
+    def learn(self, states: Iterable[tuple[ShardedParameter, Mapping[str, Any]]]) -> None:
+        """Looks which states are counters of one element; call before `show` where a parameter has one element.
+
+        Args:
+            states: The states of all parameters, as this rank's rows.
+        """
+        self._counters |= counters((parameter.local.shape, entries) for parameter, entries in states)
 
     def hide(self, parameter: ShardedParameter, entries: dict[str, Any]) -> None:
         """Replaces DTensors by this rank's rows.
@@ -50,11 +60,15 @@ class ShownStates:
         """
         for name, value in entries.items():
             if isinstance(value, DTensor):
-                same = value.shape == parameter.dtensor.shape and value.placements == self._ranks.placements
-                entries[name] = compat.local_of(value) if same else self._rows(parameter, value)
+                of_parameter = value.shape == parameter.dtensor.shape and name not in self._counters
+                same = of_parameter and value.placements == self._ranks.placements
+                if same:
+                    entries[name] = compat.local_of(value)
+                else:
+                    entries[name] = parameter.rows(value) if of_parameter else compat.full_tensor(value)
                 if self._before_use is not None and isinstance(value, ShardedTensor) and same:
                     self._kept[parameter, name] = value  # for this step: host buffers are not kept longer
-            elif isinstance(value, Tensor) and self._is_full(parameter, value):
+            elif isinstance(value, Tensor) and self._is_full(parameter, name, value):
                 entries[name] = parameter.rows(value).clone()  # set by a user
 
     def show(self, parameter: ShardedParameter, entries: dict[str, Any]) -> None:
@@ -66,6 +80,8 @@ class ShownStates:
             if type(value) is DTensor:
                 ShardedTensor.of(value)
             elif isinstance(value, Tensor) and value.shape == shape and not isinstance(value, DTensor):
+                if name in self._counters:
+                    continue
                 entries[name] = self._shown(parameter, name, value)
 
     def forget_hidden(self) -> None:
@@ -82,7 +98,7 @@ class ShownStates:
         """
         if parameter is not None:
             for name, value in entries.items():
-                if isinstance(value, Tensor) and self._is_full(parameter, value):
+                if isinstance(value, Tensor) and self._is_full(parameter, name, value):
                     entries[name] = parameter.distribute(parameter.rows(value).clone())
             self.show(parameter, entries)
         for name, value in entries.items():
@@ -98,12 +114,9 @@ class ShownStates:
             if isinstance(value, DTensor):
                 entries[name] = compat.full_tensor(value)
 
-    def _is_full(self, parameter: ShardedParameter, value: Tensor) -> bool:
+    def _is_full(self, parameter: ShardedParameter, name: str, value: Tensor) -> bool:
         full = value.dim() > 0 and value.shape == parameter.dtensor.shape and value.shape != parameter.local.shape
-        return full and not isinstance(value, DTensor)
-
-    def _rows(self, parameter: ShardedParameter, value: DTensor) -> Any:
-        return parameter.rows(value) if value.shape == parameter.dtensor.shape else compat.full_tensor(value)
+        return full and name not in self._counters and not isinstance(value, DTensor)
 
     def _shown(self, parameter: ShardedParameter, name: str, rows: Tensor) -> ShardedTensor:
         key = parameter, name
