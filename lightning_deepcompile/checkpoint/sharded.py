@@ -111,13 +111,17 @@ def _write(
                 _save(states, staged, group)
             except CheckpointException as error:  # on all ranks
                 _log.debug("%s failed", action, exc_info=error)
-                failure = _explain(error, action, bytes_of(states), target) if is_global_zero else None
+                failure = None
+                if is_global_zero:
+                    _discard(staged, path)  # before free space is measured
+                    failure = _explain(error, action, bytes_of(states), target)
                 raise from_first(failure, group) or RuntimeError(f"{action} failed") from None
             with raise_together(action, group):
                 if is_global_zero:
                     try:
                         _finish(staged, path, meta)
                     except OSError as error:
+                        _discard(staged, path)
                         if target is None or (full := no_space_in(error)) is None:
                             raise
                         raise no_space(full, action, bytes_of(states), target.parent) from None
