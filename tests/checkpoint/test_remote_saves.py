@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -63,9 +64,10 @@ class Shared(DirFileSystem):
     """A folder of this machine as a remote store, which several processes reach."""
 
     protocol = "shared"
+    cachable = False  # each test has a folder of its own
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(os.environ[ROOT], LocalFileSystem(), skip_instance_cache=True)
+        super().__init__(os.environ[ROOT], LocalFileSystem())
 
 
 fsspec.register_implementation("unreliable", Unreliable, clobber=True)
@@ -197,3 +199,23 @@ def test_a_killed_rank_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.Mo
     run_ranks(_save_until_killed, 2, None, 3.0)
     assert read() == 3.0
     assert len(list((tmp_path / "last.ckpt").iterdir())) == 2  # what the killed ones left is gone
+
+
+def _save_again_and_again() -> int:
+    """Saves with a process of its own for a job; returns how often what it read meanwhile was one checkpoint."""
+    first, whole = 100.0 * int(os.environ["RANK"]), 0
+    for number in range(20):
+        _sharded("shared://last.ckpt", first + number)
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # the other one has replaced it meanwhile
+            _read("shared://last.ckpt")
+            whole += 1
+    return whole
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_two_jobs_do_not_mix_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ROOT, str(tmp_path))
+    assert all(run_ranks(_save_again_and_again, 2))
+    assert _read("shared://last.ckpt") in (19.0, 119.0)
+    _sharded("shared://last.ckpt", 1.0)
+    assert _read("shared://last.ckpt") == 1.0 and len(list((tmp_path / "last.ckpt").iterdir())) == 2
