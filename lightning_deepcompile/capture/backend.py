@@ -132,6 +132,9 @@ class Capture:
         step_code: Of the step under way.
         before_first_run: Called before a training step's program first runs: with None on all ranks at the same place,
             when the first step is compiled; for programs that are compiled later, with the number of their graph.
+        larger: Returns whether the batch of a rank is larger than all before in the step under way; None: it was asked.
+        before_larger: Called on all ranks at the same place, with the number of the graph that is about to run, when
+            that is so.
         measures: Called with what is compiled while a step is measured, so that it runs as on other ranks; None: no
             step is.
         seconds: Time spent in compilation after Dynamo: tracing with AOTAutograd, partitioning, regions.
@@ -161,6 +164,8 @@ class Capture:
     several_backward_passes: bool = False
     before_first_run: Callable[[int | None], None] | None = None
     step_code: types.CodeType | None = None
+    larger: Callable[[], bool] | None = None
+    before_larger: Callable[[int], None] | None = None
     _looked: set[int] = field(default_factory=set)  # graphs whose memory was looked at before they ran
     measures: Callable[[Executable], None] | None = None
     _prepare: Callable[[], None] | None = None
@@ -362,6 +367,10 @@ class Capture:
             elif self.agreement.together:
                 self._looked = {frame.index for frame in self._frames}
                 self.before_first_run(None)
+        if program.kind == "forward" and self.larger is not None and self.agreement.together:
+            larger, self.larger = self.larger, None
+            if larger() and self.before_larger is not None:
+                self.before_larger(program.schedule.frame)
         return behind
 
     @property

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_deepcompile.plan.copy_placement import resize
 from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
 from lightning_deepcompile.program.live import live_bytes
 from lightning_deepcompile.program.program import Program
+from lightning_deepcompile.program.saved import read_saved
 from lightning_deepcompile.program.schedule import REDUCTIONS
+from lightning_deepcompile.program.sizes import Sizes
 
 __all__ = ["GradientShards", "arrived_gradients", "forecast"]
 
@@ -40,7 +43,12 @@ def arrived_gradients(programs: Sequence[Program], buffers: GradientShards) -> d
 
 
 def forecast(
-    programs: Sequence[Program], standing: int, *, arrived: Mapping[str, int] | None = None, **fields: Any
+    programs: Sequence[Program],
+    standing: int,
+    *,
+    arrived: Mapping[str, int] | None = None,
+    sizes: Sizes | None = None,
+    **fields: Any,
 ) -> Profile:
     """Returns a profile whose memory is predicted, for decisions that fall before anything runs.
 
@@ -48,13 +56,14 @@ def forecast(
         programs: Those of a micro-batch, in the order in which they run.
         standing: Bytes that are there all through the step.
         arrived: Bytes of gradient shards that are there besides, as of `arrived_gradients`.
+        sizes: Values of symbolic sizes; None: they count with their hints.
         **fields: Of the `Profile`, such as ``world_size``, ``device_type`` and ``budget``.
     """
     regions: dict[str, RegionCost] = {}
     for program in programs:
-        for name, (before, peak, after) in live_bytes(program, inside=True).items():
+        for name, (before, peak, after) in live_bytes(program, inside=True, sizes=sizes).items():
             key = f"{program.name}/{name}"
             there = standing + (arrived or {}).get(key, 0)
             regions[key] = RegionCost(0.0, 0.0, there + before, there + peak, there + after)
-    schedules = tuple(program.schedule for program in programs)
+    schedules = tuple(resize(one.schedule, read_saved(one.gm.graph, sizes)) for one in programs)
     return Profile(schedules=schedules, regions=regions, gather=_NO_TIME, reduce=_NO_TIME, **fields)

@@ -17,6 +17,7 @@ from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["Workload"]
 
+_EQUAL = 0.03  # of a step's compute: ranks with equal work differ by as much
 _BEYOND = 1.25  # how far beyond the measured steps times still follow from theirs
 
 
@@ -59,9 +60,10 @@ class Workload:
 
     @property
     def skew(self) -> float:
-        """Mean seconds for which the rank with the least work waits in a step for the one with the most."""
+        """Mean seconds for which the rank with the least work waits in a step for the one with the most; 0 if equal."""
         pairs = [(most, least) for most, least in zip(self.longest, self.shortest, strict=True) if most > 0]
-        return statistics.fmean([most - least for most, least in pairs] or [0.0])
+        skew = statistics.fmean([most - least for most, least in pairs] or [0.0])
+        return skew if skew > _EQUAL * self.mean else 0.0
 
     def settle(self, profile: Profile) -> Profile:
         """Returns the profile of the mean step, and how long it takes.

@@ -1,13 +1,14 @@
-"""The sizes of a batch's tensors: if they change, a compiler may make other graphs."""
+"""The sizes of a batch's tensors: if they change, a compiler may make other graphs, and a step may take more memory."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["sizes_of"]
+__all__ = ["LargestBatch", "sizes_of"]
 
 _DEEPEST, _MOST = 6, 1000
 """Objects in objects, and all that are looked at: a batch may refer to what is none of it, and that to itself."""
@@ -49,3 +50,23 @@ def _look(value: Any, found: list[Hashable], depth: int) -> None:
         if depth < _DEEPEST and not isinstance(value, type | nn.Module):
             for one in getattr(value, "__dict__", {}).values():
                 _look(one, found, depth + 1)
+
+
+class LargestBatch:
+    """Tracks the most elements of a batch, and its longest dimension: attention takes the square of that."""
+
+    def __init__(self) -> None:
+        self._most = (0, 0)
+
+    def grows(self, sizes: Hashable) -> bool:
+        """Returns whether a batch is larger than all before, in either; the first one is not.
+
+        Args:
+            sizes: As of `sizes_of`.
+        """
+        found = sizes if isinstance(sizes, tuple) else ()
+        shapes = [one[0] for one in found if isinstance(one, tuple) and one and isinstance(one[0], tuple)]
+        elements = sum(math.prod(shape) for shape in shapes)
+        longest = max((size for shape in shapes for size in shape), default=0)
+        before, self._most = self._most, (max(self._most[0], elements), max(self._most[1], longest))
+        return before != (0, 0) and self._most != before

@@ -20,6 +20,7 @@ from lightning_deepcompile.ranks.meetings import Meetings, RanksPartedError, Whe
 from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
+from lightning_deepcompile.step.batch_sizes import LargestBatch
 from lightning_deepcompile.step.evaluation import Evaluation
 from lightning_deepcompile.step.prefetch import StepPrefetch
 from lightning_deepcompile.tuning.tuner import Tuner
@@ -71,6 +72,7 @@ class Timeline:
     _answers: Asked | None = None  # of the last training step
     _stops: bool = False
     _stale_gradients: bool = False
+    _largest: LargestBatch = field(default_factory=LargestBatch)
     _began: tuple[float, float] = (0.0, 0.0)  # the last forward pass: its start, and the programs' time before it
 
     def begin(self, name: str, sizes: Hashable = ()) -> bool:
@@ -95,7 +97,9 @@ class Timeline:
                 replays.begin_step(self.tuner.settled)  # before the hosts are asked
             if self.residency is not None:  # before gathers, which use the memory that states leave
                 self.residency.begin_step(self.capture.waits_for_states)
-            self.prefetch.begin_training_step(self._ask(self._is_new(name, sizes)))  # drops what is out of date
+            new = self._is_new(name, sizes)
+            larger = new and self._largest.grows(sizes)
+            self.prefetch.begin_training_step(self._ask(new, larger))  # drops what is out of date
             self.capture.begin_step()  # after `prefetch`, which asks what the last step began with
         elif self.evaluation.behind is None:  # else nothing is gathered ahead
             self.prefetch.begin(name)
@@ -110,11 +114,12 @@ class Timeline:
         """Returns whether this rank may run what it has not run in such a step: of other sizes, or by a newer graph."""
         return self.order.is_new((name, sizes, self.capture.captured))
 
-    def _ask(self, new: bool) -> bool:
+    def _ask(self, new: bool, larger: bool) -> bool:
         """Asks the other hosts; returns whether the training step that begins may use gathered parameters.
 
         Args:
             new: Whether this rank may run what it has not run since programs were swapped.
+            larger: Whether its batch is larger than all before.
         """
         self.stops()  # keeps the answer of the step before
         may_stay = self.prefetch.may_stay(isolated=self.tuner.isolates)
@@ -131,9 +136,11 @@ class Timeline:
             taken,
             -taken,
             new,
+            larger,
         )
         self._answers = answers
-        self.order.compare_all(lambda: bool(answers()[-1]))  # a compiler may make another graph for them
+        self.order.compare_all(lambda: bool(answers()[-2]))  # a compiler may make another graph for them
+        self.tuner.begin_batch(larger, lambda: bool(answers()[-1]))
         if replays is not None:
             replays.agree(lambda: not answers()[2])
         # A rank that gathered again alone would wait for the others: it may be the only one where parameters were
@@ -144,7 +151,7 @@ class Timeline:
         """Returns whether a rank had been told to stop when the last training step began; the same on all ranks."""
         answers, self._answers = self._answers, None
         if answers is not None:
-            _, told_to_stop, _, most, least, *taken, _ = answers()
+            _, told_to_stop, _, most, least, *taken, _, _ = answers()
             self._stops |= bool(told_to_stop)
             if sum(taken) != 0:
                 raise RuntimeError(

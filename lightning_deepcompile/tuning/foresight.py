@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.offload.activations import ActivationOffload
-from lightning_deepcompile.plan.copy_placement import offload_all, without_copies
+from lightning_deepcompile.plan.copy_placement import offload_all, resize, without_copies
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.fit import Kind, MemoryPlan, Move, Need, fit
 from lightning_deepcompile.plan.memory_need import MemoryNeed, Standing, memory_need, would_fit
@@ -22,14 +23,19 @@ from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.profile.forecast import arrived_gradients, forecast
 from lightning_deepcompile.profile.holds import hold_ratio
 from lightning_deepcompile.profile.peak_memory import PeakMemory
+from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.program import LOCAL_ID, Program
+from lightning_deepcompile.program.saved import read_saved
+from lightning_deepcompile.program.sizes import Noted, Sizes, note, read_sizes
 from lightning_deepcompile.ranks.exchange import maxima
 from lightning_deepcompile.tuning.retracing import Retracing
 
 __all__ = ["Foresight", "StepRetracedError"]
 
 _log = logging.getLogger(__name__)
+
+Watch = Callable[[str, Sequence[Any]], None]
 
 
 class StepRetracedError(BaseException):
@@ -50,6 +56,7 @@ class Foresight:
         group: The ranks.
 
     Attributes:
+        largest: The sizes of programs' arguments in batches that were larger than all before, by program.
         plan: What was decided of the last step that was looked at; None before.
         need: What that step takes with all moves; None before.
     """
@@ -64,6 +71,7 @@ class Foresight:
     ) -> None:
         self._capture, self._retracing, self._leaving = capture, retracing, leaving
         self._memory, self._group = memory, group
+        self.largest: dict[str, dict[Noted, None]] = {}
         self.plan: MemoryPlan | None = None
         self.need: MemoryNeed | None = None
 
@@ -136,6 +144,53 @@ class Foresight:
             say(f"A larger batch: {plan}", logging.INFO)
             self._capture.offload_more(self._leaving.as_many_as_fit, programs[0].schedule.frame)
 
+    def look_at_larger(self, programs: list[Program], say: Callable[[str, int], None]) -> bool:
+        """Decides for a batch that is larger than all before, on some rank; call on all ranks, before it runs.
+
+        Args:
+            programs: Of the graph that runs.
+            say: As for `look`.
+
+        Returns:
+            Whether the plan in use must go, as the batch would not fit with it.
+        """
+        noted = list(self.largest.get(programs[0].name, ()))[-1:]
+        sizes = read_sizes(programs[0].gm.graph, noted[0]) if noted else None  # else as before, or as it was compiled
+        standing = self._standing(programs[0])
+        profile = self._forecast(programs, standing, sizes)
+        now = forecast(programs, standing.total, sizes=sizes, **self._fields()).schedules
+        (_, *rest, _), lean = self._bytes(programs, profile, standing, sizes)
+        told = maxima([simulate(now, profile).peak_bytes, *rest, -(profile.budget or 0)], self._group)
+        *peaks, fewest = map(int, told)
+        gathers, copies, at_once = (max(before - after, 0) for before, after in itertools.pairwise(peaks))
+        units: dict[Kind, tuple[int, ...]] = {"gathers": (gathers,), "activations": (copies, at_once)}
+        moves = tuple(Move(kind, sizes) for kind, sizes in units.items() if any(sizes))
+        plan = fit(Need({"passes": peaks[0]}, moves), -fewest, "same")
+        if plan.fits and not plan.moved:
+            return False
+        self.plan, self.need = plan, lean
+        self._capture.plan = {}
+        if plan.moved:
+            say(f"A larger batch than all before: {plan}", logging.INFO)
+        if not plan.fits:
+            say(self.shortfall(), logging.WARNING)
+        self._do(plan)
+        return True
+
+    def note(self, executables: Iterable[Executable]) -> None:
+        """Notes the sizes with which each of `executables` runs next."""
+        for executable in executables:
+            executable.watch = functools.partial(self._note, executable, executable.watch)
+
+    def _note(self, executable: Executable, before: Watch | None, name: str, args: Sequence[Any]) -> None:
+        executable.watch = before
+        noted = note(args)
+        known = self.largest.setdefault(name, {})
+        known.pop(noted, None)
+        known[noted] = None  # the last one is the latest
+        if before is not None:
+            before(name, args)
+
     def _do(self, plan: MemoryPlan) -> None:
         """Changes the programs, which have not run, as a decision says."""
         kinds = {one.move.kind for one in plan.moved}
@@ -150,15 +205,17 @@ class Foresight:
     def _lean_passes(self) -> tuple[Pass, ...]:
         return tuple(one for one in self._capture.passes if one.name != "prefetch")
 
-    def _bytes(self, programs: list[Program], profile: Profile, standing: Standing) -> tuple[list[int], MemoryNeed]:
+    def _bytes(
+        self, programs: list[Program], profile: Profile, standing: Standing, sizes: Sizes | None = None
+    ) -> tuple[list[int], MemoryNeed]:
         """Returns the peak as it is, then with each further move that changes no bit, and the need with all of them."""
         lean = self._capture.schedules([program.name for program in programs], self._lean_passes())
-        late = [lean[program.name] for program in programs]
+        late = [resize(lean[one.name], read_saved(one.gm.graph, sizes)) for one in programs]
         stay = self._leaving.mode == "none"
         copied, away = (late, late) if stay else (offload_all(late), offload_all(late, 0))
         if self._leaving.offloading.states != "none":
             standing = replace(standing, states=0)
-        without = self._forecast(programs, standing)
+        without = self._forecast(programs, standing, sizes)
         steps = (
             (profile.schedules, profile),
             (late, profile),
@@ -206,11 +263,11 @@ class Foresight:
         other = max(self._memory.current - shards - there - read, 0)
         return Standing(shards + whole, max(trained, there), states, other)
 
-    def _forecast(self, programs: list[Program], standing: Standing) -> Profile:
+    def _forecast(self, programs: list[Program], standing: Standing, sizes: Sizes | None = None) -> Profile:
         plain = [replace(one, schedule=without_copies(one.schedule)) for one in programs]
         arrived = self.arrived(programs)
         lasting = standing.total - (0 if arrived is None else standing.gradients)
-        return forecast(plain, lasting, arrived=arrived, **self._fields())
+        return forecast(plain, lasting, arrived=arrived, sizes=sizes, **self._fields())
 
     def arrived(self, programs: list[Program]) -> dict[str, int] | None:
         """Returns the gradient shards that are there when each region runs; None where they stay between passes.

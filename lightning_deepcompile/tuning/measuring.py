@@ -75,6 +75,7 @@ class Measurement:
         self._observed: list[tuple[StepProbe, dict[str, Schedule]]] = []
         self._isolated: list[tuple[StepProbe, dict[str, Schedule]]] = []
         self._times: RegionTimes | None = None
+        self._larger: Mapping[str, Iterable[Noted]] = {}
         self.workload: Workload | None = None
 
     def probe(
@@ -253,6 +254,7 @@ class Measurement:
         windows: tuple[int, int],
         host_room: Callable[[], int] | None,
         states_travel: bool,
+        larger: Mapping[str, Iterable[Noted]],
     ) -> tuple[Profile, tuple[Schedule, ...]]:
         """Returns the profile of the programs that this rank ran, and the schedules that planning starts from.
 
@@ -265,6 +267,7 @@ class Measurement:
             windows: Bytes of the windows that parameters are gathered to, and of the smallest group that gets one.
             host_room: Bytes of host memory that saved tensors may take; None where none may leave.
             states_travel: Whether optimizer states come and go.
+            larger: Sizes with which programs ran earlier, where batches were larger than all before.
         """
         (observed, schedules), (isolated, isolated_schedules) = self._pair()
         window_size, window_from = windows
@@ -273,6 +276,7 @@ class Measurement:
         names = list(dict.fromkeys(run.program for run in isolated.runs))
         start = capture.schedules(names, passes)
         programs = {e.program.name: e.program for e in capture.executables}
+        self._larger = larger
         self._times = times = RegionTimes(capture.program)
         for probe, ran in self._observed + self._isolated:
             times.add(probe, ran)
@@ -291,7 +295,7 @@ class Measurement:
             step_seconds=step_seconds,
             live={name: live_bytes(programs[name], sizes=now[name]) for name in names},
         )
-        if self._varied:
+        if self._varied or larger:
             profile = replace(profile, regions=self._of_all_steps(profile, programs, now))
         early, in_optimizer = (launched.get(name, False) for name in ("early_gathers", "head_start"))
         profile = replace(
@@ -325,7 +329,7 @@ class Measurement:
         for name, noted in (one for probe in self._seen for one in probe.work):
             for key, seconds in (self._times.seconds(name, noted) or {}).items():
                 times[key].append(seconds)
-        for name in {name for probe in self._seen for name, _ in probe.work} & programs.keys():
+        for name in {name for probe in self._seen for name, _ in probe.work}.union(self._larger) & programs.keys():
             structure = programs[name].schedule.structure
             for sizes in self._sizes_of(name):
                 for region, found in live_bytes(
@@ -350,8 +354,9 @@ class Measurement:
         return costs
 
     def _sizes_of(self, name: str) -> set[Noted]:
-        """The sizes with which a program ran."""
-        return {noted for probe in self._seen for program, noted in probe.work if program == name}
+        """The sizes with which a program ran, those of earlier, larger batches included."""
+        seen = {noted for probe in self._seen for program, noted in probe.work if program == name}
+        return seen.union(self._larger.get(name, ()))
 
     def _successive(self) -> Iterator[tuple[StepProbe, StepProbe]]:
         for moment, probe in self._probes.items():

@@ -108,6 +108,7 @@ class Tuner:
         self._retracing = Retracing(capture, states, group)
         self._foresight = Foresight(capture, self._retracing, leaving, memory, group)
         capture.before_first_run = compat.held_weakly(self.before_first_run)
+        capture.before_larger = compat.held_weakly(self.before_larger)
         self._config = capture.config
         ranks = capture.model.ranks
         self._world = ranks.shards
@@ -193,6 +194,33 @@ class Tuner:
             raise StepRetracedError
         if self._leaving.needed:
             self._plan_copies()
+
+    def begin_batch(self, larger: bool, on_any_rank: Callable[[], bool]) -> None:
+        """Call before a training step's forward pass, after `begin_micro_batch`.
+
+        Args:
+            larger: Whether this rank's batch is larger than all before.
+            on_any_rank: Returns whether that of any rank is; the same on all ranks.
+        """
+        self._capture.larger = on_any_rank
+        if larger:
+            self._foresight.note(self._training())
+
+    def before_larger(self, frame: int) -> None:
+        """Call on all ranks at the same place, before a batch runs that is larger than all before on a rank.
+
+        Args:
+            frame: Number of the graph that is about to run.
+        """
+        if not self._foresight.look_at_larger([p for p in self._in_order() if p.schedule.frame == frame], self._say):
+            return
+        self._runtime.parameters.invalidate()  # what was gathered ahead was for the programs of before
+        if self._leaving.needed:
+            self._plan_copies()
+        if self._planned or self._round is not None:
+            self._planned, self._probe = (), None
+            self._coverage.adopt(())  # a plan for larger batches follows
+            self._end_round(retry=True)
 
     def _in_order(self) -> list[Program]:
         """Returns the programs of a micro-batch, in the order in which they run."""
@@ -402,6 +430,7 @@ class Tuner:
             windows=self._runtime.memory.windows()[:2],
             host_room=self._host_room,
             states_travel=self._states.travel,
+            larger=self._foresight.largest,
         )
         new = self._coverage.adds(measurement.programs)
         return Seen(profile, start, new, [self._retracing.seen(start)], measurement.numbers())
