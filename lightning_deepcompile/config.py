@@ -75,10 +75,10 @@ class CompileConfig:
         schedule: Which passes plan the programs, and when: a list of ``{"step": n, "passes": [...]}``, in optimizer
             steps since the start or the resuming. The entry of step 0 applies from the first step on. Each later one
             profiles steps n and n + 1, plans with what they measured, and swaps the programs before step n + 2.
-            Passes are names (``zero3``, ``prefetch``, ``fuse``, ``offload_activation``, ``unshard``, ``keep_whole``,
-            ``reduce_late``, ``proactive_prefetch``) or ``"package.module:name"`` of your own. ``"auto"``:
-            `plan.DEFAULT_SCHEDULE`, which plans at step 3. None: nothing is measured; programs stay as they are
-            compiled, with the least memory.
+            Passes are names (``zero3``, ``prefetch``, ``fuse``, ``offload_activation``, ``offload_optimizer``,
+            ``unshard``, ``keep_whole``, ``reduce_late``, ``proactive_prefetch``) or ``"package.module:name"`` of your
+            own. ``"auto"``: `plan.DEFAULT_SCHEDULE`, which plans at step 3. None: nothing is measured; programs stay as
+            they are compiled, with the least memory.
         memory_budget: What plans may use of each device's memory: bytes (at least 1 MiB), a text like ``"24GiB"`` or
             ``"90%"``, or a fraction. None is 0.9 of it, less what activations took in the profiled step, so that later
             batches may be up to twice as large; anything else is held to at stage 3: if no plan fits, training stops

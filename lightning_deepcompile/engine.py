@@ -308,7 +308,9 @@ class Engine:
             writeback: Keep what was written to them, each rank's own rows; otherwise it is dropped.
         """
         if self.ended:
-            raise RuntimeError("The module's parameters are not this Trainer's any more: its communication has ended.")
+            raise RuntimeError(
+                "This Trainer's communication has ended: the module's parameters no longer belong to it."
+            )
         with self.model.whole(module or self.module, writeback=writeback):
             yield
 

@@ -200,7 +200,7 @@ def _equals_causal(mask: fx.Node, length: int) -> bool:
                 value = rows.of(mask, low, high)
             except _TooLargeError as reason:
                 _log.info(
-                    "An attention mask of %d positions is left as it is: %s is not computed in rows.", length, reason
+                    "An attention mask of %d positions was not analysed: %s is not computed row by row.", length, reason
                 )
                 return False
             columns = torch.arange(length, device=value.device)

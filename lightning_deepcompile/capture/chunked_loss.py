@@ -70,7 +70,7 @@ def chunk_losses(gm: fx.GraphModule, pieces: int) -> int:
             found.follow()
         except _NotByRows as reason:
             if found.losses and pieces:
-                _log.info("The loss of %d classes is computed whole: %s.", classes, reason)
+                _log.info("The loss of %d classes is not chunked: %s.", classes, reason)
             continue
         if found.losses and found.result is not None:
             if pieces:

@@ -122,7 +122,7 @@ def _find(linear: fx.Node) -> _FeedForward | None:
                     change = change_between(layer.nodes[0], node)
                     if change is None:
                         return layer
-                    _log.info("A feed-forward layer is computed whole: `%s` stands inside of it.", change)
+                    _log.info("A feed-forward layer is not chunked: it contains `%s`.", change)
                     return None
         node = node.next
     return None

@@ -125,7 +125,7 @@ class Fallbacks:
         hint = next(text for start, text in _HINTS.items() if first.startswith(start))
         if self._mode == "error":
             raise RuntimeError(
-                f"`{name}` ({place}) cannot be compiled: {first}. CompileConfig(fallback='warn') runs it as it is."
+                f"`{name}` ({place}) cannot be compiled: {first}. CompileConfig(fallback='warn') runs it uncompiled."
             )
         self._places.add(place)
         self.reasons[f"{name} ({place})"] = first

@@ -209,7 +209,7 @@ def trace_block(
 
 
 def _never(args: list[Any]) -> Sequence[Any]:
-    raise RuntimeError("A template was run: a defect.")
+    raise RuntimeError("A template ran. This is a bug: please report it.")
 
 
 def _read(

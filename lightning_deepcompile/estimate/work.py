@@ -32,7 +32,7 @@ class CountedRegion:
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Refuses to run."""
-        raise RuntimeError("A region that was counted, and not compiled, was run: a defect.")
+        raise RuntimeError("A region ran that was counted and not compiled. This is a bug: please report it.")
 
 
 class CountedRegions:

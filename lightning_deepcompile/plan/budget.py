@@ -127,6 +127,6 @@ def check_plan(peak: int, budget: int, chosen: object, passes: Sequence[str]) ->
     """
     if chosen is not None and peak > budget:
         raise MemoryBudgetError(
-            f"CompileConfig(memory_budget={chosen!r}) allows {exact_bytes(budget)}, and the passes {list(passes)} "
-            f"come down to {exact_bytes(peak)}. Add 'proactive_prefetch', or raise the budget."
+            f"CompileConfig(memory_budget={chosen!r}) allows {exact_bytes(budget)}, and a step planned by the "
+            f"passes {list(passes)} needs {exact_bytes(peak)}. Add 'proactive_prefetch', or raise the budget."
         )

@@ -355,11 +355,11 @@ class Profile:
         try:
             data = parse(text)
             if kind_of(data) == "a plan":
-                raise ProfileError("This is a plan, which `python -m lightning_deepcompile plan` shows, no profile.")
+                raise ProfileError("This is a plan, not a profile. `python -m lightning_deepcompile plan` shows it.")
             version = data.pop("version")
         except (RecordError, KeyError, AttributeError, TypeError) as error:
             raise ProfileError(
-                f"This is no profile ({type(error).__name__}: {error}). Write one with `strategy.profile().to_json()`."
+                f"This is not a profile ({type(error).__name__}: {error}). Write one by `strategy.profile().to_json()`."
             ) from error
         if version != PROFILE_VERSION:
             raise ProfileError(

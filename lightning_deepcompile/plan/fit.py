@@ -32,8 +32,8 @@ _WORDS: Mapping[Kind, str] = {
     "states": "optimizer states in host memory",
     "parameters": "parameters in host memory",
     "losses": "losses in chunks",
-    "checkpoints": "all that the model checkpoints computed again",
-    "operators": "cheap operators computed again",
+    "checkpoints": "all checkpointed blocks recomputed",
+    "operators": "cheap operators recomputed",
     "mlps": "feed-forward layers in chunks",
 }
 

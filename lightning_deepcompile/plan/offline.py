@@ -115,7 +115,7 @@ def _excess(profile: Profile, least: int, peak: int) -> str | None:
     if least > budget:
         return f"the budget is {exact_bytes(budget)}, and {exact_bytes(least)} are the least that would do."
     if peak > budget:
-        peaks = f"these passes come down to {exact_bytes(peak)}; {exact_bytes(least)} would do"
+        peaks = f"a step planned by these passes needs {exact_bytes(peak)}; {exact_bytes(least)} would do"
         return f"the budget is {format_bytes(budget)}, and {peaks}."
     return None
 

@@ -103,7 +103,7 @@ def read_plan(text: str, setting: Setting) -> Plan:
         schedules = read_record(dict[str, Schedule], data["programs"], "programs")
         for key, schedule in schedules.items():
             if schedule.content != key:
-                raise PlanFileError(f"the program {key!r} calls itself {schedule.content!r}")
+                raise PlanFileError(f"the program {key!r} contains the name {schedule.content!r}")
             check_schedule(schedule)
         states = None if data["states"] is None else read_record(StatePlaces, data["states"], "states")
         if states is not None and (states.away < 0 or states.slots < 1):

@@ -49,7 +49,7 @@ class Round:
         after_seconds: Measured duration of steps with the new programs; None before it is known.
         after_peak_bytes: Measured peak memory with the new programs; None where the allocator does not count.
         outcome: ``"measuring"``, ``"kept"``, ``"reverted"`` or ``"unchanged"``; ``"out of memory"`` where a rank ran
-            out of it before that was known, ``"leaner"`` for what follows a shortage, and ``"traced anew"`` where
+            out of it before that was known, ``"leaner"`` for what follows a shortage, and ``"retraced"`` where
             another part of the activations is computed again, or losses are computed in pieces: the next round plans
             for that. ``"measured"`` where there is nothing to plan.
         reason: The reason for a leaner plan, and its difference, or the reason why nothing was planned; else empty.
@@ -99,11 +99,11 @@ class Round:
             return f"The plan of step {self.step} is kept: {after:.1f} ms a step ({before:.1f} ms before){peaks}."
         if self.outcome == "reverted":
             slower = f"{after:.1f} ms a step were measured, {before:.1f} ms before"
-            return f"The plan of step {self.step} is taken back, as it is slower: {slower}."
+            return f"The plan of step {self.step} is reverted, as it is slower: {slower}."
         if self.outcome == "unchanged":
             return f"Planning at step {self.step} found nothing to change: {before:.1f} ms a step."
-        if self.outcome == "traced anew" and not self.reason:
-            return f"The step is traced anew at step {self.step}, to compute another part of its activations again."
+        if self.outcome == "retraced" and not self.reason:
+            return f"The step is retraced at step {self.step}, to recompute another part of its activations."
         return self.reason or f"The plan of step {self.step}: {self.outcome}."
 
     def shortfall(self) -> str:

@@ -58,7 +58,7 @@ def format_plan(setting: Setting, plan: Plan, *, instructions: bool = False) -> 
     if plan.tracing.uncheckpointed:
         lines.append(f"  checkpointed blocks that keep their activations: {plan.tracing.uncheckpointed}")
     if plan.tracing.sparing:
-        lines.append("  little is saved for backward: what is cheap to compute is computed again")
+        lines.append("  backward recomputes cheap operators")
     if plan.tracing.chunked_losses:
         lines.append(f"  losses over many classes are computed in {plan.tracing.chunked_losses} chunks")
     if plan.tracing.chunked_mlps:

@@ -59,8 +59,8 @@ def build_profile(
         raise ProfileError("The profiled step ran no program of the training step, or one that is not known.")
     if others := {run.program for run in observed.runs} - marked | marked - schedules.keys():
         raise ProfileError(
-            f"{sorted(others)} ran, or could be marked, in one of the two profiled steps only. A plan needs two "
-            'successive steps that run the same: CompileConfig(schedule=[..., {"step": n, ...}]) says which.'
+            f"{sorted(others)} ran, or could be measured, in one of the two profiled steps only. A plan needs "
+            'two successive steps with the same programs: name them by CompileConfig(schedule=[..., {"step": n, ...}]).'
         )
     on_device = isolated.device.type == "cuda"
     accumulates = len(isolated.accumulating) > 0
@@ -208,7 +208,7 @@ def _optimizer_seconds(isolated: StepProbe) -> float:
 def _typical(rows: Sequence[Sequence[float]], schedule: Schedule) -> list[float]:
     """Returns the median over the runs, per instruction."""
     if any(len(row) != len(schedule.instructions) for row in rows):
-        raise ProfileError(f"A run of {schedule.name} was cut short, or ran another program than it should have.")
+        raise ProfileError(f"A run of {schedule.name} ended early, or ran another program than expected.")
     return [max(statistics.median(column), 0.0) for column in zip(*rows, strict=True)]
 
 

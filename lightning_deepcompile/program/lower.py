@@ -192,7 +192,10 @@ class _Builder:
     def _copy(self, node: fx.Node) -> fx.Node:
         """Copies a node that belongs to no region: a gather, a reduction, a constant, arithmetic of sizes."""
         if is_compute(node):
-            raise RuntimeError(f"{self._name}: {node.name} is read before the region that computes it: a defect.")
+            raise RuntimeError(
+                f"{self._name}: {node.name} is read before the region that computes it. This is a bug: please "
+                "report it."
+            )
         for source in node.all_input_nodes:
             self._value(source)
         if node.op == "get_attr":

@@ -328,7 +328,7 @@ class Replays:
         """
         if self._wanted and (least != most or most >= _ALL):
             if most < _ALL:
-                _log.warning("CUDA graphs are not used any more: not all ranks can record the same programs.")
+                _log.warning("CUDA graphs are switched off: not all ranks can record the same programs.")
             self.forget()
             self._wanted = False
 
@@ -456,7 +456,7 @@ class Replays:
         self._failures = _ALL
         given = before - torch.cuda.memory_reserved()
         _log.warning(
-            "CUDA graphs are not used any more: the device ran out of memory beside what they keep, %.2f GiB.",
+            "CUDA graphs are switched off: the device ran out of memory while graphs held %.2f GiB.",
             given / 2**30,
         )
         return given
@@ -561,7 +561,7 @@ class ProgramGraphs:
         self._replays.give_up()
         self._obstacle = self._replays.reasons[self._name] = reason
         self._graphs = {}
-        _log.warning("The program %s is not replayed as a CUDA graph, but runs as before: %s.", self._name, reason)
+        _log.warning("The program %s runs without a CUDA graph: %s.", self._name, reason)
 
     @torch.no_grad()
     def _record(self, args: list[Any], run: Run) -> _Graph:

@@ -426,9 +426,9 @@ class Agreement:
 
     def _left(self, text: str, why: str) -> TimeoutError:
         return TimeoutError(
-            f"Rank {self._rank} has come to `{_first(text, self._names)}`, which is new here; {why} Ranks must take "
-            "the same path through the model: look for conditions on the rank or on its data, and at the other rank's "
-            "error first, if there is one."
+            f"Rank {self._rank} has come to `{_first(text, self._names)}`, which it has not run before; {why} Ranks "
+            "must take the same path through the model: look for conditions on the rank or on its data, and at the "
+            "other rank's error first, if there is one."
         )
 
     def _has_gone_on(self, key: str, other: int) -> bool:
@@ -448,7 +448,7 @@ class Agreement:
 
     def _mismatch(self, mine: str, theirs: str, other: int) -> ProgramMismatchError:
         return ProgramMismatchError(
-            f"Rank {self._rank} and rank {other} would go on differently. First difference: "
+            f"Rank {self._rank} and rank {other} would run different collectives. First difference: "
             f"{self._difference(mine, theirs, self._rank, other)}. Ranks must take the same path through the model, "
             "with the same plan: look for conditions on the rank or on its data, also for loops whose length follows "
             "from it. Compute such a part on all ranks, and mask what is not wanted (multiply by 0, `torch.where`)."

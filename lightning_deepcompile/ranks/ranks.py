@@ -104,8 +104,8 @@ class Ranks:
             made = dist.new_group(dist.get_process_group_ranks(self.group), backend="gloo", **settings)
         except RuntimeError as error:
             raise RuntimeError(
-                f"Rank {dist.get_rank()} cannot join a group of the ranks' CPUs ({error}), in which hosts tell each "
-                "other what no device need know. GLOO_SOCKET_IFNAME names the network interface to use."
+                f"Rank {dist.get_rank()} cannot join the gloo group of the ranks' hosts ({error}). Set "
+                "GLOO_SOCKET_IFNAME to the network interface to use."
             ) from error
         self._made.append(made)
         return made

@@ -124,7 +124,7 @@ class GradientSession:
         if self.holds_back:
             raise UnsupportedStepError(
                 "torch.autograd.grad(...) is called for tensors other than parameters, through compiled code, where "
-                "gradients are added up whole. Use CompileConfig(reduce='every')."
+                "unsharded gradients are added up. Use CompileConfig(reduce='every')."
             )
         for parameter in self._trainable():
             if parameter.dtensor.grad is not None:

@@ -98,7 +98,7 @@ class Participation:
                 for parameter in parameters:
                     self._reduce(parameter, parameter.gather_dtype)
             case _ if kind != "keep":  # which names what is not released
-                raise RuntimeError(f"There is no taking part in `{kind}`: a defect.")
+                raise RuntimeError(f"This rank cannot take part in `{kind}`. This is a bug: please report it.")
 
     def _with_code(self, collectives: list[tuple[str, tuple[int, ...]]]) -> None:
         for text, numbers in collectives:

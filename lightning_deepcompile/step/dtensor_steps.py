@@ -46,7 +46,7 @@ def dtensor_problem(optimizer: Optimizer, ranks: Ranks) -> str:
     problem, may_step_alone = next((one for one in told if one[0]), ("", True))
     if problem and not may_step_alone:
         raise ValueError(
-            f"{type(optimizer).__name__} is not element-wise and does not step tensor by tensor, so that it must step "
+            f"{type(optimizer).__name__} is not element-wise and does not step tensor by tensor. So it must step "
             f"on DTensors, which are PyTorch's sharded tensors, and there {problem}. Write its `step` with operations "
             "that DTensors support, with states made by `torch.zeros_like(parameter)`, or use an optimizer that "
             "updates each tensor by itself."

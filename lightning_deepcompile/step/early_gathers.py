@@ -129,7 +129,7 @@ class EarlyGathers:
             written, may_not = maxima([float(changed), float(not self._may_in_optimizer)], self._group)
             self._safe, self._may_in_optimizer = not written, not may_not
             if not self._safe:
-                _log.info("Parameters are written to between steps, so that nothing is gathered before a step begins.")
+                _log.info("Parameters are written to between steps, so no parameter is gathered before a step begins.")
             return
         self._written.logical_or_(changed)
         if self._copied is None or self._copied.query():
@@ -144,7 +144,7 @@ class EarlyGathers:
             raise RuntimeError(
                 "Parameters were written to after the optimizer's step in a way that PyTorch does not count "
                 "(`parameter.data`, or a `torch._foreach` function on parameters), for the first time since training "
-                "began: a step has computed with values from before. Write to the parameters themselves under "
+                "began: a step has computed with old values. Write to the parameters themselves under "
                 "`torch.no_grad()`."
             )
 

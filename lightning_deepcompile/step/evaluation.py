@@ -91,7 +91,7 @@ class Evaluation:
         self._uncompiled.uneven = None if behind is None else self._gather
         if behind is not None and self._rank == 0 and not self._told:
             self._told = True
-            _log.info("Some ranks have fewer batches to evaluate than others, which go on uncompiled.")
+            _log.info("Some ranks have fewer batches to evaluate. The others run their remaining batches uncompiled.")
 
     def _gather(self, wanted: int) -> None:
         self._gather_until(wanted, Where.EVALUATION)

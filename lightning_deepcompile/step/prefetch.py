@@ -115,7 +115,7 @@ class StepPrefetch:
         name = next(name for name, counts in now.items() if before.get(name) != counts)
         raise RuntimeError(
             f"A training step wrote to the parameter {name!r}, which had been gathered before the step began: it may "
-            "have computed with values from before. Write in a hook, such as `on_train_batch_end` (an average of "
+            "have computed with old values. Write in a hook, such as `on_train_batch_end` (an average of "
             "weights, or `target.load_state_dict(net.state_dict())`)."
         )
 

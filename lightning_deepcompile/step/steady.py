@@ -142,7 +142,7 @@ class Steady(Generic[In, Out]):
             graph, result = self._replays.record_alone(lambda: self._work(*self._operands))
         except Exception as error:
             self.refuse(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-            _log.warning("%s is not replayed as a CUDA graph, but runs as before.", self._name, exc_info=error)
+            _log.warning("%s runs without a CUDA graph.", self._name, exc_info=error)
             return
         self._graph, self._result = graph, [result]
         self._recorded += 1

@@ -53,7 +53,8 @@ class PlanStore:
         except PlanFileError as error:
             self._refused = True
             self._say(
-                f"The plan {str(path)!r} is not used, as {error}. Training plans anew, and replaces the file.",
+                f"The plan {str(path)!r} is not used, as {error}. Training measures and plans again, and replaces "
+                "the file.",
                 logging.WARNING,
             )
             return None

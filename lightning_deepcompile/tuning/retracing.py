@@ -106,10 +106,10 @@ class Retracing:
             return f"{_NAMES[kind]} are computed in {_CHUNKS} chunks"
         if kind == "checkpoints":
             self._capture.trace_anew(replace(tracing, uncheckpointed=0))
-            return "all that the model checkpoints is computed again"
+            return "all checkpointed blocks are recomputed"
         self._decided = True
         self._capture.trace_anew(replace(tracing, sparing=True))
-        return "what is cheap is computed again"
+        return "cheap operators are recomputed"
 
     def note(self) -> str:
         """Returns advice for a step that does not fit into memory; "" if there is none."""
@@ -164,8 +164,8 @@ class Retracing:
         times = profile.step_seconds, profile.exposed_seconds
         self._tried = self._capture.tracing, plan
         missing, done = format_bytes(over - plan.room), self.trace(plan.retrace)
-        text = f"The {who} needs {missing} too much, so {done} from step {step} on."
-        return Round(step, (), plan.room, *times, outcome="traced anew", reason=text)
+        text = f"The {who} needs {missing} too much memory, so {done} from step {step} on."
+        return Round(step, (), plan.room, *times, outcome="retraced", reason=text)
 
     def choose(
         self, step: int, profile: Profile, seen: Sequence[list[list[Checkpoint]]], plan: Callable[[Profile], Planned]
@@ -200,7 +200,7 @@ class Retracing:
         self._capture.trace_anew(replace(self._capture.tracing, uncheckpointed=chosen.uncheckpointed))
         reports = tuple(PassReport.of(effect) for effect in chosen.effects)
         times = profile.step_seconds, profile.exposed_seconds
-        return Round(step, reports, profile.budget, *times, outcome="traced anew")
+        return Round(step, reports, profile.budget, *times, outcome="retraced")
 
     def give_up(
         self, step: int, shortages: Sequence[Shortage], planned: Sequence[Schedule], profile: Profile | None

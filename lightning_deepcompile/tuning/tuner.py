@@ -461,7 +461,9 @@ class Tuner:
         excess = (peak or 0) - (self.rounds[-1].budget or 0)
         if excess > 0 and not slower and self._config.memory_budget is not None and self._attempts < _ATTEMPTS:
             self._excess += excess  # memory that no model knows of: the next plan leaves it free
-            self._say(f"Steps take {format_bytes(excess)} more than the memory budget: planning anew.", logging.WARNING)
+            self._say(
+                f"Steps take {format_bytes(excess)} more than the memory budget: planning again.", logging.WARNING
+            )
             self._entries.insert(0, (self._step + 3, self._passes))
         self._finish_round(
             before_seconds=before,
@@ -508,7 +510,7 @@ class Tuner:
                 self._save()  # nothing is planned for what was traced anew
             return
         if on_any(self._coverage.look(), self._group):
-            self._say("The training step has programs that were not measured yet: planning anew.", logging.INFO)
+            self._say("The training step has programs that were not measured yet: planning again.", logging.INFO)
             self._entries.insert(0, (self._step + 3, self._passes))
             self._next_entry(searching=True)
         elif self._attempts < _ATTEMPTS:

@@ -264,7 +264,7 @@ def test_the_commands_are_listed_and_files_that_cannot_be_read_end_in_one_line(
     path = tmp_path / "file.json"
     instructions = [{**i, "op": "gather_all"} for i in good["schedules"][0]["instructions"]]
     broken = {
-        "": "This is no profile",
+        "": "This is not a profile",
         json.dumps({**good, "version": 99}): "has version 99; this release reads",
         json.dumps(
             {**good, "regions": {"forward/region_0": {"seconds": "long"}}}
@@ -291,7 +291,7 @@ def test_the_commands_are_listed_and_files_that_cannot_be_read_end_in_one_line(
     path.write_text(write_plan([], setting))
     for command in ("simulate", "report"):
         assert (
-            "This is a plan, which `python -m lightning_deepcompile plan` shows"
+            "This is a plan, not a profile. `python -m lightning_deepcompile plan` shows it."
             in _fails(capsys, monkeypatch, command, str(path))[2]
         )
     assert "cannot be read: No such file" in _fails(capsys, monkeypatch, "plan", str(tmp_path / "none.json"))[2]

@@ -114,8 +114,8 @@ def _trains(folder: Path, backend: str) -> None:
     assert losses == pytest.approx(plain, rel=1e-6)
     assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(values, expected, strict=True))
     anew, done = strategy.report()
-    assert anew.outcome == "traced anew" and anew.step == 0 and anew.reason.startswith("The leanest plan needs ")
-    assert anew.reason.endswith(" too much, so losses are computed in 8 chunks from step 0 on."), anew.reason
+    assert anew.outcome == "retraced" and anew.step == 0 and anew.reason.startswith("The leanest plan needs ")
+    assert anew.reason.endswith(" too much memory, so losses are computed in 8 chunks from step 0 on."), anew.reason
     assert done.outcome in ("kept", "unchanged") and done.passes[-1].peak_bytes <= budget, str(done)
     summary = strategy.summary()
     assert (summary.chunked_losses, summary.graphs, strategy.engine.capture.whole("losses")) == (1, 1, 0)
@@ -145,15 +145,15 @@ def _saves_more() -> None:
     losses, _, strategy = _fit(20, rounding="any", memory_budget=f"{budget}B")
     first, second, done = strategy.report()
     assert "losses are computed in 8 chunks from step 0 on" in first.reason, first
-    assert "what is cheap is computed again from step 0 on" in second.reason, second
+    assert "cheap operators are recomputed from step 0 on" in second.reason, second
     assert done.passes[-1].peak_bytes <= budget, str(done)
     assert strategy.engine.capture.tracing.chunked_losses and strategy.engine.capture.tracing.sparing
     assert losses == pytest.approx(plain, rel=1e-6) and strategy.summary().chunked_losses == 1
     # What needs its logits whole is left so, and what is cheap is computed again at once.
     least = _least(Net(whole=True))
     _, _, strategy = _fit(module=Net(whole=True), memory_budget=f"{least - 10_000}B", rounding="any")
-    assert [done.outcome for done in strategy.report()][0] == "traced anew", strategy.report()
-    assert "what is cheap is computed again from step 0 on" in strategy.report()[0].reason
+    assert [done.outcome for done in strategy.report()][0] == "retraced", strategy.report()
+    assert "cheap operators are recomputed from step 0 on" in strategy.report()[0].reason
     assert strategy.summary().chunked_losses == 0 and not strategy.engine.capture.tracing.chunked_losses
 
 
@@ -220,7 +220,7 @@ def test_a_shortage_finds_no_loss(mesh: DeviceMesh) -> None:
     programs = engine.programs()
     assert len(programs) == 2 and not any("whole" in text for text in programs.values())
     (answer,) = engine.report()
-    assert "what is cheap is computed again" in answer.reason and not engine.capture.tracing.chunked_losses
+    assert "cheap operators are recomputed" in answer.reason and not engine.capture.tracing.chunked_losses
     engine.close()
 
 

@@ -69,7 +69,7 @@ def _trains(folder: Path, backend: str) -> None:
     assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(values, expected, strict=True))
     first, anew, done = strategy.report()
     assert "what is cheap" in first.reason
-    assert anew.outcome == "traced anew" and anew.reason.endswith("so MLPs are computed in 8 chunks from step 0 on.")
+    assert anew.outcome == "retraced" and anew.reason.endswith("so MLPs are computed in 8 chunks from step 0 on.")
     assert done.outcome in ("kept", "unchanged") and done.passes[-1].peak_bytes <= budget, str(done)
     assert (strategy.summary().chunked_mlps, strategy.engine.capture.whole("mlps")) == (3, 0)
     assert json.loads(path.read_text())["tracing"]["chunked_mlps"] == 8
@@ -97,7 +97,7 @@ def _in_order() -> None:
     done_so = [one.reason.partition(" so ")[2] for one in anew]
     assert done_so == [
         "losses are computed in 8 chunks from step 0 on.",
-        "what is cheap is computed again from step 0 on.",
+        "cheap operators are recomputed from step 0 on.",
         "MLPs are computed in 8 chunks from step 0 on.",
     ]
     assert done.passes[-1].peak_bytes <= budget, str(done)

@@ -142,7 +142,7 @@ def _train(folder: Path) -> None:
     seen, values, trainer = _fit(rounding="any", plan=str(path))
     assert seen.losses == plain.losses and all(map(torch.equal, values, expected))
     anew, done = trainer.strategy.report()
-    assert anew.outcome == "traced anew" and anew.step == 5 and anew.passes[-1].name == "recompute", str(anew)
+    assert anew.outcome == "retraced" and anew.step == 5 and anew.passes[-1].name == "recompute", str(anew)
     assert anew.passes[-1].changed.startswith(f"blocks that keep activations: 0 become {LAYERS}, with ")
     assert done.outcome in ("kept", "unchanged") and done.step == 10, str(done)
     assert seen.kept == [0] * 5 + [LAYERS] * (STEPS - 5)
@@ -184,8 +184,8 @@ def _runs_short() -> None:
     for value, wanted in zip(values, expected, strict=True):
         torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-7)
     reports = trainer.strategy.report()
-    assert [done.outcome for done in reports[:3]] == ["traced anew", reports[1].outcome, "leaner"], reports
-    assert "all that the model checkpoints is computed again" in reports[2].reason
+    assert [done.outcome for done in reports[:3]] == ["retraced", reports[1].outcome, "leaner"], reports
+    assert "all checkpointed blocks are recomputed" in reports[2].reason
     assert seen.kept[FAILS] == LAYERS and seen.kept[-1] == 0 and len(set(seen.kept)) == 2
 
 
@@ -202,7 +202,7 @@ def _alone(folder: Path) -> None:
     seen, _, trainer = _fit(18, passes=None, rounding="any", plan=str(path))
     assert seen.losses == plain.losses[:18] and seen.kept == [0] * 5 + [LAYERS] * 13
     (anew,) = trainer.strategy.report()
-    assert anew.outcome == "traced anew" and anew.passes[0].name == "zero3 -> prefetch", str(anew)
+    assert anew.outcome == "retraced" and anew.passes[0].name == "zero3 -> prefetch", str(anew)
     programs = list(trainer.strategy.programs().values())
     assert len(programs) == 2 and all(
         "[lower -> uncheckpointed -> whole -> zero3 -> prefetch]" in text for text in programs
@@ -236,7 +236,7 @@ def _saves_little(folder: Path) -> None:
     seen, values, trainer = _fit(16, checkpointing=False, passes=None, **settings)
     assert seen.losses == plain.losses and all(map(torch.equal, values, expected))
     anew, done = trainer.strategy.report()
-    assert anew.outcome == "traced anew" and "what is cheap is computed again" in anew.reason, str(anew)
+    assert anew.outcome == "retraced" and "cheap operators are recomputed" in anew.reason, str(anew)
     assert done.passes[-1].peak_bytes <= budget, str(done)
     assert json.loads(path.read_text())["tracing"]["sparing"] is True
     # The next run begins with it.
