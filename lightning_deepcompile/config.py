@@ -47,68 +47,71 @@ class CompileConfig:
     """Settings of how the step is compiled and how its programs are scheduled.
 
     Args:
-        region_backend: What compiles the compute between two collectives. ``"inductor"`` is the fast one; ``"eager"``
-            runs the captured operators one by one: slow, and useful to tell a compiler problem from one of ours.
-        reduce: When gradients of accumulated micro-batches travel: ``"every"`` micro-batch's are reduced, or they are
-            added up unsharded, in the parameters' dtype, and reduced at the ``"boundary"``, with the last one: less
-            communication for the memory of unsharded gradients. None: by stage, the boundary at stage 1 alone; with
-            ``rounding="any"``, planning decides at stage 3, for each block, by time and memory.
-        fallback: What happens to a function that cannot be compiled, or was compiled too often. ``"warn"``: it runs as
-            Python, as right as ever and about as fast as eager FSDP, with one warning that says which and why.
-            ``"error"``: that ends training.
-        symmetric_memory: Leave gathers of large groups of parameters to the GPUs' copy engines, which write straight to
-            where the other GPUs of the host gather to. They take about as long as NCCL's kernels, and no thread blocks
-            from compute that runs beside them. NCCL does it, from 2.28 on. What is gathered so stays allocated until
-            the next plan, outside of torch's allocator. A rank that dies or hangs in such a gather ends the other
-            ranks' processes, as no error reaches a copy engine that waits. True: groups of at least 32 MiB (gathered);
-            bytes or a text like ``"64MiB"``: another bound; False: none. ``"auto"``: as True where all GPUs that share
-            the parameters are of one host, the module has a billion parameters or more, and there is neither a memory
-            budget nor offloading nor ``cuda_graphs=True``; then there are no CUDA graphs. Where ranks are on several
-            hosts, and on CPU, one warning says why and nothing changes.
-        cuda_graphs: Record each program of a training step, with its gathers and reductions, clipping by norm and the
-            step of a fused optimizer as CUDA graphs, and launch each as a whole: the host of a small model is slower
-            than its device. They are recorded when they have run a few times and planning is done. They keep their
-            memory between steps: gradients, activations, and what is computed in between. What reads values on the
-            host, copies activations to it, or takes part in other ranks' batch statistics runs as before; the summary
-            says why. ``"auto"``: where devices wait for their hosts, there is memory for it, and it turns out to be
-            faster. CPUs have no graphs.
-        schedule: Which passes plan the programs, and when: a list of ``{"step": n, "passes": [...]}``, in optimizer
-            steps since the start or the resuming. The entry of step 0 applies from the first step on. Each later one
-            profiles steps n and n + 1, plans with what they measured, and swaps the programs before step n + 2.
-            Passes are names (``zero3``, ``prefetch``, ``fuse``, ``offload_activation``, ``offload_optimizer``,
+        region_backend: Compiler of the compute between two collectives. ``"inductor"`` is fast. ``"eager"`` runs the
+            captured operators one by one. It is slow, and shows whether a problem comes from the compiler or from this
+            package.
+        reduce: Time at which gradients of accumulated micro-batches are reduced. ``"every"``: in every micro-batch.
+            ``"boundary"``: once, in the last micro-batch; until then they are added up unsharded, in the parameters'
+            dtype. This needs less communication, and the memory of unsharded gradients. None: at the boundary at stage
+            1, else in every micro-batch; with ``rounding="any"`` at stage 3, planning decides for each block by time
+            and memory.
+        fallback: Treatment of functions that cannot be compiled, or that were compiled too often. ``"warn"``: the
+            function runs as Python, with correct results, at about the speed of eager FSDP. One warning names it and
+            the reason. ``"error"``: training ends with an error.
+        symmetric_memory: Whether the GPUs' copy engines gather large groups of parameters. They write directly into the
+            memory into which the other GPUs of the host gather. Such gathers take about as long as those by NCCL's
+            kernels, and leave all thread blocks to compute. They need NCCL 2.28. Gathered parameters keep their memory
+            until the next plan, outside of torch's allocator. If a rank dies or hangs in such a gather, the processes
+            of the other ranks end, as a waiting copy engine receives no error. True: for groups of at least 32 MiB
+            (gathered); bytes or a text like ``"64MiB"``: another bound; False: never. ``"auto"``: as True if all GPUs
+            that share the parameters are of one host, the module has at least a billion parameters, and there is
+            neither a memory budget nor offloading nor ``cuda_graphs=True``. Then there are no CUDA graphs. With ranks
+            on several hosts, and on CPU, True has no effect, and one warning says why.
+        cuda_graphs: Whether to record each program of a training step as a CUDA graph, with its gathers and reductions,
+            and also clipping by norm and the step of a fused optimizer. One call then launches the whole graph. This
+            helps small models, whose host is slower than their device. Graphs are recorded after planning, when
+            programs have run a few times. They keep their memory between steps: gradients, activations and intermediate
+            values. A program runs without a graph if it reads values on the host, copies activations to it, or uses the
+            batch statistics of other ranks; the summary says why. ``"auto"``: if devices wait for their hosts, memory
+            suffices, and a trial shows that graphs are faster. No effect on CPUs.
+        schedule: Passes that plan the programs, and when: a list of ``{"step": n, "passes": [...]}``. Steps are
+            optimizer steps since training started or resumed. The entry of step 0 applies from the first step on. Each
+            later entry profiles steps n and n + 1, plans with the measurements, and swaps the programs before step
+            n + 2. Passes are names (``zero3``, ``prefetch``, ``fuse``, ``offload_activation``, ``offload_optimizer``,
             ``unshard``, ``keep_whole``, ``reduce_late``, ``proactive_prefetch``) or ``"package.module:name"`` of your
-            own. ``"auto"``: `plan.DEFAULT_SCHEDULE`, which plans at step 3. None: nothing is measured; programs stay as
-            they are compiled, with the least memory.
-        memory_budget: What plans may use of each device's memory: bytes (at least 1 MiB), a text like ``"24GiB"`` or
-            ``"90%"``, or a fraction. None is 0.9 of it, less what activations took in the profiled step, so that later
-            batches may be up to twice as large; anything else is held to at stage 3: if no plan fits, training stops
-            with an error that says what would.
-            Where torch's allocator does not count (CPU), only what programs hold between regions is known.
-        offload: What waits in host memory: optimizer states, saved tensors (activations), and at stage 3 shards of
-            parameters; gradients stay on the device. ``"auto"``: what exceeds the memory budget, decided before a step
-            runs, and nothing where all fits. ``"none"``: nothing. ``"all"``: all of it. A list of ``"states"``,
-            ``"activations"`` and ``"parameters"``: all of these, and nothing else. No bit of the result changes.
-        host_memory_budget: What may be used of each node's memory for all of them, by all of its ranks together: bytes,
-            a text like ``"400GiB"`` or ``"80%"``, or a fraction of what is available when training is set up. None is
+            own. ``"auto"``: `plan.DEFAULT_SCHEDULE`, which plans at step 3. None: nothing is measured, and programs
+            stay as they are compiled, with the least memory.
+        memory_budget: Memory of each device that plans may use: bytes (at least 1 MiB), a text like ``"24GiB"`` or
+            ``"90%"``, or a fraction. None: 0.9 of the device, less the activations of the profiled step, so that later
+            batches may be up to twice as large. Any other value is a limit at stage 3: if no plan fits, training stops
+            with an error that says what would fit. Where torch's allocator does not count (CPU), only the memory
+            between regions is known.
+        offload: Tensors that are kept in host memory while the device does not need them: optimizer states, saved
+            tensors (activations), and at stage 3 shards of parameters. Gradients stay on the device. ``"auto"``: as
+            much as exceeds the memory budget, decided before a step runs, and nothing if all fits. ``"none"``: nothing.
+            ``"all"``: all of them. A list of ``"states"``, ``"activations"`` and ``"parameters"``: all tensors of these
+            kinds, and no others. Results are bit-identical.
+        host_memory_budget: Memory of each node for offloaded tensors, shared by its ranks: bytes, a text like
+            ``"400GiB"`` or ``"80%"``, or a fraction of the memory that is available when training is set up. None is
             0.8.
-        rounding: Whether last bits of results may change. Losses over many classes and feed-forward layers in chunks
-            of tokens, and cheap operators or checkpointed blocks that are computed again, or no longer, add numbers up
-            in another order, and so do gradients that are reduced later or together. ``"same"``: no plan changes a bit,
-            even where the alternative is out of memory. ``"needed"``: only where a step does not fit otherwise; one
-            line says so, and the step is traced once more. ``"any"``: plans may also where that takes less time: they
-            keep activations that the model checkpoints, merge reductions, and reduce accumulated gradients once
-            (stage 3).
-        plan: File of a plan. If it exists and fits, training starts with it, and with optimizer states where it has
-            them, and does not profile; the plan of a run that did profile is written to it. ``"auto"``:
+        rounding: Whether last bits of results may change. They change with losses and feed-forward layers in chunks of
+            tokens, with operators or checkpointed blocks that are recomputed, or no longer recomputed, and with
+            gradients that are reduced later or together: each adds numbers up in another order. ``"same"``: no plan
+            changes a bit, even if the alternative is out of memory. ``"needed"``: only if a step does not fit
+            otherwise; one line says so, and the step is traced once more. ``"any"``: also if a plan saves time by it.
+            Plans then keep activations that the model checkpoints, merge reductions, and reduce accumulated gradients
+            once (stage 3).
+        plan: File of a plan. If it exists and fits, training starts with its schedules and its places of optimizer
+            states, and measures nothing. Otherwise the run measures, and writes its plan to the file. ``"auto"``:
             ``deepcompile_plan.json`` in the Trainer's root directory.
-        log_level: Least level of what the logger ``lightning_deepcompile`` tells: ``"debug"``, ``"info"``,
-            ``"warning"`` or ``"error"``. The environment variable ``DEEPCOMPILE_LOG`` goes before it. None: the level
-            that the logger has, or ``"info"``.
+        log_level: Lowest level of messages from the logger ``lightning_deepcompile``: ``"debug"``, ``"info"``,
+            ``"warning"`` or ``"error"``. The environment variable ``DEEPCOMPILE_LOG`` takes precedence. None: the
+            logger's own level, or ``"info"``.
 
     Raises:
-        ValueError: If a value is of another type, no choice, or out of range; the message names the argument, the value
-            seen and what may be there.
-        TypeError: For an argument that there is not; the message names what is most like it, or replaces it.
+        ValueError: If a value has another type, is no choice, or is out of range. The message names the argument, the
+            value seen and the allowed values.
+        TypeError: For an unknown argument. The message names the most similar one, or its replacement.
     """
 
     _gone: ClassVar[dict[str, str]] = _GONE

@@ -96,7 +96,7 @@ class Retracing:
         self._capture.trace_anew(tracing)
         text = f"The step needs no less memory so, and is traced as before: {plan.numbers}."
         times = profile.step_seconds, profile.exposed_seconds
-        return Round(step, (), plan.room, *times, outcome="traced anew", reason=text)
+        return Round(step, (), plan.room, *times, outcome="retraced", reason=text)
 
     def trace(self, kind: Kind) -> str:
         """Has the step traced once more with one of the `moves`; returns a clause that says so."""
