@@ -47,7 +47,9 @@ def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
     gradients = [g for group in groups for g in zip(group.ids, group.sizes, group.made, strict=True)]
     same = [replace(i, sizes=()) for i in fixed] == [replace(i, sizes=()) for i in schedule.instructions if stays(i)]
     if not same or [g[0] for g in gradients] != [k for i in schedule.instructions if hands_over(i) for k in i.ids]:
-        raise ScheduleError(f"The schedule of {schedule.name!r} computes or reduces otherwise than {program.name!r}.")
+        raise ScheduleError(
+            f"The schedule of {schedule.name!r} computes or reduces other values than {program.name!r}."
+        )
     own, left = iter(fixed), iter(gradients)
     copied = {saved.number: saved.size for saved in current.saved}
     computed = {""}
@@ -61,7 +63,7 @@ def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
             group = list(itertools.islice(left, len(ids)))
             if late := [(i, maker) for i, _, maker in group if maker not in computed]:
                 raise ScheduleError(
-                    f"{schedule.name}: the gradient of parameter {late[0][0]} is made later, by {late[0][1]}."
+                    f"{schedule.name}: the gradient of parameter {late[0][0]} is computed later, by {late[0][1]}."
                 )
             sizes, made = (tuple(column) for column in list(zip(*group, strict=True))[1:])
             instruction = replace(instruction, sizes=sizes, made=made)

@@ -222,11 +222,11 @@ def _check_reductions(schedule: Schedule) -> None:
             continue
         where = f"{schedule.name}, instruction {position} ({instruction.op} {instruction.ids})"
         if ended:
-            raise ScheduleError(f"{where}: backward is over.")
+            raise ScheduleError(f"{where}: backward has ended before it.")
         if instruction.made and len(instruction.made) != len(instruction.ids):
-            raise ScheduleError(f"{where}: {len(instruction.ids)} gradients cannot come of {instruction.made}.")
+            raise ScheduleError(f"{where}: {len(instruction.ids)} gradients cannot come from {instruction.made}.")
         if missing := set(instruction.made) - computed:
-            raise ScheduleError(f"{where}: gradients are made later, by {sorted(missing)}.")
+            raise ScheduleError(f"{where}: gradients are computed later, by {sorted(missing)}.")
 
 
 def check_copies(schedule: Schedule) -> None:
@@ -263,7 +263,7 @@ def check_copies(schedule: Schedule) -> None:
             if number in started:
                 raise ScheduleError(f"{where}: tensor {number} is copied twice.")
             if forward and region[saved[number].first] > position:
-                raise ScheduleError(f"{where}: tensor {number} is made later, by {saved[number].first}.")
+                raise ScheduleError(f"{where}: tensor {number} is computed later, by {saved[number].first}.")
             started[number] = position
     if missing := started.keys() - waited:
         raise ScheduleError(f"{schedule.name}: nothing waits for the copies of tensors {sorted(missing)}.")

@@ -94,9 +94,9 @@ def _fake_nothing(*args: Any) -> None:
 
 def _refuse_to_free(tensors: list[Tensor], graph_id: int = 0) -> None:
     raise ValueError(
-        f"torch.ops.dc.free_tensors cannot be compiled (got {len(tensors)} tensors): a compiler gives the memory of a "
-        "tensor that was freed to others, as if it were still there. Call lightning_deepcompile.dc.free_tensors, which "
-        "runs between two compiled parts; what a compiled part alone reads is freed by the compiler."
+        f"torch.ops.dc.free_tensors cannot be compiled (got {len(tensors)} tensors): the compiler plans memory as if "
+        "freed tensors still had theirs. Call lightning_deepcompile.dc.free_tensors, which runs between two compiled "
+        "parts. The compiler itself frees tensors that only compiled code reads."
     )
 
 

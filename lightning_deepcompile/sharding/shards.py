@@ -77,13 +77,13 @@ class ShardedModel:
                 if owner.module._parameters.get(owner.name) is not tensor:
                     raise RuntimeError(
                         f"The parameter {owner.fqn!r} was replaced by another tensor since the module was sharded: "
-                        "steps know nothing of it. Replace parameters before `trainer.fit`, in `setup` or in "
+                        "steps do not see it. Replace parameters before `trainer.fit`, in `setup` or in "
                         "`configure_model`; change their values in place, by `parameter.data.copy_(...)`."
                     )
             if tensor.untyped_storage() is not storage:
                 raise RuntimeError(
                     f"`parameter.data = ...` was assigned to {parameter.name!r}, or the module was moved. Parameters "
-                    "are sharded, and steps would read the values that were there before. Change them in place, by "
+                    "are sharded, and steps would read the old values. Change them in place, by "
                     "`parameter.data.copy_(...)` (or `mul_`, `lerp_`, `clamp_`)."
                 )
 

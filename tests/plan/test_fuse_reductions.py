@@ -166,11 +166,11 @@ def test_gradients_cannot_travel_before_they_are_there() -> None:
     parts = list(original.instructions)
     group = replace(reduce(0, 1), made=("region_0", "region_1"))
     for position, instruction, message in [
-        (first, group, r"reduce \(0, 1\)\): gradients are made later, by \['region_1'\]"),
-        (first, replace(group, made=()), "the gradient of parameter 1 is made later, by region_1"),
-        (second, replace(group, made=("region_0",)), "2 gradients cannot come of"),
-        (second, replace(group, ids=(1, 0)), "computes or reduces otherwise"),
-        (second, replace(reduce(1), made=("region_1",)), "computes or reduces otherwise"),
+        (first, group, r"reduce \(0, 1\)\): gradients are computed later, by \['region_1'\]"),
+        (first, replace(group, made=()), "the gradient of parameter 1 is computed later, by region_1"),
+        (second, replace(group, made=("region_0",)), "2 gradients cannot come from"),
+        (second, replace(group, ids=(1, 0)), "computes or reduces other values"),
+        (second, replace(reduce(1), made=("region_1",)), "computes or reduces other values"),
     ]:
         changed = [*parts]
         changed[position] = instruction
@@ -179,7 +179,7 @@ def test_gradients_cannot_travel_before_they_are_there() -> None:
         )
         with pytest.raises(ScheduleError, match=message):
             reschedule(program, wanted, "broken")
-    with pytest.raises(ScheduleError, match="backward is over"):
+    with pytest.raises(ScheduleError, match="backward has ended"):
         check_schedule(original.with_instructions([*parts[:third], *parts[third + 1 :], parts[third]]))
 
 
@@ -191,7 +191,7 @@ def test_plan_files_say_what_makes_gradients() -> None:
     assert read_plan(text, setting).schedules == {"key": merged}
     old = write_plan([plain], setting).replace(', "made": []', "").replace(',\n     "made": []', "")
     assert "made" not in old and read_plan(old, setting).schedules == {"key": plain}
-    with pytest.raises(PlanFileError, match="made later, by"):
+    with pytest.raises(PlanFileError, match="computed later, by"):
         read_plan(text.replace('"region_1"\n', '"region_5"\n'), setting)
 
 
