@@ -203,7 +203,7 @@ class Measurement:
 
     @property
     def unknown(self) -> list[float]:
-        """As many numbers, of a rank that could not make a profile."""
+        """Returns as many numbers for a rank that could not make a profile."""
         return Workload.of([0.0] * len(self._seen), [0.0] * len(self._seen), varied=False)
 
     @property

@@ -88,7 +88,7 @@ def _file(path: Any, value: float) -> None:
 
 
 def _without_folder(path: Any, value: float) -> None:
-    """As ``aws s3 cp --recursive`` leaves a local one."""
+    """Writes a checkpoint as ``aws s3 cp --recursive`` copies a local one."""
     _sharded(path, value)
     fs = Unreliable()
     (folder,) = [entry for entry in fs.ls(path, detail=False) if "save-" in entry]

@@ -25,7 +25,7 @@ from lightning_deepcompile.step.optimizers import state_bytes
 
 
 class Sentences(Tokens):
-    """As many words as gradients of the matrices need for their full rank: roots of others are not determined."""
+    """Sentences of enough words for gradients of full rank: roots of other matrices are not determined."""
 
     def __init__(self, batches: int, global_rows: int, rank: int, world_size: int) -> None:
         data = torch.randint(0, VOCAB, (batches, global_rows, 61), generator=torch.Generator().manual_seed(7))
