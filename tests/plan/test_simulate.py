@@ -330,8 +330,8 @@ def test_profiles_survive_json_and_damaged_ones_are_refused() -> None:
     original = profile([forward], budget=123)
     assert Profile.from_json(original.to_json()) == original
     for broken, message in [
-        ("no json", "no profile"),
-        ("[]", "no profile"),
+        ("no json", "not a profile"),
+        ("[]", "not a profile"),
         (original.to_json().replace('"version": 3', '"version": 2'), "version 2"),
         (original.to_json().replace('"kept"', '"kept2"'), "damaged"),
         (original.to_json().replace('"world_size": 2', '"world_size": 0'), "world_size is 0"),

@@ -243,7 +243,7 @@ def test_without_a_budget_both_are_decided_on_one_rank(
                 engine.tuner.explain(error)
                 assert "fits with losses and MLPs unchunked" in error.__notes__[0]
     first, second = engine.report()
-    assert "losses are computed in 8 chunks from step 5 on" in first.reason and "what is cheap" in second.reason
+    assert "losses are computed in 8 chunks from step 5 on" in first.reason and "cheap operators" in second.reason
     assert [text for text in caplog.messages if "in 8 chunks" in text] == [first.reason], "once"
     error = torch.OutOfMemoryError("no memory")
     engine.tuner.explain(error)
