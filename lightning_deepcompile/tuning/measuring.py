@@ -13,7 +13,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,22 @@ _ENOUGH = 6
 """Profiled steps of the same programs from which times follow as functions of sizes."""
 
 _MARGIN = 8  # of a chosen budget, plans leave 1 / 2^8 free: predictions are not better than that
+
+
+class Comparison(NamedTuple):
+    """Steps before and after a plan.
+
+    Args:
+        before: Seconds of a step before.
+        after: Seconds of one after.
+        slowest: Of the steps before, the slowest one's.
+        fastest: Of those after, the fastest one's: a plan is slower if this is more.
+    """
+
+    before: float
+    after: float
+    slowest: float
+    fastest: float
 
 
 class Measurement:
@@ -145,7 +161,7 @@ class Measurement:
 
     def compare(
         self, group: dist.ProcessGroup, profile: Profile, before: Sequence[Schedule], after: Sequence[Schedule]
-    ) -> tuple[float, float] | None:
+    ) -> Comparison | None:
         """Compares steps before and after the plan; a collective.
 
         Where work differs, measured ÷ predicted counts, each at the sizes of that very step: a time is that of the mean
@@ -159,7 +175,7 @@ class Measurement:
             after: Those of the plan.
 
         Returns:
-            Seconds before and after; None if no two steps can be compared. (0, 0) if the work of all steps is equal.
+            The times; None if no two steps can be compared, zeros if the work of all steps is equal.
         """
         assert self._times is not None and self.workload is not None
         timed = [moment for moment in self._probes if moment < ISOLATED or moment >= TIMED]
@@ -174,10 +190,11 @@ class Measurement:
         for k in valid:
             kinds[work[k]][timed[k] >= TIMED].append(steps.seconds[k])
         if len(kinds) == 1 and all(next(iter(kinds.values()))):
-            return 0.0, 0.0
+            return Comparison(0.0, 0.0, 0.0, 0.0)
         pairs = [(min(one), min(other)) for one, other in kinds.values() if one and other]
         if pairs:
-            return min(pairs, key=lambda pair: pair[1] / pair[0])
+            pair = min(pairs, key=lambda pair: pair[1] / pair[0])
+            return Comparison(*pair, *pair)
 
         def of_mean(schedules: Sequence[Schedule], places: Sequence[int]) -> list[float]:
             columns = [steps.longest[k] for k in places], [steps.seconds[k] for k in places]
@@ -185,7 +202,9 @@ class Measurement:
 
         first = of_mean(before, [k for k in valid if timed[k] < TIMED])
         then = of_mean(after, [k for k in valid if timed[k] >= TIMED])
-        return (max(first), min(then)) if first and then else None
+        if not first or not then:
+            return None
+        return Comparison(statistics.median(first), statistics.median(then), max(first), min(then))
 
     def _totals(self, probes: Iterable[StepProbe]) -> tuple[list[float], list[float]]:
         """Returns for how long regions compute in steps, and how long these took; 0 where that tells nothing."""

@@ -448,12 +448,13 @@ class Tuner:
         before = self.rounds[-1].before_seconds
         assert self.profile is not None and self._round is not None
         pair = self._round.compare(self._group, self.profile, self._ran, self._planned)
-        if pair is not None and pair[0] > 0:
-            before, after = pair
+        slowest, fastest = before, after
+        if pair is not None and pair.before > 0:
+            before, after, slowest, fastest = pair
         held = self.rounds[-1].passes[0].peak_bytes <= (self.profile.budget or 0) + self.profile.room
         must = not held or self._states.must
         # What did not fit is no alternative; batches of other sizes are no comparison.
-        slower = pair is not None and before > 0 and after > before * (1 + _NOISE) and not must
+        slower = pair is not None and slowest > 0 and fastest > slowest * (1 + _NOISE) and not must
         if slower:
             passes, plan = self._previous
             self._run_plan(plan, passes)

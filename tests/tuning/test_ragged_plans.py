@@ -25,7 +25,7 @@ from lightning_deepcompile.profile.region_times import RegionTimes
 from lightning_deepcompile.profile.sizes import Sample, fit_curve
 from lightning_deepcompile.profile.workload import Workload
 from lightning_deepcompile.program.schedule import Instruction, Schedule
-from lightning_deepcompile.tuning.measuring import TIMED, Measurement
+from lightning_deepcompile.tuning.measuring import TIMED, Comparison, Measurement
 from lightning_deepcompile.tuning.tuner import _NOISE
 
 
@@ -90,7 +90,7 @@ def _timed(length: int, seconds: float) -> StepProbe:
     return probe
 
 
-def _judged(draw: random.Random, slower: float) -> tuple[float, float] | None:
+def _judged(draw: random.Random, slower: float) -> Comparison | None:
     """The judgement of a plan under which steps take `slower` times as long, with batches of random lengths."""
 
     def step(factor: float = 1.0) -> StepProbe:
@@ -116,10 +116,10 @@ def test_no_plan_is_taken_back_for_the_batchs_sake(mesh: Any) -> None:
     """The truth is known: steps take what their lengths say. A plan that changes nothing is always kept."""
     draw = random.Random(0)
     kept = [_judged(draw, 1.0) for _ in range(300)]
-    assert all(pair is None or pair[1] <= pair[0] * (1 + _NOISE) for pair in kept)
+    assert all(pair is None or pair.fastest <= pair.slowest * (1 + _NOISE) for pair in kept)
     assert sum(pair is not None for pair in kept) > 250, "most can be judged"
     slower = [_judged(draw, 1.3) for _ in range(300)]
-    assert sum(pair is not None and pair[1] > pair[0] * (1 + _NOISE) for pair in slower) > 250
+    assert sum(pair is not None and pair.fastest > pair.slowest * (1 + _NOISE) for pair in slower) > 250
 
 
 @pytest.mark.parametrize(
@@ -139,4 +139,5 @@ def test_steps_of_equal_work_are_compared_as_they_are(
     measurement._times = Known([4, 5], random.Random(0))
     measurement.workload = Workload((), (), (), True)
     profile: Any = None
-    assert measurement.compare(dist.group.WORLD, profile, (), ()) == expected
+    found = measurement.compare(dist.group.WORLD, profile, (), ())
+    assert found is not None and found[:2] == found[2:] == expected
