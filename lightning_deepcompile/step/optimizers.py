@@ -138,7 +138,8 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yields the plain tensors that one consists of: rows of a DTensor, codes and scales of a quantised one."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _parts(getattr(tensor, name))
+            part = getattr(tensor, name)
+            yield from _parts(part) if isinstance(part, Tensor) else ()  # newer DTensors name their mesh, too
     else:
         yield tensor
 
