@@ -137,6 +137,7 @@ class Tuner:
         self._recheck: int | None = None  # when to look for programs that no plan covers
         self._coverage = Coverage(self._training)
         self._attempts = 0
+        self._searched = False  # whether programs that no plan covers were found
         self._probe: StepProbe | None = None
         self._previous: tuple[tuple[Pass, ...], tuple[Schedule, ...]] = (capture.passes, ())
         self._ran: tuple[Schedule, ...] = ()  # those of the last profiled steps
@@ -295,7 +296,8 @@ class Tuner:
         if self._round is not None:
             self._probe = self._round.probe(moment, self._device, self._memory, self._runtime, self._capture)
             if moment == OBSERVED and not self._round.repeats:
-                self._say(f"Measuring steps {self._step} and {self._step + 1}, to plan with their times.", logging.INFO)
+                level = logging.DEBUG if self._round.searching else logging.INFO
+                self._say(f"Measuring steps {self._step} and {self._step + 1}, to plan with their times.", level)
             if moment in (OBSERVED, ISOLATED) and self._capture.progress is not None:
                 self._capture.progress(f"measuring, step {moment + 1}/2")
 
@@ -511,7 +513,9 @@ class Tuner:
                 self._save()  # nothing is planned for what was traced anew
             return
         if on_any(self._coverage.look(), self._group):
-            self._say("The training step has programs that were not measured yet: planning again.", logging.INFO)
+            level = logging.DEBUG if self._searched else logging.INFO  # looks repeat until a measured step runs them
+            self._searched = True
+            self._say("The training step has programs that were not measured yet: planning again.", level)
             self._entries.insert(0, (self._step + 3, self._passes))
             self._next_entry(searching=True)
         elif self._attempts < _ATTEMPTS:
