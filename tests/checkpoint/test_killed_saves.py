@@ -171,7 +171,7 @@ def test_the_last_whole_checkpoint_loads_after_a_kill(tmp_path: Path, moment: in
     with pytest.raises(RankError, match="died with exit code -9") as raised:
         run_ranks(_train, 2, folder, saving)
     killer.join()
-    assert "still running" not in str(raised.value)  # a survivor does not hang
+    assert "still running" not in str(raised.value), str(raised.value)  # a survivor does not hang
     found = _newest(folder, last)
     print(f"{moment=} {victims=} {saving=} {killer.hit=} {killer.existed=} {found=}", sorted(os.listdir(folder)))
     assert killer.existed and found >= killer.existed
