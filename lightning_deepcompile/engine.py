@@ -43,6 +43,7 @@ from lightning_deepcompile.step.batch_sizes import sizes_of
 from lightning_deepcompile.step.clipping import Clipping
 from lightning_deepcompile.step.direct import DirectStep
 from lightning_deepcompile.step.head_start import HeadStart
+from lightning_deepcompile.step.input_sizes import InputSizes
 from lightning_deepcompile.step.optimizers import LocalShards, check_optimizer, share_states, state_bytes, take_over
 from lightning_deepcompile.step.owner_step import OwnerStep
 from lightning_deepcompile.step.ways import OptimizerWays, Way, couples_tensors, is_elementwise
@@ -111,6 +112,7 @@ class Engine:
         self.residency, self.uncompiled = self.timeline.residency, self.timeline.uncompiled
         self.clipping = Clipping(self.model, self.device, self.capture.replays)
         self._steps = CompiledSteps(module, config, self.capture, self.fallbacks)
+        self._inputs = InputSizes()
         self._local_shards: weakref.WeakKeyDictionary[Optimizer, LocalShards] = weakref.WeakKeyDictionary()
         self.ended = False
 
@@ -131,12 +133,17 @@ class Engine:
         """
         if not self.model.state.whole:
             self.model.check_installed()
+        method = getattr(self.module, name)
+        self._inputs.begin(name, method, args, kwargs)
         while True:
             if self.timeline.begin(name, sizes_of((args, kwargs))):
                 self._steps.forget(name)
             self.uncompiled.hands_out_plain = self.mentions(name).transforms
             uneven = self.timeline.evaluation.behind is not None
-            self.capture.step_code = code_of(getattr(self.module, name))
+            self.capture.step_code = code_of(method)
+            if first := not self._steps.has_run(name):
+                self._inputs.mark(method, args, kwargs)
+            captured = self.capture.captured
             try:
                 with (
                     self._steps.running(name, compiled=not uneven) as step,
@@ -151,6 +158,9 @@ class Engine:
                 if (explained := explain(error)) is None:
                     raise
                 raise explained from error
+            finally:
+                if not first:
+                    self._inputs.captured(self.capture.captured - captured)
 
     def mentions(self, name: str) -> Mentions:
         """The names that the code of the step `name` mentions."""
@@ -380,6 +390,7 @@ class Engine:
             exchanged_lookups=self.capture.exchanged,
             chunked_losses=self.capture.chunked("losses"),
             chunked_mlps=self.capture.chunked("mlps"),
+            size_graphs=tuple(self._inputs.describe()),
             compile_seconds=self.capture.seconds,
             region_compile_seconds=self.capture.regions.seconds,
             offloaded_bytes=0 if self.residency is None else self.residency.host_bytes,

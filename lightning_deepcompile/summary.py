@@ -30,6 +30,7 @@ class Summary:
         causal_masks: Attention calls whose mask was recognised as the causal one.
         compile_seconds: Time in the backend (tracing with AOTAutograd, partitioning, regions), Dynamo's own excluded.
         region_compile_seconds: Part of it that Inductor took for regions.
+        size_graphs: Inputs of which new sizes cost graphs, with their sizes and the number of graphs.
         exchanged_lookups: Embeddings whose rows are looked up on the ranks that hold them.
         chunked_losses: Losses that are computed in pieces, each without whole logits.
         chunked_mlps: Feed-forward layers that are computed in pieces.
@@ -71,6 +72,7 @@ class Summary:
     causal_masks: int
     compile_seconds: float
     region_compile_seconds: float
+    size_graphs: tuple[str, ...] = ()
     exchanged_lookups: int = 0
     chunked_losses: int = 0
     chunked_mlps: int = 0
@@ -116,6 +118,7 @@ class Summary:
             ("sharded bytes per rank", format_bytes(self.sharded_bytes_per_rank)),
             ("compile time", f"{self.compile_seconds:.1f} s ({self.region_compile_seconds:.1f} s in regions)"),
         ]
+        rows += [("graphs of other sizes", text) for text in self.size_graphs]
         rows += [("optimizer steps", text) for text in self.optimizers]
         if self.memory_plan:
             rows.append(("memory", self.memory_plan))

@@ -154,7 +154,7 @@ class Fallbacks:
             error = compat.root_cause(error)
             if isinstance(error, UnsupportedStepError):
                 raise error
-            error = str(error) if isinstance(error, UncompilableError) else f"{type(error).__name__}: {error}"
+            error = str(error) if isinstance(error, UncompilableError) else compat.describe_error(error)
         self.add(_RESUMED.sub(r"\1", name), place, error)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 __all__ = [
     "ENTER_AUTOCAST",
@@ -24,8 +24,10 @@ __all__ = [
     "SET_GRADIENTS",
     "INNER_CALL",
     "compile_failures",
+    "describe_error",
     "held_weakly",
     "is_checkpoint",
+    "mark_dynamic",
     "never_a_frame",
     "never_code",
     "never_frames",
@@ -157,6 +159,17 @@ def root_cause(error: BaseException) -> BaseException:
     return error
 
 
+_MET_BY_TRACING = re.compile(r"with fake tensors: .*?: got (\w+)\(['\"](.+?)['\"]\)", re.DOTALL)
+"""An operator's own error, in the text of the one that Dynamo raises instead."""
+
+
+def describe_error(error: BaseException) -> str:
+    """Returns the kind and the first line of an error, or of the operator's error that is only quoted in it."""
+    if found := _MET_BY_TRACING.search(str(error)):
+        return f"{found[1]}: {found[2]}"
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
 def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a copy of a method whose compilations are counted, and cached, apart from those of the original's code.
 
@@ -219,6 +232,14 @@ def never_frames(kind: type[T]) -> type[T]:
         if inspect.isfunction(value):
             never_a_frame(inspect.unwrap(value))
     return kind
+
+
+def mark_dynamic(tensor: Tensor, dim: int) -> None:
+    """Makes a dimension symbolic in what Dynamo compiles next with `tensor`, unless the code needs it to be a number.
+
+    What was compiled before, with a tensor without the mark, does not run with this one.
+    """
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast

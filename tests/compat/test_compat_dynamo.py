@@ -104,6 +104,28 @@ def test_functions_that_are_left_uncompiled_are_told(caplog: pytest.LogCaptureFi
         torch.compile(lambda x: outer(x, "b"), backend=fails)(torch.ones(()))
 
 
+def test_an_operator_that_cannot_be_traced_is_named() -> None:
+    @torch.library.custom_op("compat_tests::untraceable", mutates_args=())
+    def untraceable(x: Tensor) -> Tensor:
+        return x + 1
+
+    with pytest.raises(Exception, match="untraceable") as caught:
+        torch.compile(lambda x: untraceable(x), backend="eager")(torch.ones(3))
+    assert compat.describe_error(caught.value).startswith("RuntimeError: There was no fake impl registered")
+    assert compat.describe_error(ValueError("one\ntwo")) == "ValueError: one"
+
+
+def test_dimensions_that_are_marked_are_symbolic_at_once() -> None:
+    counter = CompileCounter()
+    step = torch.compile(lambda x: x * 2, backend=counter)
+    for rows, marked in ((4, True), (5, False), (6, False)):
+        x = torch.ones(rows, 3)
+        if marked:
+            compat.mark_dynamic(x, 0)
+        step(x)
+    assert counter.frame_count == 1
+
+
 def test_tensors_have_aliases_and_storages() -> None:
     tensor = torch.ones(4, 3).T
     twin = compat.alias(tensor)

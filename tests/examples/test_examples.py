@@ -119,10 +119,13 @@ def test_llama_trains_two_processes(config: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), pytest.param(("--lora",), marks=pytest.mark.extensive)])
+@pytest.mark.parametrize(
+    "options", [(), *(pytest.param(option, marks=pytest.mark.extensive) for option in (("--lora",), ("--mode=all",)))]
+)
 def test_a_pretrained_model_is_finetuned_by_two_processes(options: tuple[str, ...], tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    if options:
+    lora = "--lora" in options
+    if lora:
         pytest.importorskip("peft")
     out, model = tmp_path / "out", tmp_path / "model"
     import finetune_hf
@@ -131,8 +134,40 @@ def test_a_pretrained_model_is_finetuned_by_two_processes(options: tuple[str, ..
     command = ["--accelerator=cpu", "--devices=2", "--steps=4", f"--model={model}", f"--out={out}", *options]
     printed = run_python("examples/finetune_hf.py", *command, paths=(declare_entry_points(tmp_path),))
     assert "of 16 right" in printed and (out / "tokenizer.json").exists()
-    assert (out / ("adapter_model.safetensors" if options else "model.safetensors")).exists()
-    assert ("loaded again, it says" in printed) == (not options)
+    assert (out / ("adapter_model.safetensors" if lora else "model.safetensors")).exists()
+    assert ("loaded again, it says" in printed) == (not lora)
+    table = printed[printed.index("batches     tokens/s") :].splitlines()
+    modes = list(finetune_hf.MODES) if "--mode=all" in options else ["packed"]
+    assert [line.split()[0] for line in table[1 : len(modes) + 1]] == modes
+
+
+def test_questions_are_batched_in_three_ways(tmp_path: Path) -> None:
+    """The same tokens are learnt, and packed ones as if each question were alone."""
+    pytest.importorskip("transformers")
+    import finetune_hf
+
+    finetune_hf.make_pretrained(tmp_path)
+    model = finetune_hf.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    learnt, sizes = {}, {}
+    for mode in finetune_hf.MODES:
+        data = finetune_hf.Instructions(tmp_path, mode)
+        data.setup("fit")
+        batches = list(data.val_dataloader())
+        sizes[mode] = {batch["input_ids"].shape[1] for batch in batches}
+        learnt[mode] = [batch["labels"][batch["labels"] >= 0] for batch in batches]
+        if mode == "packed":
+            row = {key: value[:1] for key, value in batches[0].items()}
+            starts = [*(row["position_ids"][0] == 0).nonzero().flatten().tolist(), data.length]
+            with torch.no_grad():
+                logits = model(**row, use_cache=False).logits[0]
+                for start, end in zip(starts, starts[1:], strict=False):
+                    alone = model(input_ids=row["input_ids"][:, start:end]).logits[0]
+                    torch.testing.assert_close(logits[start:end], alone, rtol=1e-4, atol=1e-5)
+    assert torch.equal(torch.cat(learnt["padded"]), torch.cat(learnt["bucketed"]))
+    packed, padded = torch.cat(learnt["packed"]), torch.cat(learnt["padded"])
+    both = min(len(packed), len(padded))
+    assert both > 1000 and torch.equal(packed[:both], padded[:both]), "in the same order; `drop_last` may drop more"
+    assert sizes["packed"] == {128} and sizes["bucketed"] <= {32, 64} and len(sizes["padded"]) > 1
 
 
 def test_the_large_models_differ_in_size_alone() -> None:
