@@ -216,7 +216,8 @@ def check_all(names: list[str], stage: int, world_size: int, steps: int, mesh: M
         if world_size > 1:
             assert extra[0]["ways"] == case.ways, f"{name}: {extra[0]['summary']}"
             if name in QUANTISED:
-                assert sum(states) < QUANTISED[name] * 2 * 4 * sum(value.numel() for value in expected.params.values())
+                elements = sum(value.numel() for value in expected.params.values()) * (mesh[0] if mesh else 1)
+                assert sum(states) < QUANTISED[name] * 2 * 4 * elements
             assert "optimizer steps" in extra[0]["summary"]
         for record in records:
             if not case.exact:
