@@ -85,10 +85,10 @@ inline void order(Event& scratch, const Stream& before, const Stream& after) {
 
 /// Makes a stream of the runtime's own the current one, as long as it lives.
 ///
-/// If an exception ends it, the stream that was current before waits for what was queued: what the exception drops is
-/// memory of that stream's pool, which hands it out again at once. So whatever the work reads or writes must live longer
-/// than the detour, and no memory may be allocated within it but for the work itself: whoever is short of memory makes
-/// the current stream wait for what he gives back.
+/// If an exception ends it, the previous stream waits for the queued work, because memory that the exception frees
+/// returns to that stream's pool, which may reuse it at once. So tensors that the work reads or writes must outlive this
+/// object. Within it, allocate memory for the work only: a rank that is short of memory makes the current stream wait for
+/// the memory that it gives back.
 class Detour {
  public:
   explicit Detour(const Stream& side)

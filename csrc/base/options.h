@@ -1,4 +1,4 @@
-// What one runtime can be told at its creation.
+// Options of a runtime, set at its creation.
 #pragma once
 
 #include <chrono>

@@ -8,7 +8,7 @@
 
 namespace ldc {
 
-/// Names what this thread does as long as it lives. Without a profiler nobody is asked for the name.
+/// Names the work of this thread while the object lives. Without a profiler the name is not computed.
 class Range {
  public:
   template <typename Name>
@@ -27,7 +27,7 @@ class Range {
   std::optional<at::RecordFunction> record_;
 };
 
-/// Hides what this thread starts from profilers, as long as it lives. torch.distributed's record of an operation ends on
+/// Hides the work of this thread from profilers while the object lives. torch.distributed's record of an operation ends on
 /// the thread that finishes it, and writes into the profile even where that was taken, and freed, in the meantime. Gathers
 /// and questions between hosts cross the steps at which profilers stop.
 using Unrecorded = at::DisableRecordFunctionGuard;

@@ -1,7 +1,7 @@
-// What one runtime has running: communicators, engines, and the executors of its graphs.
+// The parts of one runtime: communicators, engines, and the executors of its graphs.
 //
-// No lock is taken here and no end is looked out for: a Runtime owns the engines and hands them to one thread at a time
-// (Runtime::enter).
+// They take no lock and do not check whether the runtime has ended. A Runtime owns them and gives them to one thread at a
+// time (Runtime::enter).
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -26,7 +26,7 @@ struct Phase {
   bool boundary = true;        // the optimizer steps after this backward
   bool graphs_end_it = false;  // end_backward() completes the reductions; else finish_backward() does
   // A boundary's backward is over, or nothing has happened yet:
-  bool new_weights = true;    // the next forward gathers anew
+  bool new_weights = true;    // the next forward gathers again
   bool new_gradients = true;  // the next pass starts new accumulations
 };
 
@@ -36,7 +36,7 @@ struct Engines {
   Engines(const Engines&) = delete;
   Engines& operator=(const Engines&) = delete;
 
-  /// The executor of a graph. Raises for one that nobody registered.
+  /// The executor of a graph. Raises if the graph is not registered.
   Executor& executor(int64_t graph_id);
   /// The same for an instruction that belongs into a backward pass. Raises outside of one.
   Executor& executor_in_backward(std::string_view operation, int64_t graph_id);
@@ -50,12 +50,12 @@ struct Engines {
   void end_backward(int64_t graph_id);
   /// The weights changed: no gathered parameter is up to date.
   void invalidate();
-  /// Turns large tensors that nobody needs into empty ones. Raises for one that the runtime uses.
+  /// Frees the memory of large tensors, which become empty. Raises for one that the runtime uses.
   void free_tensors(const std::vector<Tensor>& tensors);
   /// The device is short of memory: gives some back, at no other rank's cost (memory/retry.h). Returns the bytes; 0:
   /// nothing is left to give.
   int64_t give_back();
-  /// Frees device and host memory that nobody uses.
+  /// Frees unused device and host memory.
   void free_unused();
   /// Ends everything but communicators. From when `aborted` is set, nothing waits for the device.
   void clear(const std::atomic<bool>& aborted);

@@ -29,7 +29,7 @@ class Face {
   Runtime& runtime_;
 };
 
-/// Before the first step: what there is.
+/// Registration before the first step: parameters and graphs.
 class Setup : public Face {
  public:
   using Face::Face;
@@ -56,12 +56,12 @@ class Parameters : public Face {
   void invalidate(std::optional<int64_t> id);
   /// Starts gathering what invalidate() took from parameters that stay whole, in the order of their first use.
   void refetch();
-  /// Gathers launched from now on read what the current stream has written by then; those under way stay.
+  /// Gathers launched from now on see all earlier writes of the current stream. Gathers in flight are not affected.
   void order_gathers();
 };
 
-/// Gradient shards, and the backward passes of a caller that brackets them itself: it knows which gradients start anew,
-/// and when all graphs are done.
+/// Gradient shards, and backward passes whose caller marks their begin and end: it knows which gradients start a new
+/// accumulation, and when all graphs are done.
 class Gradients : public Face {
  public:
   using Face::Face;
@@ -78,8 +78,8 @@ class Gradients : public Face {
   void free(const Ids& ids);
 };
 
-/// The passes of the `dc` functions. Graphs end a backward one by one; gradients start anew, and weights are gathered
-/// anew, in the step after an update.
+/// The passes of the `dc` functions. Graphs end a backward one by one. In the step after an update, gradients start a new
+/// accumulation and weights are gathered again.
 class Passes : public Face {
  public:
   using Face::Face;
@@ -87,7 +87,7 @@ class Passes : public Face {
   void end_forward();
   void start_backward(bool update);
   void end_backward(int64_t graph_id);  // also an operator
-  /// Dry: shapes and memory as ever, but nothing is communicated and values are undefined.
+  /// Dry run: the same shapes and memory, but no communication. Values are undefined.
   void enable_profiling(bool enable);
   bool is_profiling() const;  // does not wait for a turn
 };
@@ -123,7 +123,7 @@ class Graphs : public Face {
   void cancel();  // after the end, too
   /// Whether what was recorded may be replayed.
   bool fits(const Recording& recording);
-  /// It was, on the current stream; `program` is what a watchdog calls it.
+  /// A recording was replayed on the current stream; `program` is its name for a watchdog.
   void replayed(const Recording& recording, std::string_view program);
   void forget();  // after the end, too
 };
@@ -136,7 +136,7 @@ class Memory : public Face {
   Tensor host_shard(int64_t numel, ScalarType dtype);
   /// Turns tensors of at least `free_activation_threshold` elements into empty ones. Raises for one that is in use.
   void free_tensors(const std::vector<Tensor>& tensors);
-  /// Frees device and host memory that nobody uses.
+  /// Frees unused device and host memory.
   void free_unused();
   /// The device is short of memory: gives some back, at no other rank's cost (memory/retry.h). Returns the bytes; 0:
   /// nothing is left to give.
@@ -144,7 +144,7 @@ class Memory : public Face {
   /// Bytes of windows (memory/windows.h), which torch does not count, of the smallest group that gets one (0: none does),
   /// and the digest of all that were taken.
   std::tuple<int64_t, int64_t, int32_t> windows();
-  /// Gives up windows, and buffers of reductions, that hold nothing: what runs next needs others. All ranks call it
+  /// Frees windows and buffers of reductions that hold nothing, as the next schedule needs others. All ranks must call it
   /// between the same two gathers. Waits for the device.
   void free_buffers();
 };

@@ -34,7 +34,7 @@ class Completion {
   explicit Completion(std::function<void()> finish) : finish_(std::move(finish)) {}
   void wait() {
     if (!finish_) return;
-    finish_();  // after a failure it stays, so that whoever asks again fails again
+    finish_();  // stays set after a failure, so that another wait() fails, too
     finish_ = nullptr;
   }
 
@@ -42,7 +42,7 @@ class Completion {
   std::function<void()> finish_;
 };
 
-/// An operation that was handed over, for messages after a failure.
+/// A launched operation, for messages after a failure.
 struct Operation {
   std::string_view kind;  // "gather", "reduction", "reduction over replicas", "replay", ...
   std::string first;      // of its parameters, or a program; its owner need not live as long
@@ -67,7 +67,7 @@ class Communicator {
   /// Here both sides are of one size, and may be the same tensor: `out` becomes the mean of everybody's `in`.
   virtual Completion all_reduce_mean(const std::vector<Transfer>& group) = 0;
 
-  /// Whether this is the only rank: what a collective leaves in `out` is `in`, which the caller may as well take.
+  /// Whether this is the only rank: the result of a collective is `in`, which the caller may use instead of `out`.
   virtual bool is_alone() const { return false; }
 
   /// Whether gathers to memory of make_window() leave the device's thread blocks alone.
@@ -80,9 +80,9 @@ class Communicator {
 
   /// Raises if the wire has failed since, for communicators that notice only in the background. Does not wait.
   virtual void check_health() {}
-  /// For a watchdog, from its own thread and without waiting: why what was handed over will not finish (the wire failed,
-  /// or an operation has been the next one to finish for longer than `limit`). Empty: all is well, or every failure
-  /// comes by itself (process groups have timeouts of their own).
+  /// For a watchdog, from its own thread and without waiting: why launched operations will not finish. Either the wire
+  /// failed, or an operation has been the next one to finish for longer than `limit`. Empty: no failure, or failures are
+  /// reported otherwise (process groups have timeouts of their own).
   virtual std::string diagnose(std::chrono::milliseconds /*limit*/) { return {}; }
   /// What was queued on the current stream last is a replay of the program `name`, in which this wire may be used: it is
   /// watched as an operation.

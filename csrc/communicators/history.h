@@ -1,4 +1,4 @@
-// What a communicator did last, for whoever asks after a failure.
+// The last operations of a communicator, for messages after a failure.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +17,11 @@ class History {
  public:
   static constexpr size_t kKept = 2000;  // as many as torch's flight recorder keeps
 
-  /// An operation is handed over. `kind` is a literal.
+  /// An operation is launched. `kind` is a literal.
   Operation begin(std::string_view kind, const std::vector<Transfer>& group);
-  /// It is seen to be done.
+  /// The operation was seen to be done.
   void finish(int64_t number);
-  /// It was not handed over after all.
+  /// The operation was not launched after all.
   void forget(int64_t number);
 
   std::vector<Operation> operations() const;

@@ -1,4 +1,4 @@
-// What was handed to the device and may not be done: the watchdog's view of communication in stream order.
+// Launched operations that may not be done: the watchdog's view of communication in stream order.
 #pragma once
 
 #include <chrono>

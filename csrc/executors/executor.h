@@ -1,8 +1,8 @@
-// The executor of one graph: what a program's instructions mean under a ZeRO stage.
+// The executor of one graph: runs a program's instructions under a ZeRO stage.
 //
-// The engines know how to gather and how to reduce. A stage is two policies over them: residency (what is left of a
-// parameter after its last use) and reduction (when a gradient travels). State that outlives a graph (what is gathered,
-// what is accumulated) belongs to the engines, since one parameter may be used by several graphs.
+// The engines gather and reduce. A stage is two policies over them: residency (whether a parameter stays gathered after
+// its last use) and reduction (when a gradient is reduced). State that outlives a graph (gathered parameters,
+// accumulated gradients) belongs to the engines, as several graphs may use one parameter.
 #pragma once
 
 #include <memory>
@@ -14,7 +14,7 @@
 
 namespace ldc {
 
-/// When gradients travel: with every micro-batch, or added up whole and reduced with the optimizer step's last one.
+/// When gradients are reduced: in every micro-batch, or added up unsharded and reduced in the last one.
 enum class Reduction { every_micro_batch, at_boundary };
 
 class Executor {
@@ -28,10 +28,10 @@ class Executor {
 
   /// Starts gathering what is absent, as one group. `dtypes`: empty, or one entry per id.
   void prefetch(const Ids& ids, const std::vector<Dtype>& dtypes);
-  /// The same for one parameter; returns what wait_copy() may be asked with.
+  /// The same for one parameter; returns the handle for wait_copy().
   Tensor allgather(int64_t id, Dtype dtype);
   std::vector<Tensor> wait(const Ids& ids);
-  /// The same for one parameter, in memory of the caller's.
+  /// The same for one parameter, in memory that belongs to the caller.
   Tensor wait_copy(int64_t id);
   /// One of `n_users` uses is over; the last one releases.
   void release_use(int64_t id, int64_t n_users);
@@ -41,9 +41,9 @@ class Executor {
   /// A group of gradients; one gradient, which may travel together with others.
   void reduce(const Ids& ids, const std::vector<Tensor>& grads);
   void reduce(int64_t id, const Tensor& grad);
-  /// Raises for a parameter that is not the graph's.
+  /// Raises for a parameter that does not belong to the graph.
   void check_members(const Ids& ids) const;
-  /// Everything handed to reduce() so far that is to travel in this backward is on the wire when this returns.
+  /// Starts all reductions of this backward that reduce() has collected so far.
   void end_backward();
   /// The weights changed or a step was given up: state that spans instructions starts over.
   void reset() { uses_left_.clear(); }

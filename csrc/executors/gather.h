@@ -1,9 +1,9 @@
-// The gather engine: whole parameters out of shards, on a stream of its own.
+// The gather engine: gathers whole parameters from their shards, on a stream of its own.
 //
 // A parameter is absent, in flight, or ready (waited for). `launch` takes the absent ones of a list as one group: one
 // arena slot, few cast kernels, one group of collectives that write every parameter to its final place, one event. A
-// shard that is cast goes straight to its place in the gathered parameter, from where it travels: no other memory is
-// needed, and on a rank that is alone nothing is left to do.
+// shard that needs a cast is cast into its place in the gathered parameter and sent from there. This needs no other
+// memory, and a single rank needs no collective.
 //
 // Order on the device, and what would break without it:
 //   slot free → gather stream     the arena; else weights that are still being read get overwritten
@@ -18,9 +18,9 @@
 //   last use → slot free          recorded when the last parameter of a slot is released
 //   last use → copy to the host   both on the compute stream; the host waits for the copy (give_back)
 //
-// What stays gathered until the weights change (persistent parameters; every parameter of stages 1 and 2) is gathered
-// again by refetch(), all at once and in the order of its first use: later groups travel under the compute of earlier
-// ones.
+// Some parameters stay gathered until the weights change: persistent ones, and all parameters at stages 1 and 2.
+// refetch() gathers them again, all at once and in the order of their first use: later groups travel while earlier ones
+// are used.
 //
 // All operations of a runtime come from one compute stream at a time (autograd runs backward on the forward's stream).
 #pragma once
@@ -46,13 +46,13 @@ class GatherEngine {
   /// the shard's dtype. A parameter that is already gathered as another dtype is an error.
   void launch(const Ids& ids, const std::vector<Dtype>& dtypes);
 
-  /// Shape, dtype and device of what was launched, in one element of memory, not a number where there is such a thing.
+  /// A placeholder with the shape, dtype and device of the result, over one element of memory: NaN where the dtype has it.
   Tensor placeholder(int64_t id);
 
   /// Makes the current stream (CPU: the calling thread) wait until the parameter is there; once per group. Returns the
   /// whole parameter, in runtime memory: valid until it is released.
   Tensor wait(int64_t id);
-  /// The same, in memory of the caller's.
+  /// The same, in memory that belongs to the caller.
   Tensor copy(int64_t id);
 
   /// The current stream has seen the last use. Absent and persistent parameters are left alone.
@@ -61,12 +61,12 @@ class GatherEngine {
   /// The use is over, but the parameter stays until the weights change.
   void keep(int64_t id);
 
-  /// The weights changed: forgets every gathered parameter, kept ones too, of which it remembers the order. Orders the
+  /// The weights changed: forgets every gathered parameter. Remembers the order of kept ones, for refetch(). Orders the
   /// current stream behind gathers in flight, and the next gather behind the current stream.
   void invalidate();
   /// The same for one parameter, which is not remembered.
   void invalidate(int64_t id);
-  /// Gathers launched from now on read what the current stream has written by then; those under way stay.
+  /// Gathers launched from now on see all earlier writes of the current stream. Gathers in flight are not affected.
   void order_behind_current_stream();
 
   /// Starts gathering what the last invalidate() took from parameters that were kept: the same groups in the same
@@ -75,16 +75,15 @@ class GatherEngine {
   void forget_kept() { refetch_.clear(); }
 
   bool is_gathered(int64_t id) const { return gathered_.contains(id); }
-  /// What is queued on `stream` from now on runs after all gathers so far have read their shards.
-  /// CPU: they have, when this returns.
+  /// Makes work queued on `stream` from now on wait until all gathers so far have read their shards. CPU: waits itself.
   void order_behind_gathers(const Stream& stream);
   /// Whether gathered parameters live in this storage.
   bool owns(const c10::Storage& storage) const;
 
-  /// From now on a rank that is alone gathers nothing that it has as it is wanted: what is gathered is the shard itself.
+  /// From now on a single rank uses its shard as the gathered parameter where no cast is needed.
   void share_shards() { shares_ = communicator_->world_size() == 1; }
 
-  /// Dry: shapes and memory as ever, but nothing travels and contents are undefined.
+  /// Dry run: the same shapes and memory, but no communication. Contents are undefined.
   void set_dry(bool dry);
 
   /// A gather outside any program: into fresh memory that belongs to the caller, complete on return (in stream order).
@@ -93,7 +92,7 @@ class GatherEngine {
   Arena& arena() { return arena_; }
   /// Null where there are none.
   const Windows* windows() const { return windows_.get(); }
-  /// All ranks give up windows that hold nothing; they call it between the same two gathers.
+  /// Frees windows that hold nothing. All ranks must call it between the same two gathers.
   void free_windows() {
     if (windows_) windows_->free_unused();
   }
@@ -105,7 +104,7 @@ class GatherEngine {
   void clear();  // drops everything; for the end of a runtime
 
   // For the recorder (recorder.h).
-  /// What is gathered, in memory of device graphs.
+  /// The gathered parameters whose memory belongs to device graphs.
   struct Left {
     struct Member {
       int64_t id;
@@ -120,19 +119,20 @@ class GatherEngine {
     std::vector<Part> parts;  // in the order of their launch
     size_t size = 0;          // members
   };
-  /// Whether everything that is gathered lies in memory of device graphs.
+  /// Whether the memory of all gathered parameters belongs to device graphs.
   bool is_recorded() const;
-  /// The engine's streams run behind the current one: they become part of what it records.
+  /// Orders the engine's streams behind the current one, so that it records them, too.
   void fork();
-  /// The current stream is behind everything that was queued, and the memory of what is gathered is the recording's.
+  /// Orders the current stream behind all queued work. The recording then owns the memory of gathered parameters.
   void join();
   Left left() const;
   bool has(const Left& left) const;
-  /// What a replay left: the same as at the end of its recording.
+  /// Sets the state after a replay: the same as at the end of its recording.
   void restore(const Left& left);
   /// A recording has failed: nothing of what was queued will run.
   void cancel();
-  /// What stays whole is gathered by graphs, and not ahead of them. All ranks call it between the same two gathers.
+  /// From now on graphs gather the parameters that stay gathered; none are gathered ahead. All ranks must call it
+  /// between the same two gathers.
   void leave_to_graphs(bool leave) { left_to_graphs_ = leave; }
 
  private:
@@ -159,18 +159,18 @@ class GatherEngine {
   /// Selects what launch() has to gather, and checks the rest.
   void select(const Ids& ids, const std::vector<Dtype>& dtypes, std::vector<Param*>& params,
               std::vector<ScalarType>& targets);
-  /// Those of the lists that need no gather are gathered; the lists keep the others.
+  /// Marks those of the lists that need no gather as gathered, and removes them from the lists.
   void share(std::vector<Param*>& params, std::vector<ScalarType>& targets);
   /// The shards, on the device: copies of those that live in host memory, valid on the gather stream.
   std::vector<Tensor> fetch_shards(const std::vector<Param*>& params, Arena::Lease& fetched);
-  /// Makes this rank's part of what is gathered what goes on the wire, for shards that are to be cast, or for all; returns
-  /// the copies that put them there.
+  /// Sends from this rank's part of the gathered parameter: for shards that need a cast, or for all. Returns the copies
+  /// that fill it.
   std::vector<Copy> place_shards(std::vector<Transfer>& transfers, bool all) const;
   /// Gives the slot of the last copies from host memory back to the arena.
   void release_fetched();
   void complete(Group& group);
   std::vector<Gathered*> members(const Group& group);
-  /// Makes the parameters views of `memory`, which holds what the slot held.
+  /// Makes the parameters views of `memory`, which has the contents of the slot.
   static void move_views(const std::vector<Gathered*>& gathered, const Tensor& memory);
   int64_t send_away(Group& group);
   void bring_back(Group& group);

@@ -1,4 +1,4 @@
-// Gathered parameters that nobody reads at the moment wait in host memory when the device has none left.
+// Copies gathered parameters that are not in use to host memory when the device has no memory left.
 #include <ATen/ops/empty.h>
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // The offload engine: tensors and shards that wait in host memory, copied out and in on streams of their own.
 //
 // A tensor: offload → wait_offload → reload → wait_reload. Saved activations go the same way in groups, and without
-// numbers: their host tensors know what they wait for, so a program may run again before its backward program does.
+// ids: each host tensor holds the event to wait for, so a program may run again before its backward program does.
 // A parameter's shard: offload_param frees the shard's memory once it is copied, reload_param brings it back; what has
 // not changed since is not copied out again.
 //
@@ -31,21 +31,21 @@ class OffloadEngine {
                 std::shared_ptr<HostMemory> memory);
 
   /// Starts copying to the host; returns a host tensor like the one that wait_offload() will return, without its values.
-  /// The source is the caller's again.
+  /// The caller may reuse the source.
   Tensor offload(const Tensor& tensor, int64_t id);
   /// The host tensor, to be read after a device synchronisation, and not to be written to before wait_reload().
   Tensor wait_offload(int64_t id);
   /// Starts copying back what wait_offload(id) or offload(id) returned; returns a device tensor with the same values as
   /// wait_reload()'s, from then on.
   Tensor reload(const Tensor& host, int64_t id);
-  /// The device tensor, which is the caller's.
+  /// The device tensor; it belongs to the caller.
   Tensor wait_reload(int64_t id);
-  /// Whether this storage is where a single tensor waits, or where it comes back to.
+  /// Whether this storage is the host memory or the target of a single offloaded tensor.
   bool owns(const c10::Storage& storage) const;
 
-  /// Starts copying a group of tensors to the host. Their memory stays theirs until wait_copies(). A tensor that could
-  /// not come back with its strides stays where it is and is returned itself. So does one for which the host has no
-  /// memory: the step cannot be given up, as other ranks wait for it.
+  /// Starts copying a group of tensors to the host. Their memory stays in use until wait_copies(). A tensor whose
+  /// strides a copy cannot keep stays on the device and is returned itself. So is one for which the host has no memory:
+  /// an error would end the step, and other ranks wait for it.
   std::vector<Tensor> offload_group(const std::vector<Tensor>& tensors);
   /// Starts copying back what offload_group() returned; to be used after wait_copies() of the same host tensors.
   std::vector<Tensor> reload_group(const std::vector<Tensor>& hosts);
@@ -67,7 +67,7 @@ class OffloadEngine {
   void retry_with(GiveBack give_back) { give_back_ = std::move(give_back); }
   int64_t host_bytes() const { return pool_->bytes(); }
   void free_unused();
-  /// Drops what is in flight, ordered behind it; shards come back. For the end of a step that was given up.
+  /// Waits for copies in flight and drops their results; shards come back. For the end of a step that was given up.
   void reset();
   void clear();  // drops everything; for the end of a runtime
 
@@ -75,7 +75,7 @@ class OffloadEngine {
   struct Entry {
     Tensor source;         // a copy of the caller's, until the compute stream has waited for the copy to the host
     HostPool::Lease host;
-    const void* promised = nullptr;  // where offload()'s result lies: it may be given back instead of wait_offload()'s
+    const void* promised = nullptr;  // address of offload()'s result, which reload() takes like wait_offload()'s
     Tensor target;         // set by reload()
     Event done;
   };

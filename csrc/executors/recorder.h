@@ -1,14 +1,15 @@
-// Programs that a device graph records.
+// Records programs as device graphs.
 //
-// A graph's replay runs on the device what was queued while it was recorded, on all streams, and nothing on the host. So
-// what the engines know must be the same before a replay as it was before the recording, and becomes what it was behind
-// it: which parameters are gathered, and where; which gradients are valid; which sums wait. A recording holds both.
+// A replay repeats the device work of the recording, on all streams, and runs nothing on the host. So the state of the
+// engines must be the same before a replay as before the recording, and after a replay it is set to the state after the
+// recording: which parameters are gathered, and where; which gradients are valid; which sums wait. A recording holds
+// both states.
 //
-//   begin()     on all ranks in the same step: nothing is gathered ahead of programs, gradients keep their memory
-//   prepare()   before the recording: nothing is in flight, no memory of before is taken up, gradients have theirs
-//   fork()      the current stream records: the engines' streams do, too
-//   (the program runs: nothing of it reaches the device)
-//   join()      everything is behind the current stream again
+//   begin()     on all ranks in the same step: no gathers ahead of programs any more; gradients keep their memory
+//   prepare()   before the recording: waits for work in flight, allows fresh slots only, allocates gradients
+//   fork()      the current stream records: now the engines' streams do, too
+//   (the program runs: its work is recorded, and does not reach the device)
+//   join()      orders the current stream behind all of it
 //   fits(), replayed()   for each replay, the first one included
 #pragma once
 
@@ -21,7 +22,7 @@ namespace ldc {
 
 class Recording {
  public:
-  /// What the engines know at one edge of a program.
+  /// The state of the engines before or after a program.
   struct Edge {
     GatherEngine::Left gathered;
     WholeGradients::Sums held;
@@ -47,7 +48,7 @@ class Recorder {
   std::shared_ptr<Recording> join();
   /// The recording has failed, and its program has not run.
   void cancel();
-  /// Whether a replay would find everything as the recording did.
+  /// Whether the state is the same as before the recording.
   bool fits(const Recording& recording) const;
   void replayed(const Recording& recording);
   /// There are no recordings any more.

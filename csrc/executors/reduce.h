@@ -1,4 +1,4 @@
-// The reduce engine: whole gradients into gradient shards, as the mean over the ranks, on a stream of its own.
+// The reduce engine: reduces whole gradients to gradient shards (the mean over ranks), on a stream of its own.
 //
 // reduce() takes a group of gradients: send buffers where needed (rows that do not divide by the ranks are padded with
 // zeros; another dtype than the wire's; strides) → one group of reduce-scatters → into the parameters' `grad`, directly
@@ -16,9 +16,9 @@
 // larger one travels alone. Groups are split where their send buffers would exceed that size. Until drain() a gradient
 // that was handed to reduce() must not be written to; collect() and hold() copy theirs.
 //
-// Or gradients are held: added up whole on this rank, and reduced once with the last micro-batch's.
+// Alternatively, hold() adds up unsharded gradients on this rank. They are reduced once, with the last micro-batch.
 //
-// At most `window` groups stay pending: memory is bounded and the host never waits (a CPU backend: the caller does).
+// At most `window` groups are pending, which bounds memory. The host never waits (on CPU, the caller does).
 //
 // Accumulation is kept per parameter, not per graph: tied weights and several graphs add up in the order of the calls.
 // Groups finish in that order too (one stream; on CPU a queue), so an add never overtakes the copy before it.
@@ -44,14 +44,14 @@ class ReduceEngine {
 
   /// Reduces a group of whole gradients. An id may come several times in a backward, also within one call.
   void reduce(const Ids& ids, const std::vector<Tensor>& grads);
-  /// The same for a copy of one gradient, which may wait in the bucket for others. The caller's tensor is his again.
+  /// The same for a copy of one gradient, which may wait in the bucket for others. The caller may reuse the tensor.
   void collect(int64_t id, const Tensor& grad);
-  /// Adds whole gradients to what this rank holds; what comes by reduce() or collect() later includes them.
+  /// Adds unsharded gradients to the sums that this rank holds. Later calls of reduce() and collect() include the sums.
   void hold(const Ids& ids, const std::vector<Tensor>& grads);
   /// Reduces what is held for these parameters (the last micro-batch had no gradient for them).
   void reduce_held(const Ids& ids);
   std::string_view any_held() const { return held_.any(); }
-  /// Puts the bucket on the wire.
+  /// Starts the reduction of the bucket.
   void flush();
 
   /// These parameters start a new accumulation: what their `grad` holds is void.
@@ -76,23 +76,23 @@ class ReduceEngine {
   Tensor reduce_now(const Tensor& grad, c10::IntArrayRef shard_size, ScalarType dtype, Dtype wire,
                     std::string_view name);
 
-  /// A step was given up: waits for what is on the wire and forgets the rest. Does not raise.
+  /// A step was given up: waits for reductions in flight and forgets the rest. Does not raise.
   void reset() noexcept;
 
-  /// Dry: gradients are checked and dropped.
+  /// Dry run: gradients are checked and dropped.
   void set_dry(bool dry) { dry_ = dry; }
 
   Arena& arena() { return arena_; }
-  /// The device is short of memory: waits for what is on the wire, and frees the gradients and buffers that it used.
-  /// Returns their bytes.
+  /// The device is short of memory: waits for reductions in flight, and frees their gradients and buffers. Returns the
+  /// bytes.
   int64_t give_back();
   void retry_with(const GiveBack& give_back);
   void clear();  // drops everything; for the end of a runtime
 
   // For the recorder (recorder.h).
-  /// The engine's stream runs behind the current one: it becomes part of what that one records.
+  /// Orders the engine's stream behind the current one, which then records it, too.
   void fork() { order(compute_, current_stream(device_), stream_); }
-  /// The current stream is behind everything that was queued.
+  /// Orders the current stream behind all queued work.
   void join();
   const WholeGradients::Sums& held() const { return held_.sums(); }
   void restore(WholeGradients::Sums held) { held_.restore(std::move(held)); }

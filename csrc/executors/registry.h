@@ -1,4 +1,4 @@
-// What the runtime knows of each parameter.
+// The runtime's data of each parameter.
 #pragma once
 
 #include <algorithm>
@@ -66,13 +66,13 @@ class Registry {
   /// be ordered behind every write to them.
   void free_unused_grads(const Ids& ids);
 
-  /// From now on gradients keep their memory, or do not any more: device graphs write to it.
+  /// Sets whether gradients keep their memory between steps: device graphs write to it.
   void keep_grads(bool keep) { keeps_grads_ = keep; }
-  /// Another number than before if shards or gradients lie elsewhere than before.
+  /// A number that changes when shards or gradients move to other addresses.
   int64_t addresses() const { return addresses_; }
 
-  /// Gives one parameter another gradient buffer, so that whoever still holds the old one keeps its values.
-  /// A refusal leaves it the old one.
+  /// Gives one parameter another gradient buffer, so that references to the old one keep its values. After an error the
+  /// parameter has the old one.
   void replace_grad(int64_t id, const Tensor& grad);
 
   /// Whether no parameter's gradient lies in [begin, end), counted in elements, of a gradient storage.

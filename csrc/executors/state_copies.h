@@ -1,10 +1,10 @@
 // Optimizer states that live in host memory, in host buffers, and are on the device while the optimizer steps: chunk by
 // chunk.
 //
-// Device buffers, the slots, go round: one chunk arrives, one is stepped, one leaves. They exist from the first fetch of
-// a step until their chunk has left (settle_first) or until release() or settle(), so that forward and backward passes
-// have their memory. What fits beside the end of a backward pass is fetched there already (expect, advance), into slots
-// of its own.
+// Device buffers (slots) are used in turn: one chunk arrives, one is stepped, one leaves. They exist from the first
+// fetch of a step until their chunk has left (settle_first), or until release() or settle(). Forward and backward passes
+// use that memory otherwise. Chunks that fit beside the end of a backward pass are fetched there already (expect,
+// advance), into slots of their own.
 //
 // Order on the device, and what would break without it:
 //   copy out (last step) → copy in   begin(), and the slot's `left` event in advance(): the host buffer must hold
@@ -36,14 +36,14 @@ class StateCopies {
   Tensor host_buffer(const Tensor& like) { return slabs_.place(like); }
   void reserve(const std::vector<int64_t>& sizes) { slabs_.reserve(sizes); }
 
-  /// What advance() fetches, chunk by chunk: host buffers that nobody but stow() writes to, and the slots out of which it
-  /// did. Forgets what was fetched.
+  /// Sets the chunks that advance() will fetch: host buffers that only stow() writes to, and the slots from which it did.
+  /// Forgets chunks fetched before.
   void expect(std::vector<std::vector<Tensor>> chunks, std::vector<std::vector<int64_t>> slots);
   /// Starts fetching the next `count` of the chunks that are expected.
   void advance(int64_t count);
   /// What advance() has fetched: chunk k is in the slot -1 - k. The next advance() begins with the first chunk again.
   std::vector<std::vector<Tensor>> take();
-  /// Forgets what was fetched and not taken; the next advance() begins with the first chunk again.
+  /// Forgets chunks that were fetched and not used; the next advance() begins with the first chunk again.
   void forget_fetched();
 
   /// Starts a step. Slots get `slot_bytes` at least (every tensor rounded up to kAlignment), so that most chunks fit any.

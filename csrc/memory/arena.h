@@ -1,8 +1,8 @@
 // The arena: device memory for gathered parameters and for buffers that communication needs, at stable addresses.
 //
-// Slots go round: acquire → used on a communication stream, then on the compute stream → release → acquire …
-// Within a pass addresses repeat; when nothing is gathered any more the slots go back to torch's caching allocator, which
-// gives them out again for the next pass without a call to the driver.
+// The life of a slot: acquire → used on a communication stream, then on the compute stream → release → acquire …
+// Within a pass addresses repeat. When no parameter is gathered any more, the slots return to torch's caching allocator.
+// The next pass gets them from there without a call to the driver.
 //
 // What makes a slot safe to use again: `release` records the slot's event on the stream that used it last, and
 // `acquire` makes the next user's stream wait for that event. Without it, a gather would overwrite weights that a
@@ -53,12 +53,12 @@ class Arena {
   /// the graph that it belongs to.
   void release(Lease slot, const Stream& last_user);
 
-  /// Frees the slots that nobody holds; returns their bytes.
+  /// Frees the unused slots; returns their bytes.
   int64_t free_unused();
   /// The same where nothing that was queued will run: a recording has failed.
   void drop_unused() { free_.clear(); }
 
-  /// What to do when there is no memory for a slot.
+  /// Sets the function that gives memory back when there is none for a slot.
   void retry_with(GiveBack give_back) { give_back_ = std::move(give_back); }
 
   /// Counts the bytes of slots that are made elsewhere, too.

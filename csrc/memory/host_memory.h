@@ -1,8 +1,8 @@
 // Where pools and slabs get host memory: pinned where the device has streams, within one limit.
 //
-// What may hold less than was promised: a container's limit, the driver's own, or memory that others have taken since.
-// Then nothing is lost: what nobody uses is given back first, and whoever asked is told how much was missing.
-// `ulimit -l` is none of these: CUDA's driver does not count pinned memory against it.
+// The host may have less memory than the limit: because of a container's limit, the driver's own, or other processes.
+// Then unused memory is given back first, and if that does not suffice, the error says how much is missing. `ulimit -l`
+// does not matter: CUDA's driver does not count pinned memory against it.
 #pragma once
 
 #include <atomic>
@@ -48,7 +48,7 @@ class HostMemory : public std::enable_shared_from_this<HostMemory> {
   std::unique_ptr<Block> take(int64_t bytes, std::string_view purpose);
   /// The same; returns null and the error's text in `shortage` where there is none.
   std::unique_ptr<Block> try_take(int64_t bytes, std::string_view purpose, std::string& shortage);
-  /// torch's allocator keeps pinned memory for the next one who asks; this makes it free that.
+  /// Makes torch's allocator free the pinned memory that it caches.
   void free_cached() const;
   /// Called where memory is missing: gives back what is held and not used.
   void make_room_with(std::function<void()> make_room) { make_room_ = std::move(make_room); }

@@ -1,7 +1,7 @@
 // Host memory for tensors that leave the device for a while: pinned where the device has streams, reused, bounded.
 //
 // A buffer returns to the pool when the last tensor over it is gone, on whatever thread that happens. The copies that
-// still run then are its `used` event's business: the next writer's stream waits for it, the host never does.
+// still run then are covered by its `used` event: the next writer's stream waits for it, the host never does.
 // Capacities are powers of two (HostMemory::round_up), so sizes that differ a little share buffers.
 #pragma once
 
@@ -37,7 +37,7 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
   static Buffer* buffer_of(const Tensor& tensor);
 
   int64_t bytes() const;  // held, free buffers included
-  /// Frees the buffers that nobody holds; waits for their last copies.
+  /// Frees unused buffers; waits for their last copies.
   void free_unused();
 
  private:

@@ -1,9 +1,9 @@
 // Parameter shards that live in host memory for good: pinned, and mapped into the device's address space.
 //
-// A shard is a tensor of the device: kernels read and write it through the link, in the order of their stream, so
-// whatever touches a parameter outside of a step (state dicts, averages, hooks, an optimizer of any kind) sees right
-// values and needs to know nothing. What is done with all of them in every step takes the faster way, by copies of
-// host_of(): gathers (GatherEngine::fetch_shards) and optimizers that step chunk by chunk (StateCopies).
+// A shard is a tensor of the device: kernels read and write it through the link, in the order of their stream. So code
+// outside of a step (state dicts, averages, hooks, any optimizer) sees correct values and needs no change. Operations on
+// all shards in every step are faster by copies of host_of(): gathers (GatherEngine::fetch_shards), and optimizers that
+// step chunk by chunk (StateCopies).
 // On a device without streams both are the same ordinary memory.
 #pragma once
 

@@ -1,12 +1,12 @@
-// Host memory that tensors live in for long: packed into slabs, pinned where the device has streams, bounded.
+// Long-lived host memory for tensors: packed into slabs, pinned where the device has streams, bounded.
 //
 // Allocations of pinned memory are powers of two (HostMemory::round_up); one for each tensor would waste up to half of it.
 // Slabs grow on demand with what is held already, and take tensors of any size one behind the other. A tensor keeps its
-// slab alive. Each has a storage of its own, as Python may hold on to a storage for as long as anybody uses it, so nobody
-// could tell when a shared one is needed no more.
+// slab alive. Each tensor has a storage of its own: Python may hold a storage for any time, and a shared one would not
+// show which tensors are still in use.
 //
-// Where a tensor has gone another one may lie, once no copy uses that memory any more. That is looked for only when the
-// slabs are full, as it takes a wait for the device.
+// The memory of a freed tensor is reused once no copy uses it any more. Slabs look for such memory only when they are
+// full, as this waits for the device.
 #pragma once
 
 #include <functional>

@@ -1,7 +1,7 @@
-// What happens when the device has no memory left: this rank gives back what it can do without, and tries again.
+// Handles a shortage of device memory: this rank gives back memory that it does not need, and tries again.
 //
-// A rank that is short of memory cannot give up a step: the others would wait for its collectives. What it may do is
-// whatever no other rank notices. In order of cost: wait for reductions that are on their way and drop the gradients
+// A rank that is short of memory cannot give up a step: the others would wait for its collectives. It may do only what
+// other ranks do not notice. In order of cost: wait for reductions that are on their way and drop the gradients
 // that they read; free the arena's slots; send gathered parameters that nobody reads at the moment to host memory, from
 // where the next wait for them brings them back. Waiting for a collective that this rank has launched is safe: its
 // peers launch it before anything that they could want from this rank first.

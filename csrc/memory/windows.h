@@ -1,10 +1,9 @@
 // Windows: device memory into which the other ranks' copy engines write what this rank gathers.
 //
-// A rank that gathers writes its part to every peer, at the place where the peer's own gather has it; it knows that place
-// from where its own is. So all ranks must gather a group to the same window. They do, as which window is taken follows
-// from the sizes asked for and from the windows taken at that time: never from what a device has done by then, nor from
-// how much memory a rank has left. That is why a window stays until all ranks give it up, and why `digest` is compared
-// between them.
+// A rank that gathers writes its part into the memory of every peer, at the same offset as in its own. So all ranks must
+// gather a group to the same window. They do: the choice of a window depends only on the requested sizes and on the
+// windows in use at that time. It does not depend on the progress of a device, nor on the free memory of a rank.
+// Therefore a window stays until all ranks free it together, and ranks compare their `digest`.
 #pragma once
 
 #include <functional>
@@ -44,12 +43,12 @@ class Windows : public std::enable_shared_from_this<Windows> {
   /// else a new one.
   std::unique_ptr<Use> take(int64_t need, const Stream& user);
 
-  /// Gives up the windows that are not in use; waits for the device. All ranks call it between the same two gathers.
+  /// Frees unused windows; waits for the device. All ranks must call it between the same two gathers.
   void free_unused();
 
   int64_t bytes() const { return bytes_; }
   int64_t threshold() const { return threshold_; }
-  /// Of all that was taken so far, in order: the same on all ranks if they took the same windows.
+  /// A digest of all windows taken so far, in order: the same on all ranks if they took the same windows.
   int32_t digest() const { return static_cast<int32_t>(digest_ & 0x7fffffff); }
 
  private:
