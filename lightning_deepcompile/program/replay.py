@@ -492,7 +492,7 @@ class ProgramGraphs:
         self._written = examined.written
         self._runs: Counter[Any] = Counter()
         self._graphs: dict[Any, list[_Graph]] = {}
-        self._recorded = 0
+        self._recorded: Counter[Any] = Counter()  # by the numbers among its inputs
         self._before: list[weakref.ref[Tensor] | None] = []  # the inputs of the last run
         self._changing: set[int] = set()  # places of inputs that are not always the same tensor
 
@@ -509,7 +509,8 @@ class ProgramGraphs:
 
     def forget(self) -> None:
         """Drops its graphs."""
-        self._graphs, self._recorded = {}, 0
+        self._graphs = {}
+        self._recorded.clear()
         self._runs.clear()
         self._frame.saved, self._frame.graph, self._frame.alive = [], None, None
 
@@ -540,11 +541,14 @@ class ProgramGraphs:
             self._runs[key] += 1
             self._before = [weakref.ref(a) if isinstance(a, Tensor) else None for a in args]
             return run(args)
-        if self._recorded == _MOST:
-            self._give_up(f"it was recorded {_MOST} times, as its inputs or gradients lie elsewhere again and again")
-            return run(args)
+        if self._recorded.total() == _MOST:
+            if self._recorded[key] == _MOST:
+                self._give_up(
+                    f"it was recorded {_MOST} times, as its inputs or gradients lie elsewhere again and again"
+                )
+            return run(args)  # or graphs of other sizes are all that there may be
         try:
-            graph = self._record(args, run)
+            graph = self._record(args, run, key)
         except Exception as error:
             self._give_up(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
             return run(args)
@@ -564,7 +568,7 @@ class ProgramGraphs:
         _log.warning("The program %s runs without a CUDA graph: %s.", self._name, reason)
 
     @torch.no_grad()
-    def _record(self, args: list[Any], run: Run) -> _Graph:
+    def _record(self, args: list[Any], run: Run, key: Any) -> _Graph:
         inputs, copied, given = list(args), [], []
         for i, value in enumerate(args):
             if not isinstance(value, Tensor):
@@ -584,7 +588,7 @@ class ProgramGraphs:
         graph = _Graph(
             recorded, recording, inputs, copied, given, outputs, self._mark(outputs, [inputs[i] for i in given])
         )
-        self._recorded += 1
+        self._recorded[key] += 1
         return graph
 
     def _mark(self, outputs: list[Any], own: list[Any]) -> int | None:

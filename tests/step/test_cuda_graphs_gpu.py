@@ -41,6 +41,20 @@ class Dropped(Base):
         return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
 
 
+class Bucketed(Dropped):
+    """Rows are padded to one of a few lengths before the step."""
+
+    lengths: tuple[int, ...] = (13, 9, 5)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = 0
+
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        self.batches += 1
+        return batch[:, : self.lengths[self.batches % len(self.lengths)]].contiguous()
+
+
 class KeepsNothing(pl.Callback):
     """Has forward programs release all that they gather.
 
@@ -140,6 +154,7 @@ class Meanwhile(pl.Callback):
 MODELS = {
     **CASES,
     "dropped": Dropped,
+    "bucketed": Bucketed,
     "fused": Fused,
     "scheduled": Scheduled,
     "annealed": Annealed,
@@ -153,6 +168,7 @@ RUNS: list[tuple[str, int, dict[str, Any]]] = [
     ("annealed", 1, {"gradient_clip_val": 0.5, "steps": 16}),
     ("dropped", 3, {"accumulate": 3, "gradient_clip_val": 0.5, "callbacks": [Evaluates()]}),
     ("dropped", 2, {"accumulate": 3}),
+    ("bucketed", 3, {"steps": 21}),
     ("dropped", 1, {"accumulate": 3}),
     ("gpt_tied", 1, {"optimizer": "adamw"}),
     ("dropped", 3, {"steps": 16, "callbacks": [Meanwhile()]}),

@@ -16,7 +16,7 @@ import pytest
 import torch
 from cases import CASES, Record, Tokens, train
 from multiprocess import run_ranks
-from test_cuda_graphs_gpu import Dropped, Fused, KeepsNothing, TwoPasses, equal_after_fifty_steps, fifty_steps
+from test_cuda_graphs_gpu import Bucketed, Dropped, Fused, KeepsNothing, TwoPasses, equal_after_fifty_steps, fifty_steps
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -34,6 +34,7 @@ class Replay(pl.Callback):
 
     def __init__(self) -> None:
         self.replayed: Counter[str] = Counter()
+        self.recorded = 0
 
     def install(self, engine: Any) -> None:
         from lightning_deepcompile.program import replay
@@ -53,6 +54,7 @@ class Replay(pl.Callback):
                     raise
                 recording = self._graphs.join()
                 self.recorded += 1
+                callback.recorded += 1
                 return SimpleNamespace(run=run, inputs=inputs, outputs=outputs, ran=True), recording, outputs
 
             def launch(self, graph: Any, name: str) -> None:
@@ -311,6 +313,31 @@ class _Shorter(Dropped):
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         self.log("loss", loss)
         return None if batch_idx == 7 else loss
+
+
+class _ManyBuckets(Bucketed):
+    lengths = tuple(range(13, 2, -1))
+
+
+def _in_buckets() -> list[Any]:
+    MODELS.update(bucketed=Bucketed, many_buckets=_ManyBuckets)
+    results = []
+    for name, steps in (("bucketed", 21), ("many_buckets", 44)):
+        replay = Replay()
+        both = [_run(name, on, 2, steps=steps, callbacks=[replay] * on)[0] for on in (False, True)]
+        results.append((both, replay.recorded))
+    return results
+
+
+def test_each_length_of_a_bucket_is_recorded_once() -> None:
+    for few, many in run_ranks(_in_buckets, 2):
+        for (plain, replayed), _ in (few, many):
+            _check(plain, replayed)
+            assert replayed.extra[1] == {}
+        ran = [both[1].extra[0] for both, _ in (few, many)]
+        forward = [sum(count for name, count in one.items() if name.endswith("forward")) for one in ran]
+        assert forward == [21 - 7, 8 * 2], "the first run, and two of each length, or of all but eight, are no replays"
+        assert max(few[1], many[1]) <= 2 * 8, "recordings of forward and backward programs"
 
 
 class _Losses(pl.Callback):
