@@ -23,7 +23,7 @@ _Batch = tuple[Tensor, Tensor]
 
 
 class Causal(nn.Module):
-    """As transformers' Trainer divides: the sum over this rank's tokens by the number of those of all ranks."""
+    """Divides as transformers' Trainer does: the sum over this rank's tokens by the number of those of all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
