@@ -329,7 +329,7 @@ def _in_buckets() -> list[Any]:
     return results
 
 
-def test_each_length_of_a_bucket_is_recorded_once() -> None:
+def test_more_lengths_than_graphs_end_no_graph() -> None:
     for few, many in run_ranks(_in_buckets, 2):
         for (plain, replayed), _ in (few, many):
             _check(plain, replayed)
