@@ -20,6 +20,7 @@ from lightning_deepcompile.plan.memory_need import MemoryNeed, Standing, memory_
 from lightning_deepcompile.plan.pass_manager import Pass
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.plan.simulate import simulate
+from lightning_deepcompile.plan.tracing import Tracing
 from lightning_deepcompile.profile.forecast import arrived_gradients, forecast
 from lightning_deepcompile.profile.holds import hold_ratio
 from lightning_deepcompile.profile.peak_memory import PeakMemory
@@ -74,6 +75,7 @@ class Foresight:
         self.largest: dict[str, dict[Noted, None]] = {}
         self.plan: MemoryPlan | None = None
         self.need: MemoryNeed | None = None
+        self._tried: tuple[Tracing, MemoryPlan] | None = None  # before the last retracing, and what asked for it
 
     def look(
         self, step: int, programs: list[Program], say: Callable[[str, int], None], *, restartable: bool
@@ -112,9 +114,12 @@ class Foresight:
             moves += self._retracing.moves()
         self.plan = plan = fit(Need({"passes": sizes[0]}, moves), budget, self._capture.config.rounding)
         self.need = replace(lean, spare=spare)
-        if not has_run and (back := self._retracing.take_back(step, plan, profile)) is not None:
-            return back
+        tried, self._tried = self._tried, None
+        if tried is not None and not has_run and not (plan.needed < tried[1].needed or plan.least < tried[1].least):
+            assert tried[1].retrace is not None
+            return self._retracing.take_back(step, tried[1].retrace, tried[0], plan, profile)
         if plan.retrace is not None:
+            self._tried = self._capture.tracing, plan
             return self._retracing.anew(step, plan, profile)
         if plan.moved:
             say(str(plan), logging.INFO)
@@ -180,7 +185,9 @@ class Foresight:
     def note(self, executables: Iterable[Executable]) -> None:
         """Notes the sizes with which each of `executables` runs next."""
         for executable in executables:
-            executable.watch = functools.partial(self._note, executable, executable.watch)
+            watch = executable.watch
+            if not isinstance(watch, functools.partial) or watch.func != self._note:  # else it has not run since
+                executable.watch = functools.partial(self._note, executable, watch)
 
     def _note(self, executable: Executable, before: Watch | None, name: str, args: Sequence[Any]) -> None:
         executable.watch = before

@@ -43,7 +43,6 @@ class Retracing:
     def __init__(self, capture: Capture, states: StateTrade, group: dist.ProcessGroup) -> None:
         self._capture, self._states, self._group = capture, states, group
         self._decided = capture.config.rounding != "any"
-        self._tried: tuple[Tracing, MemoryPlan] | None = None  # before the last move, and why it was made
         self._useless: set[Kind] = set()
 
     @property
@@ -76,23 +75,20 @@ class Retracing:
             kinds.append("operators")
         return tuple(Move(kind, rounds=True) for kind in kinds if kind not in self._useless)
 
-    def take_back(self, step: int, plan: MemoryPlan, profile: Profile) -> Round | None:
-        """Has the step traced as before the last of the `moves` if it needs no less memory with it.
+    def take_back(self, step: int, kind: Kind, tracing: Tracing, plan: MemoryPlan, profile: Profile) -> Round:
+        """Has the step traced as before one of the `moves`, which needs no less memory and is not made again.
 
         Args:
             step: Optimizer steps done.
+            kind: The move.
+            tracing: How the step was traced before it.
             plan: The decision about the step as it is traced now.
             profile: What it fell by.
 
         Returns:
-            What the report says of it; None if the move stays.
+            What the report says of it.
         """
-        tried, self._tried = self._tried, None
-        if tried is None or plan.needed < tried[1].needed or plan.least < tried[1].least:
-            return None
-        tracing, before = tried
-        assert before.retrace is not None
-        self._useless.add(before.retrace)
+        self._useless.add(kind)
         self._capture.trace_anew(tracing)
         text = f"The step needs no less memory so, and is traced as before: {plan.numbers}."
         times = profile.step_seconds, profile.exposed_seconds
@@ -147,8 +143,6 @@ class Retracing:
         if profile.budget is None or least <= profile.budget:
             return None
         plan = fit(Need({"step": least}, self.moves()), profile.budget, self._capture.config.rounding)
-        if (back := self.take_back(step, plan, profile)) is not None:
-            return back
         return None if plan.retrace is None else self.anew(step, plan, profile)
 
     def anew(self, step: int, plan: MemoryPlan, profile: Profile) -> Round:
@@ -162,7 +156,6 @@ class Retracing:
         assert plan.retrace is not None
         who, over = ("leanest plan", plan.least) if plan.least > plan.room else ("step", plan.needed)
         times = profile.step_seconds, profile.exposed_seconds
-        self._tried = self._capture.tracing, plan
         missing, done = format_bytes(over - plan.room), self.trace(plan.retrace)
         text = f"The {who} needs {missing} too much memory, so {done} from step {step} on."
         return Round(step, (), plan.room, *times, outcome="retraced", reason=text)
