@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import linecache
 import logging
@@ -29,6 +28,7 @@ _LIBRARIES = re.compile(r"[/\\](torch|lightning|pytorch_lightning|torchmetrics|l
 _UNSPOKEN = re.compile(r"[/\\](lightning|pytorch_lightning|lightning_deepcompile)[/\\]")
 
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.*)_at_\d+$")  # Dynamo's name of the code after a break
+_BLOCK = re.compile(r"([ \t]*)(class|def|async def)\s+(\w+)")
 
 _SKIPPED = "Dynamo left it out of its graphs (TORCH_LOGS=graph_breaks says why)"
 BROKEN_TEXT = "an f-string reads a tensor behind a number (f'{i}: {loss.item()}'), of which Dynamo makes another text"
@@ -159,18 +159,16 @@ class Fallbacks:
 
 
 def _with_class(name: str, place: str) -> str:
-    """``Class.name`` of a method that starts at `place`: Dynamo tells only the name, and many are called `forward`."""
+    """``Class.name`` of a method that starts at `place`: Dynamo tells only the name, and many are called `forward`.
+
+    By indentation: parsing a file in several places at once fails in some releases of Python 3.11.
+    """
     file, _, line = place.rpartition(":")
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:  # a file that was changed meanwhile
-        return name
-    for owner in ast.walk(tree):
-        if isinstance(owner, ast.ClassDef):
-            for one in owner.body:
-                if isinstance(one, ast.FunctionDef) and one.name == name:
-                    if str(min([one.lineno, *(above.lineno for above in one.decorator_list)])) == line:
-                        return f"{owner.name}.{name}"
+    *before, first = linecache.getlines(file)[: int(line)] or [""]
+    indented = len(first) - len(first.lstrip())
+    for above in reversed(before):
+        if (block := _BLOCK.match(above)) is not None and len(block[1]) < indented:
+            return f"{block[3]}.{name}" if block[2] == "class" else name
     return name
 
 
