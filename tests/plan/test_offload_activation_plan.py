@@ -161,7 +161,7 @@ def test_schedules_that_lose_a_tensor_are_refused() -> None:
     (forward, backward), _ = _step()
     everything = [compute(k) for k in range(COUNT)]
     for schedule, instructions, message in [
-        (forward, [copies("offload", 0), *everything, copies("wait_copy", 0)], "made later, by region_0"),
+        (forward, [copies("offload", 0), *everything, copies("wait_copy", 0)], "is computed later, by region_0"),
         (forward, [*everything, copies("offload", 0)], r"nothing waits for the copies of tensors \[0\]"),
         (forward, [*everything, copies("offload", 0, 0), copies("wait_copy", 0)], "copied twice"),
         (forward, [*everything, copies("offload", 9), copies("wait_copy", 9)], "no saved tensor 9"),
