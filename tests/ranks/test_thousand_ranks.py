@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_deepcompile.assembly import Assembly
 from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.profile.workload import Workload
 from lightning_deepcompile.ranks.exchange import exchange, from_first, maxima, on_any, raise_together
 from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.ranks.ranks import Ranks
@@ -27,6 +28,7 @@ from lightning_deepcompile.sharding.checks import check_same_model
 from lightning_deepcompile.tuning.together import Seen, put_together
 
 BLOCKS = 24
+NO_STEPS = Workload.of([], [], varied=False)
 
 
 def _set_up(world: int) -> dict[str, int]:
@@ -40,7 +42,7 @@ def _set_up(world: int) -> dict[str, int]:
     parts = [(gather(k), wait(k), compute(k, k), release(k)) for k in range(BLOCKS)]
     forward = schedule("forward", *(i for part in parts for i in part))
     backward = schedule("backward", *(i for k, part in enumerate(parts) for i in (*part, reduce(k))))
-    seen = Seen(profile([forward, backward]), (forward, backward), True, [[]])
+    seen = Seen(profile([forward, backward]), (forward, backward), True, [[]], NO_STEPS)
     mesh = init_device_mesh("cpu", (world,))
     ranks = Ranks(mesh)
     assembly = Assembly(mesh, ranks, CompileConfig(region_backend="eager"), 3, timedelta(minutes=1), None, None)
@@ -58,12 +60,12 @@ def _set_up(world: int) -> dict[str, int]:
         "the model is compared": lambda: check_same_model(model, group),
         "the model is sharded": lambda: assembly.model(model, runtime),
         "nothing fails": nothing_fails,
-        "profiles become one": lambda: put_together(seen, "", group),
+        "profiles become one": lambda: put_together(seen, "", seen.steps, group),
         "questions": lambda: (on_any(False, group), maxima([1.0, 2.0], group), from_first("text", group)),
         "everybody": everybody,
     }.items():
         took[name] = _peak(act)
-    assert put_together(seen, "", group).profile.regions == seen.profile.regions
+    assert put_together(seen, "", seen.steps, group).profile.regions == seen.profile.regions
     return took
 
 
@@ -113,7 +115,7 @@ def test_a_new_program_is_as_few_requests_on_many_ranks() -> None:
 def _one_differs(seen_of: list[Seen]) -> tuple[Any, str]:
     dist.init_process_group("gloo")
     rank = int(os.environ["RANK"])
-    merged = put_together(seen_of[rank], "", dist.group.WORLD)  # type: ignore[arg-type]
+    merged = put_together(seen_of[rank], "", seen_of[rank].steps, dist.group.WORLD)  # type: ignore[arg-type]
     dist.barrier()
     return merged, ""
 
@@ -123,8 +125,8 @@ def test_what_ranks_saw_becomes_one_whether_their_programs_are_the_same_or_not()
     other = schedule("forward", gather(0), wait(0), compute(0, 0), release(0))
     slow = profile([forward], 3.0, budget=50, step_seconds=2.0)
     fast = profile([forward], 1.0, budget=100, hold_seconds=0.5)
-    same = [Seen(fast, (forward,), False, [[]]), Seen(slow, (forward,), True, [[]])]
-    apart = [same[0], Seen(slow, (other,), True, [[[]]])]
+    same = [Seen(fast, (forward,), False, [[]], NO_STEPS), Seen(slow, (forward,), True, [[]], NO_STEPS)]
+    apart = [same[0], Seen(slow, (other,), True, [[[]]], NO_STEPS)]
     for both, checkpoints in ((same, [[]]), (apart, [[], [[]]])):
         (one, _), (two, _) = run_ranks(_one_differs, 2, both)
         assert one == two and one.new and one.start == (forward,) and one.checkpoints == checkpoints
