@@ -117,6 +117,14 @@ def _function_of(name: str) -> str:
     return f"{function}.fget" if found else name
 
 
+def is_exporting() -> bool:
+    """Returns whether `torch.export` traces, in code that Dynamo traces, too.
+
+    Dynamo of PyTorch 2.11 takes `torch.compiler.is_exporting` for true in every frame; the flag behind it is right.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 class _Failures(logging.Filter):
     """Intercepts Dynamo's log messages about functions that it leaves uncompiled."""
 

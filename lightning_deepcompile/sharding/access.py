@@ -86,7 +86,7 @@ def _parameter_property(name: str, size: tuple[int, ...], dtype: torch.dtype, by
     # The tracer resolves each name when it traces. This function is True only for the tracer: other threads that read
     # parameters while this one compiles, and code that a compiler runs, read as usual.
     is_traced, parameter = torch.compiler.is_dynamo_compiling, torch.ops.dc.parameter
-    is_exporting = torch.compiler.is_exporting
+    is_exporting = compat.is_exporting
 
     @compat.never_a_frame
     def read(self: nn.Module) -> Tensor | None:
@@ -109,7 +109,7 @@ def _parameter_property(name: str, size: tuple[int, ...], dtype: torch.dtype, by
 
 
 def _call_property() -> property:
-    is_traced, is_exporting = torch.compiler.is_dynamo_compiling, torch.compiler.is_exporting
+    is_traced, is_exporting = torch.compiler.is_dynamo_compiling, compat.is_exporting
 
     # Users call parts of their model in hooks, to generate a sample, say; all ranks must do so, as with FSDP. PyTorch
     # reads this attribute in every call of a module. A `__call__` of our own would do, but Dynamo goes straight to

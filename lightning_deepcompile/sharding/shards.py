@@ -299,6 +299,18 @@ def _broadcast(tensor: Tensor, ranks: Ranks) -> Tensor:
     return tensor
 
 
+def _compute_dtype(stored: torch.dtype, owners: tuple[Owner, ...], gather_dtype: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype in which steps compute with a parameter.
+
+    Weights of batch norm stay in the dtype of its running statistics, as under autocast on one device: kernels take no
+    others beside them.
+    """
+    if gather_dtype is None or not stored.is_floating_point:
+        return stored
+    statistics = (owner.module._buffers.get("running_mean") for owner in owners)
+    return stored if any(s is not None and s.dtype == stored for s in statistics) else gather_dtype
+
+
 @torch.no_grad()
 def _shard_parameter(
     owners: tuple[Owner, ...],
@@ -326,12 +338,11 @@ def _shard_parameter(
     padded = values[layout.offset : layout.offset + layout.shard_numel].view(layout.shard_shape)
     rows = padded.narrow(0, 0, high - low)
     rows.copy_(mine)
-    floating = spec.dtype.is_floating_point
     parameter = ShardedParameter(
         ds_id=ds_id,
         layout=layout,
         owners=owners,
-        gather_dtype=gather_dtype if gather_dtype is not None and floating else spec.dtype,
+        gather_dtype=_compute_dtype(spec.dtype, owners, gather_dtype),
         ranks=ranks,
         dtensor=nn.Parameter(distribute_rows(_alone(rows), spec.shape, ranks), requires_grad=spec.requires_grad),
         leaf=padded.detach().requires_grad_(spec.requires_grad),

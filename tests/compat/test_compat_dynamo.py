@@ -262,3 +262,16 @@ def test_functions_that_nobody_changes_are_not_guarded() -> None:
     assert compiled(torch.ones(2)).tolist() == [6.0, 6.0]
     assert dropped and all("ours" in name for name in dropped) and not any("ours" in name for name in kept)
     assert any("theirs" in name for name in kept)
+
+
+def test_exporting_is_known_to_code_that_dynamo_traces() -> None:
+    """Dynamo of PyTorch 2.11 answers `torch.compiler.is_exporting()` with True in every frame."""
+
+    class Module(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (3 if compat.is_exporting() else 2)
+
+    module, one = Module(), torch.ones(())
+    assert float(torch.compile(module, backend="eager", fullgraph=True)(one)) == 2.0
+    assert float(torch.export.export(module, (one,)).module()(one)) == 3.0
+    assert float(torch.compile(module, backend="eager", fullgraph=True)(one)) == 2.0

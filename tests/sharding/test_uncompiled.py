@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, Base, Mlp, Record, assert_same_training, gpt, llama, train
+from cases import CASES, VOCAB, Base, Mlp, Record, assert_same_training, gpt, llama, train
 from multiprocess import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -269,3 +269,28 @@ def test_equals_unsharded(world_size: int, run: Run) -> None:
             pytest.fail(f"rank {rank}:\n{actual}")
         assert_same_training(actual, expected, params=True)
         assert actual.extra.uncompiled
+
+
+class Convolutional(Base):
+    """Batch norm in half precision, whose statistics stay in single precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv1d(VOCAB, 16, 1), nn.BatchNorm1d(16), nn.GELU(), nn.Conv1d(16, VOCAB, 1))
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return self.net(F.one_hot(tokens, VOCAB).float().transpose(1, 2)).transpose(1, 2)
+
+
+def _train_mixed() -> tuple[Record, Record]:
+    from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+
+    options: dict[str, Any] = {"world_size": 1, "rank": 0, "precision": "bf16-mixed", "steps": 4}
+    strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
+    ours = train(functools.partial(uncompiled, Convolutional), strategy, **options)
+    return ours, train(Convolutional, "auto", **options)
+
+
+def test_batch_norm_in_mixed_precision_is_autocasts() -> None:
+    ((record, expected),) = run_ranks(_train_mixed, 1)
+    assert_same_training(record, expected, params=True)
