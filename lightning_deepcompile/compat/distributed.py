@@ -9,12 +9,13 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "AssignableDTensor",
@@ -22,6 +23,7 @@ __all__ = [
     "all_to_all_into",
     "all_to_all_uneven",
     "device_of_objects",
+    "dispatches",
     "full_tensor",
     "gather_rows",
     "process_group",
@@ -32,6 +34,8 @@ __all__ = [
     "with_local",
 ]
 
+DTensorT = TypeVar("DTensorT", bound=DTensor)
+
 
 def with_local(tensor: DTensor, local: Tensor) -> DTensor:
     """A DTensor like `tensor` with another local tensor, which may be on another device than the mesh.
@@ -39,6 +43,29 @@ def with_local(tensor: DTensor, local: Tensor) -> DTensor:
     ``DTensor.from_local`` would copy it to the mesh's device.
     """
     return DTensor(local, tensor._spec, requires_grad=False)
+
+
+def dispatches(kind: type[DTensorT]) -> type[DTensorT]:
+    """Decorates a subclass of DTensor with a ``__torch_dispatch__`` of its own, which PyTorch 2.11 does not call."""
+    if torch.__version__ >= "2.12":
+        return kind
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if any(issubclass(one, kind) for one in types):
+                return kind.__torch_dispatch__(function, types, args, kwargs)
+            return function(*args, **(kwargs or {}))
+
+    def torch_function(
+        cls: Any, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with Mode(), torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    kind.__torch_function__ = classmethod(torch_function)  # type: ignore[assignment, method-assign]
+    return kind
 
 
 class AssignableDTensor(DTensor):

@@ -105,6 +105,10 @@ def unguarded(codes: frozenset[types.CodeType]) -> Callable[[Sequence[Any]], lis
     """
 
     def keep(guards: Sequence[Any]) -> list[bool]:
+        # With a filter Dynamo builds guards twice, and asserts that both find the same objects. Those that a property
+        # makes on each read are others, and the first ones are still alive.
+        for guard in guards:
+            guard.orig_guard.obj_weakref = None
         found = {g.name for g in guards if isinstance(g.value, types.FunctionType) and g.value.__code__ in codes}
         return [_function_of(g.name) not in found for g in guards]
 

@@ -35,6 +35,7 @@ _HINT = (
 )
 
 
+@compat.dispatches
 class ShardedTensor(DTensor):
     """A sharded parameter, its gradient, its optimizer's state, or a result computed of them, between steps.
 
