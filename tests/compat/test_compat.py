@@ -320,6 +320,27 @@ def test_gathering_into_one_tensor_warns_of_nothing(mesh: DeviceMesh) -> None:
     assert whole.tolist() == [1, 1, 1]
 
 
+def test_a_subclass_of_dtensor_is_asked(mesh: DeviceMesh) -> None:
+    asked: list[str] = []
+
+    @compat.dispatches
+    class Asked(DTensor):
+        __slots__ = ()
+
+        @classmethod
+        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(compat.name_of_operator(function))
+            return function(*fx.node.map_aggregate(args, local), **(kwargs or {}))
+
+    def local(one: Any) -> Any:
+        return compat.local_of(one) if isinstance(one, DTensor) else one
+
+    tensor: Any = DTensor.from_local(torch.ones(3), mesh, [Shard(0)], run_check=False)
+    tensor.__class__ = Asked
+    assert type(tensor.sum()) is Tensor and type(torch.stack([torch.ones(3), tensor])) is Tensor
+    assert asked == ["sum", "stack"] or asked == ["sum", "cat"], asked
+
+
 def test_process_groups_are_found_by_their_names(mesh: DeviceMesh) -> None:
     group = mesh.get_group()
     assert compat.process_group(group.group_name) is group
