@@ -46,6 +46,7 @@ from lightning_deepcompile.plan.topology import Topology
 from lightning_deepcompile.profile.build import leave_room
 from lightning_deepcompile.profile.forecast import forecast
 from lightning_deepcompile.profile.holds import hold_ratio
+from lightning_deepcompile.profile.memory import scattered
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.printer import format_bytes, format_program
 from lightning_deepcompile.program.program import Program
@@ -211,7 +212,9 @@ class _MemoryOfDevice(PeakMemory):
     def limit(self, budget: int | float | str | None) -> int:
         """Bytes that may be allocated."""
         limit = parse_budget(budget, self._total)
-        return limit if budget is not None and not isinstance(budget, float) else max(limit - self._others, 1)
+        if budget is None or isinstance(budget, float):
+            limit -= self._others
+        return max(limit - scattered(self.largest, self._total - self._others - limit), 1)
 
     @property
     def current(self) -> int:
@@ -336,7 +339,7 @@ class _Estimate:
         standing = need.standing if self._device.type == "cpu" else replace(need.standing, states=sum(sizes))
         arrived = foresight.arrived(programs)
         lasting = standing.total - (0 if arrived is None else standing.gradients)
-        profile = self._profile(programs, lasting, arrived, sum(sizes), need.spare, offloads=leaving.needed)
+        profile = self._profile(programs, lasting, arrived, sum(sizes), offloads=leaving.needed)
         start = [capture.schedules([p.name for p in programs], capture.passes)[p.name] for p in programs]
         profile = replace(profile, schedules=tuple(start))
         settings = replace(capture.settings, offload_activations="auto") if leaving.needed else capture.settings
@@ -359,7 +362,7 @@ class _Estimate:
         schedules, effects = best.planned
         prediction = effects[-1].prediction
         shown = replace(standing, states=standing.states - best.away) if standing.states else standing
-        table = memory_need(schedules, best.profile, shown, need.spare, arrived)
+        table = memory_need(schedules, best.profile, shown, arrived)
         limit = (profile.budget or 0) + profile.room
         notes = self._notes + [
             f"{function} runs uncompiled, and is counted by blocks: {reason}"
@@ -370,7 +373,7 @@ class _Estimate:
             device=request.device.name,
             parameters=self._parameters,
             budget=foresight.plan.room,
-            peak=max(limit + best.over + need.spare, table.total),
+            peak=max(limit + best.over, table.total),
             least=foresight.plan.least,
             need=table,
             traced=need,
@@ -437,7 +440,6 @@ class _Estimate:
         standing: int,
         arrived: Mapping[str, int] | None,
         states: int,
-        spare: int,
         *,
         offloads: bool,
     ) -> Profile:
@@ -455,7 +457,7 @@ class _Estimate:
             world_size=ranks,
             device_type=device.type,
             hold_ratio=hold_ratio(dtypes),
-            budget=self._memory.limit(config.memory_budget) - spare,
+            budget=self._memory.limit(config.memory_budget),
             optimizer_seconds=device.moving_seconds(3 * shards + 2 * states),  # reads gradients; reads, writes the rest
             copy_out=device.host,
             copy_in=device.host,

@@ -45,7 +45,6 @@ class MemoryNeed:
         saved: Bytes of values between regions: saved tensors, activations.
         region: Bytes of what the largest region makes while it runs.
         where: That region, by program and name; "" while the optimizer steps.
-        spare: Bytes of the largest value: as much may be free in pieces that are too small for it.
     """
 
     standing: Standing
@@ -53,12 +52,11 @@ class MemoryNeed:
     saved: int
     region: int
     where: str
-    spare: int
 
     @property
     def total(self) -> int:
         """The peak."""
-        return self.standing.total + self.gathered + self.saved + self.region + self.spare
+        return self.standing.total + self.gathered + self.saved + self.region
 
     def __str__(self) -> str:
         """The need as a table."""
@@ -70,7 +68,6 @@ class MemoryNeed:
             "gathered parameters, whole gradients": self.gathered,
             "saved tensors": self.saved,
             f"largest region ({self.where})": self.region,
-            "too scattered for the largest value": self.spare,
             "in all": self.total,
         }
         return "\n".join(f"  {name:<44}{format_bytes(size):>12}" for name, size in rows.items() if size)
@@ -85,7 +82,7 @@ def would_fit(need: MemoryNeed, room: int, ranks: int) -> list[str]:
         ranks: That share the parameters.
     """
     ways = [f"a budget of {need.total} bytes ({format_bytes(need.total)})"]
-    batch = need.saved + need.region + need.spare + need.standing.other
+    batch = need.saved + need.region + need.standing.other
     sharded = need.standing.shards + need.standing.gradients + need.standing.states
     if batch and (left := room - (need.total - batch)) >= batch // 100:
         ways.append(f"{100 * left // batch} % of this batch")
@@ -98,7 +95,6 @@ def memory_need(
     schedules: Sequence[Schedule],
     profile: Profile,
     standing: Standing,
-    spare: int,
     arrived: Mapping[str, int] | None = None,
 ) -> MemoryNeed:
     """Returns the memory at the peak of a step.
@@ -107,15 +103,14 @@ def memory_need(
         schedules: The programs of a micro-batch, in order.
         profile: Its regions' memory includes `standing`, of gradients what has `arrived`.
         standing: What is there while the optimizer steps.
-        spare: As of the `MemoryNeed`.
         arrived: Gradient shards that are there when each region runs, by its program's and its own name; None: all.
     """
     point = max(simulate(schedules, profile).memory, key=lambda point: point.bytes)
     schedule = schedules[point.schedule]
     if arrived is not None:
         first = first_gather_bytes(schedules, profile)  # launched while the optimizer steps
-        if standing.total + first >= point.bytes + spare:
-            return MemoryNeed(standing, first, 0, 0, "", 0)
+        if standing.total + first >= point.bytes:
+            return MemoryNeed(standing, first, 0, 0, "")
         regions = [one.region for one in schedule.instructions[: point.instruction + 1] if one.region]
         there = arrived.get(f"{schedule.name}/{regions[-1]}", 0) if regions else 0
         standing = replace(standing, gradients=there)
@@ -126,4 +121,4 @@ def memory_need(
         own = max(cost.peak, cost.after) - cost.before
     moving = point.arena + point.gradients + point.states
     saved = point.bytes - standing.total - moving - own
-    return MemoryNeed(standing, moving, max(saved, 0), own, f"{schedule.name}/{name}" if name else schedule.name, spare)
+    return MemoryNeed(standing, moving, max(saved, 0), own, f"{schedule.name}/{name}" if name else schedule.name)

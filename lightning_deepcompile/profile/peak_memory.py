@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_deepcompile.profile.memory import memory_limit
+from lightning_deepcompile.profile.memory import memory_limit, scattered
 
 __all__ = ["PeakMemory"]
 
@@ -22,20 +22,27 @@ class PeakMemory:
 
     Attributes:
         beside: Bytes that PyTorch's allocator does not know: windows that parameters are gathered to.
+        largest: Bytes of the largest value of a step, as far as it is compiled.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._before = 0  # the highest peak of the intervals that have ended
         self.beside: Callable[[], int] = lambda: 0
+        self.largest = 0
 
     def limit(self, budget: int | float | str | None) -> int:
-        """Bytes that may be allocated, those `beside` included.
+        """Bytes that may be allocated, those `beside` included, and contiguous ones for the largest value.
 
         Args:
             budget: `CompileConfig.memory_budget`.
         """
-        return memory_limit(self._device, budget, self.beside())
+        limit = memory_limit(self._device, budget, self.beside())
+        if self._device.type != "cuda":
+            return limit
+        free, _ = torch.cuda.mem_get_info(self._device)
+        apart = free + torch.cuda.memory_reserved(self._device) + self.beside() - limit
+        return max(limit - scattered(self.largest, apart), 1)
 
     @property
     def current(self) -> int:

@@ -92,15 +92,14 @@ class Foresight:
         Returns:
             What the report says of a step that is to be traced once more; None if it runs as it is traced.
         """
+        regions = [program.region(name) for program in programs for name in program.regions()]
+        self._memory.largest = largest = max((region.info.memory.largest for region in regions), default=0)
         standing = self._standing(programs[0])
         profile = self._forecast(programs, standing)
-        # An allocator of the device may find as much memory as the largest value takes in smaller pieces alone.
-        on_device = self._leaving.device.type == "cuda"
-        regions = [program.region(name) for program in programs for name in program.regions()]
-        spare = max((region.info.memory.largest for region in regions), default=0) if on_device else 0
         peaks, lean = self._bytes(programs, profile, standing)
-        guess = spare if on_device else lean.region  # there, what a region makes and frees counts for no budget
-        told = *(peak + spare for peak in peaks), -(profile.budget or 0), guess, not restartable
+        # On CPUs, what a region makes and frees counts for no budget.
+        guess = largest if self._leaving.device.type == "cuda" else lean.region
+        told = *peaks, -(profile.budget or 0), guess, not restartable
         *sizes, fewest_bytes, guess, has_run = map(int, maxima(told, self._group))
         budget = -fewest_bytes
         gathers, copies, at_once, states = (max(before - after, 0) for before, after in itertools.pairwise(sizes))
@@ -113,7 +112,7 @@ class Foresight:
         if sizes[0] > budget and not has_run:
             moves += self._retracing.moves()
         self.plan = plan = fit(Need({"passes": sizes[0]}, moves), budget, self._capture.config.rounding)
-        self.need = replace(lean, spare=spare)
+        self.need = lean
         tried, self._tried = self._tried, None
         if tried is not None and not has_run and not (plan.needed < tried[1].needed or plan.least < tried[1].least):
             assert tried[1].retrace is not None
@@ -231,7 +230,7 @@ class Foresight:
             (away, without),
         )
         return [simulate(schedules, sizes).peak_bytes for schedules, sizes in steps], memory_need(
-            away, without, standing, 0, self.arrived(programs)
+            away, without, standing, self.arrived(programs)
         )
 
     def shortfall(self) -> str:

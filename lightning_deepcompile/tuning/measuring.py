@@ -26,7 +26,6 @@ from lightning_deepcompile.profile.build import build_profile, explain, leave_ro
 from lightning_deepcompile.profile.copies import measure_copies
 from lightning_deepcompile.profile.holds import hold_ratio, measure_holds
 from lightning_deepcompile.profile.instrument import instrument
-from lightning_deepcompile.profile.memory import memory_limit
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.profile.region_times import RegionTimes
@@ -270,7 +269,8 @@ class Measurement:
         *,
         step_seconds: float,
         launched: Mapping[str, bool],
-        windows: tuple[int, int],
+        window_from: int,
+        budget: int,
         host_room: Callable[[], int] | None,
         states_travel: bool,
         larger: Mapping[str, Iterable[Noted]],
@@ -283,13 +283,13 @@ class Measurement:
             passes: What planning uses.
             step_seconds: Duration of an ordinary step.
             launched: When a step's first gathers are launched, as fields of a `Profile`.
-            windows: Bytes of the windows that parameters are gathered to, and of the smallest group that gets one.
+            window_from: Bytes of the smallest group of parameters that is gathered to a window.
+            budget: Bytes that may be allocated.
             host_room: Bytes of host memory that saved tensors may take; None where none may leave.
             states_travel: Whether optimizer states come and go.
             larger: Sizes with which programs ran earlier, where batches were larger than all before.
         """
         (observed, schedules), (isolated, isolated_schedules) = self._pair()
-        window_size, window_from = windows
         between = [second.seconds_since(first) for first, second in self._successive()]
         config, model = capture.config, capture.model
         names = list(dict.fromkeys(run.program for run in isolated.runs))
@@ -310,7 +310,7 @@ class Measurement:
             world_size=model.ranks.shards,
             hold_ratio=hold_ratio(dtypes),
             window_from=window_from,
-            budget=memory_limit(device, config.memory_budget, window_size),
+            budget=budget,
             step_seconds=step_seconds,
             live={name: live_bytes(programs[name], sizes=now[name]) for name in names},
         )

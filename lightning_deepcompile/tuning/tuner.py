@@ -429,7 +429,8 @@ class Tuner:
             # The steps before may still have grown memory or tuned kernels; marks, too, only make a step longer.
             step_seconds=self._fastest(-2, OBSERVED + 1),
             launched=self._launched,
-            windows=self._runtime.memory.windows()[:2],
+            window_from=self._runtime.memory.windows()[1],
+            budget=self._memory.limit(self._capture.config.memory_budget),
             host_room=self._host_room,
             states_travel=self._states.travel,
             larger=self._foresight.largest,
