@@ -1,4 +1,4 @@
-"""What of a device's memory counts as room for a step."""
+"""Room for a step in a device's memory."""
 
 from __future__ import annotations
 
