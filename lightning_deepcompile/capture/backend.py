@@ -287,7 +287,7 @@ class Capture:
             if one.checkpointed_bytes
         ]
 
-    def trace_anew(self, tracing: Tracing) -> None:
+    def retrace(self, tracing: Tracing) -> None:
         """Drops the captured graphs of training steps; call between optimizer steps, on all ranks alike.
 
         Args:

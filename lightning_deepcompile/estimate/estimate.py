@@ -326,10 +326,10 @@ class _Estimate:
                 )
             eager = sum(step.reads.saved.values()) + step.reads.gathered
             self._memory.allocated = model.device_bytes + self._buffers + eager + _inputs(programs)
-            anew = foresight.look(0, programs, _say, restartable=True)
-            if anew is None:
+            again = foresight.look(0, programs, _say, restartable=True)
+            if again is None:
                 break
-            retraced.append(anew.reason)
+            retraced.append(again.reason)
         programs = [executable.program for executable in step.executables()]
         assert foresight.need is not None and foresight.plan is not None
         if leaving.needed and config.schedule == "auto" and request.stage == 3 and not passes:

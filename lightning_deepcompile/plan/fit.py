@@ -187,7 +187,7 @@ def fit(need: Need, room: int, rounding: Rounding) -> MemoryPlan:
     """Chooses the cheapest moves with which a step fits; none where it fits as it is, and all where nothing does.
 
     Moves that change last bits come after all others have failed (``"needed"``), or by their price (``"any"``). Of
-    those whose sizes are not known, one is made at a time: the step is traced with it, and the decision falls anew.
+    those whose sizes are not known, one is made at a time: the step is traced with it, and the decision is made again.
 
     Args:
         need: The same on all ranks, as is the answer.

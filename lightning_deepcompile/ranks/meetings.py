@@ -15,12 +15,12 @@ import torch.distributed as dist
 from lightning_deepcompile.ranks.exchange import AnyRank, Asked
 from lightning_deepcompile.ranks.watch import Watch
 
-__all__ = ["Meetings", "RanksPartedError", "Where"]
+__all__ = ["Meetings", "RanksDivergedError", "Where"]
 
 _RANK_BITS, _COUNT_BITS = 20, 36
 
 
-class RanksPartedError(RuntimeError):
+class RanksDivergedError(RuntimeError):
     """Ranks are at different places, and would wait for each other."""
 
 
@@ -102,8 +102,8 @@ class Meetings:
             To each question the greatest answer, to wait for.
 
         Raises:
-            RanksPartedError: Raised by the returned object if another rank is elsewhere, or has made another number of
-                optimizer steps.
+            RanksDivergedError: Raised by the returned object if another rank is elsewhere, or has made another number
+                of optimizer steps.
             RuntimeError: If another rank has failed; the returned object raises it, too.
         """
         if self.over:
@@ -133,7 +133,7 @@ def _compare_places(*codes: int) -> None:
         rank, count = code % (1 << _RANK_BITS), (code >> _RANK_BITS) % (1 << _COUNT_BITS)
         told.append(f"rank {rank} {place.describe(count)}")
     text = f"{' and '.join(told)}: they would wait for each other. {_advice(places)}"
-    raise RanksPartedError(text[0].upper() + text[1:])
+    raise RanksDivergedError(text[0].upper() + text[1:])
 
 
 def _advice(places: Sequence[Where]) -> str:
@@ -149,7 +149,7 @@ def _compare_steps(least: int, most: int) -> None:
     if fewer == more:
         return
     one, other = least % (1 << _RANK_BITS), most % (1 << _RANK_BITS)
-    raise RanksPartedError(
+    raise RanksDivergedError(
         f"Rank {one} has made {fewer} optimizer steps, rank {other} {more} (a call of another method of an optimizer "
         "counts as one): a step was skipped, or such a method called, on some ranks alone, so that parts of the "
         "parameters may differ by a step. Call optimizers on all ranks. Gradients are sharded: a check such as "

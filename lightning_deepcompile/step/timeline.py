@@ -16,7 +16,7 @@ from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.ranks.exchange import Asked
-from lightning_deepcompile.ranks.meetings import Meetings, RanksPartedError, Where
+from lightning_deepcompile.ranks.meetings import Meetings, RanksDivergedError, Where
 from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
@@ -167,7 +167,7 @@ class Timeline:
         """Call before a backward pass.
 
         Raises:
-            RanksPartedError: If another rank is not in a training step.
+            RanksDivergedError: If another rank is not in a training step.
         """
         self.order.passed()  # first: ranks that wait elsewhere learn that this one went on
         if self._answers is not None:
@@ -248,7 +248,7 @@ class Timeline:
             where: The place.
 
         Raises:
-            RanksPartedError: If another rank is elsewhere.
+            RanksDivergedError: If another rank is elsewhere.
         """
         self.meetings.meet(where)()
 
@@ -257,7 +257,7 @@ class Timeline:
         if self._answers is not None and self._answers.is_there():
             try:
                 self._answers()
-            except RanksPartedError as error:
+            except RanksDivergedError as error:
                 return str(error)
             except RuntimeError:  # which is what failed
                 pass

@@ -48,7 +48,7 @@ class _BatchLoop(TrainingEpochLoop):
         """Runs the batches of an epoch.
 
         Raises:
-            RanksPartedError: If another rank is in a batch when this one has no more.
+            RanksDivergedError: If another rank is in a batch when this one has no more.
         """
         super().run(data_fetcher)
         strategy: Any = self.trainer.strategy

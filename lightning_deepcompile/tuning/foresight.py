@@ -119,7 +119,7 @@ class Foresight:
             return self._retracing.take_back(step, tried[1].retrace, tried[0], plan, profile)
         if plan.retrace is not None:
             self._tried = self._capture.tracing, plan
-            return self._retracing.anew(step, plan, profile)
+            return self._retracing.make(step, plan, profile)
         if plan.moved:
             say(str(plan), logging.INFO)
             self._do(plan)

@@ -89,7 +89,7 @@ class Retracing:
             What the report says of it.
         """
         self._useless.add(kind)
-        self._capture.trace_anew(tracing)
+        self._capture.retrace(tracing)
         text = f"The step needs no less memory so, and is traced as before: {plan.numbers}."
         times = profile.step_seconds, profile.exposed_seconds
         return Round(step, (), plan.room, *times, outcome="retraced", reason=text)
@@ -98,13 +98,13 @@ class Retracing:
         """Has the step traced once more with one of the `moves`; returns a clause that says so."""
         tracing = self._capture.tracing
         if kind == "losses" or kind == "mlps":
-            self._capture.trace_anew(tracing.chunking(kind, _CHUNKS))
+            self._capture.retrace(tracing.chunking(kind, _CHUNKS))
             return f"{_NAMES[kind]} are computed in {_CHUNKS} chunks"
         if kind == "checkpoints":
-            self._capture.trace_anew(replace(tracing, uncheckpointed=0))
+            self._capture.retrace(replace(tracing, uncheckpointed=0))
             return "all checkpointed blocks are recomputed"
         self._decided = True
-        self._capture.trace_anew(replace(tracing, sparing=True))
+        self._capture.retrace(replace(tracing, sparing=True))
         return "cheap operators are recomputed"
 
     def note(self) -> str:
@@ -143,9 +143,9 @@ class Retracing:
         if profile.budget is None or least <= profile.budget:
             return None
         plan = fit(Need({"step": least}, self.moves()), profile.budget, self._capture.config.rounding)
-        return None if plan.retrace is None else self.anew(step, plan, profile)
+        return None if plan.retrace is None else self.make(step, plan, profile)
 
-    def anew(self, step: int, plan: MemoryPlan, profile: Profile) -> Round:
+    def make(self, step: int, plan: MemoryPlan, profile: Profile) -> Round:
         """Has the step traced once more as a decision says; returns what the report says of it.
 
         Args:
@@ -190,7 +190,7 @@ class Retracing:
         chosen = choose_recompute(profile, blocks, plan, doubles=doubles)
         if chosen is None:
             return None
-        self._capture.trace_anew(replace(self._capture.tracing, uncheckpointed=chosen.uncheckpointed))
+        self._capture.retrace(replace(self._capture.tracing, uncheckpointed=chosen.uncheckpointed))
         reports = tuple(PassReport.of(effect) for effect in chosen.effects)
         times = profile.step_seconds, profile.exposed_seconds
         return Round(step, reports, profile.budget, *times, outcome="retraced")

@@ -127,7 +127,7 @@ class Tuner:
         self._host_room = host_room if leaving.mode == "all" or config.memory_budget else None
         self._leaving, self._room_if_needed = leaving, host_room
         self._launched: dict[str, bool] = {}
-        self._retraces = False  # whether the training step is to be compiled anew
+        self._retraces = False  # whether the training step is to be retraced
         self.rounds: list[Round] = []
         self.profile: Profile | None = None
         self.skew_seconds = 0.0
@@ -158,7 +158,7 @@ class Tuner:
             launched: When the last step's first gathers were launched, as fields of a `Profile`.
 
         Returns:
-            Whether the training step is to be compiled anew.
+            Whether the training step is to be retraced.
         """
         self._swapped = self._retraces = False
         if self.settled and self._recheck is None and not self._watches:
@@ -188,10 +188,10 @@ class Tuner:
         if self._planned:
             return  # a plan that was read knows
         restartable = self._capture.runs_first()
-        anew = self._foresight.look(self._step, self._in_order(), self._say, restartable=restartable)
-        if anew is not None:
-            self.rounds.append(anew)
-            self._say(anew.headline(), logging.WARNING)
+        retraced = self._foresight.look(self._step, self._in_order(), self._say, restartable=restartable)
+        if retraced is not None:
+            self.rounds.append(retraced)
+            self._say(retraced.headline(), logging.WARNING)
             raise StepRetracedError
         if self._leaving.needed:
             self._plan_copies()
@@ -337,12 +337,12 @@ class Tuner:
             self._slow_ranks.suspect()
         smallest = profile.schedules if self._host_room is None else offload_all(profile.schedules)
         least = least_budget(smallest, self._states.least(profile))
-        if (anew := self._retracing.spare(self._step, profile, least)) is not None:
-            self._trace_anew(anew)
+        if (retraced := self._retracing.spare(self._step, profile, least)) is not None:
+            self._retrace(retraced)
             return
         check_budget(least, budget, chosen)
-        if (anew := self._retracing.choose(self._step, profile, seen.checkpoints, self._optimized)) is not None:
-            self._trace_anew(anew)
+        if (retraced := self._retracing.choose(self._step, profile, seen.checkpoints, self._optimized)) is not None:
+            self._retrace(retraced)
             return
         if not self._passes:
             times = profile.step_seconds, profile.exposed_seconds
@@ -381,7 +381,7 @@ class Tuner:
     def _optimized(self, profile: Profile) -> Planned:
         return optimize(profile.schedules, self._passes or self._start, PlanContext(self._capture.settings, profile))
 
-    def _trace_anew(self, done: Round) -> None:
+    def _retrace(self, done: Round) -> None:
         self.rounds.append(done)
         self._say(done.headline(), logging.INFO if not done.reason else logging.WARNING)
         self._say(str(done), logging.DEBUG)
@@ -396,9 +396,9 @@ class Tuner:
         """Takes over a leaner plan, as a rank was short of memory under the one in use, or under none."""
         if self.rounds and self.rounds[-1].outcome == "measuring":
             self.rounds[-1] = replace(self.rounds[-1], outcome="out of memory")
-        if (anew := self._retracing.give_up(self._step, shortages, self._planned, self.profile)) is not None:
-            self._limit = anew.budget or self._limit
-            self._trace_anew(anew)
+        if (retraced := self._retracing.give_up(self._step, shortages, self._planned, self.profile)) is not None:
+            self._limit = retraced.budget or self._limit
+            self._retrace(retraced)
             return
         if not self._planned:
             return  # as it runs is the leanest that there is
@@ -511,7 +511,7 @@ class Tuner:
         self._recheck = None
         if not self._passes and not self._retracing.pending:
             if any(done.outcome != "measured" for done in self.rounds):
-                self._save()  # nothing is planned for what was traced anew
+                self._save()  # nothing is planned for what was retraced
             return
         if on_any(self._coverage.look(), self._group):
             level = logging.DEBUG if self._searched else logging.INFO  # looks repeat until a measured step runs them
