@@ -28,6 +28,7 @@ __all__ = [
     "gather_rows",
     "process_group",
     "reduce_scatter_mean_into",
+    "library_in_flight_records",
     "local_of",
     "store",
     "store_of_one_host",
@@ -190,6 +191,14 @@ def _listener(address: str, port: int) -> socket.socket | None:
         listens.close()
         return None
     return listens
+
+
+def library_in_flight_records(name: str) -> str:
+    """Returns the name by which a flight record is to call a communication library (``"nccl"`` or ``"gloo"``).
+
+    PyTorch's analyser refuses names that it does not know, and that of 2.11 does not know gloo's.
+    """
+    return name if torch.__version__ >= "2.13" else "nccl"
 
 
 def process_group(name: str) -> dist.ProcessGroup:

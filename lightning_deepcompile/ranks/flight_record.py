@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_deepcompile import compat
 from lightning_deepcompile.ranks.ranks import Ranks
 
 __all__ = ["flight_record", "write_flight_record"]
@@ -67,7 +68,7 @@ def flight_record(history: History, ranks: Ranks, communicator: str) -> dict[str
         ``version``. Sizes are bytes, one number for a group of tensors; the names of parameters are in an entry's
         ``frames``.
     """
-    backend = "nccl" if communicator == "nccl" else "gloo"  # the format allows only a few names
+    backend = compat.library_in_flight_records("nccl" if communicator == "nccl" else "gloo")
     entries: list[dict[str, Any]] = []
     config: dict[str, dict[str, str]] = {}
     status: dict[str, dict[str, Any]] = {}

@@ -341,6 +341,23 @@ def test_a_subclass_of_dtensor_is_asked(mesh: DeviceMesh) -> None:
     assert asked == ["sum", "stack"] or asked == ["sum", "cat"], asked
 
 
+def test_flight_records_name_libraries_that_the_analyser_knows() -> None:
+    from torch.distributed.flight_recorder.components.types import Op
+
+    def read(library: str) -> str:
+        event = dict.fromkeys("collective_seq_id p2p_seq_id time_created_ns".split(), 0)
+        event |= dict.fromkeys("input_sizes output_sizes input_dtypes output_dtypes".split(), [])
+        event |= {"profiling_name": f"{library}:_all_gather_base", "state": "started", "process_group": ("0", "")}
+        return Op(event, {"0": {0}}, "0").type
+
+    for library in ("nccl", "gloo"):
+        known_as = compat.library_in_flight_records(library)
+        assert read(known_as) == "_all_gather_base"
+        if known_as != library:
+            with pytest.raises(AssertionError, match=library):
+                read(library)
+
+
 def test_process_groups_are_found_by_their_names(mesh: DeviceMesh) -> None:
     group = mesh.get_group()
     assert compat.process_group(group.group_name) is group
