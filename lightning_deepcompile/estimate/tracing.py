@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,6 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -286,13 +286,12 @@ class TracedStep:
         module, capture = self._module, self.capture
         self._steps.forget("training_step")
         module.__dict__["log"] = _nothing  # there is no trainer that would log
-        arguments: dict[str, Any] = {}
-        if "batch_idx" in inspect.signature(module.training_step).parameters:
-            arguments["batch_idx"] = 0
+        # As Lightning passes them: by position, whatever their names.
+        numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         capture.begin_step()
         try:
             with self._tracing(), self._steps.running("training_step") as step:
-                loss = step(self._batch, **arguments)
+                loss = step(self._batch, *(0,) * numbered)
         except Exception as error:
             raise EstimateError(
                 f"The training step of {type(module).__name__} cannot be traced without values: "

@@ -73,7 +73,7 @@ class Wide(pl.LightningModule):
         if not self.blocks:
             self.blocks.extend(nn.Sequential(nn.Linear(2048, 8192), nn.GELU(), nn.Linear(8192, 2048)) for _ in range(6))
 
-    def training_step(self, batch: Tensor) -> Tensor:
+    def training_step(self, batch: Tensor, number: int = 0) -> Tensor:
         if self.uncompiled:
             batch = self.apart(batch)
         for block in self.blocks[3:] if self.uncompiled else self.blocks:
