@@ -17,7 +17,7 @@ from cases import Record, Recorder, assert_same_training
 from multiprocess import devices, run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 from torch.utils.data import DataLoader
 
 VOCAB, WIDTH, HEADS, STEPS, WORLD = 37, 32, 2, 6, 2
@@ -85,8 +85,12 @@ def with_lengths(docs: Documents) -> dict[str, Any]:
 
 def with_block_mask(docs: Documents) -> dict[str, Any]:
     batch = numbered(docs)
-    length = len(batch["document"])
-    return batch | {"mask": create_block_mask(within(batch["document"]), None, None, length, length, device="cpu")}
+    return batch | {"mask": block_mask(batch["document"])}
+
+
+def block_mask(document: Tensor) -> BlockMask:
+    length = len(document)
+    return create_block_mask(within(document), None, None, length, length, device=document.device.type)
 
 
 def within(document: Tensor) -> Callable[..., Tensor]:
@@ -309,11 +313,17 @@ class Flex(Model):
     """FlexAttention; the mask of blocks comes with the batch, or is made in the step."""
 
     def attention(self, batch: dict[str, Any]) -> Callable[..., Tensor]:
-        length = len(batch["document"])
-        mask = batch.get("mask")
-        if mask is None:
-            mask = create_block_mask(within(batch["document"]), None, None, length, length, device=self.device.type)
+        mask = batch["mask"] if "mask" in batch else block_mask(batch["document"])
         return by_heads(lambda q, k, v: flex_attention(q, k, v, block_mask=mask))
+
+
+class FlexOutside(Flex):
+    """The mask is made outside of the step, on the device: what its function reads does not move with it."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        for one in batch if isinstance(batch, list) else [batch]:
+            one["mask"] = block_mask(one["document"])
+        return batch
 
 
 class FrozenTrunk(Flex):
@@ -384,7 +394,7 @@ CASES: dict[str, tuple[Callable[[], Model], Callable[[Documents], dict[str, Any]
     "llama, padded, eager": (llama("eager"), padded, COMPILED, 4),
     "llama, packed": (llama("sdpa"), packed, COMPILED, 2),
     "flex, trained": (Flex, numbered, COMPILED, 2),
-    "flex, trained, mask outside": (Flex, with_block_mask, COMPILED, 2),
+    "flex, trained, mask outside": (FlexOutside, numbered, COMPILED, 2),
     "varlen_attn": (VarlenAttention, with_offsets, COMPILED, 3),
 }
 ON_GPUS = ["flex, trained", "flex, trained, mask outside", "varlen_attn"]
