@@ -11,7 +11,7 @@ from lightning_deepcompile.plan.budget import parse_budget
 __all__ = ["memory_limit", "scattered"]
 
 
-def memory_limit(device: torch.device, budget: int | float | str | None, beside: int = 0) -> int:
+def memory_limit(device: torch.device, budget: int | float | str | None, beside: int = 0, largest: int = 0) -> int:
     """Bytes that torch's allocator may hand out on `device`, and what is `beside`.
 
     Args:
@@ -19,16 +19,17 @@ def memory_limit(device: torch.device, budget: int | float | str | None, beside:
         budget: `CompileConfig.memory_budget`. Of a fraction, what others than the allocator use (communicators, other
             processes) is taken off.
         beside: Bytes that this process has besides the allocator's, and which are not taken off.
+        largest: Bytes of the largest value, which needs contiguous memory.
     """
     if device.type != "cuda":
         return parse_budget(budget, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     total = torch.cuda.get_device_properties(device).total_memory
     limit = parse_budget(budget, total)
-    if budget is not None and not isinstance(budget, float):
-        return limit
     free, _ = torch.cuda.mem_get_info(device)
-    others = max(total - free - torch.cuda.memory_reserved(device) - beside, 0)
-    return max(limit - others, 1)
+    own = free + torch.cuda.memory_reserved(device) + beside
+    if budget is None or isinstance(budget, float):
+        limit = max(limit - max(total - own, 0), 1)
+    return max(limit - scattered(largest, own - limit), 1)
 
 
 def scattered(largest: int, apart: int) -> int:

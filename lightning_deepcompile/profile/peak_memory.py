@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_deepcompile.profile.memory import memory_limit, scattered
+from lightning_deepcompile.profile.memory import memory_limit
 
 __all__ = ["PeakMemory"]
 
@@ -37,12 +37,7 @@ class PeakMemory:
         Args:
             budget: `CompileConfig.memory_budget`.
         """
-        limit = memory_limit(self._device, budget, self.beside())
-        if self._device.type != "cuda":
-            return limit
-        free, _ = torch.cuda.mem_get_info(self._device)
-        apart = free + torch.cuda.memory_reserved(self._device) + self.beside() - limit
-        return max(limit - scattered(self.largest, apart), 1)
+        return memory_limit(self._device, budget, self.beside(), self.largest)
 
     @property
     def current(self) -> int:

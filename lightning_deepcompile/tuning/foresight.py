@@ -92,7 +92,7 @@ class Foresight:
         Returns:
             What the report says of a step that is to be traced once more; None if it runs as it is traced.
         """
-        self._memory.largest = largest = _largest(programs)
+        self._memory.largest = largest = self._largest(programs)
         standing = self._standing(programs[0])
         profile = self._forecast(programs, standing)
         peaks, lean = self._bytes(programs, profile, standing)
@@ -135,7 +135,7 @@ class Foresight:
             programs: Of the graph.
             say: As for `look`.
         """
-        self._memory.largest = max(self._memory.largest, _largest(programs))
+        self._memory.largest = max(self._memory.largest, self._largest(programs))
         if self._leaving.mode != "auto" or self._leaving.needed:
             return
         standing = self._standing(programs[0])
@@ -305,8 +305,9 @@ class Foresight:
             "budget": self._memory.limit(config.memory_budget),
         }
 
-
-def _largest(programs: list[Program]) -> int:
-    """Bytes of the largest value that a region of `programs` makes."""
-    regions = [program.region(name) for program in programs for name in program.regions()]
-    return max((region.info.memory.largest for region in regions), default=0)
+    def _largest(self, programs: list[Program]) -> int:
+        """Bytes of the largest value that a region of `programs` makes; on CPUs it counts for no budget."""
+        if self._leaving.device.type != "cuda":
+            return 0
+        regions = [program.region(name) for program in programs for name in program.regions()]
+        return max((region.info.memory.largest for region in regions), default=0)
