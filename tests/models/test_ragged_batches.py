@@ -42,10 +42,13 @@ def ragged(spec: Spec, world_size: int) -> list[list[Tensor]]:
     return [[torch.randint(0, VOCAB, sizes(), generator=generator) for _ in range(world_size)] for _ in range(STEPS)]
 
 
-def _fails(spec: Spec, parts: list[list[Tensor]], backend: str, stage: int) -> tuple[str, int]:
+def _fails(
+    spec: Spec, parts: list[list[Tensor]], backend: str, stage: int, device_type: str = "cpu"
+) -> tuple[str, int]:
     """The ranks' errors in training, "" if there is none, and how often ranks took turns; the same on all of them."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    reference = Model(spec).double()
+    mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+    reference = Model(spec).double().to(device_type)
+    parts = [[part.to(device_type) for part in step] for step in parts]
     engine, error = None, ""
     try:
         config = CompileConfig(region_backend=backend)
@@ -93,15 +96,15 @@ def test_they_train_as_without_sharding(world_size: int, part: int) -> None:
 PLAIN = Spec((("linear", 5), ("layer norm", 5)), seed=3, frozen=(), ties=(), unused=False, broken=None)
 
 
-def _once(moments: list[int], rare: tuple[int, int]) -> list[tuple[str, int]]:
-    join("cpu")
+def _once(moments: list[int], rare: tuple[int, int], device_type: str) -> list[tuple[str, int]]:
+    join(device_type)
     results = []
     for moment in moments:
         sizes = [(4, 3)] * STEPS, [(4, 3)] * moment + [rare] + [(4, 3)] * (STEPS - moment - 1)
         generator = torch.Generator().manual_seed(1)
         steps = zip(*sizes, strict=True)
         parts = [[torch.randint(0, VOCAB, size, generator=generator) for size in step] for step in steps]
-        results.append(_fails(PLAIN, parts, "eager", 3))
+        results.append(_fails(PLAIN, parts, "eager" if device_type == "cpu" else "inductor", 3, device_type))
     return results
 
 
@@ -109,15 +112,16 @@ def _once(moments: list[int], rare: tuple[int, int]) -> list[tuple[str, int]]:
 def test_a_rank_may_meet_other_sizes_in_any_step() -> None:
     """Two steps are measured (3 and 4), and there programs run otherwise, also those that are compiled within one."""
     moments = list(range(STEPS)) if "TEST_ALL" in os.environ else [3, 4, 6]
-    for results in run_ranks(_once, 2, moments, (2, 3), timeout=280):
+    for results in run_ranks(_once, 2, moments, (2, 3), "cpu", timeout=280):
         for moment, (error, turns) in zip(moments, results, strict=True):
             assert not error, f"step {moment}: {error}"
             assert turns == 0, f"step {moment}: programs are the same but for sizes"
 
 
 @pytest.mark.timeout(300)
-def test_a_dimension_of_one_makes_another_graph() -> None:
-    for results in run_ranks(_once, 2, [4], (1, 1), timeout=280):
+@pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_dimension_of_one_makes_another_graph(device_type: str) -> None:
+    for results in run_ranks(_once, 2, [4], (1, 1), device_type, timeout=280):
         ((error, turns),) = results
         assert not error and turns > 0, error
 
