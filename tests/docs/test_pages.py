@@ -54,7 +54,7 @@ def test_the_readme_has_the_figures_of_its_plot() -> None:
     measured = {(r["case"].replace("x", "×"), r["system"]): (r["ms"], r["peak_gib"]) for r in results}
     systems = ("deepcompile", "FSDP2, blocks compiled")
     for case in {case for case, _ in measured}:
-        pattern = rf"^\| {case} \| (\S+) ms, (\S+) GiB \| (\S+) ms, (\S+) GiB \| (\S+)× \| \+(\S+) GiB"
+        pattern = rf"^\| {case} \| (\S+) ms, (\S+) GiB \| (\S+) ms, (\S+) GiB \| (\S+)× \| ([+-]\S+) GiB"
         (row,) = re.findall(pattern, README, re.M)
         ms, gib, other_ms, other_gib, ratio, more = map(float, row)
         assert [(ms, gib), (other_ms, other_gib)] == [measured[case, system] for system in systems]
