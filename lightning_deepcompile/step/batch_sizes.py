@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["LargestBatch", "sizes_of"]
+__all__ = ["LargestBatch", "elements_of", "sizes_of"]
 
 _DEEPEST, _MOST = 6, 1000
 """Objects in objects, and all that are looked at: a batch may refer to what is none of it, and that to itself."""
@@ -52,6 +52,20 @@ def _look(value: Any, found: list[Hashable], depth: int) -> None:
                 _look(one, found, depth + 1)
 
 
+def elements_of(sizes: Hashable) -> int:
+    """Returns the elements of all tensors in a batch.
+
+    Args:
+        sizes: As of `sizes_of`.
+    """
+    return sum(map(math.prod, _shapes(sizes)))
+
+
+def _shapes(sizes: Hashable) -> list[tuple[int, ...]]:
+    found = sizes if isinstance(sizes, tuple) else ()
+    return [one[0] for one in found if isinstance(one, tuple) and one and isinstance(one[0], tuple)]
+
+
 class LargestBatch:
     """Tracks the most elements of a batch, and its longest dimension: attention takes the square of that."""
 
@@ -64,9 +78,6 @@ class LargestBatch:
         Args:
             sizes: As of `sizes_of`.
         """
-        found = sizes if isinstance(sizes, tuple) else ()
-        shapes = [one[0] for one in found if isinstance(one, tuple) and one and isinstance(one[0], tuple)]
-        elements = sum(math.prod(shape) for shape in shapes)
-        longest = max((size for shape in shapes for size in shape), default=0)
-        before, self._most = self._most, (max(self._most[0], elements), max(self._most[1], longest))
+        longest = max((size for shape in _shapes(sizes) for size in shape), default=0)
+        before, self._most = self._most, (max(self._most[0], elements_of(sizes)), max(self._most[1], longest))
         return before != (0, 0) and self._most != before

@@ -20,7 +20,7 @@ from lightning_deepcompile.ranks.meetings import Meetings, RanksDivergedError, W
 from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
-from lightning_deepcompile.step.batch_sizes import LargestBatch
+from lightning_deepcompile.step.batch_sizes import LargestBatch, elements_of
 from lightning_deepcompile.step.evaluation import Evaluation
 from lightning_deepcompile.step.prefetch import StepPrefetch
 from lightning_deepcompile.tuning.tuner import Tuner
@@ -99,7 +99,7 @@ class Timeline:
                 self.residency.begin_step(self.capture.waits_for_states)
             new = self._is_new(name, sizes)
             larger = new and self._largest.grows(sizes)
-            self.prefetch.begin_training_step(self._ask(new, larger))  # drops what is out of date
+            self.prefetch.begin_training_step(self._ask(new, larger, sizes))  # drops what is out of date
             self.capture.begin_step()  # after `prefetch`, which asks what the last step began with
         elif self.evaluation.behind is None:  # else nothing is gathered ahead
             self.prefetch.begin(name)
@@ -114,12 +114,13 @@ class Timeline:
         """Returns whether this rank may run what it has not run in such a step: of other sizes, or by a newer graph."""
         return self.order.is_new((name, sizes, self.capture.captured))
 
-    def _ask(self, new: bool, larger: bool) -> bool:
+    def _ask(self, new: bool, larger: bool, sizes: Hashable) -> bool:
         """Asks the other hosts; returns whether the training step that begins may use gathered parameters.
 
         Args:
             new: Whether this rank may run what it has not run since programs were swapped.
             larger: Whether its batch is larger than all before.
+            sizes: Those of its batch.
         """
         self.stops()  # keeps the answer of the step before
         may_stay = self.prefetch.may_stay(isolated=self.tuner.isolates)
@@ -140,7 +141,7 @@ class Timeline:
         )
         self._answers = answers
         self.order.compare_all(lambda: bool(answers()[-2]))  # a compiler may make another graph for them
-        self.tuner.begin_batch(larger, lambda: bool(answers()[-1]))
+        self.tuner.begin_batch(larger, lambda: bool(answers()[-1]), lambda: elements_of(sizes))
         if replays is not None:
             replays.agree(lambda: not answers()[2])
         # A rank that gathered again alone would wait for the others: it may be the only one where parameters were

@@ -80,6 +80,7 @@ class Measurement:
 
     Attributes:
         workload: The steps seen before the plan, merged over ranks; None before they are.
+        elements: Of this rank's batches in the steps that were timed or profiled.
     """
 
     def __init__(self, first: int, searching: bool = False) -> None:
@@ -92,6 +93,7 @@ class Measurement:
         self._times: RegionTimes | None = None
         self._larger: Mapping[str, Iterable[Noted]] = {}
         self.workload: Workload | None = None
+        self.elements: list[int] = []
 
     def probe(
         self, moment: int, device: torch.device, memory: PeakMemory, runtime: Any, capture: Capture
@@ -241,6 +243,11 @@ class Measurement:
         structures = {s.name: s.structure for _, schedules in self._isolated for s in schedules.values()}
         wanted = {structures.get(run.program) for run in self._pair()[1][0].runs}
         return {name for probe in self._seen for name, _ in probe.work if structures.get(name) in wanted}
+
+    @property
+    def usual_programs(self) -> set[str]:
+        """The names of the programs that the profile is made of: most steps ran them."""
+        return {run.program for run in self._pair()[1][0].runs}
 
     @property
     def complete(self) -> bool:

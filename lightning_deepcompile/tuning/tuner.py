@@ -55,6 +55,7 @@ _log = logging.getLogger(__name__)
 
 _NOISE = 0.03  # how much slower than before a plan may measure
 _ALONE = "One rank has no other to wait for: its step was measured, and there was nothing to plan."
+_FAR = 1.25  # how many times as large, or as small, batches are for which a plan is made anew
 _ATTEMPTS = 3  # at most, so that a model with ever new shapes does not plan for ever
 
 
@@ -196,14 +197,19 @@ class Tuner:
         if self._leaving.needed:
             self._plan_copies()
 
-    def begin_batch(self, larger: bool, on_any_rank: Callable[[], bool]) -> None:
+    def begin_batch(self, larger: bool, on_any_rank: Callable[[], bool], elements: Callable[[], int]) -> None:
         """Call before a training step's forward pass, after `begin_micro_batch`.
 
         Args:
             larger: Whether this rank's batch is larger than all before.
             on_any_rank: Returns whether that of any rank is; the same on all ranks.
+            elements: Returns the number of elements of this rank's batch.
         """
         self._capture.larger = on_any_rank
+        if self._round is not None and self._probe is not None:
+            self._round.elements.append(elements())
+        elif self._step + 1 == self._recheck:
+            self._coverage.last = elements()
         if larger:
             self._foresight.note(self._training())
 
@@ -363,7 +369,7 @@ class Tuner:
                 skew_seconds=self.skew_seconds,
             )
         )
-        self._coverage.add(measurement.programs)
+        self._coverage.add(measurement.programs, measurement.elements)
         self._previous = (self._capture.passes, self._planned)
         before = self._capture_schedules()
         self._run_plan(planned, self._passes)
@@ -435,7 +441,7 @@ class Tuner:
             states_travel=self._states.travel,
             larger=self._foresight.largest,
         )
-        new = self._coverage.adds(measurement.programs)
+        new = self._coverage.adds(measurement.usual_programs, measurement.elements)
         return Seen(profile, start, new, [self._retracing.seen(start)], measurement.numbers())
 
     def _fastest(self, first: int, last: int) -> float:
@@ -516,7 +522,7 @@ class Tuner:
         if on_any(self._coverage.look(), self._group):
             level = logging.DEBUG if self._searched else logging.INFO  # looks repeat until a measured step runs them
             self._searched = True
-            self._say("The training step has programs that were not measured yet: planning again.", level)
+            self._say("The training step has programs or batch sizes that no plan covers: measuring.", level)
             self._entries.insert(0, (self._step + 3, self._passes))
             self._next_entry(searching=True)
         elif self._attempts < _ATTEMPTS:
@@ -586,7 +592,7 @@ def pass_schedule(config: CompileConfig, stage: int, shards: int) -> list[PassEn
 
 
 class Coverage:
-    """Tracks which programs of a training step were measured for a plan, and which others still run.
+    """Tracks which programs and batches of a training step were measured for a plan, and whether others run.
 
     Knows programs by their contents, as plan files do.
 
@@ -594,31 +600,55 @@ class Coverage:
 
     Args:
         training: The programs of a training step.
+
+    Attributes:
+        last: The elements of this rank's latest batch before a look; 0 if unknown.
     """
 
     def __init__(self, training: Callable[[], list[Executable]]) -> None:
         self._training = training
+        self.last = 0
+        self._elements: tuple[int, ...] = ()  # of this rank's measured batches
         self._known: set[str] = set()
-        self._calls: dict[str, int] = {}  # when a look was taken, by the program's name
+        self._calls: dict[str, int] = {}  # at the last look or plan, by the program's name
 
     def adopt(self, contents: Iterable[str]) -> None:
         """Sets which programs the loaded plan covers."""
         self._known = set(contents)
 
     def look(self) -> bool:
-        """Returns whether a program that was not measured has run since the last look."""
-        calls = {executable.program.name: executable.calls for executable in self._training()}
-        ran = {name for name, count in calls.items() if count > self._calls.get(name, 0)}
-        self._calls = calls
-        return not self._contents(ran) <= self._known
+        """Returns whether a program that was not measured has run since the last look, or the last batch is far off."""
+        before, self._calls = self._calls, self._count()
+        ran = {name for name, count in self._calls.items() if count > before.get(name, 0)}
+        return not self._contents(ran) <= self._known or self._far_off([self.last] if self.last else [])
 
-    def adds(self, names: Collection[str]) -> bool:
-        """Returns whether a measured step, which ran programs of these names, ran one that was not measured before."""
-        return not self._contents(names) <= self._known
+    def adds(self, names: Collection[str], elements: Sequence[int]) -> bool:
+        """Returns whether measured steps ran what was not measured before.
 
-    def add(self, names: Collection[str]) -> None:
-        """Marks programs that measured steps ran as covered by a plan."""
+        Args:
+            names: The programs that most of them ran.
+            elements: Of this rank's batches.
+        """
+        return not self._contents(names) <= self._known or self._far_off(elements)
+
+    def add(self, names: Collection[str], elements: Iterable[int]) -> None:
+        """Marks programs that measured steps ran as covered by a plan, which is made for these steps' batches.
+
+        Args:
+            names: The programs.
+            elements: Of this rank's batches.
+        """
         self._known |= self._contents(names)
+        self._elements, self._calls = tuple(elements), self._count()
+
+    def _count(self) -> dict[str, int]:
+        return {executable.program.name: executable.calls for executable in self._training()}
+
+    def _far_off(self, elements: Sequence[int]) -> bool:
+        """Returns whether all batches are much larger, or all much smaller, than those that the plan is made for."""
+        if not elements or not self._elements:
+            return False
+        return min(elements) > max(self._elements) * _FAR or max(elements) < min(self._elements) / _FAR
 
     def _contents(self, names: Collection[str]) -> set[str]:
         return {e.program.schedule.content for e in self._training() if e.program.name in names}

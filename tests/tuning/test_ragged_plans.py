@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +15,15 @@ import torch
 import torch.distributed as dist
 from custom_pass import early_ends
 from multiprocess import run_ranks
-from test_engine import make_engine, one_step, sgd
+from test_engine import Net, make_engine, one_step, sgd
 from test_profile import EARLY
 from test_slow_ranks import Heard
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 
+from lightning_deepcompile import CompileConfig
+from lightning_deepcompile.engine import Engine
 from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.profile.probe import Mark, StepProbe
@@ -65,6 +71,58 @@ def test_random_sizes_are_planned_for_and_judged_by_no_other_batch() -> None:
         assert not [line for line in lines if "No plan was made" in line or "is reverted" in line or "computes" in line]
         if rank == 0:
             assert [line for line in lines if line.startswith("The plan of step")], "it was planned"
+
+
+PER_TOKEN = 2e-3
+"""Seconds."""
+
+
+@torch.library.custom_op("tests::sleeps_per_token", mutates_args=())
+def sleeps_per_token(x: Tensor) -> Tensor:
+    time.sleep(PER_TOKEN * x.shape[1])
+    return x.clone()
+
+
+@sleeps_per_token.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Sleeps(Net):
+    """Its steps take a known time: their length in tokens decides."""
+
+    def training_step(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return F.cross_entropy(self.head(x + sleeps_per_token(x.detach())).flatten(0, 1), tokens.flatten())
+
+
+def _four_times_as_long() -> tuple[Round, str, float, list[int]]:
+    """The round, the summary, the time of a step, and lengths on rank 0, where rank 1's batches are 4 times as long."""
+    dist.init_process_group("gloo")
+    rank, lengths = int(os.environ["RANK"]), random.Random(0)
+    config = CompileConfig(region_backend="eager", schedule=EARLY)
+    engine = Engine(Sleeps(), init_device_mesh("cpu", (2,)), config)
+    optimizer, seen = sgd(engine), []
+    while not engine.report():
+        length = lengths.randint(5, 30)
+        one_step(engine, torch.zeros(2, length * (4 if rank == 1 else 1), dtype=torch.long), optimizer)
+        if engine.tuner._probe is not None:
+            seen.append(length)
+    (done,), text, profile = engine.report(), str(engine.summary()), engine.tuner.profile
+    engine.close()
+    assert profile is not None
+    return done, text, profile.step_seconds, seen
+
+
+def test_rank_skew_is_the_time_that_ranks_wait_for_the_one_with_more_work() -> None:
+    for done, summary, seconds, seen in run_ranks(_four_times_as_long, 2, timeout=100):
+        mean = PER_TOKEN * sum(seen[:-1]) / len(seen[:-1])  # the last step ran when the plan was there
+        assert done.skew_seconds == pytest.approx(3 * mean, rel=0.2)
+        assert seconds == pytest.approx(4 * mean, rel=0.4), "the step of the mean batch, of the rank with more work"
+        assert done.before_exposed_seconds < done.skew_seconds / 3, "a line of its own"
+        assert "rank skew" in str(done) and re.search(rf"rank skew +{done.skew_seconds * 1e3:.1f} ms", summary)
 
 
 NOISE = 0.02
