@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from lightning_deepcompile import CompileConfig
 from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.ranks.exchange import maxima
 from lightning_deepcompile.step.batch_sizes import LargestBatch, sizes_of
 from lightning_deepcompile.tuning.tuner import Tuner
@@ -73,6 +75,25 @@ def test_memory_for_a_larger_batch_is_decided_before_it_runs(mesh: DeviceMesh, f
     assert engine.runtime.stats()["offloaded_bytes"] > 0
     assert engine.tuner._foresight.plan is not None and engine.tuner._foresight.plan.fits
     engine.close()
+
+
+def test_a_larger_batch_that_cannot_fit_is_named_before_it_runs(
+    mesh: DeviceMesh, fresh_dynamo: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was trained so far is not given up: the step runs in as little memory as it can, and its need is told."""
+    lengths = [SMALL, SMALL + 1, SMALL + 2, LARGE, SMALL]
+    plain, peaks, engine = _train(mesh, lengths, memory_budget="1TiB")
+    engine.close()
+    budget = 2 * max(peaks[:3])
+    with caplog.at_level(logging.WARNING, "lightning_deepcompile"):
+        losses, found, engine = _train(mesh, lengths, memory_budget=f"{budget}B")
+    plan = engine.tuner._foresight.plan
+    engine.close()
+    assert losses == plain
+    assert plan is not None and not plan.fits
+    assert found[3] <= plan.least < peaks[3] and budget < plan.least
+    (text,) = [text for text in caplog.messages if "not expected to fit" in text]
+    assert f"{format_bytes(plan.least)} at least" in text and "% of this batch" in text, text
 
 
 def _on_one_rank() -> tuple[list[float], list[float], list[str], bool, int, int]:
