@@ -15,7 +15,7 @@ import time
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -404,19 +404,18 @@ class Capture:
             for executable in frame.executables:
                 executable.swap(self._plan(frame, executable.base))
 
-    def offload_more(self, choose: Callable[[Schedule], frozenset[int]], only: int | None = None) -> None:
-        """Lets saved tensors of training steps be offloaded; call before these run.
+    def offload(self, chosen: Mapping[int, frozenset[int]], *, alone: bool = False) -> None:
+        """Schedules programs again, with other saved tensors offloaded; call before these run.
 
         Args:
-            choose: Which tensors leave, by a forward program's schedule.
-            only: Number of the graph whose tensors they are; None: of all.
+            chosen: Numbers of the tensors, by the number of their graph.
+            alone: Whether the programs of other graphs stay as they are.
         """
         for frame in self._frames:
+            if alone and frame.index not in chosen:
+                continue
+            frame.chosen = chosen.get(frame.index, frame.chosen)
             for executable in frame.executables:
-                if only not in (None, frame.index):
-                    continue
-                if executable.program.kind == "forward":
-                    frame.chosen = choose(executable.program.schedule)
                 executable.swap(self._plan(frame, executable.base))
 
     def new_graph_id(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_deepcompile.plan.offload import Offloading, OffloadMode, pinned_bytes
+from lightning_deepcompile.plan.offload import Offloading, OffloadMode
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.sharding.shards import ShardedModel
 
@@ -17,9 +17,8 @@ __all__ = ["ActivationOffload"]
 class ActivationOffload:
     """Says for each captured graph which of its saved tensors are offloaded while no plan does.
 
-    With ``"auto"`` all are, or as many as host memory holds, where the training step was found not to fit otherwise
-    before it ran (`plan.fit`): steps run with more copies than they need rather than out of memory, and planning takes
-    back what fits.
+    With ``"all"`` all are; with ``"auto"`` as many as a training step needs that was found not to fit otherwise before
+    it ran (`plan.fit`).
 
     Args:
         offloading: How each kind is offloaded.
@@ -28,7 +27,7 @@ class ActivationOffload:
         stage: ZeRO stage; below 3 whole parameters stay.
         host_bytes: What this rank may take of host memory.
         has_states: Whether optimizers have made their states.
-        needed: Whether the step needs it, where the settings leave that open.
+        needed: Whether a step was found not to fit otherwise, where the settings leave it open.
     """
 
     offloading: Offloading
@@ -52,23 +51,10 @@ class ActivationOffload:
         shards = sum(p.layout.shard_numel * p.gather_dtype.itemsize for p in self.model.parameters)
         return shards * self.model.ranks.shards
 
-    def as_many_as_fit(self, forward: Schedule) -> frozenset[int]:
-        """Returns the numbers of the saved tensors that host memory has room for.
-
-        Args:
-            forward: Of the program.
-        """
-        leaving, total = set(), 0
-        for one in forward.saved:
-            total += pinned_bytes(one.size)
-            if one.size > 0 and (self.mode == "all" or total <= self.host_bytes):
-                leaving.add(one.number)
-        return frozenset(leaving)
-
     def choose(self, forward: Schedule) -> frozenset[int]:
-        """Returns the numbers of the saved tensors that are offloaded.
+        """Returns the numbers of the saved tensors that are offloaded where nothing is decided about the step.
 
         Args:
             forward: Of the program, as it will run but for copies.
         """
-        return self.as_many_as_fit(forward) if self.needed or self.mode == "all" else frozenset()
+        return frozenset(one.number for one in forward.saved if one.size > 0 and self.mode == "all")

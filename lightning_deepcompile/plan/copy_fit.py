@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_deepcompile.plan.copy_placement import CopyPlacement
+from lightning_deepcompile.plan.copy_placement import CopyPlacement, Key
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.simulate import memory_bytes
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["CopyFit", "Key"]
-
-Key = tuple[int, int]
-"""A frame, and the number of one of its saved tensors."""
+__all__ = ["CopyFit"]
 
 
 @dataclass
@@ -60,22 +57,6 @@ class CopyFit:
             frame, kind = program.placement.schedule.frame, "backward" if program.forward else "forward"
             others = (k for k, s in enumerate(schedules) if (s.frame, s.kind) == (frame, kind))
             program.partner = next(others, None)
-
-    def candidates(self, smallest: int) -> list[tuple[Key, int]]:
-        """Returns the tensors that may be offloaded, with their bytes, in the order in which forward makes them.
-
-        Args:
-            smallest: Fewest bytes.
-        """
-        found = []
-        for program in self._programs:
-            if not program.forward or program.partner is None:
-                continue
-            placement, read = program.placement, self._programs[program.partner].placement.saved
-            for number in sorted(read, key=lambda n, p=placement: (p.first(n), -p.saved[n].size, n)):  # type: ignore[misc]
-                if placement.saved[number].size >= max(smallest, 1):
-                    found.append(((placement.schedule.frame, number), placement.saved[number].size))
-        return found
 
     def peak(self, chosen: Iterable[Key]) -> int:
         """Returns the peak bytes if `chosen` are offloaded: within the limit, or as small as possible."""

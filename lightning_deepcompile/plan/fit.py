@@ -12,12 +12,13 @@ from lightning_deepcompile.program.printer import exact_bytes, format_bytes
 
 __all__ = ["PRICES", "Kind", "MemoryPlan", "Move", "Moved", "Need", "fit"]
 
-Kind = Literal["gathers", "activations", "states", "parameters", "losses", "checkpoints", "operators", "mlps"]
+Kind = Literal["gathers", "activations", "copies", "states", "parameters", "losses", "checkpoints", "operators", "mlps"]
 
 PRICES: Mapping[Kind, float] = {
     "gathers": 0,  # they may hide all the same
     "losses": 0,  # 8192 tokens, 32 768 classes: no more time in 8 chunks
     "activations": 1,  # out and in, beside compute
+    "copies": 1.5,  # compute waits for them
     "operators": 2,
     "checkpoints": 3,
     "states": 4,  # out and in, while the optimizer steps
@@ -29,6 +30,7 @@ PRICES: Mapping[Kind, float] = {
 _WORDS: Mapping[Kind, str] = {
     "gathers": "parameters gathered right before their use",
     "activations": "saved tensors in host memory",
+    "copies": "saved tensors in host memory, copied at once",
     "states": "optimizer states in host memory",
     "parameters": "parameters in host memory",
     "losses": "losses in chunks",

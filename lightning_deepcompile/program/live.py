@@ -68,7 +68,7 @@ def live_bytes(
         before = sum(bytes_of[node] for node in earlier if last_use[node] >= here)
         after = sum(bytes_of[node] for node in earlier if last_use[node] > here) + own
         if inside:
-            own = max(own, program.region(str(call.target)).info.memory.at(sizes))
+            own = max(own, program.region(str(call.target)).info.memory.peak.at(sizes))
         result[str(call.target)] = (before, before + own, after)
     return result
 

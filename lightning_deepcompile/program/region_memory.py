@@ -8,7 +8,7 @@ operators read it. It lives until its last reader, through element-wise operator
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.program.graph import args_of, is_element, is_view, nbytes
 from lightning_deepcompile.program.sizes import Sizes
 
-__all__ = ["RegionMemory", "region_memory", "values_in_memory"]
+__all__ = ["ByteSize", "RegionMemory", "region_memory", "values_in_memory"]
 
 _ELEMENTWISE = frozenset(
     [
@@ -50,24 +50,46 @@ _MANY_READERS = 4
 """Readers from which on Inductor keeps a value (its ``realize_reads_threshold``)."""
 
 
+class ByteSize(NamedTuple):
+    """Bytes of values, of which symbolic sizes may be a part.
+
+    Args:
+        bytes: With the hints of symbolic sizes.
+        formula: As a SymPy expression of symbolic sizes; None if they are numbers.
+    """
+
+    bytes: int = 0
+    formula: Any = None
+
+    @classmethod
+    def of(cls, size: int, nodes: Iterable[fx.Node]) -> ByteSize:
+        """Returns the bytes of the values of `nodes`, which are `size` with the hints."""
+        values = [node.meta["val"] for node in nodes]
+        if not any(isinstance(value.numel(), torch.SymInt) for value in values):
+            return cls(size)
+        counts = [(value.numel(), value.element_size()) for value in values]
+        return cls(size, sum((n.node.expr if isinstance(n, torch.SymInt) else int(n)) * each for n, each in counts))
+
+    def at(self, sizes: Sizes | None) -> int:
+        """Returns the bytes with other values of symbolic sizes; None: their hints."""
+        found = None if sizes is None or self.formula is None else sizes.of(self.formula)
+        return self.bytes if found is None else found
+
+
 class RegionMemory(NamedTuple):
     """Memory of values that a region makes; its inputs do not count.
 
     Args:
-        peak: The most bytes at one time, without workspace of libraries.
-        largest: Bytes of the largest value.
-        formula: The peak as a SymPy expression of symbolic sizes: the values that are there at the peak with their
-            hints. None if they are numbers.
+        peak: The most bytes at one time, without workspace of libraries: of the values that are there with the hints.
+        values: Bytes of values of which one is the largest, with any sizes.
     """
 
-    peak: int = 0
-    largest: int = 0
-    formula: Any = None
+    peak: ByteSize = ByteSize()
+    values: tuple[ByteSize, ...] = ()
 
-    def at(self, sizes: Sizes | None) -> int:
-        """Returns the peak with other values of symbolic sizes; None: their hints."""
-        found = None if sizes is None or self.formula is None else sizes.of(self.formula)
-        return self.peak if found is None else found
+    def largest(self, sizes: Sizes | None) -> int:
+        """Returns the bytes of the largest value; None: with the hints of symbolic sizes."""
+        return max((size.at(sizes) for size in self.values), default=0)
 
 
 def region_memory(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], *, compiled: bool) -> RegionMemory:
@@ -100,16 +122,10 @@ def region_memory(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], *, compi
         alive -= sum(nbytes(one) for one in dying[place])
         left.update(dict.fromkeys(dying[place], place + 1))
     there = [one for one, place in born.items() if place <= fullest < left.get(one, len(nodes))]
-    return RegionMemory(peak, max(map(nbytes, values.made), default=0), _formula(there))
-
-
-def _formula(nodes: Sequence[fx.Node]) -> Any:
-    """Returns the bytes of their values as an expression; None if they are a number."""
-    values = [node.meta["val"] for node in nodes]
-    if not any(isinstance(value.numel(), torch.SymInt) for value in values):
-        return None
-    counts = [(value.numel(), value.element_size()) for value in values]
-    return sum((n.node.expr if isinstance(n, torch.SymInt) else int(n)) * size for n, size in counts)
+    each = {ByteSize.of(nbytes(node), [node]): None for node in values.made}
+    fixed = max((size.bytes for size in each if size.formula is None), default=0)
+    symbolic = (size for size in each if size.formula is not None)
+    return RegionMemory(ByteSize.of(peak, there), (ByteSize(fixed), *symbolic))
 
 
 def values_in_memory(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], *, compiled: bool) -> list[fx.Node]:

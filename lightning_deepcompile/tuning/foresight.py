@@ -7,19 +7,20 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.offload.activations import ActivationOffload
-from lightning_deepcompile.plan.copy_placement import offload_all, resize, without_copies
+from lightning_deepcompile.plan.copy_placement import COPY_AHEAD, resize, without_copies
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.fit import Kind, MemoryPlan, Move, Need, fit
 from lightning_deepcompile.plan.memory_need import MemoryNeed, Standing, memory_need, would_fit
 from lightning_deepcompile.plan.pass_manager import Pass
 from lightning_deepcompile.plan.report import Round
-from lightning_deepcompile.plan.simulate import simulate
+from lightning_deepcompile.plan.saved_tensors import PARTS, SavedTensors
+from lightning_deepcompile.plan.simulate import memory_bytes
 from lightning_deepcompile.plan.tracing import Tracing
 from lightning_deepcompile.profile.forecast import arrived_gradients, forecast
 from lightning_deepcompile.profile.holds import hold_ratio
@@ -28,6 +29,7 @@ from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.program import LOCAL_ID, Program
 from lightning_deepcompile.program.saved import read_saved
+from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.program.sizes import Noted, Sizes, note, read_sizes
 from lightning_deepcompile.ranks.exchange import maxima
 from lightning_deepcompile.tuning.retracing import Retracing
@@ -75,6 +77,7 @@ class Foresight:
         self.largest: dict[str, dict[Noted, None]] = {}
         self.plan: MemoryPlan | None = None
         self.need: MemoryNeed | None = None
+        self._host_is_short = False
         self._tried: tuple[Tracing, MemoryPlan] | None = None  # before the last retracing, and what asked for it
 
     def look(
@@ -95,23 +98,17 @@ class Foresight:
         self._memory.largest = largest = self._largest(programs)
         standing = self._standing(programs[0])
         profile = self._forecast(programs, standing)
-        peaks, lean = self._bytes(programs, profile, standing)
+        lean = self._lean(programs, profile, standing)
         # On CPUs, what a region makes and frees counts for no budget.
-        guess = largest if self._leaving.device.type == "cuda" else lean.region
-        told = *peaks, -(profile.budget or 0), guess, not restartable
-        *sizes, fewest_bytes, guess, has_run = map(int, maxima(told, self._group))
+        guess = largest if self._leaving.device.type == "cuda" else lean.need.region
+        told = _peak(profile.schedules, profile), *lean.peaks, -(profile.budget or 0), guess, not restartable
+        *peaks, fewest_bytes, guess, has_run = map(int, maxima(told, self._group))
         budget = -fewest_bytes
-        gathers, copies, at_once, states = (max(before - after, 0) for before, after in itertools.pairwise(sizes))
-        units: dict[Kind, tuple[int, ...]] = {
-            "gathers": (gathers,),
-            "activations": (copies, at_once),
-            "states": (states,),
-        }
-        moves = tuple(Move(kind, sizes) for kind, sizes in units.items() if any(sizes))
-        if sizes[0] > budget and not has_run:
+        moves = _moves(_KINDS, peaks)
+        if peaks[0] > budget and not has_run:
             moves += self._retracing.moves()
-        self.plan = plan = fit(Need({"passes": sizes[0]}, moves), budget, self._capture.config.rounding)
-        self.need = lean
+        self.plan = plan = fit(Need({"passes": peaks[0]}, moves), budget, self._capture.config.rounding)
+        self.need, self._host_is_short = lean.need, lean.saved.host_is_short
         tried, self._tried = self._tried, None
         if tried is not None and not has_run and not (plan.needed < tried[1].needed or plan.least < tried[1].least):
             assert tried[1].retrace is not None
@@ -121,7 +118,7 @@ class Foresight:
             return self._retracing.make(step, plan, profile)
         if plan.moved:
             say(str(plan), logging.INFO)
-            self._do(plan)
+            self._do(plan, lean)
         if not plan.fits:
             if not has_run and plan.least - guess > budget:  # else it may fit after all
                 plan.check(self._capture.config.memory_budget, self._table())
@@ -136,17 +133,15 @@ class Foresight:
             say: As for `look`.
         """
         self._memory.largest = max(self._memory.largest, self._largest(programs))
-        if self._leaving.mode != "auto" or self._leaving.needed:
+        if self._leaving.mode != "auto":
             return
-        standing = self._standing(programs[0])
-        profile = self._forecast(programs, standing)
-        peak = simulate(profile.schedules, profile).peak_bytes
-        away = simulate(offload_all(profile.schedules), profile).peak_bytes
-        need = Need({"passes": peak}, (Move("activations", (peak - away,)),) if peak > away else ())
-        plan = fit(need, profile.budget or 0, "same")
+        profile = self._forecast(programs, self._standing(programs[0]))
+        saved = SavedTensors(profile.schedules, profile, self._leaving.host_bytes)
+        peaks = saved.peaks()
+        plan = fit(Need({"passes": peaks[0]}, _moves(_PARTS, peaks)), profile.budget or 0, "same")
         if plan.moved:
             say(f"A larger batch: {plan}", logging.INFO)
-            self._capture.offload_more(self._leaving.as_many_as_fit, programs[0].schedule.frame)
+            self._capture.offload(saved.fewest(plan.room, COPY_AHEAD), alone=True)
 
     def look_at_larger(self, programs: list[Program], say: Callable[[str, int], None]) -> bool:
         """Decides for a batch that is larger than all before, on some rank; call on all ranks, before it runs.
@@ -160,25 +155,23 @@ class Foresight:
         """
         noted = list(self.largest.get(programs[0].name, ()))[-1:]
         sizes = read_sizes(programs[0].gm.graph, noted[0]) if noted else None  # else as before, or as it was compiled
+        self._memory.largest = max(self._memory.largest, self._largest(programs, sizes))
         standing = self._standing(programs[0])
         profile = self._forecast(programs, standing, sizes)
         now = forecast(programs, standing.total, sizes=sizes, **self._fields()).schedules
-        (_, *rest, _), lean = self._bytes(programs, profile, standing, sizes)
-        told = maxima([simulate(now, profile).peak_bytes, *rest, -(profile.budget or 0)], self._group)
-        *peaks, fewest = map(int, told)
-        gathers, copies, at_once = (max(before - after, 0) for before, after in itertools.pairwise(peaks))
-        units: dict[Kind, tuple[int, ...]] = {"gathers": (gathers,), "activations": (copies, at_once)}
-        moves = tuple(Move(kind, sizes) for kind, sizes in units.items() if any(sizes))
-        plan = fit(Need({"passes": peaks[0]}, moves), -fewest, "same")
+        lean = self._lean(programs, profile, standing, sizes)
+        told = [_peak(now, profile), *lean.peaks[:-1], -(profile.budget or 0)]
+        *peaks, fewest_bytes = map(int, maxima(told, self._group))
+        plan = fit(Need({"passes": peaks[0]}, _moves(_KINDS[:-1], peaks)), -fewest_bytes, "same")
         if plan.fits and not plan.moved:
             return False
-        self.plan, self.need = plan, lean
+        self.plan, self.need, self._host_is_short = plan, lean.need, lean.saved.host_is_short
         self._capture.plan = {}
         if plan.moved:
             say(f"A larger batch than all before: {plan}", logging.INFO)
         if not plan.fits:
             say(self.shortfall(), logging.WARNING)
-        self._do(plan)
+        self._do(plan, lean)
         return True
 
     def note(self, executables: Iterable[Executable]) -> None:
@@ -197,41 +190,31 @@ class Foresight:
         if before is not None:
             before(name, args)
 
-    def _do(self, plan: MemoryPlan) -> None:
+    def _do(self, plan: MemoryPlan, lean: _Lean) -> None:
         """Changes the programs, which have not run, as a decision says."""
         kinds = {one.move.kind for one in plan.moved}
         if "gathers" in kinds:
             self._capture.passes = self._lean_passes()
-        if "activations" in kinds or not plan.fits:
-            self._leaving.needed = self._leaving.mode == "auto"
-            if not plan.fits or len(plan.gone("activations")) > 1:
-                self._capture.ahead = 0  # no copy has time to hide
-        self._capture.offload_more(self._leaving.choose)  # which of them concerns no other rank
+        chosen = {}
+        if self._leaving.mode == "auto" and (kinds & {"activations", "copies"} or not plan.fits):
+            self._leaving.needed = True
+            self._capture.ahead = 0 if "copies" in kinds or not plan.fits else COPY_AHEAD
+            chosen = lean.saved.fewest(plan.room, self._capture.ahead)  # which of them concerns no other rank
+        self._capture.offload(chosen)
 
     def _lean_passes(self) -> tuple[Pass, ...]:
         return tuple(one for one in self._capture.passes if one.name != "prefetch")
 
-    def _bytes(
-        self, programs: list[Program], profile: Profile, standing: Standing, sizes: Sizes | None = None
-    ) -> tuple[list[int], MemoryNeed]:
-        """Returns the peak as it is, then with each further move that changes no bit, and the need with all of them."""
+    def _lean(self, programs: list[Program], profile: Profile, standing: Standing, sizes: Sizes | None = None) -> _Lean:
+        """Returns the step with parameters gathered right before their use, and what it takes with further moves."""
         lean = self._capture.schedules([program.name for program in programs], self._lean_passes())
-        late = [resize(lean[one.name], read_saved(one.gm.graph, sizes)) for one in programs]
-        stay = self._leaving.mode == "none"
-        copied, away = (late, late) if stay else (offload_all(late), offload_all(late, 0))
+        late = [without_copies(resize(lean[one.name], read_saved(one.gm.graph, sizes))) for one in programs]
+        saved = SavedTensors(late, profile, 0 if self._leaving.mode == "none" else self._leaving.host_bytes)
         if self._leaving.offloading.states != "none":
             standing = replace(standing, states=0)
-        without = self._forecast(programs, standing, sizes)
-        steps = (
-            (profile.schedules, profile),
-            (late, profile),
-            (copied, profile),
-            (away, profile),
-            (away, without),
-        )
-        return [simulate(schedules, sizes).peak_bytes for schedules, sizes in steps], memory_need(
-            away, without, standing, self.arrived(programs)
-        )
+        without, away = self._forecast(programs, standing, sizes), saved.offloaded(saved.keys, 0)
+        need = memory_need(away, without, standing, self.arrived(programs))
+        return _Lean(saved, (*saved.peaks(), saved.peak(saved.keys, 0), _peak(away, without)), need)
 
     def shortfall(self) -> str:
         """Returns what the step needs, where it is not expected to fit; "" where it is."""
@@ -252,6 +235,8 @@ class Foresight:
         if config.rounding == "same":
             settings.append("rounding='needed'")
         ways = would_fit(self.need, self.plan.room, self._capture.model.ranks.shards)
+        if self._host_is_short and self._leaving.mode != "none":
+            ways.append(f"more host memory than {format_bytes(self._leaving.host_bytes)}")
         ways += [f"CompileConfig({', '.join(settings)}), which may need less"] if settings else []
         return f" It would fit with {', or '.join(ways)}. It takes:\n{self.need}"
 
@@ -305,9 +290,40 @@ class Foresight:
             "budget": self._memory.limit(config.memory_budget),
         }
 
-    def _largest(self, programs: list[Program]) -> int:
+    def _largest(self, programs: list[Program], sizes: Sizes | None = None) -> int:
         """Bytes of the largest value that a region of `programs` makes; on CPUs it counts for no budget."""
         if self._leaving.device.type != "cuda":
             return 0
         regions = [program.region(name) for program in programs for name in program.regions()]
-        return max((region.info.memory.largest for region in regions), default=0)
+        return max((region.info.memory.largest(sizes) for region in regions), default=0)
+
+
+_PART: Kind = "activations"
+_PARTS = (_PART,) * PARTS
+_KINDS: tuple[Kind, ...] = ("gathers", *_PARTS, "copies", "states")
+"""The moves that change no bit, in the order in which they are simulated."""
+
+
+class _Lean(NamedTuple):
+    """A step with parameters gathered right before their use.
+
+    Args:
+        saved: Its saved tensors.
+        peaks: Its peak as it is, and with each further move of `_KINDS`.
+        need: What it takes with all of them.
+    """
+
+    saved: SavedTensors
+    peaks: tuple[int, ...]
+    need: MemoryNeed
+
+
+def _peak(schedules: Sequence[Schedule], profile: Profile) -> int:
+    return max(map(max, memory_bytes(schedules, profile)), default=0)
+
+
+def _moves(kinds: Sequence[Kind], peaks: Sequence[int]) -> tuple[Move, ...]:
+    """Returns the moves, by the peak before the first and after each of them."""
+    freed = [before - after for before, after in itertools.pairwise(itertools.accumulate(peaks, min))]
+    units = {kind: tuple(size for one, size in zip(kinds, freed, strict=True) if one == kind) for kind in kinds}
+    return tuple(Move(kind, sizes) for kind, sizes in units.items() if any(sizes))

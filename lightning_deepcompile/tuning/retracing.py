@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.offload.trade import StateTrade
+from lightning_deepcompile.plan.context import NO_LIMIT
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.fit import Kind, MemoryPlan, Move, Need, fit
 from lightning_deepcompile.plan.leaner import Shortage, is_of, leaner_budget
@@ -140,9 +141,10 @@ class Retracing:
         Returns:
             What the report says of it; None if the step stays as it is.
         """
-        if profile.budget is None or least <= profile.budget:
+        whole = NO_LIMIT if profile.budget is None else profile.budget + profile.room
+        if least <= whole:
             return None
-        plan = fit(Need({"step": least}, self.moves()), profile.budget, self._capture.config.rounding)
+        plan = fit(Need({"step": least}, self.moves()), whole, self._capture.config.rounding)
         return None if plan.retrace is None else self.make(step, plan, profile)
 
     def make(self, step: int, plan: MemoryPlan, profile: Profile) -> Round:

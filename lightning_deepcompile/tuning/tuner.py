@@ -343,7 +343,9 @@ class Tuner:
             self._slow_ranks.suspect()
         smallest = profile.schedules if self._host_room is None else offload_all(profile.schedules)
         least = least_budget(smallest, self._states.least(profile))
-        if (retraced := self._retracing.spare(self._step, profile, least)) is not None:
+        # Without a budget of the user's, or a rank that was short, the step fits: it has run.
+        must = chosen is not None or self._limit is not None
+        if must and (retraced := self._retracing.spare(self._step, profile, least)) is not None:
             self._retrace(retraced)
             return
         check_budget(least, budget, chosen)

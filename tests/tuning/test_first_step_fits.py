@@ -18,9 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_deepcompile import CompileConfig
 from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.profile import peak_memory
 from lightning_deepcompile.program.extract import ExtractedRegion
 from lightning_deepcompile.program.lower import RegionCompiler
 from lightning_deepcompile.program.schedule import ProgramKind
+from lightning_deepcompile.tuning.tuner import Tuner
 
 
 class Counting(RegionCompiler):
@@ -83,6 +85,22 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), (tokens % self.classes).flatten())
 
 
+class Saving(nn.Module):
+    """Saved tensors take most of its memory; its loss could be computed in chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 33_000)
+        self.blocks = nn.ModuleList(Block(32, 4096, False) for _ in range(12))
+
+    def training_step(self, tokens: Tensor, batch_idx: int = 0) -> Tensor:
+        x = self.embed(tokens % 64)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
 def _first_step(mesh: DeviceMesh, seed: int, **settings: Any) -> tuple[float, int, Any]:
     """Returns the first step's loss, the bytes that were there, and what was decided."""
     torch._dynamo.reset()
@@ -107,11 +125,44 @@ def _check(mesh: DeviceMesh, seeds: Sequence[int]) -> None:
             assert plan.fits and peak <= plan.peak <= budget, (seed, part, peak, plan)
             assert found == loss, (seed, part)
             moved |= {one.move.kind for one in plan.moved}
-    assert moved == {"gathers", "activations"}
+    assert moved == {"gathers", "activations", "copies"}
 
 
 def test_the_first_step_of_a_few_models_is_within_the_budget(mesh: DeviceMesh) -> None:
     _check(mesh, range(5))
+
+
+@pytest.mark.parametrize("part", [0.3, 0.7])
+def test_no_more_is_offloaded_than_is_missing(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None, part: float
+) -> None:
+    """From the first step on; where steps have run, no round has the step traced again."""
+    batch = torch.arange(64).view(1, 64)
+    monkeypatch.setattr(Tuner, "_fastest", lambda *_: 0.001)
+
+    def train(budget: int) -> tuple[list[float], list[int], Engine]:
+        torch._dynamo.reset()
+        monkeypatch.setattr(peak_memory, "memory_limit", lambda *_: budget)
+        engine = Engine(Saving(), mesh, CompileConfig(region_backend="eager"))
+        optimizer, losses, moved = sgd(engine), [], []
+        optimizer.param_groups[0]["lr"] = 1e-3
+        for _ in range(10):
+            losses.append(one_step(engine, batch, optimizer))
+            moved.append(engine.summary().offloaded_activation_bytes)
+        return losses, moved, engine
+
+    expected, moved, engine = train(1 << 40)
+    plan = engine.tuner._foresight.plan
+    assert plan is not None and set(moved) == {0}
+    engine.close()
+    missing = int(part * (plan.needed - plan.least))
+    losses, moved, engine = train(plan.needed - missing)
+    largest = max(one.size for each in engine.tuner._training() for one in each.program.schedule.saved)
+    assert losses == expected
+    assert 0 < moved[0] <= missing + largest
+    assert moved[-1] <= moved[0]
+    assert [done.outcome for done in engine.report()] in (["kept"], ["unchanged"]), engine.report()
+    engine.close()
 
 
 def test_what_frees_nothing_is_taken_back(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:

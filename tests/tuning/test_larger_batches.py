@@ -122,7 +122,9 @@ def _on_one_rank() -> tuple[list[float], list[float], list[str], bool, int, int]
     Tuner.before_larger = counted  # type: ignore[method-assign]
     losses, found, engine = _train(mesh, lengths, memory_budget=f"{most}B", schedule=EARLY[:1] + unshard)
     Tuner.before_larger = before  # type: ignore[method-assign]
-    texts = [text.partition(" ")[2] for text in engine.programs().values() if ".forward" in text]
+    # Each rank offloads what its own batch needs: of these copies the others know nothing.
+    lines = [text.partition(" ")[2].splitlines() for text in engine.programs().values() if ".forward" in text]
+    texts = ["\n".join(line for line in text[1:] if " saved " not in line) for text in lines]
     planned = bool(engine.tuner._planned)
     engine.close()
     return plain, losses, texts, planned, max(found) - most, asked.count(at)

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from lightning_deepcompile.plan.choose import MARGINS, fastest_that_fits
 from lightning_deepcompile.plan.context import PlanContext
-from lightning_deepcompile.plan.copy_fit import CopyFit, Key
-from lightning_deepcompile.plan.copy_placement import without_copies
-from lightning_deepcompile.plan.costs import Profile
-from lightning_deepcompile.plan.offload import pinned_bytes
+from lightning_deepcompile.plan.copy_fit import CopyFit
+from lightning_deepcompile.plan.copy_placement import Key, without_copies
+from lightning_deepcompile.plan.saved_tensors import fewest, offloadable
 from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["offload_activation"]
@@ -47,31 +46,10 @@ def offload_activation(schedules: list[Schedule], context: PlanContext) -> list[
     profile = context.require_profile("offload_activation")
     start = [without_copies(s) for s in schedules]
     fit = CopyFit(start, profile, context.whole_budget)
-    candidates = _that_fit_on_host(fit.candidates(1 if mode == "all" else _SMALLEST), profile)
+    chosen: Sequence[Key] = offloadable(start, profile.host_budget, 1 if mode == "all" else _SMALLEST)
     if mode == "auto":
-        candidates = _fewest(fit, candidates)
-    if not candidates:
+        fit.limit = max(fit.limit, fit.peak(chosen))
+        chosen = fewest(chosen, fit.peak, fit.limit)
+    if not chosen:
         return start
-    return fastest_that_fits([fit.place(candidates, margin) for margin in MARGINS], profile, fit.limit)
-
-
-def _that_fit_on_host(candidates: Sequence[tuple[Key, int]], profile: Profile) -> list[Key]:
-    result, total = [], 0
-    for key, size in candidates:
-        total += pinned_bytes(size)
-        if profile.host_budget is not None and total > profile.host_budget:
-            break
-        result.append(key)
-    return result
-
-
-def _fewest(fit: CopyFit, candidates: list[Key]) -> list[Key]:
-    """Returns the fewest of the first ones that keep the limit, or else that reach the same peak as all of them."""
-    fit.limit = max(fit.limit, fit.peak(candidates))
-    if fit.peak([]) <= fit.limit:
-        return []
-    low, high = 0, len(candidates)  # `low` are too few, `high` suffice
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fit.peak(candidates[:middle]) <= fit.limit else (middle, high)
-    return candidates[:high]
+    return fastest_that_fits([fit.place(chosen, margin) for margin in MARGINS], profile, fit.limit)
