@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from lightning_deepcompile.options import Rule
-from lightning_deepcompile.program.printer import exact_bytes
 
-__all__ = ["Budget", "ByteCount", "MemoryBudgetError", "as_fraction", "check_budget", "check_plan", "parse_budget"]
+__all__ = ["Budget", "ByteCount", "MemoryBudgetError", "as_fraction", "parse_budget"]
 
 _BINARY = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS = _BINARY | {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -92,41 +90,3 @@ def as_fraction(value: Any) -> Any:
     """The float that a text like ``"90%"`` stands for; anything else unchanged."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*%\s*", value) if isinstance(value, str) else None
     return float(match[1]) / 100 if match and 0 < float(match[1]) <= 100 else value
-
-
-def check_budget(least: int, budget: int, chosen: object) -> None:
-    """Raises if the smallest schedule does not fit into a budget that the user chose.
-
-    Args:
-        least: Peak of the smallest schedule.
-        budget: Bytes that may be used.
-        chosen: ``CompileConfig.memory_budget``; None, if the budget is the default, which is never an error.
-
-    Raises:
-        MemoryBudgetError: States the least budget that would do.
-    """
-    if chosen is not None and least > budget:
-        raise MemoryBudgetError(
-            f"CompileConfig(memory_budget={chosen!r}) allows {exact_bytes(budget)}, but this model and batch need "
-            f"{exact_bytes(least)} even with one block gathered at a time. Raise the budget to at least that, use "
-            "a smaller batch, or activation checkpointing."
-        )
-
-
-def check_plan(peak: int, budget: int, chosen: object, passes: Sequence[str]) -> None:
-    """Raises if a plan does not fit into a budget that the user chose.
-
-    Args:
-        peak: The plan's.
-        budget: Bytes that may be used.
-        chosen: As in `check_budget`.
-        passes: Names of the passes that made it.
-
-    Raises:
-        MemoryBudgetError: Says what may help.
-    """
-    if chosen is not None and peak > budget:
-        raise MemoryBudgetError(
-            f"CompileConfig(memory_budget={chosen!r}) allows {exact_bytes(budget)}, and a step planned by the "
-            f"passes {list(passes)} needs {exact_bytes(peak)}. Add 'proactive_prefetch', or raise the budget."
-        )

@@ -16,10 +16,10 @@ from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.plan.admit import admitted
-from lightning_deepcompile.plan.budget import check_budget, check_plan
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.copy_placement import offload_all
 from lightning_deepcompile.plan.costs import Profile, ProfileError
+from lightning_deepcompile.plan.fit import Need, fit
 from lightning_deepcompile.plan.leaner import Shortage, fall_back
 from lightning_deepcompile.plan.least import least_budget
 from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, Pass, optimize, resolve_passes
@@ -348,7 +348,7 @@ class Tuner:
         if must and (retraced := self._retracing.spare(self._step, profile, least)) is not None:
             self._retrace(retraced)
             return
-        check_budget(least, budget, chosen)
+        fit(Need({"step": least}), budget, "same").check(chosen)
         if (retraced := self._retracing.choose(self._step, profile, seen.checkpoints, self._optimized)) is not None:
             self._retrace(retraced)
             return
@@ -358,7 +358,10 @@ class Tuner:
             self._end_round()
             return
         self.profile, (planned, effects) = self._states.plan(profile, self._optimized)
-        check_plan(effects[-1].prediction.peak_bytes, budget, chosen, [p.name for p in self._passes])
+        note = (
+            f" The passes {[p.name for p in self._passes]} planned it. Add 'proactive_prefetch', or raise the budget."
+        )
+        fit(Need({"step": effects[-1].prediction.peak_bytes}), budget, "same").check(chosen, note)
         reports = [PassReport.of(effect) for effect in effects]
         times = profile.step_seconds, profile.exposed_seconds
         self.rounds.append(

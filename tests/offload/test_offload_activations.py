@@ -249,7 +249,7 @@ def test_a_budget_below_everything_states_the_least(mesh: DeviceMesh, mode: str)
     """One rank holds to it, too, although it waits for no gather."""
     engine = make_engine(mesh, offload=mode, memory_budget="40kB")
     optimizer = sgd(engine)
-    with pytest.raises(MemoryBudgetError, match=r"needs? [0-9]+ .*(with a budget of|even with one block)"):
+    with pytest.raises(MemoryBudgetError, match=r"needs? [0-9]+ .*with a budget of"):
         for _ in range(6):
             one_step(engine, BATCH, optimizer)
     engine.close()
