@@ -521,7 +521,7 @@ class Capture:
             passes: The passes.
         """
         wanted, found = set(names), {}
-        passes = [one for one in passes if one.starts]
+        passes = [one for one in passes if one.initial]
         for frame in self._frames:
             kept: tuple[int, ...] = ()
             for executable in frame.executables:

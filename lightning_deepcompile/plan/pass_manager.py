@@ -60,18 +60,18 @@ class Pass:
         run: The function.
         needs: Requirements: names that earlier passes provide, or ``"profile"``.
         provides: Names that later passes may require.
-        starts: Whether it runs on each program at compile time; planning starts from its result.
+        initial: Whether it runs on each program at compile time; planning starts from its result.
     """
 
     name: str
     run: StepPass
     needs: frozenset[str] = field(default_factory=frozenset)
     provides: frozenset[str] = field(default_factory=frozenset)
-    starts: bool = False
+    initial: bool = False
 
 
 def step_pass(
-    name: str, needs: Sequence[str] = (), provides: Sequence[str] = (), *, starts: bool = False
+    name: str, needs: Sequence[str] = (), provides: Sequence[str] = (), *, initial: bool = False
 ) -> Callable[[StepPass], Pass]:
     """Makes a pass of a function ``(schedules, context) -> schedules``.
 
@@ -83,10 +83,10 @@ def step_pass(
         name: Name of the pass.
         needs: Requirements; ``"profile"`` for passes that read ``context.profile``.
         provides: Names that later passes may require.
-        starts: Whether it runs on each program at compile time, as `zero3` does, without a profile, so that planning
+        initial: Whether it runs on each program at compile time, as `zero3` does, without a profile, so that planning
             starts from its result. Such passes come first.
     """
-    return lambda run: Pass(name, run, frozenset(needs), frozenset(provides), starts)
+    return lambda run: Pass(name, run, frozenset(needs), frozenset(provides), initial)
 
 
 NO_CHANGE = "nothing"
@@ -95,8 +95,8 @@ NO_CHANGE = "nothing"
 BUILTIN_PASSES: dict[str, Pass] = {
     made.name: made
     for made in (
-        step_pass("zero3", provides=["gathers"], starts=True)(zero3),
-        step_pass("prefetch", needs=["gathers"], starts=True)(prefetch),
+        step_pass("zero3", provides=["gathers"], initial=True)(zero3),
+        step_pass("prefetch", needs=["gathers"], initial=True)(prefetch),
         step_pass("fuse", needs=["gathers", "profile"])(fuse),
         step_pass("offload_activation", needs=["gathers", "profile"])(offload_activation),
         step_pass("offload_optimizer", needs=["gathers", "profile"])(offload_optimizer),
@@ -150,7 +150,7 @@ def resolve_passes(passes: Sequence[str | Pass], *, profiled: bool) -> tuple[Pas
     for position, one in enumerate(found):
         for need in sorted(one.needs - provided):
             raise PassError(_explain(one, need, found, position))
-        if one.starts and not all(earlier.starts for earlier in found[:position]):
+        if one.initial and not all(earlier.initial for earlier in found[:position]):
             raise PassError(f"The pass {one.name!r} schedules programs and must come before passes that plan a step.")
         provided |= one.provides
     if "gathers" not in provided:
@@ -262,9 +262,9 @@ def optimize(
     profile = context.profile
     if profile is None:
         raise ValueError("Planning a step needs a profile of it.")
-    applied = " -> ".join(one.name for one in passes if one.starts)
+    applied = " -> ".join(one.name for one in passes if one.initial)
     start = PassEffect(applied, "", simulate(schedules, profile))
-    step = [one for one in passes if not one.starts]
+    step = [one for one in passes if not one.initial]
     if not step:
         return list(schedules), [start]
     best = planned, effects = _run_passes(step, list(schedules), context)
@@ -275,7 +275,7 @@ def optimize(
 
     group = max((s.instructions[position].bytes for s in planned for position in s.at("gather")), default=0)
     if profile.budget is not None and profile.budget - effects[-1].prediction.peak_bytes < 2 * group:
-        there = {"profile"}.union(*(one.provides for one in passes if one.starts))
+        there = {"profile"}.union(*(one.provides for one in passes if one.initial))
         orders = [step, [step[-1], *step]] if "profile" in step[-1].needs <= there else [step]
         for order in orders[1:]:
             best = min(best, _run_passes(order, list(schedules), context), key=cost)

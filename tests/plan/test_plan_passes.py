@@ -378,7 +378,7 @@ def test_passes_are_found_and_their_order_is_checked() -> None:
 
 def test_planning_starts_from_what_passes_make_that_say_so() -> None:
     ran: list[str] = []
-    mine = step_pass("mine", ["gathers"], starts=True)(lambda schedules, context: ran.append("mine") or schedules)
+    mine = step_pass("mine", ["gathers"], initial=True)(lambda schedules, context: ran.append("mine") or schedules)
     passes = resolve_passes(["zero3", mine, "fuse"], profiled=True)
     step = _blocks(2)
     _, effects = optimize(step, passes, PlanContext(profile=profile(step)))
