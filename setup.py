@@ -4,6 +4,9 @@ The CPU build needs g++ alone. The CUDA build also needs headers and the NCCL li
 packages; no nvcc, no .cu file. Environment: `LDC_BUILD=auto|cpu|cuda` (`auto`: CUDA if torch has it and everything is
 found, else CPU, and the build info says why; `cuda`: fail if something is missing), `MAX_JOBS`, `LDC_CXXFLAGS` (more
 flags for the compiler).
+
+`build_variant` builds for the PyTorch that is installed, into a folder of `build/prebuilt`. With
+`LDC_PREBUILT=build/prebuilt` nothing is built: the wheel holds all that are there, and imports the one that fits.
 """
 
 from __future__ import annotations
@@ -11,17 +14,20 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from zipfile import ZipFile
 
 import torch
-from setuptools import setup
+from setuptools import Distribution, setup
+from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 ROOT = Path(__file__).resolve().parent
 AUTOLOAD = "lightning_deepcompile_autoload.py"
+PREBUILT = ROOT / "build/prebuilt"
 CUDA_SOURCES = (
     "csrc/base/cuda_error.cpp",
     "csrc/communicators/nccl_communicator.cpp",
@@ -172,6 +178,55 @@ class Build(BuildExtension):
         super().build_extensions()
 
 
+class BuildVariant(Build):
+    """`build_variant`: builds into the folder of `build/prebuilt` that is named after the PyTorch and its device."""
+
+    def finalize_options(self) -> None:
+        """Chooses the folders."""
+        super().finalize_options()
+        self.inplace, self.build_temp = False, str(ROOT / "build" / f"temp-{variant(PLAN)}")
+
+    def get_ext_fullpath(self, name: str) -> str:
+        """Returns the path of the extension."""
+        return str(PREBUILT / variant(PLAN) / Path(self.get_ext_filename(name)).name)
+
+
+def variant(plan: BuildPlan) -> str:
+    """The name of a build, as `lightning_deepcompile.installation.variants` lists those that fit a PyTorch."""
+    device = f"cuda{torch.version.cuda.split('.')[0]}" if plan.cuda else "cpu"
+    return f"torch{'.'.join(torch.__version__.split('.')[:2])}-{device}"
+
+
+class PackPrebuilt(build_py):
+    """`build_py` that adds a package `_C`: the builds in the folder `LDC_PREBUILT`, and a module that chooses."""
+
+    def run(self) -> None:
+        """Copies the package, then the extensions.
+
+        Raises:
+            SystemExit: If none was built.
+        """
+        super().run()
+        folder = os.environ["LDC_PREBUILT"]
+        extensions = sorted(Path(folder).glob("*/_C.*.so"))
+        if not extensions:
+            raise SystemExit(f"LDC_PREBUILT={folder}: no extension was built there. `make wheels` builds them.")
+        package = Path(self.build_lib, "lightning_deepcompile", "_C")
+        for extension in extensions:
+            (package / extension.parent.name).mkdir(parents=True, exist_ok=True)
+            shutil.copy2(extension, package / extension.parent.name)
+        load = "from lightning_deepcompile.installation import load_prebuilt\n\nload_prebuilt(__name__, __path__[0])\n"
+        (package / "__init__.py").write_text(load)
+
+
+class WithExtensions(Distribution):
+    """A distribution that is of one Python and platform, though it compiles nothing itself."""
+
+    def has_ext_modules(self) -> bool:
+        """Returns true."""
+        return True
+
+
 class EditableWheel(editable_wheel):
     """`pip install -e`: copies the module that torch imports at its start, which must outlive a checkout that moves."""
 
@@ -197,4 +252,8 @@ def add_to_wheel(wheel: Path, file: Path) -> None:
 
 PLAN = make_plan()
 
-setup(ext_modules=[make_extension(PLAN)], cmdclass={"build_ext": Build, "editable_wheel": EditableWheel})
+if os.environ.get("LDC_PREBUILT"):
+    setup(distclass=WithExtensions, cmdclass={"build_py": PackPrebuilt})
+else:
+    commands = {"build_ext": Build, "build_variant": BuildVariant, "editable_wheel": EditableWheel}
+    setup(ext_modules=[make_extension(PLAN)], cmdclass=commands)

@@ -1,18 +1,56 @@
-"""Says how to build the C++ runtime again, from where the package was installed; needs the standard library alone."""
+"""Chooses the C++ runtime that fits PyTorch in a wheel of several; says how to build it again.
+
+Needs the standard library alone, and PyTorch's version.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import shlex
 import sys
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["rebuild_command"]
+__all__ = ["load_prebuilt", "rebuild_command", "variants"]
 
 _FLAGS = "--no-build-isolation --no-deps --no-cache-dir --force-reinstall"
 """Without the cache, which may hold a wheel that was built for another PyTorch."""
+
+
+def variants(torch_version: str, cuda: str | None) -> list[str]:
+    """Returns the names of the builds that fit a PyTorch, the best one first.
+
+    Args:
+        torch_version: Its version; builds fit all patch releases of a minor version.
+        cuda: Its CUDA version; None for a PyTorch without CUDA. A CPU build fits both kinds.
+    """
+    release = f"torch{'.'.join(torch_version.split('.')[:2])}"
+    return [*([f"{release}-cuda{cuda.split('.')[0]}"] if cuda else []), f"{release}-cpu"]
+
+
+def load_prebuilt(name: str, folder: str) -> None:
+    """Replaces the module `name`, a folder of builds, by the build that fits the PyTorch that is installed.
+
+    Args:
+        name: The module's name.
+        folder: Has a folder for each build.
+
+    Raises:
+        ImportError: If none fits.
+    """
+    import torch
+
+    held = sorted(path.parent.name for path in Path(folder).glob("*/_C.*.so"))
+    found = next((one for one in variants(torch.__version__, torch.version.cuda) if one in held), None)
+    if found is None:
+        raise ImportError(f"this wheel was built for {', '.join(held)}, and PyTorch is {torch.__version__}")
+    (file,) = Path(folder, found).glob("_C.*.so")
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
 
 
 def rebuild_command() -> str:

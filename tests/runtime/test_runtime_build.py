@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 import setuptools
 import torch
+
+from lightning_deepcompile.installation import variants
 
 ROOT = Path(__file__).resolve().parents[2]
 PIECES = (
@@ -108,6 +113,61 @@ def test_a_compile_error_fails_the_build(tmp_path, monkeypatch):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0 and "this file does not compile" in done.stdout + done.stderr
     assert not list((tmp_path / "lightning_deepcompile").iterdir())
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel with this build, and with one for a PyTorch that does not exist; unpacked."""
+    from lightning_deepcompile import _C
+
+    folder = tmp_path_factory.mktemp("wheel")
+    for variant in (THIS, "torch9.9-cpu"):
+        (folder / "prebuilt" / variant).mkdir(parents=True)
+        shutil.copy2(_C.__file__, folder / "prebuilt" / variant)
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", folder, "build", "--build-base", folder]
+    command += ["bdist_wheel", "--bdist-dir", folder / "temporary", "--dist-dir", folder]
+    environment = {**os.environ, "LDC_BUILD": "cpu", "LDC_PREBUILT": str(folder / "prebuilt")}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    assert f"cp{sys.version_info[0]}{sys.version_info[1]}-" in wheel.name and "none-any" not in wheel.name
+    zipfile.ZipFile(wheel).extractall(folder / "site")
+    return folder / "site"
+
+
+THIS = f"torch{'.'.join(torch.__version__.split('.')[:2])}-cpu"
+LOAD = "from lightning_deepcompile.runtime import load_extension; print(load_extension().__file__)"
+
+
+def _load(site):
+    command = [sys.executable, "-c", LOAD]
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    return subprocess.run(command, cwd=site, env=environment, capture_output=True, text=True)
+
+
+def test_a_wheel_of_several_builds_loads_the_one_that_fits(wheel):
+    ran = _load(wheel)
+    assert ran.returncode == 0, ran.stderr
+    assert Path(ran.stdout.strip()).parent == wheel / "lightning_deepcompile/_C" / THIS
+
+
+def test_a_wheel_without_a_build_that_fits_says_what_it_holds(wheel, tmp_path):
+    shutil.copytree(wheel, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "lightning_deepcompile/_C" / THIS)
+    ran = _load(tmp_path)
+    said = f"this wheel was built for torch9.9-cpu, and PyTorch is {torch.__version__}"
+    assert ran.returncode == 1 and said in ran.stderr.splitlines()[-1], ran.stderr
+
+
+def test_builds_with_cuda_come_first_and_a_cpu_build_fits_every_pytorch():
+    assert variants("2.13.1+cu130", "13.0") == ["torch2.13-cuda13", "torch2.13-cpu"]
+    assert variants("2.15.0", None) == ["torch2.15-cpu"]
+
+
+def test_a_build_is_named_as_it_is_looked_for(build, toolkit, monkeypatch):
+    plan = build.BuildPlan(cuda=True, reason="")
+    assert [build.variant(plan), build.variant(build.BuildPlan(cuda=False, reason=""))] == variants(
+        torch.__version__, torch.version.cuda
+    )
 
 
 def test_folders_of_cpp_files_include_what_comes_before_them():
