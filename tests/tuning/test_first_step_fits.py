@@ -136,7 +136,7 @@ def test_the_first_step_of_a_few_models_is_within_the_budget(mesh: DeviceMesh) -
 def test_no_more_is_offloaded_than_is_missing(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None, part: float
 ) -> None:
-    """From the first step on; where steps have run, no round has the step traced again."""
+    """The first step fits already; where steps have run, no round has the step traced again."""
     batch = torch.arange(64).view(1, 64)
     monkeypatch.setattr(Tuner, "_fastest", lambda *_: 0.001)
 

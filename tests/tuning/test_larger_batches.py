@@ -80,7 +80,7 @@ def test_memory_for_a_larger_batch_is_decided_before_it_runs(mesh: DeviceMesh, f
 def test_a_larger_batch_that_cannot_fit_is_named_before_it_runs(
     mesh: DeviceMesh, fresh_dynamo: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was trained so far is not given up: the step runs in as little memory as it can, and its need is told."""
+    """Training goes on: the step runs in as little memory as it can, and its need is told."""
     lengths = [SMALL, SMALL + 1, SMALL + 2, LARGE, SMALL]
     plain, peaks, engine = _train(mesh, lengths, memory_budget="1TiB")
     engine.close()

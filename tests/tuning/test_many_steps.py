@@ -1,4 +1,4 @@
-"""How often a long run with ragged batches measures and plans, and how much it logs: 10 000 steps on two ranks."""
+"""Rounds and log lines of a long run with ragged batches: 10 000 steps on two ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def longer(step: int, draw: random.Random) -> tuple[int, int]:
 
 
 def single(step: int, draw: random.Random) -> tuple[int, int]:
-    """From a step on, all batches have one row, which takes another graph."""
+    """Returns sizes that have one row from a step on, which takes another graph."""
     return (1 if step >= CHANGE else draw.choice((2, 3, 4))), draw.randint(10, 20)
 
 
