@@ -405,6 +405,8 @@ SIMILAR = [
     "llama, padded left",
     "llama, padded, eager",
 ]  # to others
+BY_INDUCTOR = ["mask", *(name for name in CASES if name not in ("mask", *ON_GPUS, *SIMILAR))]
+"""All kinds; the first is run with every change."""
 
 
 def on_all_parts(module: Model, batch: list[dict[str, Any]], batch_idx: int) -> Tensor:
@@ -462,7 +464,8 @@ def sharded() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def by_inductor() -> list[dict[str, Any]]:
-    return run_ranks(train_all, WORLD, ["operator", "flex"], "inductor", timeout=500)
+    names = BY_INDUCTOR if "TEST_ALL" in os.environ else BY_INDUCTOR[:1]
+    return run_ranks(train_all, WORLD, names, "inductor", timeout=900)
 
 
 @pytest.mark.timeout(600)
@@ -483,10 +486,11 @@ def test_documents_train_as_alone(name: str, sharded: list[dict[str, Any]]) -> N
             assert "no fake impl registered" in str(results[name][1].uncompiled), "the reason is named"
 
 
-@pytest.mark.extensive
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1000)
 @pytest.mark.xdist_group("documents by inductor")
-@pytest.mark.parametrize("name", ["operator", "flex"])
+@pytest.mark.parametrize(
+    "name", [BY_INDUCTOR[0], *(pytest.param(name, marks=pytest.mark.extensive) for name in BY_INDUCTOR[1:])]
+)
 def test_documents_train_as_alone_with_inductor(name: str, by_inductor: list[dict[str, Any]]) -> None:
     expected, _ = train(name, "auto", 1)
     for results in by_inductor:

@@ -150,15 +150,24 @@ def _timed(length: int, seconds: float) -> StepProbe:
     return probe
 
 
-def _judged(draw: random.Random, slower: float) -> Comparison | None:
-    """The judgement of a plan under which steps take `slower` times as long, with batches of random lengths."""
+def _judged(
+    draw: random.Random, slower: float, lengths: tuple[int, int] = (5, 2000), then: tuple[int, int] = (5, 2000)
+) -> Comparison | None:
+    """The judgement of a plan under which steps take `slower` times as long, with batches of random lengths.
 
-    def step(factor: float = 1.0) -> StepProbe:
-        length = draw.randint(5, 2000)
+    Args:
+        draw: Draws them.
+        slower: The factor.
+        lengths: The shortest and the longest of the steps before.
+        then: Those of the steps behind.
+    """
+
+    def step(bounds: tuple[int, int], factor: float = 1.0) -> StepProbe:
+        length = draw.randint(*bounds)
         return _timed(length, _truth(length) * factor * draw.uniform(1, 1 + NOISE))
 
     measurement = Measurement(3)
-    before, after = [step() for _ in range(7)], [step(slower) for _ in range(3)]
+    before, after = [step(lengths) for _ in range(7)], [step(then, slower) for _ in range(3)]
     measurement._probes = dict(zip((-6, -5, -4, -3, -2, -1, 0), before, strict=True)) | {
         TIMED + k: probe for k, probe in enumerate(after)
     }
@@ -178,6 +187,9 @@ def test_no_plan_is_taken_back_for_the_batchs_sake(mesh: Any) -> None:
     kept = [_judged(draw, 1.0) for _ in range(300)]
     assert all(pair is None or pair.fastest <= pair.slowest * (1 + _NOISE) for pair in kept)
     assert sum(pair is not None for pair in kept) > 250, "most can be judged"
+    for then in ((400, 800), (500, 2000), (1200, 1250), (5, 40)):  # as soon as the plan is there
+        changed = [_judged(draw, 1.0, (100, 1000), then) for _ in range(100)]
+        assert all(pair is None or pair.fastest <= pair.slowest * (1 + _NOISE) for pair in changed), then
     slower = [_judged(draw, 1.3) for _ in range(300)]
     assert sum(pair is not None and pair.fastest > pair.slowest * (1 + _NOISE) for pair in slower) > 250
 
