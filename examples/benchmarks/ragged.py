@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 2 examples/benchmarks/ragged.py --shape 1b --steps 500 --system fsdp2
 
 ``fsdp2`` shards every block with ``fully_shard`` and compiles it with ``torch.compile(dynamic=True)``. Prints, of the
-last half of the steps, milliseconds per 1000 tokens of all ranks, the time of the steps before, and, of this strategy,
-graphs, compile time, rounds of planning, rank skew, and the peak that was predicted and measured.
+last half of the steps, milliseconds per 1000 tokens of all ranks, on CPUs also those of the processes' CPU time, which
+other processes of a busy machine disturb less; the time of the steps before; and, of this strategy, graphs, compile
+time, rounds of planning, rank skew, and the peak that was predicted and measured.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -26,6 +27,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 SHAPES = {"tiny": (64, 192, 4, 4, 512), "small": (256, 768, 6, 8, 4096), "1b": (2048, 8192, 16, 32, 32_000)}
 """Hidden size, intermediate size, layers, heads, vocabulary."""
+
+
+class End(NamedTuple):
+    """The end of a step: the time, CPU seconds of the process until then, and the step's tokens."""
+
+    time: float
+    cpu: float
+    tokens: int
 
 
 class Ragged(IterableDataset[Tensor]):
@@ -57,7 +66,7 @@ class Model(pl.LightningModule):
             use_cache=False,
         )
         self.net = LlamaForCausalLM(config)
-        self.ends: list[tuple[float, int]] = []
+        self.ends: list[End] = []
 
     def training_step(self, batch: Tensor, batch_idx: int = 0) -> Tensor:
         return self.net(input_ids=batch, labels=batch).loss
@@ -66,16 +75,16 @@ class Model(pl.LightningModule):
         self.took(batch)
 
     def took(self, batch: Tensor) -> None:
-        """Notes when a step ended, and its tokens."""
+        """Notes the end of a step."""
         if batch.is_cuda:
             torch.cuda.synchronize()
-        self.ends.append((time.perf_counter(), batch.numel()))
+        self.ends.append(End(time.perf_counter(), time.process_time(), batch.numel()))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=torch.cuda.is_available())
 
 
-def run_deepcompile(options: argparse.Namespace, rank: int, world: int) -> tuple[list[tuple[float, int]], list[str]]:
+def run_deepcompile(options: argparse.Namespace, rank: int, world: int) -> tuple[list[End], list[str]]:
     """Trains with this strategy; returns the ends of steps, and what it says of them."""
     from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
@@ -97,7 +106,7 @@ def run_deepcompile(options: argparse.Namespace, rank: int, world: int) -> tuple
     return model.ends, [str(strategy.summary()), *map(str, strategy.report())]
 
 
-def run_fsdp2(options: argparse.Namespace, rank: int, world: int) -> tuple[list[tuple[float, int]], list[str]]:
+def run_fsdp2(options: argparse.Namespace, rank: int, world: int) -> tuple[list[End], list[str]]:
     """Trains with FSDP2 in a plain loop."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -139,16 +148,19 @@ def main() -> None:
     run = run_deepcompile if options.system == "deepcompile" else run_fsdp2
     ends, texts = run(options, rank, world)
     half = len(ends) // 2
-    tokens = torch.tensor(float(sum(count for _, count in ends[half:])))
+    first, last = ends[half - 1], ends[-1]
+    sums = torch.tensor([float(sum(end.tokens for end in ends[half:])), last.cpu - first.cpu])
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    dist.all_reduce(tokens := tokens.to("cuda" if dist.get_backend() == "nccl" else "cpu"))
+    dist.all_reduce(sums := sums.to("cuda" if dist.get_backend() == "nccl" else "cpu"))
     if rank == 0:
-        seconds = ends[-1][0] - ends[half - 1][0]
+        tokens, cpu = sums.tolist()
+        on_cpu = "" if torch.cuda.is_available() else f" ({cpu * 1e6 / tokens:.3f} ms of CPU time)"
         print(*texts, sep="\n")
         print(
             f"{options.system} {options.shape} ({options.backend}), {world} ranks, {len(ends)} steps: "
-            f"{seconds * 1e6 / float(tokens):.3f} ms per 1000 tokens; {ends[half - 1][0] - ends[0][0]:.0f} s before"
+            f"{(last.time - first.time) * 1e6 / tokens:.3f} ms per 1000 tokens{on_cpu}; "
+            f"{first.time - ends[0].time:.0f} s before"
         )
     dist.destroy_process_group()
 

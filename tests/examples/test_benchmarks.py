@@ -1,6 +1,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -441,3 +442,16 @@ def test_ranks_agree_with_one_process_and_resume_on_another_number() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "saved by 2 ranks, resumed by 4" in done.stdout and "saved by 4 ranks, resumed by 2" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.extensive
+@pytest.mark.parametrize("system", ["deepcompile", "fsdp2"])
+def test_ragged_batches_are_measured_with_both_systems(system: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    options = ["--backend=eager", "--steps=12", "--rows=3", "--longest=20", f"--system={system}"]
+    run = subprocess.run(
+        [*command, str(BENCHMARKS / "ragged.py"), *options], capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    assert re.search(rf"{system} tiny \(eager\), 2 ranks, 12 steps: [\d.]+ ms per 1000 tokens", run.stdout)
