@@ -96,7 +96,9 @@ def test_they_train_as_without_sharding(world_size: int, part: int) -> None:
 PLAIN = Spec((("linear", 5), ("layer norm", 5)), seed=3, frozen=(), ties=(), unused=False, broken=None)
 
 
-def _once(moments: list[int], rare: tuple[int, int], device_type: str) -> list[tuple[str, int]]:
+def _once(
+    moments: list[int], rare: tuple[int, int], device_type: str = "cpu", backend: str = "eager"
+) -> list[tuple[str, int]]:
     join(device_type)
     results = []
     for moment in moments:
@@ -104,7 +106,7 @@ def _once(moments: list[int], rare: tuple[int, int], device_type: str) -> list[t
         generator = torch.Generator().manual_seed(1)
         steps = zip(*sizes, strict=True)
         parts = [[torch.randint(0, VOCAB, size, generator=generator) for size in step] for step in steps]
-        results.append(_fails(PLAIN, parts, "eager" if device_type == "cpu" else "inductor", 3, device_type))
+        results.append(_fails(PLAIN, parts, backend, 3, device_type))
     return results
 
 
@@ -112,18 +114,32 @@ def _once(moments: list[int], rare: tuple[int, int], device_type: str) -> list[t
 def test_a_rank_may_meet_other_sizes_in_any_step() -> None:
     """Two steps are measured (3 and 4), and there programs run otherwise, also those that are compiled within one."""
     moments = list(range(STEPS)) if "TEST_ALL" in os.environ else [3, 4, 6]
-    for results in run_ranks(_once, 2, moments, (2, 3), "cpu", timeout=280):
+    for results in run_ranks(_once, 2, moments, (2, 3), timeout=280):
         for moment, (error, turns) in zip(moments, results, strict=True):
             assert not error, f"step {moment}: {error}"
             assert turns == 0, f"step {moment}: programs are the same but for sizes"
 
 
+def _a_product_over_one(device_type: str) -> tuple[str, int, int]:
+    ((error, turns),) = _once([4], (1, 1), device_type, "inductor")
+    return error, turns, torch._dynamo.utils.counters["inductor"]["decompose_mm"]
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_dimension_of_one_makes_another_graph(device_type: str) -> None:
-    for results in run_ranks(_once, 2, [4], (1, 1), device_type, timeout=280):
+def test_a_dimension_of_one_makes_another_graph() -> None:
+    for results in run_ranks(_once, 2, [4], (1, 1), timeout=280):
         ((error, turns),) = results
         assert not error and turns > 0, error
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_product_over_a_dimension_of_one_is_another_operator(device_type: str) -> None:
+    """Inductor multiplies instead, on the rank with a single row: on GPUs always, on CPUs if tensors are small."""
+    ranks = run_ranks(_a_product_over_one, 2, device_type, timeout=280)
+    for error, turns, _ in ranks:
+        assert not error and turns > 0, error
+    assert any(decomposed for *_, decomposed in ranks)
 
 
 NEWER = Spec(
