@@ -3,8 +3,8 @@
 Transformers builds its mask with ordinary operators when it is traced; a mask given as a tensor rules out the flash
 attention kernels. If the mask depends only on constants, it is computed during compilation and compared with the causal
 mask element by element: that is a proof for the graph's static shapes. A long sequence's mask, which would fill a
-device, is computed a few rows at a time. With symbolic shapes, with operators that are not known to be pure, and if
-anything may write to the mask in place, the call does not change.
+device, is computed a few rows at a time. Masks with symbolic sizes take another proof (`symbolic_mask.py`). With
+operators that are not known to be pure, and if anything may write to the mask in place, the call does not change.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from lightning_deepcompile import compat
@@ -26,6 +27,7 @@ from lightning_deepcompile.capture.dynamo_graph import (
     leaves,
     name_of,
 )
+from lightning_deepcompile.capture.symbolic_mask import ELEMENTWISE, is_causal_for_all_sizes
 
 __all__ = ["recognize_causal_masks"]
 
@@ -40,13 +42,6 @@ _FRESH = frozenset(
     "lt le gt ge eq ne less less_equal greater greater_equal not_equal and_ or_ xor inv invert "
     "logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not "
     "where masked_fill cat concat stack repeat repeat_interleave tile roll flip outer any all".split()
-)
-# Of these, what computes an element from the elements that broadcasting puts beside it.
-_ELEMENTWISE = frozenset(
-    "clone add sub mul neg abs floordiv floor_divide mod remainder minimum maximum clamp "
-    "lt le gt ge eq ne less less_equal greater greater_equal not_equal and_ or_ xor inv invert "
-    "logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not "
-    "where masked_fill bool int long float type contiguous".split()
 )
 # Elements of a mask: of what is computed whole, of rows that are computed at a time, and of what may be computed whole
 # where that cannot be done in rows.
@@ -124,15 +119,15 @@ def _lengths_match(attention: fx.Node, mask: fx.Node) -> bool:
         if not isinstance(value, torch.Tensor):
             return False
         lengths.append(value.shape[-2])
-    shape = mask.meta["example_value"].shape
-    return all(isinstance(n, int) for n in lengths) and lengths[0] == lengths[1] == shape[-1] == shape[-2]
+    lengths += mask.meta["example_value"].shape[-2:]
+    return all(statically_known_true(lengths[0] == length) for length in lengths[1:])
 
 
 def _is_causal(mask: fx.Node) -> bool:
     example = mask.meta.get("example_value")
     if not isinstance(example, torch.Tensor) or example.dtype != torch.bool or example.dim() < 2:
         return False
-    if any(not isinstance(size, int) for size in example.shape) or example.shape[-1] != example.shape[-2]:
+    if not statically_known_true(example.shape[-1] == example.shape[-2]):
         return False
     ancestors = _constant_ancestors(mask)
     if ancestors is None:
@@ -141,16 +136,18 @@ def _is_causal(mask: fx.Node) -> bool:
     assert gm is not None
     if _may_be_written(gm, ancestors):
         return False
+    if any(not isinstance(size, int) for size in example.shape):
+        return is_causal_for_all_sizes(mask)
     return _equals_causal(mask, example.shape[-1])
 
 
 def _constant_ancestors(mask: fx.Node) -> set[fx.Node] | None:
-    """All nodes that `mask` is computed from; None if one of them depends on data, sizes or state."""
+    """All nodes that `mask` is computed from, but for sizes; None if one of them depends on data or state."""
     ancestors: set[fx.Node] = set()
     pending = [mask]
     while pending:
         node = pending.pop()
-        if node in ancestors:
+        if node in ancestors or isinstance(node.meta.get("example_value"), torch.SymInt):
             continue
         if name_of(node) not in _FRESH | VIEWS:
             return None
@@ -236,7 +233,7 @@ class _Rows:
         if not isinstance(example, torch.Tensor) or example.numel() <= max(_SMALL, self._length):
             return self._rows_of_whole(node, low, high)
         name, source = name_of(node), node.args[0]
-        if name in _ELEMENTWISE or (name == "to" and all(not isinstance(a, fx.Node) for a in node.args[1:])):
+        if name in ELEMENTWISE or (name == "to" and all(not isinstance(a, fx.Node) for a in node.args[1:])):
             return _call(node, lambda n: self.of(n, low, high))
         if name in ("expand", "expand_as", "broadcast_to", "unsqueeze", "getitem") and isinstance(source, fx.Node):
             before = source.meta["example_value"]

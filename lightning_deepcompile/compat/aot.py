@@ -23,6 +23,7 @@ __all__ = [
     "fake_tensor",
     "is_tracing",
     "keeping_graphs",
+    "hint_of",
     "mark_effectful",
     "partition",
     "real_tensors",
@@ -180,6 +181,13 @@ def fake_tensor(tensor: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, FakeTensor):
         raise TypeError(f"fake_tensor: expected a fake tensor to make one like, got {type(like).__name__}.")
     return FakeTensor(like.fake_mode, tensor, like.fake_device)
+
+
+def hint_of(size: int | torch.SymInt) -> int | None:
+    """Returns the number that a size had when it was traced; None if it depends on data."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else None
 
 
 def real_tensors() -> contextlib.AbstractContextManager[None]:

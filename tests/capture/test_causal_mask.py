@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_deepcompile.capture import causal_mask
+from lightning_deepcompile.capture import causal_mask, symbolic_mask
 from lightning_deepcompile.capture.causal_mask import recognize_causal_masks
 
 LENGTH = 8
@@ -103,11 +103,118 @@ def test_a_padding_mask_is_data() -> None:
         torch.testing.assert_close(result[:, 3:], model(input_ids=TOKENS, attention_mask=mask).logits[:, 3:])
 
 
-def test_with_symbolic_lengths_nothing_is_proved() -> None:
+# Of symbolic sizes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes proofs for lengths up to 16, and then up to the next power of two."""
+    monkeypatch.setattr(symbolic_mask, "_SHORTEST", 16)
+
+
+SIZES = (2, 8), (3, 5), (4, 16), (2, 3), (5, 40), (2, 17)
+
+
+def at_all_lengths(
+    function: Callable[..., Any],
+    make: Callable[[int, int], Any],
+    sizes: tuple[tuple[int, int], ...] = SIZES,
+    dynamic: bool | None = True,
+) -> list[int]:
+    """Compiles `function` with symbolic sizes, and compares it on several batches; returns each graph's changes."""
+    changed: list[int] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
+        changed.append(recognize_causal_masks(gm))
+        gm.graph.lint()
+        return gm
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=backend, dynamic=dynamic)
+    for rows, length in sizes:
+        inputs = make(rows, length)
+        torch.testing.assert_close(compiled(*inputs), function(*inputs))
+    return changed
+
+
+def tokens(rows: int, length: int) -> list[Tensor]:
+    return [torch.arange(rows * length).view(rows, length) % 31]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_masks_of_symbolic_lengths_become_flags_up_to_the_length_that_was_computed(
+    short: None, checkpointing: bool
+) -> None:
+    model = hugging_face("Llama", use_cache=False).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    assert at_all_lengths(lambda t: model(input_ids=t).logits, tokens) == [2, 2]  # the second one for 40 tokens
+
+
+def test_sizes_that_become_symbolic_one_after_another() -> None:
     model = hugging_face("Llama", use_cache=False)
-    changed, result, _ = rewrite(lambda t: model(input_ids=t).logits, TOKENS, dynamic=True)
-    assert changed == 0
-    torch.testing.assert_close(result, model(input_ids=TOKENS).logits)
+    sizes = (2, 8), (2, 11), (3, 9), (1, 12), (1, 13), (1, 1), (8, 8)
+    found = at_all_lengths(lambda t: model(input_ids=t).logits, tokens, sizes, dynamic=None)
+    assert len(found) > 3 and set(found) == {2}
+
+
+def test_a_sliding_window_of_symbolic_length_is_not_causal(short: None) -> None:
+    for window, expected in ((3, [0]), (16, [2, 0])):
+        model = hugging_face("Mistral", sliding_window=window, use_cache=False)
+        assert at_all_lengths(lambda t, m=model: m(input_ids=t).logits, tokens) == expected, window
+
+
+def test_a_fixed_length_beside_a_symbolic_number_of_rows_is_proved_for_that_length() -> None:
+    model = hugging_face("Llama", use_cache=False)
+    marked = TOKENS.repeat(2, 1)
+    torch._dynamo.mark_dynamic(marked, 0)
+    changed, result, calls = rewrite(lambda t: model(input_ids=t).logits, marked)
+    assert changed == 2 and all(is_flag(kwargs) for _, kwargs in calls)
+    torch.testing.assert_close(result, model(input_ids=marked).logits)
+
+
+def _of(mask: Callable[[Tensor, Tensor, int, int], Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows, _, length, _ = q.shape
+        positions = torch.arange(length)
+        return _attention(q, k, v, attn_mask=mask(positions[:, None], positions[None, :], length, rows))
+
+    return attend
+
+
+def qkv_of(rows: int, length: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(rows, 3, length, 4) for _ in range(3)]
+
+
+SYMBOLIC = {
+    "comparison": (lambda q, k, n, b: k <= q, [1, 1]),
+    "wrong at position 30": (lambda q, k, n, b: (k <= q) & ~((q == 30) & (k == 2)), [1, 0]),
+    "rows of a batch": (lambda q, k, n, b: (k <= q) & (torch.arange(b) >= 0)[:, None, None, None], [0]),
+    "another for one row": (lambda q, k, n, b: (k <= q) & (torch.arange(b)[:, None, None, None] != 1), [0]),
+    "indexed": (lambda q, k, n, b: k[0][k] <= k[0][q], [1, 1]),
+    "from the end": (lambda q, k, n, b: k[0][k - 1] < k[0][q] + 1, [0]),
+    "the size itself": (lambda q, k, n, b: (k <= q) & (q < n - 1) | (k == 0), [0]),
+    "up to a size": (lambda q, k, n, b: torch.clamp(k, max=n - 2) <= q, [0]),
+    "flipped": (lambda q, k, n, b: (k <= q).flip(0, 1).mT, [0]),
+    "sums of rows": (lambda q, k, n, b: torch.ones(n, n).cumsum(0).cumsum(1)[q, k] >= 1, [0]),
+    "a part": (lambda q, k, n, b: (k <= q) | (k == k[:, -1:]), [0]),
+    "sums": (lambda q, k, n, b: (k >= 0).cumsum(-1) <= q + 1, [1, 1]),
+    "sums of repeated": (lambda q, k, n, b: (q >= 0).expand(-1, n).cumsum(-1) <= q + 1, [0]),
+    "differences": (
+        lambda q, k, n, b: torch.diff(k, dim=-1, prepend=k[:, :1] - 1).cumsum(-1) <= q + 1,
+        [1, 1],
+    ),
+    "where": (lambda q, k, n, b: torch.where(k > q, False, True), [1, 1]),
+    "transposed": (lambda q, k, n, b: q <= k, [0]),
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_masks_by_hand_of_symbolic_sizes(short: None, name: str) -> None:
+    mask, expected = SYMBOLIC[name]
+    found = at_all_lengths(_of(mask), qkv_of)
+    assert found == expected or (expected == [0] and not any(found)), found
 
 
 # Of long sequences ----------------------------------------------------------------------------------------------------
