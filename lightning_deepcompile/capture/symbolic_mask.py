@@ -146,18 +146,20 @@ class _Values:
             found.append(part)
             if part is None:
                 continue
+            whole = self._is_whole(source, value, dim)
+            if not whole and value.shape[dim] != 1:
+                raise _NotLocalError("getitem")  # of which the length decides how much there is
             if isinstance(part, fx.Node):
                 example = _tensor(part).meta["example_value"]
                 if example.is_floating_point() or example.dtype == torch.bool:
                     raise _NotLocalError("getitem")
-                if self._is_whole(source, value, dim):
-                    found[-1] = self._in_full(part)
-                    if bool((found[-1] < 0).any()):
-                        raise _NotLocalError("getitem")  # counted from the end
-                else:  # all of them are equal
-                    found[-1] = torch.zeros((1,) * example.dim(), dtype=torch.long, device=value.device)
+                # All elements of what is not whole are equal.
+                ones = (1,) * example.dim()
+                found[-1] = self._in_full(part) if whole else value.new_zeros(ones, dtype=torch.long)
+                if bool((found[-1] < 0).any()):
+                    raise _NotLocalError("getitem")  # counted from the end
             elif type(part) is int and part >= 0:
-                found[-1] = part if self._is_whole(source, value, dim) else 0
+                found[-1] = part if whole else 0
             elif not isinstance(part, slice) or not _from_start(part):
                 raise _NotLocalError("getitem")
             dim += 1

@@ -217,6 +217,11 @@ def test_masks_by_hand_of_symbolic_sizes(short: None, name: str) -> None:
     assert found == expected or (expected == [0] and not any(found)), found
 
 
+def test_a_part_that_a_length_cuts_is_not_taken_for_repeated_elements(short: None) -> None:
+    mask = _of(lambda q, k, n, b: (k <= q) & (torch.arange(n)[:12][q] != 5))
+    assert not any(at_all_lengths(mask, qkv_of, ((2, 8), (3, 7), (2, 11))))
+
+
 # Of long sequences ----------------------------------------------------------------------------------------------------
 
 
