@@ -23,6 +23,7 @@ from lightning_deepcompile.capture.dynamo_graph import (
     VIEWS,
     checkpoint_body,
     checkpoint_operands,
+    computed,
     erase_unused,
     leaves,
     name_of,
@@ -234,7 +235,7 @@ class _Rows:
             return self._rows_of_whole(node, low, high)
         name, source = name_of(node), node.args[0]
         if name in ELEMENTWISE or (name == "to" and all(not isinstance(a, fx.Node) for a in node.args[1:])):
-            return _call(node, lambda n: self.of(n, low, high))
+            return computed(node, lambda n: self.of(n, low, high))
         if name in ("expand", "expand_as", "broadcast_to", "unsqueeze", "getitem") and isinstance(source, fx.Node):
             before = source.meta["example_value"]
             ends_alike = before.dim() > 1 and all(
@@ -255,7 +256,7 @@ class _Rows:
 
     def _compute_whole(self, node: fx.Node) -> Any:
         if node not in self._whole:
-            self._whole[node] = _call(node, self._compute_whole)
+            self._whole[node] = computed(node, self._compute_whole)
         return self._whole[node]
 
 
@@ -265,9 +266,3 @@ def _adds_dimensions(index: Any) -> bool:
     while parts and parts[0] is None:
         parts.pop(0)
     return all(part is ... or part == slice(None) for part in parts)
-
-
-def _call(node: fx.Node, value_of: Any) -> Any:
-    args, kwargs = fx.map_arg(node.args, value_of), fx.map_arg(node.kwargs, value_of)
-    target: Any = node.target
-    return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)

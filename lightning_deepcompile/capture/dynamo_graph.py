@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,7 @@ __all__ = [
     "calls_gather",
     "checkpoint_body",
     "checkpoint_operands",
+    "computed",
     "erase_unused",
     "gathered_id",
     "leaves",
@@ -33,6 +34,18 @@ VIEWS = frozenset(
     "getitem unsqueeze squeeze expand expand_as broadcast_to view view_as reshape transpose permute t swapaxes movedim "
     "flatten unflatten narrow select diagonal contiguous to type type_as bool int long float detach".split()
 )
+
+
+def computed(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
+    """Returns the result of the call that a node stands for.
+
+    Args:
+        node: A call of a function or of a method.
+        value_of: Returns the value of each of its inputs.
+    """
+    args, kwargs = fx.map_arg(node.args, value_of), fx.map_arg(node.kwargs, value_of)
+    target: Any = node.target
+    return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
 
 
 def name_of(node: fx.Node) -> str:

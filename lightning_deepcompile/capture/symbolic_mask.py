@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.capture.dynamo_graph import name_of
+from lightning_deepcompile.capture.dynamo_graph import computed, name_of
 
 __all__ = ["ELEMENTWISE", "is_causal_for_all_sizes"]
 
@@ -121,9 +121,7 @@ class _Values:
     def _call(self, node: fx.Node, value_of: Callable[[fx.Node], Tensor]) -> Any:
         for one in node.all_input_nodes:
             _tensor(one)
-        args, kwargs = fx.map_arg(node.args, value_of), fx.map_arg(node.kwargs, value_of)
-        target: Any = node.target
-        return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
+        return computed(node, value_of)
 
     def _positions(self, node: fx.Node) -> Tensor:
         """Returns the value of an `arange` of constants, or from zero to the length."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from lightning_deepcompile.plan.copy_placement import COPY_AHEAD, CopyPlacement, Key, offload_saved
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.offload import pinned_bytes
-from lightning_deepcompile.plan.simulate import memory_bytes
+from lightning_deepcompile.plan.simulate import peak_bytes
 from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["PARTS", "SavedTensors", "fewest", "offloadable"]
@@ -101,7 +101,7 @@ class SavedTensors:
 
     def peak(self, keys: Sequence[Key] = (), ahead: int = COPY_AHEAD) -> int:
         """Returns the peak bytes with copies of some tensors; arguments as of `offloaded`."""
-        return max(map(max, memory_bytes(self.offloaded(keys, ahead), self.profile)), default=0)
+        return peak_bytes(self.offloaded(keys, ahead), self.profile)
 
     def peaks(self) -> list[int]:
         """Returns the peak with none offloaded, and with one part more each time; parts are of equal bytes."""

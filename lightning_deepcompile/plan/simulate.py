@@ -33,6 +33,7 @@ __all__ = [
     "first_excess",
     "gradient_bytes",
     "memory_bytes",
+    "peak_bytes",
     "first_gather_bytes",
     "simulate",
     "window_bytes",
@@ -173,6 +174,11 @@ def first_excess(schedules: Sequence[Schedule], profile: Profile, limit: int, in
 def memory_bytes(schedules: Sequence[Schedule], profile: Profile) -> list[list[int]]:
     """The most bytes allocated while each instruction is issued, by schedule; needs no events."""
     return _MemoryOnly(profile).most(schedules)
+
+
+def peak_bytes(schedules: Sequence[Schedule], profile: Profile) -> int:
+    """Returns the most bytes allocated in a micro-batch; needs no events."""
+    return max(map(max, memory_bytes(schedules, profile)), default=0)
 
 
 def arena_bytes(schedules: Sequence[Schedule], **fields: Any) -> list[list[int]]:

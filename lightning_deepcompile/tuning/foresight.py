@@ -20,7 +20,7 @@ from lightning_deepcompile.plan.memory_need import MemoryNeed, Standing, memory_
 from lightning_deepcompile.plan.pass_manager import Pass
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.plan.saved_tensors import PARTS, SavedTensors
-from lightning_deepcompile.plan.simulate import memory_bytes
+from lightning_deepcompile.plan.simulate import peak_bytes
 from lightning_deepcompile.plan.tracing import Tracing
 from lightning_deepcompile.profile.forecast import arrived_gradients, forecast
 from lightning_deepcompile.profile.holds import hold_ratio
@@ -29,7 +29,6 @@ from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.program import LOCAL_ID, Program
 from lightning_deepcompile.program.saved import read_saved
-from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.program.sizes import Noted, Sizes, note, read_sizes
 from lightning_deepcompile.ranks.exchange import maxima
 from lightning_deepcompile.tuning.retracing import Retracing
@@ -101,7 +100,7 @@ class Foresight:
         lean = self._lean(programs, profile, standing)
         # On CPUs, what a region makes and frees counts for no budget.
         guess = largest if self._leaving.device.type == "cuda" else lean.need.region
-        told = _peak(profile.schedules, profile), *lean.peaks, -(profile.budget or 0), guess, not restartable
+        told = peak_bytes(profile.schedules, profile), *lean.peaks, -(profile.budget or 0), guess, not restartable
         *peaks, fewest_bytes, guess, has_run = map(int, maxima(told, self._group))
         budget = -fewest_bytes
         moves = _moves(_KINDS, peaks)
@@ -160,7 +159,7 @@ class Foresight:
         profile = self._forecast(programs, standing, sizes)
         now = forecast(programs, standing.total, sizes=sizes, **self._fields()).schedules
         lean = self._lean(programs, profile, standing, sizes)
-        told = [_peak(now, profile), *lean.peaks[:-1], -(profile.budget or 0)]
+        told = [peak_bytes(now, profile), *lean.peaks[:-1], -(profile.budget or 0)]
         *peaks, fewest_bytes = map(int, maxima(told, self._group))
         plan = fit(Need({"passes": peaks[0]}, _moves(_KINDS[:-1], peaks)), -fewest_bytes, "same")
         if plan.fits and not plan.moved:
@@ -214,7 +213,7 @@ class Foresight:
             standing = replace(standing, states=0)
         without, away = self._forecast(programs, standing, sizes), saved.offloaded(saved.keys, 0)
         need = memory_need(away, without, standing, self.arrived(programs))
-        return _Lean(saved, (*saved.peaks(), saved.peak(saved.keys, 0), _peak(away, without)), need)
+        return _Lean(saved, (*saved.peaks(), saved.peak(saved.keys, 0), peak_bytes(away, without)), need)
 
     def shortfall(self) -> str:
         """Returns what the step needs, where it is not expected to fit; "" where it is."""
@@ -316,10 +315,6 @@ class _Lean(NamedTuple):
     saved: SavedTensors
     peaks: tuple[int, ...]
     need: MemoryNeed
-
-
-def _peak(schedules: Sequence[Schedule], profile: Profile) -> int:
-    return max(map(max, memory_bytes(schedules, profile)), default=0)
 
 
 def _moves(kinds: Sequence[Kind], peaks: Sequence[int]) -> tuple[Move, ...]:
