@@ -303,6 +303,23 @@ def test_a_part_is_captured_without_the_whole_learning_of_it() -> None:
     assert found == ["forward", "backward"]
 
 
+def test_a_size_has_the_number_of_the_traced_batch_unless_it_depends_on_data() -> None:
+    found: list[int | None] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        values = [node.meta["example_value"] for node in gm.graph.nodes if "example_value" in node.meta]
+        found.extend(compat.hint_of(size) for value in values if isinstance(value, Tensor) for size in value.shape)
+        return gm
+
+    torch._dynamo.reset()
+    x = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0])
+    torch._dynamo.mark_dynamic(x, 0)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch.compile(lambda x: x.nonzero() + 1, backend=backend)(x)
+    assert found == [5, None, 1, None, 1]
+    assert compat.hint_of(3) == 3
+
+
 def test_what_backward_computes_again_was_traced_in_the_forward_pass() -> None:
     found: dict[str, set[bool]] = {}
 
