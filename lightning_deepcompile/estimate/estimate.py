@@ -457,6 +457,7 @@ class _Estimate:
             world_size=ranks,
             device_type=device.type,
             hold_ratio=hold_ratio(dtypes),
+            hosted=model.hosted_bytes,
             budget=self._memory.limit(config.memory_budget),
             optimizer_seconds=device.moving_seconds(3 * shards + 2 * states),  # reads gradients; reads, writes the rest
             copy_out=device.host,

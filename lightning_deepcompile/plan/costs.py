@@ -182,6 +182,7 @@ class Profile:
         labels: Names for reports; planning does not look at them.
         resident: Memory besides that of programs, also for reports.
         rows: The rows of each parameter, by its id as text: on other numbers of ranks they are padded to another one.
+        hosted: Bytes of each rank's shard of parameters whose shards are in host memory, by id as text.
         window_from: Bytes of the smallest group that is gathered to memory which stays from step to step; 0: none is.
         topology: Nodes that ranks are in; None if all of them are connected as those that were measured.
     """
@@ -218,6 +219,7 @@ class Profile:
     labels: Labels = field(default_factory=Labels)
     resident: Resident = field(default_factory=Resident)
     rows: dict[str, int] = field(default_factory=dict)
+    hosted: dict[str, int] = field(default_factory=dict)
     window_from: int = 0
     topology: Topology | None = None
 
@@ -299,6 +301,7 @@ class Profile:
             "optimizer_seconds": optimizer,
             "state_chunks": tuple(map(shrunk, self.state_chunks)),
             "resident": resident,
+            "hosted": {ds_id: shrunk(size) for ds_id, size in self.hosted.items()},
             "regions": {key: cost.with_less(less) for key, cost in self.regions.items()},
             "schedules": tuple(self._padded_for(world_size, schedule) for schedule in self.schedules),
         }

@@ -186,7 +186,7 @@ def arena_bytes(schedules: Sequence[Schedule], **fields: Any) -> list[list[int]]
 
     Args:
         schedules: The programs of a micro-batch.
-        **fields: As of a `Profile`: ``window_from``, ``world_size``, ``device_type``.
+        **fields: As of a `Profile`: ``hosted``, ``window_from``, ``world_size``, ``device_type``.
 
     Returns:
         Bytes of the arena's slots, without windows, less those of saved tensors that are in host memory.
@@ -242,6 +242,7 @@ class _Group:
     slot: Slot
     done: int  # the task that gathers it
     resident: int  # members that are not released yet
+    fetched: Slot | None = None  # copies of shards that are in host memory
     waited: bool = False
 
 
@@ -255,6 +256,8 @@ class _Simulation:
         self._windows = WindowModel(profile.window_from)
         self._window_bytes = 0  # of all that the step will take: they exist since the step before
         self._gathered: dict[int, _Group] = {}
+        self._hosted = {int(ds_id): size for ds_id, size in profile.hosted.items()}
+        self._fetched: tuple[Slot, int] | None = None  # copies of the last group that had such shards, and its gather
         self._barrier: list[int] = []  # the tasks that the next task on the compute stream has to wait for
         self._computed: int | None = None  # the last task on the compute stream
         self._gradients = GradientModel(profile.hold_ratio, profile.reduce_window, profile.world_size)
@@ -392,9 +395,7 @@ class _Simulation:
                 return self._reduce(instruction, host, f"{schedule.name}/{instruction.text}")
             case "wait", "parameters":
                 for group in {self._gathered[i]: None for i in instruction.ids if i in self._gathered}:
-                    if not group.waited:
-                        self._barrier.append(group.done)
-                        group.waited = True
+                    self._complete(group)
             case "free", "parameters" if now:
                 for i in instruction.ids:
                     self._release(i)
@@ -457,10 +458,13 @@ class _Simulation:
             return
         sizes = [size for _, size in absent]
         after = [*host, *(self._compute_point() if now else [])]
-        slot = window = None
+        slot = window = fetched = None
         if not now:  # else the memory belongs to the caller
             window = self._windows.take(group_bytes(sizes))
             slot = window or self._arena.acquire(group_bytes(sizes))
+            if shards := [self._hosted[i] for i, _ in absent if i in self._hosted]:
+                fetched = self._arena.acquire(group_bytes(shards))
+                self._release_fetched()  # two slots take turns
             # Kernels launched before may still use new memory; of a slot that is reused, the last reader is known. The
             # last reader of a window that is not reused in this step was in the one before.
             if slot.last_user is not None:
@@ -472,13 +476,29 @@ class _Simulation:
         if slot is None:
             self._barrier.append(done)
             return
-        group = _Group(slot, done, len(absent))
+        group = _Group(slot, done, len(absent), fetched)
+        if fetched is not None and not self._profile.host_computes:
+            self._fetched, group.fetched = (fetched, done), None
         for i, _ in absent:
             self._gathered[i] = group
+
+    def _complete(self, group: _Group) -> None:
+        if group.waited:
+            return
+        self._barrier.append(group.done)
+        group.waited = True
+        if group.fetched is not None:
+            self._arena.release(group.fetched, group.done)
+
+    def _release_fetched(self) -> None:
+        if self._fetched is not None:
+            self._arena.release(*self._fetched)
+            self._fetched = None
 
     def _release(self, ds_id: int) -> None:
         self._drop(ds_id)
         if not self._gathered:
+            self._release_fetched()
             self._arena.clear()
 
     def _drop(self, ds_id: int) -> None:
@@ -487,8 +507,7 @@ class _Simulation:
             return
         group.resident -= 1
         if group.resident == 0:
-            if not group.waited:  # the runtime waits for a gather that was not waited for
-                self._barrier.append(group.done)
+            self._complete(group)  # the runtime waits for a gather that was not waited for
             last = group.done if self._computed is None else self._computed
             if not self._windows.release(group.slot, last):
                 self._arena.release(group.slot, last)

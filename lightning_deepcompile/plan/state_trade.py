@@ -263,6 +263,6 @@ def _travel(profile: Profile, size: int) -> float:
 
 
 def _arena(schedules: Sequence[Schedule], profile: Profile) -> int:
-    names = ("window_from", "world_size", "device_type")
+    names = ("hosted", "window_from", "world_size", "device_type")
     rows = arena_bytes(schedules, **{name: getattr(profile, name) for name in names})
     return max((size for row in rows for size in row), default=0) + window_bytes(schedules, profile)

@@ -26,6 +26,7 @@ def build_profile(
     *,
     world_size: int,
     hold_ratio: float,
+    hosted: dict[str, int],
     window_from: int,
     budget: int | None,
     step_seconds: float,
@@ -40,6 +41,7 @@ def build_profile(
         isolated_schedules: The schedules that ran in `isolated`, by program name.
         world_size: Number of ranks.
         hold_ratio: Bytes of a sum of whole gradients per byte of a gradient.
+        hosted: As of a `Profile`.
         window_from: As of a `Profile`.
         budget: Bytes that may be allocated.
         step_seconds: Duration of ordinary steps.
@@ -67,7 +69,9 @@ def build_profile(
     ran = [isolated_schedules[name] for name in order]
     memory = _Memory(
         order,
-        arena_bytes(ran, window_from=window_from, world_size=world_size, device_type=isolated.device.type),
+        arena_bytes(
+            ran, hosted=hosted, window_from=window_from, world_size=world_size, device_type=isolated.device.type
+        ),
         gradient_bytes(ran, hold_ratio, isolated.micro_batches if accumulates else 1, world_size),
         None if on_device else live,
     )
@@ -88,6 +92,7 @@ def build_profile(
         launch_seconds=statistics.median(samples.launches) if on_device and samples.launches else 0.0,
         hold_seconds=_rate(samples.holds) if samples.holds else None,
         hold_ratio=hold_ratio,
+        hosted=hosted,
         window_from=window_from,
         budget=budget,
         step_seconds=step_seconds,

@@ -128,6 +128,12 @@ class ShardedModel:
         on_device = [chunk for chunk in self.chunks if self.by_name[chunk.shards[0].spec.name].host is None]
         return sum(chunk.numel * chunk.dtype.itemsize for chunk in on_device)
 
+    @property
+    def hosted_bytes(self) -> dict[str, int]:
+        """Bytes of each shard that is in host memory, by its parameter's number within the model as text."""
+        hosted = [p for p in self.parameters if p.host is not None]
+        return {str(p.ds_id & LOCAL_ID): p.layout.shard_numel * p.local.dtype.itemsize for p in hosted}
+
 
 def collect_parameters(module: nn.Module) -> dict[nn.Parameter, list[Owner]]:
     """Finds all parameters and all places where they are registered, in registration order."""

@@ -285,6 +285,7 @@ class Foresight:
             "world_size": ranks.shards,
             "device_type": device.type,
             "hold_ratio": hold_ratio(dtypes),
+            "hosted": capture.model.hosted_bytes,
             "micro_batches": 1 if capture.gradients.update else 2,
             "budget": self._memory.limit(config.memory_budget),
         }

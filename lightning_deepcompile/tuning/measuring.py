@@ -316,6 +316,7 @@ class Measurement:
             isolated_schedules,
             world_size=model.ranks.shards,
             hold_ratio=hold_ratio(dtypes),
+            hosted=model.hosted_bytes,
             window_from=window_from,
             budget=budget,
             step_seconds=step_seconds,

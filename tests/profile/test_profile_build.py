@@ -61,8 +61,8 @@ def _step(program: str, *seconds: float) -> StepProbe:
 
 def _built(observed: StepProbe, isolated: StepProbe, before: dict[str, Schedule], then: dict[str, Schedule]) -> Profile:
     return build_profile(
-        observed, isolated, before, then, world_size=2, hold_ratio=1.0, window_from=0, budget=None, step_seconds=0.0,
-        live={name: {"region_0": (0, 0, 0), "region_1": (0, 0, 0)} for name in then},
+        observed, isolated, before, then, world_size=2, hold_ratio=1.0, hosted={}, window_from=0, budget=None,
+        step_seconds=0.0, live={name: {"region_0": (0, 0, 0), "region_1": (0, 0, 0)} for name in then},
     )  # fmt: skip
 
 
