@@ -103,6 +103,18 @@ def test_unknown_mode_is_refused(build, monkeypatch):
         build.make_plan()
 
 
+def test_a_folder_of_sources_is_compiled_as_one_file(build, tmp_path):
+    """Torch's headers are read five times, not once for each of 33 sources."""
+    for cuda in (False, True):
+        sources = build.make_extension(build.BuildPlan(cuda=cuda, reason="")).sources
+        units = build.write_units(sources, tmp_path)
+        assert [Path(unit).stem for unit in units] == ["bindings", "base", "communicators", "executors", "memory"]
+        lines = [line for unit in units for line in Path(unit).read_text().splitlines()]
+        assert sorted(lines) == sorted(f'#include "{ROOT / source}"' for source in sources)
+    written = Path(units[0]).stat().st_mtime_ns
+    assert build.write_units(sources, tmp_path) == units and Path(units[0]).stat().st_mtime_ns == written
+
+
 def test_a_compile_error_fails_the_build(tmp_path, monkeypatch):
     (tmp_path / "setup.py").write_text((ROOT / "setup.py").read_text())
     (tmp_path / "csrc" / "folder").mkdir(parents=True)
