@@ -7,7 +7,7 @@ import torch.distributed as dist
 from cases import full
 from torch import Tensor, nn
 
-from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.engine.engine import Engine
 
 __all__ = ["assert_trains_alike"]
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from lightning_deepcompile.capture import partition
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.engine.engine import Engine
 from lightning_deepcompile.plan.settings import PlanSettings
 
 

@@ -41,7 +41,7 @@ from lightning_deepcompile.checkpoint.optimizer_state import (
 from lightning_deepcompile.checkpoint.sharded import ShardedCheckpoint, save_sharded
 from lightning_deepcompile.checkpoint.staging import remove, resolve, set_aside, stand_in
 from lightning_deepcompile.compat.lightning import NoOptimizer, WrappingCheckpointIO
-from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.engine.engine import Engine
 from lightning_deepcompile.ranks.exchange import alike, on_any, raise_together
 from lightning_deepcompile.sharding.shards import ShardedModel
 

@@ -128,8 +128,18 @@ def _others(
     if config.offloading.states != "none":  # they are copied to the device with their parameters, through three buffers
         sizes = [shard.shard_numel * chunk.dtype.itemsize for chunk in chunks for shard in chunk.shards]
         states, stepping = 0, 3 * min(max(chunk_bytes(states), 3 * max(sizes, default=0)), gradients)
-    working = max(moving_bytes(config, chunks, ranks.shards, stage=3, gather_dtype=gather_dtype), stepping)
-    return gradients + states + working
+    return gradients + states + max(_moving(config, chunks, ranks, 3, gather_dtype), stepping)
+
+
+def _moving(
+    config: CompileConfig,
+    chunks: Sequence[ChunkLayout],
+    ranks: Ranks,
+    stage: int,
+    gather_dtype: torch.dtype | None,
+) -> int:
+    reduction = config.reduction(stage)
+    return moving_bytes(chunks, ranks.shards, stage=stage, reduction=reduction, gather_dtype=gather_dtype)
 
 
 def _spread(index: int) -> int:
@@ -147,4 +157,4 @@ def _standing(
     """Bytes of shards, gradients, Adam's states, and the groups that are gathered and reduced at one time."""
     shards = sum(chunk.nbytes for chunk in chunks)
     trained = sum(chunk.nbytes for chunk in chunks if chunk.is_trained)
-    return shards + 3 * trained + moving_bytes(config, chunks, ranks.shards, stage=stage, gather_dtype=gather_dtype)
+    return shards + 3 * trained + _moving(config, chunks, ranks, stage, gather_dtype)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.plan.costs import REDUCE_WINDOW
 from lightning_deepcompile.plan.settings import PREFETCH_BLOCKS
 from lightning_deepcompile.sharding.layout import ChunkLayout
@@ -15,20 +14,20 @@ __all__ = ["moving_bytes"]
 
 
 def moving_bytes(
-    config: CompileConfig,
     chunks: Sequence[ChunkLayout],
     shards: int,
     *,
     stage: int,
+    reduction: str,
     gather_dtype: torch.dtype | None,
 ) -> int:
     """The most bytes that gathered parameters, and gradients that are not reduced yet, take on a rank at a time.
 
     Args:
-        config: When gradients are reduced.
         chunks: The shards of a rank.
         shards: Ranks that share the parameters.
         stage: ZeRO stage.
+        reduction: The time at which gradients are reduced; see `CompileConfig.reduction`.
         gather_dtype: Compute dtype of parameters; None for their own.
 
     Returns:
@@ -43,8 +42,7 @@ def moving_bytes(
     gathered = max((sum(sizes[k : k + window]) for k in range(len(sizes))), default=0) * shards
     whole = [size * shards for chunk, size in zip(chunks, wire, strict=True) if chunk.is_trained]
     # Gradients before they are reduced: of all blocks, or of those that are being reduced and the one being computed.
-    at_boundary = config.reduction(stage) == "boundary"
-    pending = sum(whole) if at_boundary else (REDUCE_WINDOW + 1) * max(whole, default=0)
+    pending = sum(whole) if reduction == "boundary" else (REDUCE_WINDOW + 1) * max(whole, default=0)
     return gathered + pending + max(wire, default=0)  # shards are cast before they travel
 
 

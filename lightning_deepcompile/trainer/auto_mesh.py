@@ -106,7 +106,8 @@ def _need(
     trained = [chunk for chunk in chunks if chunk.is_trained]
     parameters, gradients = sum(chunk.nbytes for chunk in chunks), sum(chunk.nbytes for chunk in trained)
     states = _STATES * sum(max(chunk.dtype.itemsize, _STATE_BYTES) * chunk.numel for chunk in trained)
-    moving = moving_bytes(config, chunks, shards, stage=stage, gather_dtype=gather_dtype)
+    reduction = config.reduction(stage)
+    moving = moving_bytes(chunks, shards, stage=stage, reduction=reduction, gather_dtype=gather_dtype)
     return _Need(parameters + gradients + states, moving)
 
 

@@ -24,7 +24,7 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.compat.lightning import DefaultDtype
 
 if TYPE_CHECKING:
-    from lightning_deepcompile.engine import Engine
+    from lightning_deepcompile.engine.engine import Engine
 
 __all__ = ["DeepCompilePrecision", "UnsupportedPrecisionError"]
 

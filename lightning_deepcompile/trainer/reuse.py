@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecision
 
 from lightning_deepcompile.checkpoint.refuse_saving import refuse_saving
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.engine.engine import Engine
 from lightning_deepcompile.ranks.mesh import MeshArgument, make_mesh
 from lightning_deepcompile.sharding.access import step_states
 from lightning_deepcompile.sharding.checks import check_module

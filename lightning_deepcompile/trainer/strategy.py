@@ -28,7 +28,7 @@ from lightning_deepcompile.checkpoint import Checkpoints, StateDictType, with_de
 from lightning_deepcompile.compat.lightning import NoOptimizer, callbacks_of, optimizers_to_device, wrap_optimizer
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.console import show_messages
-from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.engine.engine import Engine
 from lightning_deepcompile.estimate.estimate import MOST_RANKS, Request, StepEstimate, estimate_step, parse_memory
 from lightning_deepcompile.options import checked
 from lightning_deepcompile.plan.costs import Profile

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.engine.engine import Engine
 
 BACKWARD = torch.ops.aten.native_group_norm_backward.default
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_deepcompile import CompileConfig
 from lightning_deepcompile.capture.inlining import computed_with
-from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.engine.engine import Engine
 
 WIDTH, LAYERS = 8, 4
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.engine.engine import Engine
 
 STEPS = 10
 """Two are timed, two measured, all others run as planned; three of these are compared with those before."""

@@ -17,7 +17,7 @@ from random_training import assert_trains_alike
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.engine.engine import Engine
 
 MODELS = {1: slice(0, 100), 2: slice(100, 170), 3: slice(170, 200)}  # by ranks
 

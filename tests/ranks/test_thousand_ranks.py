@@ -18,8 +18,8 @@ from test_simulate import compute, gather, profile, reduce, release, schedule, w
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_deepcompile.assembly import Assembly
 from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.engine.assembly import Assembly
 from lightning_deepcompile.profile.workload import Workload
 from lightning_deepcompile.ranks.exchange import exchange, from_first, maxima, on_any, raise_together
 from lightning_deepcompile.ranks.order import Agreement

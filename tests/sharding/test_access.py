@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.engine.engine import Engine
 from lightning_deepcompile.sharding.access import uninstall_access
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

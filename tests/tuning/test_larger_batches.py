@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 from lightning_deepcompile import CompileConfig
-from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.engine.engine import Engine
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.ranks.exchange import maxima
 from lightning_deepcompile.step.batch_sizes import LargestBatch, sizes_of

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
-from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.engine.engine import Engine
 from lightning_deepcompile.plan.leaner import Shortage
 from lightning_deepcompile.plan.tracing import Tracing
 from lightning_deepcompile.tuning.tuner import Tuner

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.engine import Engine
+from lightning_deepcompile.engine.engine import Engine
 from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.leaner import FallBack, Shortage, fall_back

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_deepcompile.assembly import Assembly
 from lightning_deepcompile.capture.graph_checks import explain
 from lightning_deepcompile.capture.steps import CompiledSteps, code_of
 from lightning_deepcompile.capture.sync_batchnorm import trace_sync_batchnorm
 from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.engine.assembly import Assembly
 from lightning_deepcompile.offload.chunks import Parts
 from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.plan.costs import Profile, Resident

@@ -19,6 +19,7 @@ from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.capture.fallback import Fallbacks
 from lightning_deepcompile.capture.lookups import exchange_lookups
 from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.engine.timeline import Timeline
 from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.offload.host_memory import host_limit
 from lightning_deepcompile.offload.parameters import HostedShards, decide_hosted
@@ -42,7 +43,6 @@ from lightning_deepcompile.sharding.shards import ReadRows, ShardedModel, shard_
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
 from lightning_deepcompile.step.evaluation import Evaluation
 from lightning_deepcompile.step.prefetch import StepPrefetch
-from lightning_deepcompile.step.timeline import Timeline
 from lightning_deepcompile.tuning.shortages import MemoryRetry, Shortages, ShortageWatch
 from lightning_deepcompile.tuning.tuner import Tuner
 
