@@ -194,7 +194,7 @@ class Assembly:
         tuner = Tuner(capture, runtime, group, device, self.memory, shortages, trade, leaving, room)
         prefetch = StepPrefetch(capture, runtime, self.host_group, device, stage)
         watch = Watch(store, rank, self._ranks.world_size, meeting[-1])
-        meetings = Meetings(self._ranks.new_host_group(alone=True, timeout=self._timeout), questions=9, watch=watch)
+        meetings = Meetings(self._ranks.new_host_group(alone=True, timeout=self._timeout), watch)
         uncompiled = model.state.path = Uncompiled(
             model.parameters,
             stays=stage < 3,

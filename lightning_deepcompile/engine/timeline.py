@@ -16,6 +16,7 @@ from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.ranks.exchange import Asked
+from lightning_deepcompile.ranks.host_report import HostReport, HostReports
 from lightning_deepcompile.ranks.meetings import Meetings, RanksDivergedError, Where
 from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.sharding.gradients import GradientSession
@@ -69,7 +70,7 @@ class Timeline:
     uncompiled_share: float = 0.0
     told_to_stop: bool = False
     _counted: dict[str, int] = field(default_factory=dict)  # in micro-batches before the last one
-    _answers: Asked | None = None  # of the last training step
+    _answers: Asked[HostReports] | None = None  # of the last training step
     _stops: bool = False
     _stale_gradients: bool = False
     _largest: LargestBatch = field(default_factory=LargestBatch)
@@ -103,8 +104,8 @@ class Timeline:
             self.capture.begin_step()  # after `prefetch`, which asks what the last step began with
         elif self.evaluation.behind is None:  # else nothing is gathered ahead
             self.prefetch.begin(name)
-            met = self.meetings.meet(Where.EVALUATION, self._is_new(name, sizes))
-            self.order.compare_all(lambda: bool(met()[0]))
+            met = self.meetings.meet(Where.EVALUATION, HostReport(new=self._is_new(name, sizes)))
+            self.order.compare_all(lambda: met().most.new)
         self.uncompiled.clear()  # parameters may have changed between steps, which nothing reports
         self.gradients.follow_requires_grad()  # before guards of the compiled step read it
         self._began = time.perf_counter(), self.capture.program_seconds
@@ -125,43 +126,40 @@ class Timeline:
         self.stops()  # keeps the answer of the step before
         may_stay = self.prefetch.may_stay(isolated=self.tuner.isolates)
         replays = self.capture.replays
-        failures = 0 if replays is None else replays.failures
-        *_, taken = self.runtime.memory.windows()
-        answers = self.meetings.meet(
-            Where.TRAINING,
-            may_stay and self.prefetch.written(),
-            self.told_to_stop,
-            replays is not None and not replays.ready,
-            failures,
-            -failures,
-            taken,
-            -taken,
-            new,
-            larger,
+        *_, windows = self.runtime.memory.windows()
+        report = HostReport(
+            written=may_stay and self.prefetch.written(),
+            told_to_stop=self.told_to_stop,
+            cannot_record=replays is not None and not replays.ready,
+            failed_recordings=0 if replays is None else replays.failures,
+            windows=windows,
+            new=new,
+            larger=larger,
         )
+        answers = self.meetings.meet(Where.TRAINING, report)
         self._answers = answers
-        self.order.compare_all(lambda: bool(answers()[-2]))  # a compiler may make another graph for them
-        self.tuner.begin_batch(larger, lambda: bool(answers()[-1]), lambda: elements_of(sizes))
+        self.order.compare_all(lambda: answers().most.new)  # a compiler may make another graph for them
+        self.tuner.begin_batch(larger, lambda: answers().most.larger, lambda: elements_of(sizes))
         if replays is not None:
-            replays.agree(lambda: not answers()[2])
+            replays.agree(lambda: not answers().most.cannot_record)
         # A rank that gathered again alone would wait for the others: it may be the only one where parameters were
         # written to.
-        return may_stay and not answers()[0]
+        return may_stay and not answers().most.written
 
     def stops(self) -> bool:
         """Returns whether a rank had been told to stop when the last training step began; the same on all ranks."""
         answers, self._answers = self._answers, None
         if answers is not None:
-            _, told_to_stop, _, most, least, *taken, _, _ = answers()
-            self._stops |= bool(told_to_stop)
-            if sum(taken) != 0:
+            most, least = answers()
+            self._stops |= most.told_to_stop
+            if most.windows != least.windows:
                 raise RuntimeError(
                     "Ranks have gathered parameters to different places of their symmetric memory, so the last step "
                     "read wrong ones. Train with CompileConfig(symmetric_memory=False), from the last checkpoint, and "
                     "report this."
                 )
             if self.capture.replays is not None:
-                self.capture.replays.failed_on_ranks(-least, most)
+                self.capture.replays.failed_on_ranks(least.failed_recordings, most.failed_recordings)
         return self._stops
 
     def backward(self) -> None:

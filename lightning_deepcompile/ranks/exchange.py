@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -104,7 +104,7 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, str]:
         return None, f"{type(error).__name__}: {error}"
 
 
-class Asked:
+class Asked(Generic[T]):
     """A pending question to the ranks' hosts; calling it waits for the answers.
 
     Args:
@@ -112,10 +112,10 @@ class Asked:
         is_there: Whether they are there.
     """
 
-    def __init__(self, wait: Callable[[], list[int]], is_there: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, wait: Callable[[], T], is_there: Callable[[], bool] = lambda: True) -> None:
         self._wait, self.is_there = wait, is_there
 
-    def __call__(self) -> list[int]:
+    def __call__(self) -> T:
         """Returns the answers."""
         return self._wait()
 
@@ -133,7 +133,7 @@ class AnyRank:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def ask(self, *mine: int) -> Asked:
+    def ask(self, *mine: int) -> Asked[list[int]]:
         """Sends this rank's answers to all questions. Call on all ranks.
 
         Args:

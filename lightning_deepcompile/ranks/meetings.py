@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from lightning_deepcompile.ranks.exchange import AnyRank, Asked
+from lightning_deepcompile.ranks.host_report import HostReport, HostReports
 from lightning_deepcompile.ranks.watch import Watch
 
 __all__ = ["Meetings", "RanksDivergedError", "Where"]
@@ -74,7 +75,6 @@ class Meetings:
     Args:
         group: Of the ranks' CPUs; used for nothing else, so that no other operation of a diverged rank is taken for an
         answer.
-        questions: How many more numbers a meeting may exchange.
         watch: Says where ranks are if one waits for long.
 
     Attributes:
@@ -84,42 +84,41 @@ class Meetings:
         over: Whether communication has ended, and nobody is asked any more.
     """
 
-    def __init__(self, group: dist.ProcessGroup, questions: int, watch: Watch) -> None:
+    def __init__(self, group: dist.ProcessGroup, watch: Watch) -> None:
         self._hosts, self.watch = AnyRank(group), watch
-        self._rank, self._questions = group.rank(), questions
+        self._rank = group.rank()
         self.batches = self.steps = 0
         self.over = False
 
-    def meet(self, where: Where, *mine: int) -> Asked:
+    def meet(self, where: Where, report: HostReport | None = None) -> Asked[HostReports]:
         """Tells the others where this rank is. Call on all ranks.
 
         Args:
             where: The place.
-            *mine: This rank's answers to further questions: whether something is so on any rank, or for a largest
-                number.
+            report: This rank's report; None: with nothing in it.
 
         Returns:
-            To each question the greatest answer, to wait for.
+            The reports of all ranks, to wait for.
 
         Raises:
             RanksDivergedError: Raised by the returned object if another rank is elsewhere, or has made another number
                 of optimizer steps.
             RuntimeError: If another rank has failed; the returned object raises it, too.
         """
+        report = report or HostReport()
         if self.over:
-            return Asked(lambda: list(mine))
+            return Asked(lambda: HostReports(report, report))
         self.watch.come_to(where.describe(self.batches), _ADVICE.get(where, ""))
         here = (where << _COUNT_BITS | self.batches) << _RANK_BITS | self._rank
         steps = self.steps << _RANK_BITS | self._rank
-        unused = [0] * (self._questions - len(mine))
-        answers = self._hosts.ask(here, -here, steps, -steps, *mine, *unused)
+        answers = self._hosts.ask(here, -here, steps, -steps, *report.numbers())
 
-        def wait() -> list[int]:
+        def wait() -> HostReports:
             last, first, most, least, *rest = answers()
             _compare_places(-first, last)
             if where not in (Where.EVALUATION, Where.EVALUATED):  # nobody trains there: numbers may differ
                 _compare_steps(-least, most)
-            return rest[: len(mine)]
+            return HostReports.of(rest)
 
         return Asked(wait, answers.is_there)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 
+from lightning_deepcompile.ranks.host_report import HostReport
 from lightning_deepcompile.ranks.meetings import Meetings, Where
 from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
@@ -77,10 +78,10 @@ class Evaluation:
                     return
                 self._gather_until(_NOTHING, where)
                 self._change(None)
-            last, first = self._meetings.meet(where, place, -place)()
-            if last == -first:
+            last, first = self._meetings.meet(where, HostReport(place=place))()
+            if last.place == first.place:
                 return
-            self._change(-first)
+            self._change(first.place)
 
     def _change(self, behind: int | None) -> None:
         """Switches, with all ranks at this place, between going on together and each at its own pace."""
@@ -98,5 +99,5 @@ class Evaluation:
 
     def _gather_until(self, wanted: int, where: Where) -> None:
         """Gathers blocks that other ranks want, as long as they come before `wanted`."""
-        while (chosen := self._meetings.meet(where, wanted)()[0]) != wanted:
+        while (chosen := self._meetings.meet(where, HostReport(block=wanted))().most.block) != wanted:
             self._uncompiled.take_part(chosen)
