@@ -20,7 +20,7 @@ from lightning_deepcompile.sharding.adapters import materialize_adapters
 from lightning_deepcompile.sharding.layout import ChunkLayout, ParamSpec, ShardLayout, assign_blocks, plan_chunks
 from lightning_deepcompile.sharding.materialize import Materializer
 from lightning_deepcompile.sharding.parameter import GradBuffer, Owner, ShardedParameter, distribute_rows
-from lightning_deepcompile.sharding.uncompiled import HOOKS
+from lightning_deepcompile.sharding.parameter_class import HOOKS
 
 __all__ = ["Layout", "ReadRows", "ShardedModel", "collect_parameters", "is_sharded", "lay_out", "shard_module"]
 

@@ -8,9 +8,8 @@ not take, that was compiled too often, or that a user keeps out of graphs. It re
   again. One node per block reduces its gradients when the last of them is computed. The pattern is FSDP2's.
 * Other code holds the parameter itself: ``self.layer.weight`` of another module, or the results of
   ``self.parameters()``. While a step runs it is a DTensor that computes as the whole parameter does
-(`parameter_class`).
-  Writes to it are kept: in stored precision, on this rank's rows. C functions that read it nevertheless leave a whole
-  gradient on it, which is reduced before autograd sees it.
+  (`parameter_class`). Writes to it are kept: in stored precision, on this rank's rows. C functions that read it
+  nevertheless leave a whole gradient on it, which is reduced before autograd sees it.
 
 Everything here follows from the order in which code reads parameters, never from when memory happens to be freed, so
 that ranks that run the same code gather alike. `Agreement` compares them like any path.
@@ -19,59 +18,28 @@ that ranks that run the same code gather alike. `Agreement` compares them like a
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.distributed.tensor import DTensor, Replicate
-from torch.utils.hooks import RemovableHandle
+from torch.distributed.tensor import DTensor
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.program.program import LOCAL_ID
-from lightning_deepcompile.sharding.errors import UnsupportedStepError, hook_refused
-from lightning_deepcompile.sharding.sharded_tensor import ShardedTensor
+from lightning_deepcompile.sharding.errors import UnsupportedStepError
+from lightning_deepcompile.sharding.parameter import ShardedParameter
+from lightning_deepcompile.sharding.parameter_class import parameter_class, resting_class
 
-__all__ = ["HOOKS", "Uncompiled", "parameter_class"]
-
-HOOKS = "accumulation_hooks"
-"""Attribute of a sharded parameter: the hooks that are called when its gradient is there."""
+__all__ = ["Uncompiled"]
 
 _RESIDENT = 2
 """Blocks that stay whole: the one in use, and the one before it, which a backward pass begins with."""
-
-# Questions about a parameter other than its values: the DTensor answers as it does outside of a step.
-_ABOUT = frozenset(
-    """size dim ndimension numel nelement stride storage_offset element_size is_floating_point is_complex is_contiguous
-    requires_grad_ get_device data_ptr untyped_storage register_hook register_post_accumulate_grad_hook retain_grad
-    is_same_size __hash__ __repr__ __format__ __len__ __reduce_ex__ __deepcopy__ backward""".split()
-)
-_AUGMENTED = frozenset("__iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __setitem__".split())
-_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # properties that are about its values
-
-
-class _Parameter(Protocol):
-    """The members of a `ShardedParameter` that are used here."""
-
-    ds_id: int
-    layout: Any
-    gather_dtype: torch.dtype
-    dtensor: nn.Parameter
-    leaf: Tensor
-    local: Tensor
-    ranks: Any
-    hooks: dict[int, Callable[[Tensor], None]]
-
-    @property
-    def is_whole(self) -> bool: ...
-
-    def rows(self, tensor: Tensor) -> Tensor: ...
 
 
 @dataclass(eq=False)
@@ -85,18 +53,18 @@ class _Block:
         tracked: The same memory, with gradients that go to the shards; made when first read with gradients on.
     """
 
-    parameters: list[_Parameter]
+    parameters: list[ShardedParameter]
     dtypes: list[torch.dtype]
-    whole: dict[_Parameter, Tensor] = field(default_factory=dict)
-    tracked: dict[_Parameter, Tensor] = field(default_factory=dict)
-    versions: dict[_Parameter, int] = field(default_factory=dict)
+    whole: dict[ShardedParameter, Tensor] = field(default_factory=dict)
+    tracked: dict[ShardedParameter, Tensor] = field(default_factory=dict)
+    versions: dict[ShardedParameter, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _Handle:
     """The object that autograd saves in place of a whole parameter, or a view of it."""
 
-    parameter: _Parameter
+    parameter: ShardedParameter
     stored: bool
     size: Sequence[int]
     stride: Sequence[int]
@@ -107,7 +75,7 @@ class _Whole(torch.autograd.Function):
     """Maps the shards of a block to its whole parameters, which have been gathered already."""
 
     @staticmethod
-    def forward(path: Uncompiled, parameters: list[_Parameter], whole: list[Tensor], *leaves: Tensor) -> Any:
+    def forward(path: Uncompiled, parameters: list[ShardedParameter], whole: list[Tensor], *leaves: Tensor) -> Any:
         # Tensors of their own over the same memory: as views of one input they could not be written to.
         return tuple(compat.alias(tensor) for tensor in whole)
 
@@ -145,7 +113,7 @@ class Uncompiled:
 
     def __init__(
         self,
-        parameters: Sequence[_Parameter],
+        parameters: Sequence[ShardedParameter],
         *,
         stays: bool = False,
         compare: Callable[[str, Sequence[tuple[int, str]]], Callable[[], None] | None] | None = None,
@@ -153,30 +121,30 @@ class Uncompiled:
         noticed: Callable[[], None] | None = None,
         outside: Callable[[], object] | None = None,
     ) -> None:
-        self._by_tensor: dict[Tensor, _Parameter] = {p.dtensor: p for p in parameters}
-        blocks: dict[str, list[_Parameter]] = {}
+        self._by_tensor: dict[Tensor, ShardedParameter] = {p.dtensor: p for p in parameters}
+        blocks: dict[str, list[ShardedParameter]] = {}
         for parameter in parameters:
             blocks.setdefault(parameter.layout.spec.block, []).append(parameter)
         self._members = {parameter: members for members in blocks.values() for parameter in members}
         self._stays = stays
-        self._resident: dict[tuple[_Parameter, bool], _Block] = {}  # by the block's first parameter; oldest first
-        self._owners: dict[torch.UntypedStorage, tuple[_Parameter, bool]] = {}
-        self._held: dict[_Parameter, Tensor] = {}  # whole, stored dtype: code may write to them until the step ends
-        self._edges: dict[_Parameter, list[Any]] = {}
+        self._resident: dict[tuple[ShardedParameter, bool], _Block] = {}  # by their first parameters; oldest first
+        self._owners: dict[torch.UntypedStorage, tuple[ShardedParameter, bool]] = {}
+        self._held: dict[ShardedParameter, Tensor] = {}  # whole, as stored: code may write to them until the step ends
+        self._edges: dict[ShardedParameter, list[Any]] = {}
         self._calls: list[nn.Module] = []
         self._stored = False  # outside of steps parameters are gathered as they are stored
         self._compare, self._written, self._tell, self._before_outside = compare, written, noticed, outside
         self.gathered = 0
         self.uneven: Callable[[int], None] | None = None
-        self._noticed: set[_Parameter] = set()
+        self._noticed: set[ShardedParameter] = set()
         self.hands_out_plain = False
-        self._accumulators: dict[_Parameter, Any] = {}  # autograd nodes, which live as long as somebody keeps them
-        self._in_step, self._at_rest = parameter_class(self), resting_class(self)
-        self._worn: type[DTensor] = DTensor
+        self._accumulators: dict[ShardedParameter, Any] = {}  # autograd nodes, which must be kept
+        self._step_class, self._idle_class = parameter_class(self), resting_class(self)
+        self._current_class: type[DTensor] = DTensor
         self._thread: int | None = None  # the one that a step runs on
         self._differentiated = ""  # the module whose backward pass began last, during anomaly detection
-        self._dress(self._at_rest)
-        self._around = self._at_rest  # the class outside of `outside`
+        self._set_class(self._idle_class)
+        self._around = self._idle_class  # the class outside of `outside`
 
     # Around code -----------------------------------------------------------------------------------------------------
 
@@ -187,39 +155,39 @@ class Uncompiled:
         Args:
             stored: Whether parameters are gathered as they are stored, not as steps compute with them.
         """
-        before = self._stored, self._calls, self._thread, self._worn
+        before = self._stored, self._calls, self._thread, self._current_class
         self._stored, self._calls, self._thread = stored, [], threading.get_ident()
-        self._dress(self._in_step)
+        self._set_class(self._step_class)
         try:
             yield
             self.settle()
         finally:
-            self._stored, self._calls, self._thread, worn = before
-            self._dress(worn)
+            self._stored, self._calls, self._thread, current = before
+            self._set_class(current)
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
         """Returns a context for code that a step calls and that handles parameters as shards: mainly optimizers."""
-        worn, around = self._worn, self._around
+        current, around = self._current_class, self._around
         self.settle()
-        self._around = worn
-        self._dress(self._at_rest)
+        self._around = current
+        self._set_class(self._idle_class)
         try:
             yield
         finally:
-            self._dress(worn)
+            self._set_class(current)
             self._around = around
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
         """Returns a context for code within `outside` that belongs to the step again: an optimizer's closure."""
-        worn = self._worn
-        self._dress(self._around)
+        current = self._current_class
+        self._set_class(self._around)
         try:
             yield
             self.settle()
         finally:
-            self._dress(worn)
+            self._set_class(current)
 
     def call(self, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a module that has parameters of its own.
@@ -302,7 +270,7 @@ class Uncompiled:
         if wrote and self._written is not None:
             self._written()
 
-    def _keep_held(self, parameters: Iterable[_Parameter]) -> bool:
+    def _keep_held(self, parameters: Iterable[ShardedParameter]) -> bool:
         held = [parameter for parameter in parameters if parameter in self._held]
         with torch.no_grad():
             for parameter in held:
@@ -327,7 +295,7 @@ class Uncompiled:
             return parameter
         return self.value(self._by_tensor[parameter])
 
-    def value(self, parameter: _Parameter, *, stored: bool | None = None) -> Tensor:
+    def value(self, parameter: ShardedParameter, *, stored: bool | None = None) -> Tensor:
         """Returns the whole parameter, with a history if gradients are wanted.
 
         Args:
@@ -337,7 +305,7 @@ class Uncompiled:
         with compat.outside_transforms():
             return self._value(parameter, self._stored if stored is None else stored)
 
-    def _value(self, parameter: _Parameter, stored: bool) -> Tensor:
+    def _value(self, parameter: ShardedParameter, stored: bool) -> Tensor:
         if parameter.gather_dtype == parameter.leaf.dtype:
             stored = False  # the same, and one of them is enough
         block = self._gather(parameter, stored)
@@ -352,12 +320,13 @@ class Uncompiled:
                 self._edges.setdefault(member, []).append(torch.autograd.graph.get_gradient_edge(tensor))
         return block.tracked[parameter]
 
-    def hold(self, parameter: _Parameter) -> Tensor:
+    def hold(self, tensor: Tensor) -> Tensor:
         """Returns the whole parameter in its stored form, for code that may write to it; valid until the step ends.
 
         Args:
-            parameter: The parameter.
+            tensor: The parameter as users hold it.
         """
+        parameter = self._by_tensor[tensor]
         same = parameter.gather_dtype == parameter.leaf.dtype
         if parameter not in self._held:
             with compat.outside_transforms():
@@ -366,7 +335,7 @@ class Uncompiled:
             self._evict((self._members[parameter][0], False))
         return self._held[parameter]
 
-    def _gather(self, parameter: _Parameter, stored: bool) -> _Block:
+    def _gather(self, parameter: ShardedParameter, stored: bool) -> _Block:
         members = self._members[parameter]
         key = (members[0], stored)
         block = self._resident.pop(key, None)
@@ -398,16 +367,16 @@ class Uncompiled:
                 if not _is_there(parameter, dtype):
                     _gather(parameter, dtype)
 
-    def _notice(self, first: _Parameter) -> None:
+    def _notice(self, first: ShardedParameter) -> None:
         if self._tell is not None and not self._stored and first not in self._noticed:
             self._noticed.add(first)
             self._tell()
 
-    def _gather_block(self, members: list[_Parameter], stored: bool) -> _Block:
+    def _gather_block(self, members: list[ShardedParameter], stored: bool) -> _Block:
         dtypes = [p.leaf.dtype if stored else p.gather_dtype for p in members]
         block = _Block(members, dtypes)
-        there: dict[_Parameter, Tensor] = {}
-        absent: list[tuple[_Parameter, torch.dtype]] = []
+        there: dict[ShardedParameter, Tensor] = {}
+        absent: list[tuple[ShardedParameter, torch.dtype]] = []
         for parameter, dtype in zip(members, dtypes, strict=True):
             held = self._held.get(parameter)
             if held is not None and held.dtype == dtype:
@@ -429,7 +398,7 @@ class Uncompiled:
         return block
 
     @contextlib.contextmanager
-    def _compared(self, kind: str, parameters: Iterable[tuple[_Parameter, torch.dtype]]) -> Iterator[None]:
+    def _compared(self, kind: str, parameters: Iterable[tuple[ShardedParameter, torch.dtype]]) -> Iterator[None]:
         """Compares communication with other ranks' around the body."""
         behind = None
         if self._compare is not None and self.uneven is None:
@@ -439,7 +408,7 @@ class Uncompiled:
         if behind is not None:
             behind()
 
-    def _evict(self, key: tuple[_Parameter, bool]) -> None:
+    def _evict(self, key: tuple[ShardedParameter, bool]) -> None:
         block = self._resident.get(key)
         if block is None:
             return
@@ -469,7 +438,7 @@ class Uncompiled:
 
     # Gradients --------------------------------------------------------------------------------------------------------
 
-    def reduce(self, parameters: list[_Parameter], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def reduce(self, parameters: list[ShardedParameter], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Returns this rank's shards of the mean gradients of a block.
 
         Args:
@@ -501,7 +470,7 @@ class Uncompiled:
         """
         inputs = arguments["inputs"]
         inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-        places = [self._edges.get(self.of(one), []) if self.is_ours(one) else [one] for one in inputs]
+        places = [self._edges.get(self._by_tensor[one], []) if self.is_ours(one) else [one] for one in inputs]
         flat = list(itertools.chain.from_iterable(places))
         if not flat:
             raise UnsupportedStepError(
@@ -525,7 +494,7 @@ class Uncompiled:
     @property
     def is_idle(self) -> bool:
         """True if no step runs."""
-        return self._worn is self._at_rest
+        return self._current_class is self._idle_class
 
     @property
     def is_elsewhere(self) -> bool:
@@ -551,15 +520,15 @@ class Uncompiled:
 
     def is_ours(self, value: Any) -> TypeGuard[Tensor]:
         """Returns whether `value` is one of the parameters."""
-        return type(value) is self._in_step
+        return type(value) is self._step_class
 
-    def of(self, tensor: Tensor) -> _Parameter:
-        """The parameter that users hold as `tensor`."""
-        return self._by_tensor[tensor]
+    def of(self, tensor: Tensor) -> ShardedParameter | None:
+        """The parameter that users hold as `tensor`; None if it is not one of the model's."""
+        return self._by_tensor.get(tensor)
 
     def whole_of(self, tensor: Tensor) -> Tensor:
         """The whole parameter that users hold as `tensor`, for computing."""
-        return self.value(self.of(tensor))
+        return self.value(self._by_tensor[tensor])
 
     # Autograd ---------------------------------------------------------------------------------------------------------
 
@@ -584,16 +553,16 @@ class Uncompiled:
         whole = self._gather(saved.parameter, saved.stored).whole[saved.parameter]
         return whole.as_strided(saved.size, saved.stride, saved.offset)
 
-    def _dress(self, kind: type[DTensor]) -> None:
-        if kind is self._worn:
+    def _set_class(self, kind: type[DTensor]) -> None:
+        if kind is self._current_class:
             return
-        self._worn = kind
+        self._current_class = kind
         for tensor, parameter in self._by_tensor.items():
-            if kind is self._in_step and parameter not in self._accumulators and tensor.requires_grad:
+            if kind is self._step_class and parameter not in self._accumulators and tensor.requires_grad:
                 self._watch(parameter)
             tensor.__class__ = kind
 
-    def _watch(self, parameter: _Parameter) -> None:
+    def _watch(self, parameter: ShardedParameter) -> None:
         """Reduces whole gradients that reach the parameter itself, from C functions that took it for a plain tensor."""
         path, held_weakly = weakref.ref(self), weakref.ref(parameter)  # nothing finds cycles through autograd's nodes
 
@@ -614,17 +583,17 @@ class Uncompiled:
         self._accumulators[parameter] = node
 
 
-def _number(members: Sequence[_Parameter], stored: bool) -> int:
+def _number(members: Sequence[ShardedParameter], stored: bool) -> int:
     """Number of a block, stored or as steps compute with it; never 0, and the same on all ranks."""
     return (members[0].ds_id & LOCAL_ID) + 1 << 1 | stored
 
 
-def _is_there(parameter: _Parameter, dtype: torch.dtype) -> bool:
+def _is_there(parameter: ShardedParameter, dtype: torch.dtype) -> bool:
     """Returns whether there is nothing to gather, and nothing to release."""
     return parameter.is_whole and dtype == parameter.leaf.dtype
 
 
-def _gather(parameter: _Parameter, dtype: torch.dtype) -> Tensor:
+def _gather(parameter: ShardedParameter, dtype: torch.dtype) -> Tensor:
     whole: Tensor = torch.ops.dc.gather(parameter.leaf, parameter.ds_id, parameter.layout.spec.shape, dtype)
     return whole
 
@@ -632,158 +601,3 @@ def _gather(parameter: _Parameter, dtype: torch.dtype) -> Tensor:
 for _function in (_Whole.forward, _Whole.setup_context, _Whole.backward):
     compat.never_a_frame(_function)
 compat.never_frames(Uncompiled)
-
-
-def hooked_class(path: Uncompiled, kind: type[DTensor]) -> type[DTensor]:
-    """Returns a base of the classes of a model's parameters, which decides which hooks may be registered.
-
-    Args:
-        path: Has the parameters.
-        kind: The class that it extends.
-    """
-    held_weakly = weakref.ref(path)
-
-    class HookedParameter(kind):  # type: ignore[valid-type, misc]
-        """A sharded parameter, or an alias of one."""
-
-        __slots__ = ()
-
-        def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
-            if (parameter := self._known()) is None:
-                return super().register_hook(hook)
-            raise hook_refused(parameter.layout.spec.name)
-
-        def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
-            if (parameter := self._known()) is None or not self.requires_grad:
-                return super().register_post_accumulate_grad_hook(hook)
-            handle = RemovableHandle(parameter.hooks)
-            parameter.hooks[handle.id] = hook
-            return handle
-
-        def _known(self) -> _Parameter | None:
-            path = held_weakly()
-            return None if path is None else path._by_tensor.get(self)
-
-    def hooks(self: Any) -> dict[int, Callable[[Tensor], None]] | None:
-        return None if (parameter := self._known()) is None else parameter.hooks
-
-    setattr(HookedParameter, HOOKS, property(hooks))
-    return HookedParameter
-
-
-def resting_class(path: Uncompiled) -> type[DTensor]:
-    """Returns the class of a model's parameters while no step runs: DTensors that also take whole values.
-
-    PyTorch's ``parameter.data = ...`` would give a DTensor other storage and leave its values unchanged.
-
-    Args:
-        path: Gathers them.
-    """
-    held_weakly = weakref.ref(path)
-    data: Any = DTensor.data  # a descriptor
-    hooked: Any = hooked_class(path, ShardedTensor)
-
-    class RestingParameter(hooked):  # type: ignore[misc]
-        """A sharded parameter, or an alias of one."""
-
-        __slots__ = ()
-
-        @property
-        def data(self) -> Tensor:  # type: ignore[override]
-            alias = data.__get__(self)
-            alias.__class__ = ShardedTensor
-            return alias
-
-        @data.setter
-        def data(self, value: Tensor) -> None:
-            path = held_weakly()
-            parameter = None if path is None else path._by_tensor.get(self)
-            same = value.shape == self.shape and (value.dtype, value.device) == (self.dtype, self.device)
-            if parameter is None or not same:
-                data.__set__(self, value)
-                return
-            with torch.no_grad():
-                parameter.local.copy_(parameter.rows(value))
-
-        def copy_(self, other: Tensor, non_blocking: bool = False) -> Tensor:
-            # From state dicts of whole tensors; PyTorch refuses to mix the two.
-            return DTensor.copy_(self, other if isinstance(other, DTensor) else self._sharded(other), non_blocking)
-
-        def _sharded(self, whole: Tensor) -> DTensor:
-            """Returns this rank's rows of `whole`, which all ranks have."""
-            whole, mesh = whole.detach().to(self.device).expand(self.shape), self.device_mesh
-            same = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-            return same.redistribute(mesh, self.placements)
-
-        def detach(self) -> Tensor:
-            alias = super().detach()
-            alias.__class__ = RestingParameter  # which ``nn.Parameter(...)`` asks for
-            return alias  # type: ignore[no-any-return] # of a class that is made here
-
-    return RestingParameter
-
-
-def parameter_class(path: Uncompiled) -> type[DTensor]:
-    """Returns the class that a model's parameters have while a step runs.
-
-    Args:
-        path: Gathers them.
-    """
-    held_weakly = weakref.ref(path)
-    hooked: Any = hooked_class(path, DTensor)
-
-    class ParameterInStep(hooked):  # type: ignore[misc]
-        """A sharded parameter as code inside of a step sees it: computes as the whole one.
-
-        Its gradient, ``requires_grad`` and the like are the shard's, as outside of steps.
-        """
-
-        __slots__ = ()
-
-        @classmethod
-        @torch.compiler.disable
-        def __torch_function__(
-            cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            path = held_weakly()
-            kwargs = kwargs or {}
-            with compat.plain_functions():
-                if path is None or path.is_idle or compat.is_tracing():  # the tracer inspects values
-                    return function(*args, **kwargs)
-                return _compute(path, function, args, kwargs)
-
-    return ParameterInStep
-
-
-@compat.never_a_frame
-def _compute(path: Uncompiled, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    name = getattr(function, "__name__", "")
-    first = args[0] if args else None
-    if path.is_elsewhere and not (function.__self__.__name__ not in _VALUES if name == "__get__" else name in _ABOUT):
-        path.check_thread(name)
-    if name in ("__get__", "__set__", "__delete__"):
-        about = function.__self__.__name__
-        if about not in _VALUES or not path.is_ours(first):
-            return function(*args, **kwargs)
-        if about != "data":
-            return function(path.whole_of(first))
-        held = path.hold(path.of(first))
-        if name == "__set__":
-            with torch.no_grad():
-                return held.copy_(args[1])
-        return function(held)
-    if name in _ABOUT:
-        return function(*args, **kwargs)
-    if function is torch.autograd.grad:
-        return path.differentiate(inspect.signature(function).bind(*args, **kwargs).arguments, function)
-    written = first if name.endswith("_") and not name.endswith("__") or name in _AUGMENTED else kwargs.get("out")
-    if path.is_ours(written):
-        whole = path.hold(path.of(written))
-        args = (whole, *args[1:]) if written is first else args
-        kwargs = {**kwargs, "out": whole} if written is not first else kwargs
-    args, kwargs = fx.node.map_aggregate(
-        (args, kwargs), lambda value: path.whole_of(value) if path.is_ours(value) else value
-    )
-    with path.saving():
-        result = function(*args, **kwargs)
-    return written if path.is_ours(written) else result
