@@ -42,12 +42,13 @@ from lightning_deepcompile.plan.pass_manager import DEFAULT_PASSES, Pass, apply_
 from lightning_deepcompile.plan.recompute import Checkpoint
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.tracing import Chunkable, Tracing
-from lightning_deepcompile.program import replay
 from lightning_deepcompile.program.codegen import Guard
 from lightning_deepcompile.program.executable import UNCHECKPOINTED, WHOLE, Executable
 from lightning_deepcompile.program.graph import is_gather, is_reduce
 from lightning_deepcompile.program.lower import RegionCompiler, lower
 from lightning_deepcompile.program.program import LOCAL_ID, Gathers, ParamInfo, Program
+from lightning_deepcompile.program.program_graphs import LastReplay, ProgramGraphs, examine
+from lightning_deepcompile.program.replay import Replays
 from lightning_deepcompile.program.reschedule import reschedule
 from lightning_deepcompile.program.saved import mark_saved, number_saved
 from lightning_deepcompile.program.schedule import ProgramKind, Schedule
@@ -98,7 +99,7 @@ class _Frame:
     outputs: int = 0
     computed: set[str] = field(default_factory=set)
     saved: dict[str, int] = field(default_factory=dict)
-    replayed: replay.Frame = field(default_factory=replay.Frame)
+    replayed: LastReplay = field(default_factory=LastReplay)
 
 
 @dataclass(eq=False, repr=False)
@@ -151,7 +152,7 @@ class Capture:
     lookups: LookupExchange | None = None
     guard: Guard | None = None
     nothing_moves: bool = False
-    replays: replay.Replays | None = None
+    replays: Replays | None = None
     executables: list[Executable] = field(default_factory=list)
     saved_parameters: int = 0
     causal_masks: int = 0
@@ -443,7 +444,7 @@ class Capture:
         with self._timed():
             self._inline(frame, kind, gm)
             flops = count_flops(gm, backward=kind == "backward")
-            examined = None if self.replays is None else self.replays.examine(gm)  # before lowering, which rewrites it
+            examined = None if self.replays is None else examine(gm, self.replays.device)  # lowering rewrites it
             # A backward program also releases parameters that the forward program left, whether it reads them or not.
             frame.ids |= {n.args[1] for n in gm.graph.nodes if is_gather(n) or is_reduce(n)}
             name = f"frame{frame.index}.{kind}"
@@ -478,7 +479,7 @@ class Capture:
             enter = compat.held_weakly(self._enter)
             graphs = None
             if self.replays is not None and examined is not None and kind != "inference":
-                graphs = self.replays.of(frame.replayed, base, frame.outputs, examined)
+                graphs = ProgramGraphs(self.replays, frame.replayed, base, frame.outputs, examined)
             executable = Executable(base, plan, before, enter, self.guard, graphs)
         self._flops[name] = flops
         self.executables.append(executable)

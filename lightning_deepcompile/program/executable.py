@@ -14,7 +14,7 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.program.codegen import Guard, Marks, generate
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import Gathers, Program, RegionModule
-from lightning_deepcompile.program.replay import ProgramGraphs
+from lightning_deepcompile.program.program_graphs import ProgramGraphs
 
 __all__ = ["UNCHECKPOINTED", "WHOLE", "Executable"]
 

@@ -89,6 +89,11 @@ class Traits:
         return self.effect == ("wait", "parameters") or self.effect[0] == "launch and wait"
 
     @property
+    def recordable(self) -> bool:
+        """True if a CUDA graph may contain it: host memory is handed out anew in every step."""
+        return self.effect[1] not in ("saved tensors", "states")
+
+    @property
     def overload(self) -> compat.OpOverload:
         """The operator."""
         return getattr(torch.ops.dc, self.operator).default

@@ -475,7 +475,7 @@ def _steps(trial: Any, seconds: list[float], idle: bool, now: float = 0.0) -> fl
 
 @pytest.mark.parametrize(("after", "kept"), [(0.010, True), (0.0199, False)])
 def test_graphs_stay_where_they_are_faster(after: float, kept: bool) -> None:
-    from lightning_deepcompile.program.replay import Trial
+    from lightning_deepcompile.program.replay_trial import Trial
 
     trial = Trial()
     now = _steps(trial, [0.02] * 20, idle=True)
@@ -489,7 +489,7 @@ def test_graphs_stay_where_they_are_faster(after: float, kept: bool) -> None:
 
 
 def test_graphs_are_not_tried_where_the_device_is_late() -> None:
-    from lightning_deepcompile.program.replay import Trial
+    from lightning_deepcompile.program.replay_trial import Trial
 
     trial = Trial()
     now = _steps(trial, [0.02] * 30, idle=True)
@@ -499,7 +499,7 @@ def test_graphs_are_not_tried_where_the_device_is_late() -> None:
 
 def test_a_host_is_late_although_gradients_are_reduced_when_the_next_step_begins() -> None:
     """At stages 1 and 2 the device waits for the host within the step, and not at its end."""
-    from lightning_deepcompile.program.replay import Trial
+    from lightning_deepcompile.program.replay_trial import Trial
 
     for late in (True, False):
         trial = Trial()
