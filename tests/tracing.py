@@ -8,7 +8,7 @@ to the rules that a real one cannot check: nothing is waited for that was not la
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from lightning_deepcompile.capture.inlining import computed_with
 from lightning_deepcompile.capture.partition import partition
 from lightning_deepcompile.program.codegen import generate
 from lightning_deepcompile.program.lower import RegionCompiler, lower
-from lightning_deepcompile.program.program import ParamInfo, Program
+from lightning_deepcompile.program.program import DerivedBlock, ParamInfo, Program
 from lightning_deepcompile.program.saved import mark_saved, number_saved
 from lightning_deepcompile.program.schedule import ProgramKind
 from lightning_deepcompile.runtime import load_extension
@@ -61,13 +61,19 @@ class Captured:
         by_name = {info.name: ds_id for ds_id, info in self.params.items()}
         return [by_name[name] for name in names]
 
-    def lower(self, kind: ProgramKind, compiler: Callable[..., Any] | None = None, kept: Sequence[int] = ()) -> Program:
+    def lower(
+        self,
+        kind: ProgramKind,
+        compiler: Callable[..., Any] | None = None,
+        kept: Sequence[int] = (),
+        derived: tuple[DerivedBlock, ...] = (),
+    ) -> Program:
         """A program of one of the graphs, in functional form; the graph is rewritten."""
         gm = getattr(self, kind)
         assert gm is not None, f"no {kind} graph was captured"
         compile_region = compiler or RegionCompiler("eager")
         program = lower(gm, name=kind, kind=kind, graph_id=7, params=self.params, compile_region=compile_region)
-        return program.with_kept(kept)
+        return replace(program.with_kept(kept), derived=derived)
 
 
 def capture(

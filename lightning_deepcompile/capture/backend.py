@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import logging
+import math
 import sys
 import time
 import types
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.causal_mask import recognize_causal_masks
@@ -43,10 +44,11 @@ from lightning_deepcompile.plan.recompute import Checkpoint
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.tracing import Chunkable, Tracing
 from lightning_deepcompile.program.codegen import Guard
+from lightning_deepcompile.program.derive import derive
 from lightning_deepcompile.program.executable import UNCHECKPOINTED, WHOLE, Executable
 from lightning_deepcompile.program.graph import is_gather, is_reduce
 from lightning_deepcompile.program.lower import RegionCompiler, lower
-from lightning_deepcompile.program.program import LOCAL_ID, Gathers, ParamInfo, Program
+from lightning_deepcompile.program.program import LOCAL_ID, DerivedBlock, Gathers, ParamInfo, Program
 from lightning_deepcompile.program.program_graphs import LastReplay, ProgramGraphs, examine
 from lightning_deepcompile.program.replay import Replays
 from lightning_deepcompile.program.reschedule import reschedule
@@ -357,6 +359,7 @@ class Capture:
         if program.kind == "backward" and self.replays is not None:
             self.replays.begin_backward()
         behind = self.agreement.check(program.signature)
+        self.model.derived.refresh(program.derived)
         if (
             program.kind == "forward"
             and self.before_first_run is not None
@@ -444,6 +447,7 @@ class Capture:
         with self._timed():
             self._inline(frame, kind, gm)
             flops = count_flops(gm, backward=kind == "backward")
+            derived, inputs = self._derive(gm)
             examined = None if self.replays is None else examine(gm, self.replays.device)  # lowering rewrites it
             # A backward program also releases parameters that the forward program left, whether it reads them or not.
             frame.ids |= {n.args[1] for n in gm.graph.nodes if is_gather(n) or is_reduce(n)}
@@ -460,7 +464,9 @@ class Capture:
                 fuses=self.regions.backend == "inductor",
                 frame=frame.index,
             )
-            base = replace(base, members=tuple(sorted(i & LOCAL_ID for i in frame.ids)))
+            base = replace(base, members=tuple(sorted(i & LOCAL_ID for i in frame.ids)), derived=derived)
+            if derived:
+                base = replace(base, history=("derive", *base.history))
             if self.tracing.uncheckpointed:
                 base = replace(base, history=(*base.history, UNCHECKPOINTED))
             if frame.whole.total() and kind != "inference":  # only training steps are retraced
@@ -480,7 +486,7 @@ class Capture:
             graphs = None
             if self.replays is not None and examined is not None and kind != "inference":
                 graphs = ProgramGraphs(self.replays, frame.replayed, base, frame.outputs, examined)
-            executable = Executable(base, plan, before, enter, self.guard, graphs)
+            executable = Executable(base, plan, before, enter, self.guard, graphs, inputs)
         self._flops[name] = flops
         self.executables.append(executable)
         frame.executables.append(executable)
@@ -488,9 +494,29 @@ class Capture:
             self.measures(executable)
         return executable
 
+    def _derive(self, gm: fx.GraphModule) -> tuple[tuple[DerivedBlock, ...], list[Tensor]]:
+        """Lets `gm` gather what is narrower than parameters, if anything travels; see `derive`.
+
+        Returns:
+            What derives it, and the inputs that `gm` has now in addition.
+        """
+        shards = self.model.ranks.shards
+        if shards == 1:
+            return (), []
+        own = {ds_id: self.params[ds_id] for ds_id in self.model.by_id}
+        blocks = derive(gm, own, shards, functools.partial(self.regions, kind="inference", rounds=True))
+        inputs = self.model.derived.add(blocks)
+        for value in (value for block in blocks for value in block.values if value.is_gathered):
+            source = own[value.source]
+            numel = math.prod(value.shape[1:]) * self.model.by_id[value.source].layout.rows_padded * shards
+            name = f"{source.name} as {str(value.dtype).removeprefix('torch.')} {value.number}"
+            self.params[value.id] = ParamInfo(value.id, name, source.block, numel * value.dtype.itemsize, value.dtype)
+        return blocks, inputs
+
     def _cuts(self, frame: _Frame) -> bool:
         """Returns whether the graphs of `frame` are cut, either for communication or to compile equal blocks once."""
-        return not self.nothing_moves or bool(frame.blocks) or not all(self.model.by_id[i].is_whole for i in frame.ids)
+        whole = self.model.derived.source_of
+        return not self.nothing_moves or bool(frame.blocks) or not all(whole(i).is_whole for i in frame.ids)
 
     def _note_first(self, frame: _Frame) -> None:
         self._first_frame = self._first_frame or frame
@@ -508,6 +534,13 @@ class Capture:
             return []
         (forward,) = (e for e in self._first_frame.executables if e.program.kind == "forward")
         return forward.first_gathers
+
+    def first_derived(self) -> Sequence[DerivedBlock]:
+        """The values that the last training step's first program gathers in place of parameters, as `first_gathers`."""
+        if self._first_frame is None or self._turns != self.agreement.turns:
+            return ()
+        (forward,) = (e for e in self._first_frame.executables if e.program.kind == "forward")
+        return forward.program.derived
 
     @property
     def waits_for_states(self) -> bool:

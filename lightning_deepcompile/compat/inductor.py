@@ -5,6 +5,7 @@ Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +28,7 @@ def inference_joint_passes(gm: fx.GraphModule) -> None:
 
 
 def compile_region(
-    gm: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool, is_inference: bool
+    gm: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool, is_inference: bool, rounds: bool = False
 ) -> BoxedCallable:
     """Compiles one region with Inductor, apart from the compilation that is in progress.
 
@@ -39,6 +40,7 @@ def compile_region(
         inputs: Fake inputs.
         is_backward: Whether it belongs to a backward graph.
         is_inference: Whether no gradients will be needed.
+        rounds: Whether casts to a narrower dtype round, as without a compiler, where fused code reads the result.
 
     Returns:
         The compiled region.
@@ -54,7 +56,10 @@ def compile_region(
             "change from step to step). Use PyTorch 2.13, or make the number a tensor."
         )
 
-    with tracing(TracingContext(current_fake_mode())):
+    from torch._inductor import config
+
+    rounding = config.patch(emulate_precision_casts=True) if rounds else contextlib.nullcontext()
+    with tracing(TracingContext(current_fake_mode())), rounding:
         return compile_fx_inner(gm, inputs, is_backward=is_backward, is_inference=is_inference, static_input_idxs=())
 
 

@@ -48,7 +48,7 @@ class CountedRegions:
         self.seconds = 0.0
         self._known: dict[tuple[str, ProgramKind], CountedRegion] = {}
 
-    def __call__(self, extracted: ExtractedRegion, kind: ProgramKind) -> CountedRegion:
+    def __call__(self, extracted: ExtractedRegion, kind: ProgramKind, *, rounds: bool = False) -> CountedRegion:
         """Returns the work of `extracted`, which is counted once for all regions of the same content."""
         self.requested += 1
         key = extracted.key, kind

@@ -42,6 +42,7 @@ class Executable:
         guard: What programs call for a region that are planned, profiled, computed without the checkpoints that the
             model asks for, or with a whole loss that could be in pieces; by default the region itself.
         graphs: Replays the program as a CUDA graph; None: it always runs.
+        derived: The program's last inputs, which its caller does not know; see `derive`.
 
     Attributes:
         calls: Number of runs.
@@ -57,6 +58,7 @@ class Executable:
     check: Callable[[Program], Callable[[], None] | None]
     guard: Guard | None = None
     graphs: ProgramGraphs | None = None
+    derived: Sequence[torch.Tensor] = ()
     calls: int = 0
     seconds: float = 0.0
     source: str = field(init=False, default="")
@@ -133,6 +135,7 @@ class Executable:
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Runs the program on `args`, which is emptied."""
+        args.extend(self.derived)
         if self.watch is not None:
             self.watch(self.program.name, args)
         behind = self.check(self._running)

@@ -50,14 +50,16 @@ class RegionCompiler:
     compiled: int = 0
     requested: int = 0
     seconds: float = 0.0
-    _cache: dict[tuple[str, tuple[str, ...], ProgramKind, object], compat.BoxedCallable] = field(default_factory=dict)
+    _cache: dict[tuple[str, tuple[str, ...], ProgramKind, object, bool], compat.BoxedCallable] = field(
+        default_factory=dict
+    )
 
-    def __call__(self, extracted: ExtractedRegion, kind: ProgramKind) -> compat.BoxedCallable:
-        """Returns the compiled form of `extracted` for a program of `kind`."""
+    def __call__(self, extracted: ExtractedRegion, kind: ProgramKind, *, rounds: bool = False) -> compat.BoxedCallable:
+        """Returns the compiled form of `extracted` for a program of `kind`; `rounds` as in `compat.compile_region`."""
         self.requested += 1
         # Code for symbolic sizes holds under the guards of the frame it was compiled in, which are those of its shape
         # environment: another frame's sizes may break them. (Across frames Inductor's own cache checks the guards.)
-        key = (extracted.key, extracted.devices, kind, extracted.shape_env)
+        key = (extracted.key, extracted.devices, kind, extracted.shape_env, rounds)
         if key not in self._cache:
             start = time.perf_counter()
             if self.backend == "eager":
@@ -68,6 +70,7 @@ class RegionCompiler:
                     extracted.fake_inputs,
                     is_backward=kind == "backward",
                     is_inference=kind == "inference",
+                    rounds=rounds,
                 )
             self.compiled += 1
             self.seconds += time.perf_counter() - start

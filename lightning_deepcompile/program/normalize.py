@@ -18,7 +18,7 @@ from lightning_deepcompile.program.graph import args_of, is_gather, is_reduce, i
 from lightning_deepcompile.runtime.lookups import lookup_ops
 from lightning_deepcompile.runtime.statistics import statistics_ops
 
-__all__ = ["normalize"]
+__all__ = ["merge_gathers", "normalize"]
 
 aten = torch.ops.aten
 # Filled with one value: rewriting is cheaper than reading, and Inductor can fuse it into the reader.
@@ -31,7 +31,7 @@ def normalize(graph: fx.Graph) -> None:
     Args:
         graph: A forward, backward or inference graph from AOTAutograd.
     """
-    _merge_gathers(graph)
+    merge_gathers(graph)
     _merge_reductions(graph)
     _make_gradients_contiguous(graph)
     _clone_escaping_parameters(graph)
@@ -43,8 +43,8 @@ def normalize(graph: fx.Graph) -> None:
     graph.lint()
 
 
-def _merge_gathers(graph: fx.Graph) -> None:
-    """Merges several gathers of one parameter into one."""
+def merge_gathers(graph: fx.Graph) -> None:
+    """Merges several gathers of one parameter into one, in place."""
     first: dict[tuple[int, torch.dtype], fx.Node] = {}
     for node in list(graph.nodes):
         if is_gather(node):

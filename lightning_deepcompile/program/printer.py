@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_deepcompile.program.program import Program
+from lightning_deepcompile.program.program import DerivedBlock, ParamInfo, Program
 from lightning_deepcompile.program.schedule import Instruction
 
 __all__ = ["exact_bytes", "format_bytes", "format_count", "format_program"]
@@ -24,6 +24,8 @@ def format_program(program: Program) -> str:
     shapes = {key: f"r{index}" for index, key in enumerate(dict.fromkeys(keys))}
     history = " -> ".join(program.history)
     lines = [f"{program.name} [{history}]: {len(regions)} regions, {len(shapes)} distinct"]
+    for block in program.derived:
+        lines.append(f"  {'derive':8} {_derived(program, block)}")
     for instruction in program.schedule.instructions:
         lines.append(f"  {instruction.traits.label:8} {_rest(program, instruction, shapes)}".rstrip())
     return "\n".join(lines)
@@ -47,12 +49,22 @@ def _rest(program: Program, instruction: Instruction, shapes: dict[str, str]) ->
     return f"{instruction.region} = {shapes[info.key]} ({'; '.join([blocks, f'{info.nodes} ops', *parts])})"
 
 
+def _derived(program: Program, block: DerivedBlock) -> str:
+    made = [program.params[value.id] for value in block.values if value.is_gathered]
+    before = _sizes([program.params[ds_id] for ds_id in block.sources])
+    exchanged = f", {format_count(block.maxima, 'maximum', 'maxima')} exchanged" if block.maxima else ""
+    return f"{block.block} ({format_count(len(block.sources), 'param')}, {before} -> {_sizes(made)}{exchanged})"
+
+
 def _describe(program: Program, numbers: Sequence[int]) -> str:
     infos = program.infos(numbers)
     blocks = ", ".join(dict.fromkeys(info.block for info in infos))
+    return f"{blocks} ({format_count(len(infos), 'param')}, {_sizes(infos)})"
+
+
+def _sizes(infos: Sequence[ParamInfo]) -> str:
     dtypes = ", ".join(dict.fromkeys(str(info.dtype).removeprefix("torch.") for info in infos))
-    size = format_bytes(sum(info.gathered_bytes for info in infos))
-    return f"{blocks} ({format_count(len(infos), 'param')}, {size} {dtypes})"
+    return f"{format_bytes(sum(info.gathered_bytes for info in infos))} {dtypes}".rstrip()
 
 
 def format_bytes(count: int) -> str:

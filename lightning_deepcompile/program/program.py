@@ -15,7 +15,21 @@ from lightning_deepcompile.program.region_memory import RegionMemory
 from lightning_deepcompile.program.schedule import Instruction, ProgramKind, Schedule, first_gather_positions
 from lightning_deepcompile.ranks.order import EXCHANGES
 
-__all__ = ["LOCAL_ID", "Gathers", "ParamInfo", "Program", "RegionInfo", "RegionModule", "collective_sequence"]
+__all__ = [
+    "DERIVE",
+    "LOCAL_ID",
+    "DerivedBlock",
+    "DerivedValue",
+    "Gathers",
+    "ParamInfo",
+    "Program",
+    "RegionInfo",
+    "RegionModule",
+    "collective_sequence",
+]
+
+DERIVE = "derive"
+"""In a program's collectives: the exchange of maxima from which values are derived, if parameters have changed."""
 
 Gathers = tuple[int, list[int], list[torch.dtype]]
 """What a group of gathers is launched with: graph, parameters, dtypes."""
@@ -41,6 +55,53 @@ class ParamInfo:
     block: str
     gathered_bytes: int
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class DerivedValue:
+    """A value that is computed of one parameter whenever that has changed.
+
+    Args:
+        number: Its number within the model, where parameters have numbers, too; the same on all ranks.
+        source: Runtime id of the parameter.
+        shape: Its shape; if it is gathered, the parameter's rows come first.
+        dtype: Its dtype.
+        is_gathered: Whether a rank has rows of it; otherwise all ranks have the same.
+    """
+
+    number: int
+    source: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_gathered: bool
+
+    @property
+    def id(self) -> int:
+        """Its runtime id."""
+        return self.source & ~LOCAL_ID | self.number
+
+
+@dataclass(frozen=True, eq=False)
+class DerivedBlock:
+    """The derived values of one block of parameters, and the functions that compute them; see `derive`.
+
+    Args:
+        block: The block.
+        sources: Runtime ids of its parameters.
+        values: The values.
+        maxima: Number of the maxima that ranks exchange.
+        masked: Places of the parameters whose padding must not count as rows.
+        compare: Takes shards, and which of their rows are no padding; returns maxima over this rank's rows.
+        compute: Takes shards, maxima over the rows of all ranks, and the tensors that it writes the values to.
+    """
+
+    block: str
+    sources: tuple[int, ...]
+    values: tuple[DerivedValue, ...]
+    maxima: int
+    masked: tuple[int, ...]
+    compare: Callable[[list[Any]], Sequence[Any]] | None
+    compute: Callable[[list[Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -98,6 +159,7 @@ class Program:
         schedule: The instructions, in order.
         history: Passes applied so far.
         members: Numbers of the graph's parameters, those of its forward and its backward program.
+        derived: The values that it reads in place of parameters.
     """
 
     graph_id: int
@@ -106,6 +168,7 @@ class Program:
     schedule: Schedule
     history: tuple[str, ...] = ()
     members: tuple[int, ...] = ()
+    derived: tuple[DerivedBlock, ...] = ()
 
     @property
     def name(self) -> str:
@@ -185,6 +248,8 @@ def collective_sequence(program: Program) -> list[tuple[str, tuple[int, ...]]]:
     when. With it a rank can take part in the program's collectives without the program.
     """
     sequence: list[tuple[str, tuple[int, ...]]] = []
+    if program.derived:
+        sequence.append((DERIVE, tuple(value.number for block in program.derived for value in block.values)))
     if program.kept:
         sequence.append(("keep", tuple(sorted(program.kept))))
     for instruction in program.schedule.instructions:

@@ -154,6 +154,8 @@ class ProgramGraphs:
         self._kind: ProgramKind = program.kind
         self._obstacle = self._own_obstacle = examined.obstacle
         self._written = examined.written
+        # Derived values come last among its inputs, and are always the same tensors.
+        self._derived = sum(not value.is_gathered for block in program.derived for value in block.values)
         self._runs: Counter[Any] = Counter()
         self._graphs: dict[Any, list[_Graph]] = {}
         self._recorded: Counter[Any] = Counter()  # by the numbers among its inputs
@@ -240,7 +242,7 @@ class ProgramGraphs:
                 continue
             if value.device != self._replays.device:
                 raise ValueError(f"it reads a tensor on {value.device}")
-            if self._is_same_every_time(i, value):
+            if i >= len(args) - self._derived or self._is_same_every_time(i, value):
                 given.append(i)
             elif i in self._written:
                 raise ValueError("it writes to an input that is not the same tensor every time")

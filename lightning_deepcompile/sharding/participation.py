@@ -14,7 +14,7 @@ import torch
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.program.instructions import AT_BOUNDARY, TABLE
-from lightning_deepcompile.program.program import LOCAL_ID
+from lightning_deepcompile.program.program import DERIVE, LOCAL_ID
 from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.shards import ShardedModel
 
@@ -65,18 +65,27 @@ class Participation:
     def _graph_of(self, members: tuple[int, ...]) -> int:
         if members not in self._graphs:
             graph = self._graphs[members] = self._new_graph_id()
-            ids = [parameter.ds_id for parameter in self._parameters(members)]
+            ids = self._ids(members)
             register = self._runtime.setup.register_graph
             register(graph, ids, stage=self._stage, reduce="every")
             register(graph | AT_BOUNDARY, ids, stage=self._stage, reduce="boundary")
         return self._graphs[members]
 
-    def _parameters(self, ids: tuple[int, ...]) -> list[ShardedParameter]:
-        return [self._model.by_id[self._runtime.serial << 32 | number] for number in ids]
+    def _ids(self, numbers: tuple[int, ...]) -> list[int]:
+        return [self._runtime.serial << 32 | number for number in numbers]
+
+    def _parameters(self, numbers: tuple[int, ...]) -> list[ShardedParameter]:
+        return [self._model.by_id[ds_id] for ds_id in self._ids(numbers)]
+
+    def _no_gradients(self, numbers: tuple[int, ...]) -> list[torch.Tensor]:
+        return [_zeros(parameter, parameter.gather_dtype) for parameter in self._parameters(numbers)]
 
     def _with_instruction(self, graph: int, kind: str, numbers: tuple[int, ...]) -> None:
-        parameters = self._parameters(numbers)
-        ids, dtypes = [p.ds_id for p in parameters], [p.gather_dtype for p in parameters]
+        if kind == DERIVE:
+            self._model.derived.refresh_numbers(numbers)
+            return
+        ids = self._ids(numbers)
+        dtypes = [self._model.derived.dtype_of(i) for i in ids]
         match _OPERATIONS.get(kind):
             case "gather":
                 torch.ops.dc.prefetch_params_fused(graph, [], ids, dtypes)
@@ -85,17 +94,16 @@ class Participation:
             case "release_at_boundary":
                 torch.ops.dc.release_params_at_boundary(graph, ids)
             case "reduce":
-                torch.ops.dc.reduce_grads_fused(graph, [_zeros(p, p.gather_dtype) for p in parameters], ids)
+                torch.ops.dc.reduce_grads_fused(graph, self._no_gradients(numbers), ids)
             case "reduce_at_boundary":
-                zeros = [_zeros(p, p.gather_dtype) for p in parameters]
-                torch.ops.dc.reduce_grads_fused(graph | AT_BOUNDARY, zeros, ids)
+                torch.ops.dc.reduce_grads_fused(graph | AT_BOUNDARY, self._no_gradients(numbers), ids)
             case "end":
                 torch.ops.dc.end_backward(graph)
             case "gather_now":
-                for parameter in parameters:
+                for parameter in self._parameters(numbers):
                     self._gather(parameter, parameter.gather_dtype)
             case "reduce_now":
-                for parameter in parameters:
+                for parameter in self._parameters(numbers):
                     self._reduce(parameter, parameter.gather_dtype)
             case _ if kind != "keep":  # which names what is not released
                 raise RuntimeError(f"This rank cannot take part in `{kind}`. This is a bug: please report it.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any, cast
 
 import torch
@@ -17,6 +17,7 @@ from lightning_deepcompile.program.program import LOCAL_ID
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.sharding.access import StepState, install_access
 from lightning_deepcompile.sharding.adapters import materialize_adapters
+from lightning_deepcompile.sharding.derived import DerivedShards
 from lightning_deepcompile.sharding.layout import ChunkLayout, ParamSpec, ShardLayout, assign_blocks, plan_chunks
 from lightning_deepcompile.sharding.materialize import Materializer
 from lightning_deepcompile.sharding.parameter import GradBuffer, Owner, ShardedParameter, distribute_rows
@@ -31,7 +32,11 @@ ReadRows = Callable[[int, int], Tensor]
 
 @dataclass(eq=False, repr=False)
 class ShardedModel:
-    """A sharded module: its parameters by id, the replicated rest, and the state that its accessors share."""
+    """A sharded module: its parameters by id, the replicated rest, and the state that its accessors share.
+
+    Attributes:
+        derived: The values that programs gather in place of parameters.
+    """
 
     parameters: list[ShardedParameter]
     replicated: list[nn.Parameter]
@@ -39,16 +44,19 @@ class ShardedModel:
     grad_buffers: list[GradBuffer]
     state: StepState
     ranks: Ranks
+    runtime: InitVar[Any]
+    derived: DerivedShards = field(init=False)
     by_id: dict[int, ShardedParameter] = field(init=False)
     by_name: dict[str, ShardedParameter] = field(init=False)
     by_parameter: dict[Tensor, ShardedParameter] = field(init=False)
     _storages: list[torch.UntypedStorage] = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, runtime: Any) -> None:
         self._storages = [parameter.dtensor.untyped_storage() for parameter in self.parameters]
         self.by_id = {parameter.ds_id: parameter for parameter in self.parameters}
         self.by_name = {parameter.name: parameter for parameter in self.parameters}
         self.by_parameter = {parameter.dtensor: parameter for parameter in self.parameters}
+        self.derived = DerivedShards(self.by_id, runtime, self.ranks.shards)
 
     @property
     def names(self) -> dict[int, str]:
@@ -124,9 +132,9 @@ class ShardedModel:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of these shards that are on the device."""
+        """Bytes of these shards that are on the device, and of what is derived of them."""
         on_device = [chunk for chunk in self.chunks if self.by_name[chunk.shards[0].spec.name].host is None]
-        return sum(chunk.numel * chunk.dtype.itemsize for chunk in on_device)
+        return sum(chunk.numel * chunk.dtype.itemsize for chunk in on_device) + self.derived.nbytes
 
     @property
     def hosted_bytes(self) -> dict[str, int]:
@@ -279,7 +287,7 @@ def shard_module(
     _move_rest(module, ranks, device)
     _install(list(parameters.values()), state)
     replicated = [cast(nn.Parameter, owner.module._parameters[owner.name]) for owner in planned.replicated]
-    return ShardedModel([parameters[spec.name] for spec in specs], replicated, chunks, buffers, state, ranks)
+    return ShardedModel([parameters[spec.name] for spec in specs], replicated, chunks, buffers, state, ranks, runtime)
 
 
 def _move_rest(module: nn.Module, ranks: Ranks, device: torch.device) -> None:

@@ -26,7 +26,7 @@ class Freshness:
 
     def __init__(self, model: ShardedModel, runtime: Any, stage: int) -> None:
         self._writes = _WriteWatch(model)
-        self._runtime = runtime
+        self._runtime, self._derived = runtime, model.derived
         self._keeps = stage < 3
         self._counts: list[int] | None = None  # while gathered parameters may be used again
         self._ran = ""  # the last step
@@ -50,7 +50,10 @@ class Freshness:
         if stays:
             self._runtime.parameters.order_gathers()  # the next ones, after writes that nothing counts
         else:
+            self._derived.invalidate()
             self._runtime.parameters.invalidate()
+            if self._keeps:
+                self._derived.refresh_kept()
             self._runtime.parameters.refetch()
         self._counts = self._writes.counts() if self._keeps else None
         self._ran = name
