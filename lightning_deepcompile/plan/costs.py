@@ -241,7 +241,7 @@ class Profile:
 
     def covers(self, schedule: Schedule) -> bool:
         """Returns whether all regions of `schedule` were measured."""
-        regions = (schedule.instructions[position].region for position in schedule.at("compute"))
+        regions = (call.region for call in schedule.groups("compute"))
         return all(f"{schedule.name}/{region}" in self.regions for region in regions)
 
     def clock(self, schedule: Schedule) -> list[float]:

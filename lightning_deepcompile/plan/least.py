@@ -25,19 +25,18 @@ def just_in_time(schedule: Schedule) -> Schedule:
     the optimizer's step.
     """
     schedule = split_reductions(schedule)
-    groups = [instruction for instruction in schedule.instructions if instruction.op == "gather"]
     result: list[Instruction] = []
     gathered: set[int] = set()
-    sizes: dict[int, int] = {i: size for g in groups for i, size in zip(g.ids, g.sizes, strict=True)}
+    sizes = {i: size for gather in schedule.groups() for i, size in gather.size_of.items()}
     for instruction in schedule.instructions:
         if instruction.op in STATE_COPIES:
             continue
         if instruction.op in ("gather", "reload") or (instruction.op == "wait_copy" and schedule.kind == "forward"):
             continue
         if instruction.op == "wait":
-            absent = tuple(i for i in instruction.ids if i not in gathered)
+            absent = {i: sizes[i] for i in instruction.ids if i not in gathered}
             if absent:
-                result.append(Instruction("gather", absent, tuple(sizes[i] for i in absent)))
+                result.append(Instruction.group("gather", absent))
             gathered.update(absent)
         elif instruction.op in RELEASES:
             gathered.difference_update(instruction.ids)
@@ -48,6 +47,5 @@ def just_in_time(schedule: Schedule) -> Schedule:
         if instruction.op == "offload":
             result.append(replace(instruction, op="wait_copy"))
     if gathered:
-        left = tuple(sorted(gathered))
-        result.append(Instruction("release", left, tuple(sizes[i] for i in left)))
+        result.append(Instruction.group("release", {i: sizes[i] for i in sorted(gathered)}))
     return schedule.with_instructions(result, kept=())

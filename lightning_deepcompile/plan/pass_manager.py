@@ -273,7 +273,7 @@ def optimize(
         prediction = plan[1][-1].prediction
         return max(prediction.over(profile.budget), 0), prediction.seconds
 
-    group = max((s.instructions[position].bytes for s in planned for position in s.at("gather")), default=0)
+    group = max((gather.bytes for s in planned for gather in s.groups()), default=0)
     if profile.budget is not None and profile.budget - effects[-1].prediction.peak_bytes < 2 * group:
         there = {"profile"}.union(*(one.provides for one in passes if one.initial))
         orders = [step, [step[-1], *step]] if "profile" in step[-1].needs <= there else [step]
@@ -330,27 +330,20 @@ def difference(before: Sequence[Schedule], after: Sequence[Schedule]) -> str:
     if kept[0] != kept[1]:
         parts.append(f"parameters kept for backward: {kept[0]} become {kept[1]}")
     whole = [
-        sum(len(s.instructions[position].ids) for s in step for position in s.at("release_at_boundary"))
-        for step in (before, after)
+        sum(len(release.ids) for s in step for release in s.groups("release_at_boundary")) for step in (before, after)
     ]
     if whole[0] != whole[1]:
         parts.append(f"parameters kept for the next micro-batch: {whole[0]} become {whole[1]}")
     late = [
-        sum(len(s.instructions[position].ids) for s in step for position in s.at("reduce_at_boundary"))
+        sum(len(reduction.ids) for s in step for reduction in s.groups("reduce_at_boundary"))
         for step in (before, after)
     ]
     if late[0] != late[1]:
         parts.append(f"gradients reduced at the boundary: {late[0]} become {late[1]}")
-    away = [
-        sum(schedule.instructions[position].bytes for schedule in step for position in schedule.at("offload"))
-        for step in (before, after)
-    ]
+    away = [sum(copy.bytes for s in step for copy in s.groups("offload")) for step in (before, after)]
     if away[0] != away[1]:
         parts.append(f"activations in host memory: {format_bytes(away[0])} become {format_bytes(away[1])}")
-    states = [
-        {k for s in step for position in s.at("reload_states") for k in s.instructions[position].ids}
-        for step in (before, after)
-    ]
+    states = [{k for s in step for copy in s.groups("reload_states") for k in copy.ids} for step in (before, after)]
     if states[0] != states[1]:
         parts.append(f"chunks of optimizer states fetched in backward: {len(states[0])} become {len(states[1])}")
     moved = sum(a.instructions != b.instructions for a, b in zip(before, after, strict=True))

@@ -81,7 +81,6 @@ class Placement:
 
 def first_gathers_part(schedule: Schedule) -> float:
     """The share of a schedule's gathered bytes that it gathers before its first wait."""
-    gathers = [schedule.instructions[position] for position in schedule.at("gather")]
-    sizes = {i: size for gather in gathers for i, size in zip(gather.ids, gather.sizes, strict=True)}
+    sizes = {i: size for gather in schedule.groups() for i, size in gather.size_of.items()}
     launched = {i for n in first_gather_positions(schedule.instructions) for i in schedule.instructions[n].ids}
     return sum(sizes[i] for i in launched) / max(sum(sizes.values()), 1)

@@ -96,7 +96,7 @@ def _forward_seconds(profile: Profile, blocks: Mapping[int, Sequence[Checkpoint]
     for schedule in profile.schedules:
         some = blocks.get(schedule.frame, ())
         if schedule.kind == "forward" and some:
-            gathered = sum(schedule.instructions[position].bytes for position in schedule.at("gather"))
+            gathered = sum(gather.bytes for gather in schedule.groups())
             share = sum(block.gathered for block in some[-count:]) / max(gathered, 1)
             total += min(share, 1.0) * profile.clock(schedule)[-1]
     return total * profile.micro_batches

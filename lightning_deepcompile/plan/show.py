@@ -94,5 +94,5 @@ def communication(schedule: Schedule) -> tuple[str, ...]:
 
 
 def _row(schedule: Schedule) -> tuple[str, ...]:
-    away = sum(schedule.instructions[position].bytes for position in schedule.at("offload"))
+    away = sum(copy.bytes for copy in schedule.groups("offload"))
     return (*communication(schedule), str(len(schedule.kept)), format_bytes(away))

@@ -232,7 +232,7 @@ def gradient_bytes(
 
 
 def _without_costs(schedules: Sequence[Schedule]) -> Profile:
-    regions = {f"{s.name}/{s.instructions[p].region}": RegionCost(0.0) for s in schedules for p in s.at("compute")}
+    regions = {f"{s.name}/{call.region}": RegionCost(0.0) for s in schedules for call in s.groups("compute")}
     link = Link(0.0, 1.0)
     return Profile(1, "cpu", tuple(schedules), regions, link, link)
 

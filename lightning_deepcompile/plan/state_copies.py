@@ -73,7 +73,7 @@ class StateCopyModel:
             add: Adds tasks.
         """
         self._add = add
-        ahead = {k for s in schedules for position in s.at("reload_states") for k in s.instructions[position].ids}
+        ahead = {k for s in schedules for copy in s.groups("reload_states") for k in copy.ids}
         self._ring = round_slots(self._profile.state_slots, len(ahead))
         for k in still_there(len(self._sizes), ahead, self._profile.state_slots):
             self._leaving[k] = add("states out", self._profile.copy_out.copy_seconds(self._sizes[k]), [], "states")

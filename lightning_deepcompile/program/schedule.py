@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -66,10 +66,35 @@ class Instruction:
     region: str = ""
     made: tuple[str, ...] = ()
 
+    @classmethod
+    def group(cls, op: Operation, sizes: Mapping[int, int]) -> Instruction:
+        """Returns an `op` of a group of parameters.
+
+        Args:
+            op: Its name.
+            sizes: Bytes by parameter.
+        """
+        return cls(op, tuple(sizes), tuple(sizes.values()))
+
     @functools.cached_property
     def traits(self) -> Traits:
         """Its row of the table of instructions."""
         return TABLE[self.op]
+
+    @functools.cached_property
+    def size_of(self) -> dict[int, int]:
+        """Bytes by parameter."""
+        return dict(zip(self.ids, self.sizes, strict=True))
+
+    def only(self, ids: Container[int]) -> Instruction:
+        """Returns the same for those of its parameters that are among `ids`; it has no parameters if none is."""
+        some = {i: size for i, size in self.size_of.items() if i in ids}
+        return self if len(some) == len(self.ids) else Instruction.group(self.op, some)
+
+    def without(self, ids: Container[int]) -> Instruction:
+        """Returns the same for those of its parameters that are not among `ids`."""
+        some = {i: size for i, size in self.size_of.items() if i not in ids}
+        return self if len(some) == len(self.ids) else Instruction.group(self.op, some)
 
     @property
     def functional(self) -> bool:
@@ -115,7 +140,7 @@ class Schedule:
     def offloaded(self) -> tuple[int, ...]:
         """Numbers of the saved tensors that a forward schedule leaves, or a backward schedule finds, on the host."""
         op: Operation = "offload" if self.kind == "forward" else "reload"
-        return tuple(sorted(i for position in self.at(op) for i in self.instructions[position].ids))
+        return tuple(sorted(i for copy in self.groups(op) for i in copy.ids))
 
     @property
     def waits_for_states(self) -> bool:
@@ -146,6 +171,36 @@ class Schedule:
     def at(self, op: Operation) -> list[int]:
         """Positions of the instructions `op`."""
         return [i for i, instruction in enumerate(self.instructions) if instruction.op == op]
+
+    def groups(self, op: Operation = "gather") -> list[Instruction]:
+        """The instructions `op`, in order."""
+        return [instruction for instruction in self.instructions if instruction.op == op]
+
+    def drop(self, op: Operation, ids: Container[int]) -> Schedule:
+        """Returns a copy in which no `op` concerns `ids`; an `op` without other parameters is left out.
+
+        Args:
+            op: A gather, or an operation of `RELEASES`.
+            ids: Parameters.
+        """
+        parts = (i.without(ids) if i.op == op else i for i in self.instructions)
+        return self.with_instructions(i for i in parts if i.op != op or i.ids)
+
+    def keep(self, ids: Collection[int]) -> Schedule:
+        """Returns a copy of a forward schedule that leaves parameters gathered: their last release is left out.
+
+        Args:
+            ids: Parameters that it gathers. The backward schedule of the same frame finds them if `kept` says so.
+        """
+        left, result = set(ids), []
+        for instruction in reversed(self.instructions):
+            if instruction.op == "release":
+                last = left.intersection(instruction.ids)
+                left -= last
+                instruction = instruction.without(last)
+            if instruction.op != "release" or instruction.ids:
+                result.append(instruction)
+        return self.with_instructions(reversed(result), kept=tuple(sorted({*self.kept, *ids})))
 
     def with_instructions(self, instructions: Iterable[Instruction], **changes: Any) -> Schedule:
         """Returns a copy that runs `instructions`."""

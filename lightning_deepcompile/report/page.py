@@ -313,7 +313,7 @@ def _blocks(key: str, profile: Profile) -> str:
 def _host(record: StepRecord) -> str:
     rows = []
     for schedule in record.schedules:
-        away = [i for position in schedule.at("offload") for i in [schedule.instructions[position]]]
+        away = schedule.groups("offload")
         if away:
             tensors = sum(len(i.ids) for i in away)
             rows.append((f"activations of {schedule.name}", format_count(tensors, "tensor"),

@@ -79,9 +79,8 @@ def _gathers(schedule: Schedule) -> list[tuple[int, int]]:
 def _merge_gathers(schedule: Schedule, first: int, second: int) -> Schedule | None:
     """Both groups launched at the first one's place; None where a parameter is in use and released between them."""
     a, b = schedule.instructions[first], schedule.instructions[second]
-    sizes = dict(zip(a.ids + b.ids, a.sizes + b.sizes, strict=True))
     instructions = list(schedule.instructions)
-    instructions[first] = Instruction("gather", tuple(sizes), tuple(sizes.values()))
+    instructions[first] = Instruction.group("gather", {**a.size_of, **b.size_of})
     del instructions[second]
     merged = schedule.with_instructions(instructions)
     try:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from lightning_deepcompile.plan.choose import Candidate, choose_by_gain
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.passes.unshard import keep_gathered
-from lightning_deepcompile.program.schedule import Instruction, Operation, Schedule
+from lightning_deepcompile.program.schedule import Instruction, Schedule
 
 __all__ = ["keep_until_boundary", "keep_whole"]
 
@@ -52,12 +52,10 @@ def _candidates(schedules: list[Schedule]) -> list[Candidate]:
     for k, schedule in enumerate(schedules):
         if schedule.kind != "forward" or schedule.frame not in backwards:
             continue
-        for position in schedule.at("gather"):
-            gather = schedule.instructions[position]
-            new = [(i, size) for i, size in zip(gather.ids, gather.sizes, strict=True) if i not in seen]
+        for gather in schedule.groups():
+            group = gather.without(seen)
             seen.update(gather.ids)
-            if new:
-                group = Instruction("gather", tuple(i for i, _ in new), tuple(size for _, size in new))
+            if group.ids:
                 found.append(((k, backwards[schedule.frame]), group))
     return found
 
@@ -72,34 +70,22 @@ def keep_until_boundary(schedules: list[Schedule], forward: int, backward: int, 
         group: Parameters that the forward schedule gathers, with their sizes.
     """
     result = keep_gathered(schedules, forward, backward, group.ids)
-    sizes = dict(zip(group.ids, group.sizes, strict=True))
-    # A tied parameter is released between its uses, too.
-    result[forward] = result[forward].with_instructions(_released(result[forward].instructions, sizes.keys(), set()))
-    instructions = _released(result[backward].instructions, sizes.keys(), set(sizes))
-    released = {i for instruction in instructions if instruction.op == "release_at_boundary" for i in instruction.ids}
-    unread = tuple(sorted(sizes.keys() - released))
-    if unread:  # backward does not read them: no use after the last forward pass
-        late = Instruction("release_at_boundary", unread, tuple(sizes[i] for i in unread))
-        instructions.insert(0, late)
-    result[backward] = result[backward].with_instructions(instructions)
+    result[forward] = result[forward].drop("release", group.ids)  # a tied parameter is released between its uses, too
+    result[backward] = _last_at_boundary(result[backward], group)
     return result
 
 
-def _released(instructions: Sequence[Instruction], kept: Collection[int], late: set[int]) -> list[Instruction]:
-    """`instructions` without releases of `kept`, except that the last one of those in `late` waits for the boundary."""
-    result: list[Instruction] = []
-    for instruction in reversed(instructions):
+def _last_at_boundary(schedule: Schedule, group: Instruction) -> Schedule:
+    """Returns `schedule` without releases of `group`, except that the last release waits for the boundary."""
+    left, result = set(group.ids), []
+    for instruction in reversed(schedule.instructions):
         if instruction.op != "release":
             result.append(instruction)
+            left.difference_update(instruction.ids if instruction.op == "release_at_boundary" else ())
             continue
-        pairs = list(zip(instruction.ids, instruction.sizes, strict=True))
-        last = late.intersection(instruction.ids)
-        late = late - last
-        parts: tuple[tuple[Operation, list[tuple[int, int]]], ...] = (
-            ("release_at_boundary", [pair for pair in pairs if pair[0] in last]),
-            ("release", [pair for pair in pairs if pair[0] not in kept]),
-        )
-        for op, chosen in parts:
-            if chosen:
-                result.append(Instruction(op, tuple(i for i, _ in chosen), tuple(size for _, size in chosen)))
-    return result[::-1]
+        last = replace(instruction.only(left), op="release_at_boundary")
+        left.difference_update(last.ids)
+        result += [part for part in (last, instruction.without(group.ids)) if part.ids]
+    if left:  # backward does not read them: no use after the last forward pass
+        result.append(Instruction.group("release_at_boundary", {i: group.size_of[i] for i in sorted(left)}))
+    return schedule.with_instructions(reversed(result))

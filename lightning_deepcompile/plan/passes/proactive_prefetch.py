@@ -89,7 +89,7 @@ def _latest(placement: Placement, profile: Profile, margin: float) -> list[int]:
     positions: list[int] = []
     resident = set(placement.schedule.kept) if placement.schedule.kind == "backward" else set()
     for group in reversed(placement.groups):
-        sizes = [s for i, s in zip(group.gather.ids, group.gather.sizes, strict=True) if i not in resident]
+        sizes = group.gather.without(resident).sizes
         seconds = profile.gather_seconds(sizes) if any(sizes) else 0.0
         deadline = min(deadline, clock[group.need]) - margin * seconds
         positions.append(max((p for p in range(group.need + 1) if clock[p] <= deadline), default=0))

@@ -76,14 +76,12 @@ def _candidates(schedules: list[Schedule]) -> list[Candidate]:
     """Groups that every micro-batch reduces, in order; those that share a parameter count as one."""
     found: list[Candidate] = []
     for k, schedule in enumerate(schedules):
-        for position in schedule.at("reduce"):
-            group = schedule.instructions[position]
-            sizes = dict(zip(group.ids, group.sizes, strict=True))
-            apart = []
+        for group in schedule.groups("reduce"):
+            sizes, apart = group.size_of, []
             for place, other in found:
                 if sizes.keys().isdisjoint(other.ids):
                     apart.append((place, other))
                 else:
-                    sizes = dict(zip(other.ids, other.sizes, strict=True)) | sizes
-            found = [*apart, ((k, k), Instruction("reduce", tuple(sizes), tuple(sizes.values())))]
+                    sizes = {**other.size_of, **sizes}
+            found = [*apart, ((k, k), Instruction.group("reduce", sizes))]
     return found

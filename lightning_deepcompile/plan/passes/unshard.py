@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import replace
 
 from lightning_deepcompile.plan.choose import Candidate, choose_by_gain
@@ -50,25 +50,22 @@ def unshard_candidates(schedules: list[Schedule]) -> list[Candidate]:
         Indices of the forward and the backward schedule, and the part of the forward's group that both gather.
     """
     backwards = {s.frame: k for k, s in enumerate(schedules) if s.kind == "backward"}
-    found = []
+    found: list[Candidate] = []
     for k, schedule in enumerate(schedules):
         if schedule.kind != "forward" or schedule.frame not in backwards:
             continue
         backward = backwards[schedule.frame]
-        again = {i for p in schedules[backward].at("gather") for i in schedules[backward].instructions[p].ids}
-        again -= set(schedule.kept)
-        for position in reversed(schedule.at("gather")):
-            gather = schedule.instructions[position]
-            ids = tuple(i for i in gather.ids if i in again)
-            again.difference_update(ids)  # a parameter that is gathered twice counts with its last group
-            if ids:
-                sizes = tuple(size for i, size in zip(gather.ids, gather.sizes, strict=True) if i in ids)
-                found.append(((k, backward), Instruction("gather", ids, sizes)))
+        again = {i for gather in schedules[backward].groups() for i in gather.ids} - set(schedule.kept)
+        for gather in reversed(schedule.groups()):
+            group = gather.only(again)
+            again.difference_update(group.ids)  # a parameter that is gathered twice counts with its last group
+            if group.ids:
+                found.append(((k, backward), group))
     return found
 
 
-def keep_gathered(schedules: list[Schedule], forward: int, backward: int, ids: Iterable[int]) -> list[Schedule]:
-    """Drops the last release of parameters from a forward schedule.
+def keep_gathered(schedules: list[Schedule], forward: int, backward: int, ids: Collection[int]) -> list[Schedule]:
+    """Keeps parameters gathered between a forward and its backward schedule.
 
     Args:
         schedules: The programs of a micro-batch.
@@ -77,16 +74,6 @@ def keep_gathered(schedules: list[Schedule], forward: int, backward: int, ids: I
         ids: The parameters; both schedules gather them.
     """
     result = list(schedules)
-    instructions = list(result[forward].instructions)
-    left = set(ids)
-    for position in reversed(result[forward].at("release")):
-        release = instructions[position]
-        here = left & set(release.ids)
-        left -= here
-        stay = [(i, size) for i, size in zip(release.ids, release.sizes, strict=True) if i not in here]
-        instructions[position] = Instruction("release", tuple(i for i, _ in stay), tuple(size for _, size in stay))
-    kept = tuple(sorted({*result[forward].kept, *ids}))
-    lasting = [i for i in instructions if i.op != "release" or i.ids]
-    result[forward] = result[forward].with_instructions(lasting, kept=kept)
-    result[backward] = replace(result[backward], kept=kept)
+    result[forward] = result[forward].keep(ids)
+    result[backward] = replace(result[backward], kept=result[forward].kept)
     return result

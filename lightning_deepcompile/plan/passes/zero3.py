@@ -35,7 +35,7 @@ def zero3(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
 
 
 def _scheduled(schedule: Schedule, settings: PlanSettings) -> Schedule:
-    reads = [schedule.instructions[position].ids for position in schedule.at("compute")]
+    reads = [call.ids for call in schedule.groups("compute")]
     fresh = [set(ids) - set(reads[k - 1] if k else ()) for k, ids in enumerate(reads)]
     last_group = max((k for k, ids in enumerate(fresh) if ids), default=-1)
     keeps = schedule.kind == "forward" and settings.keep_last_block and last_group >= 0
