@@ -400,6 +400,7 @@ CASES: dict[str, tuple[Callable[[], Model], Callable[[Documents], dict[str, Any]
 ON_GPUS = ["flex, trained", "flex, trained, mask outside", "varlen_attn"]
 SIMILAR = [
     "padded left",
+    "function",
     "mask function",
     "flex, mask outside",
     "llama, padded left",

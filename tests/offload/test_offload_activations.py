@@ -152,7 +152,7 @@ def _train(world: int) -> dict[str, str]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.extensive)])
 def test_training_is_the_same_to_the_last_bit(world: int) -> None:
     assert run_ranks(_train, world, world, timeout=380) == [{}] * world
 

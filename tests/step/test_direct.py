@@ -133,7 +133,9 @@ def _all(world: int, stage: int, choices: int) -> list[Any]:
     return runs
 
 
-@pytest.mark.parametrize(("world", "stage", "choices"), [(1, 3, 3), (2, 3, 2), (2, 1, 1)])
+@pytest.mark.parametrize(
+    ("world", "stage", "choices"), [(2, 3, 2), (2, 1, 1), pytest.param(1, 3, 3, marks=pytest.mark.extensive)]
+)
 def test_no_bit_changes(world: int, stage: int, choices: int) -> None:
     for runs in run_ranks(_all, world, world, stage, choices):
         for (kind, _), ((own, never), (direct, when)) in zip(CHOICES[:choices], runs, strict=True):
