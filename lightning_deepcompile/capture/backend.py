@@ -26,7 +26,6 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.capture.causal_mask import recognize_causal_masks
 from lightning_deepcompile.capture.chunked_loss import chunk_losses
 from lightning_deepcompile.capture.chunked_mlp import chunk_mlps
-from lightning_deepcompile.capture.flops import count_flops
 from lightning_deepcompile.capture.graph_checks import check_graph, check_losses_are_apart
 from lightning_deepcompile.capture.inlining import computed_with, inline_blocks
 from lightning_deepcompile.capture.lookups import LookupExchange
@@ -140,6 +139,7 @@ class Capture:
             that is so.
         measures: Called with what is compiled while a step is measured, so that it runs as on other ranks; None: no
             step is.
+        reasons: Dynamo's reasons for each captured graph, by its number.
         seconds: Time spent in compilation after Dynamo: tracing with AOTAutograd, partitioning, regions.
     """
 
@@ -173,9 +173,9 @@ class Capture:
     measures: Callable[[Executable], None] | None = None
     _prepare: Callable[[], None] | None = None
     _frames: list[_Frame] = field(default_factory=list)
+    reasons: dict[int, compat.GraphReasons] = field(default_factory=dict)
     _captured: int = 0  # numbers of graphs and of programs; those of dropped ones are not reused
     _lowered: int = 0
-    _flops: dict[str, int] = field(default_factory=dict)  # of a run of each program, by its name
     _timing: bool = False
     _first_frame: _Frame | None = None
     _turns: int = 0  # the number that ranks had taken when the last training step began
@@ -207,6 +207,7 @@ class Capture:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         """The backend function that ``torch.compile`` calls."""
         frame = _Frame(self._captured)
+        self.reasons[frame.index] = compat.reasons_of(gm)
         self._captured += 1
         self._frames.append(frame)
         if self.config.region_backend == "inductor" and any(getattr(x, "is_cuda", False) for x in example_inputs):
@@ -259,6 +260,13 @@ class Capture:
         """Graphs that Dynamo captured so far, including dropped ones."""
         return self._captured
 
+    def graph_reasons(self) -> list[tuple[str, str, str, str]]:
+        """Returns of each captured graph its programs, the line where it ends, and why; then why it was made anew."""
+        return [
+            (", ".join(e.program.name for e in frame.executables) or f"frame{frame.index}", *self.reasons[frame.index])
+            for frame in self._frames
+        ]
+
     def program(self, name: str) -> Program | None:
         """Returns the program of that name; None if it was dropped."""
         return next((one.program for one in self.executables if one.program.name == name), None)
@@ -275,7 +283,7 @@ class Capture:
     def flops_done(self) -> int:
         """Floating-point operations that training steps' programs have done on this rank; see `count_flops`."""
         training = [one for one in self.executables if one.program.kind != "inference"]
-        return sum(one.calls * self._flops[one.program.name] for one in training)
+        return sum(one.calls * one.base.operations for one in training)
 
     def checkpoints(self, frame: int) -> list[Checkpoint]:
         """The blocks of a graph that are recomputed in backward and need not be, in order.
@@ -298,6 +306,7 @@ class Capture:
         """
         self.tracing = tracing
         self._frames = [f for f in self._frames if all(e.program.kind == "inference" for e in f.executables)]
+        self.reasons = {frame.index: self.reasons[frame.index] for frame in self._frames}
         self.executables = [executable for frame in self._frames for executable in frame.executables]
         self._first_frame, self.plan, self._looked = None, {}, set()
         self.agreement.forget()
@@ -446,7 +455,6 @@ class Capture:
         graph_id = self.new_graph_id()
         with self._timed():
             self._inline(frame, kind, gm)
-            flops = count_flops(gm, backward=kind == "backward")
             derived, inputs = self._derive(gm)
             examined = None if self.replays is None else examine(gm, self.replays.device)  # lowering rewrites it
             # A backward program also releases parameters that the forward program left, whether it reads them or not.
@@ -487,7 +495,6 @@ class Capture:
             if self.replays is not None and examined is not None and kind != "inference":
                 graphs = ProgramGraphs(self.replays, frame.replayed, base, frame.outputs, examined)
             executable = Executable(base, plan, before, enter, self.guard, graphs, inputs)
-        self._flops[name] = flops
         self.executables.append(executable)
         frame.executables.append(executable)
         if self.measures is not None and kind != "inference":

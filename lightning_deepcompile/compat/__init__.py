@@ -84,6 +84,7 @@ from lightning_deepcompile.compat.dynamo import (
     unguarded,
     with_own_code,
 )
+from lightning_deepcompile.compat.dynamo_reasons import GraphReasons, reasons_of
 from lightning_deepcompile.compat.fx import (
     GPU_ATTENTION,
     UNSAFE_VIEW,
@@ -121,6 +122,7 @@ __all__ = [
     "ENTER_AUTOCAST",
     "EXIT_AUTOCAST",
     "FakeTensor",
+    "GraphReasons",
     "GPU_ATTENTION",
     "INNER_CALL",
     "LOG_USE",
@@ -179,6 +181,7 @@ __all__ = [
     "partition",
     "plain_functions",
     "process_group",
+    "reasons_of",
     "real_tensors",
     "reduce_scatter_mean_into",
     "describe_error",

@@ -21,6 +21,7 @@ from lightning_deepcompile.capture.steps import CompiledSteps, code_of
 from lightning_deepcompile.capture.sync_batchnorm import trace_sync_batchnorm
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.engine.assembly import Assembly
+from lightning_deepcompile.engine.facts import facts_of, peak_rate
 from lightning_deepcompile.offload.chunks import Parts
 from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.plan.costs import Profile, Resident
@@ -360,7 +361,20 @@ class Engine:
             schedules = tuple(current.get(schedule.name, schedule) for schedule in profile.schedules)
             if not all(map(profile.covers, schedules)):
                 schedules = profile.schedules
-        return StepRecord(profile, schedules, tuple(self.report()), self.summary(), self.programs())
+        programs = [executable.base for executable in self.capture.executables]
+        return StepRecord(
+            profile,
+            schedules,
+            tuple(self.report()),
+            self.summary(),
+            self.programs(),
+            facts=facts_of(self.module, self.model, self.config, self.stage, self.device),
+            measured=self.tuner.measured,
+            times=tuple(self.timeline.times.latest),
+            operations={f"{p.name}/{name}": p.region(name).info.operations for p in programs for name in p.regions()},
+            peak=peak_rate(self.model, self.device),
+            graphs=tuple(self.capture.graph_reasons()),
+        )
 
     def programs(self) -> dict[str, str]:
         """The current programs, printed, by name."""

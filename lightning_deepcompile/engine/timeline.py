@@ -24,6 +24,7 @@ from lightning_deepcompile.sharding.uncompiled import Uncompiled
 from lightning_deepcompile.step.batch_sizes import LargestBatch, elements_of
 from lightning_deepcompile.step.evaluation import Evaluation
 from lightning_deepcompile.step.prefetch import StepPrefetch
+from lightning_deepcompile.step.step_times import StepTimes
 from lightning_deepcompile.tuning.tuner import Tuner
 
 __all__ = ["Timeline"]
@@ -69,6 +70,7 @@ class Timeline:
     communicated: dict[str, int] = field(default_factory=dict)
     uncompiled_share: float = 0.0
     told_to_stop: bool = False
+    times: StepTimes = field(default_factory=StepTimes)
     _counted: dict[str, int] = field(default_factory=dict)  # in micro-batches before the last one
     _answers: Asked[HostReports] | None = None  # of the last training step
     _stops: bool = False
@@ -86,6 +88,10 @@ class Timeline:
         Returns:
             Whether the training step is to be compiled again.
         """
+        if name == TRAINING:
+            self.times.begin(self.capture.captured)
+        else:
+            self.times.interrupt()
         if name == TRAINING and self.order.compares_end:  # else one of the questions below exchanges the place
             self.meet(Where.TRAINING)
         if self.evaluation.behind is None:
@@ -180,6 +186,7 @@ class Timeline:
         """Call after a backward pass: every ``.grad`` is set."""
         self.order.end_backward()  # before `gradients`: this one may take part in others' reductions
         self.gradients.finish()
+        self.tuner.end_backward()
         self.uncompiled.clear()  # after `gradients`, which reduce those of uncompiled code
         seconds = time.perf_counter() - self._began[0]
         self.uncompiled_share = 1 - (self.capture.program_seconds - self._began[1]) / seconds
@@ -213,6 +220,7 @@ class Timeline:
         self.uncompiled.clear()
         self.prefetch.stepped()
         self._stale_gradients = self.leaving.has_states = True
+        self.times.stepped()
         self.tuner.end_step()  # last: its time includes the others' work
 
     def optimizer_stepped(self) -> None:

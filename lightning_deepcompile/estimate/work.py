@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.capture.flops import flops_of
 from lightning_deepcompile.plan.devices import Kernel
 from lightning_deepcompile.program.extract import ExtractedRegion
+from lightning_deepcompile.program.flops import flops_of
 from lightning_deepcompile.program.graph import is_element, is_view, nbytes
 from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.region_memory import values_in_memory

@@ -40,6 +40,10 @@ class Mark:
             return self.host_since(earlier)
         return earlier.event.elapsed_time(self.event) / 1e3
 
+    def at(self, start: Mark) -> float:
+        """Seconds since `start`, the time to set marks included."""
+        return self.host - start.host if self.event is None else self.since(start)
+
     def host_since(self, earlier: Mark) -> float:
         """Seconds of the host since `earlier`, without the time to set marks."""
         return self.host - earlier.left
@@ -75,6 +79,7 @@ class StepProbe:
     Attributes:
         runs: Runs of programs, in order.
         start: Begin of the step.
+        reduced: End of the last backward pass, and of its reductions.
         end: End of the optimizer's step.
         micro_batches: Forward and backward passes seen.
         accumulating: Numbers of those whose gradients only accumulate.
@@ -88,6 +93,7 @@ class StepProbe:
     drain: Callable[[], None] | None = None
     runs: list[Run] = field(default_factory=list)
     start: Mark | None = None
+    reduced: Mark | None = None
     end: Mark | None = None
     micro_batches: int = 0
     accumulating: set[int] = field(default_factory=set)
@@ -112,6 +118,10 @@ class StepProbe:
         """Call before a backward pass; `update` says whether the optimizer may step after it."""
         if not update:
             self.accumulating.add(self.micro_batches - 1)
+
+    def end_backward(self) -> None:
+        """Call when a backward pass has ended, and the compute stream waits for its reductions."""
+        self.reduced = self.mark()
 
     def at_boundary(self, run: Run) -> bool:
         """Returns whether the optimizer may step after `run`'s micro-batch."""

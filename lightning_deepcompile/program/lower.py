@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.program.extract import ExtractedRegion, add_symbol_inputs, extract_region, symbol_sources
+from lightning_deepcompile.program.flops import count_flops
 from lightning_deepcompile.program.functional import functional_program
 from lightning_deepcompile.program.graph import (
     attribute,
@@ -139,6 +140,7 @@ def lower(
             lookups,
             region_memory(region.nodes, region.outputs, compiled=fuses),
             sum(map(is_of_statistics, region.nodes)),
+            count_flops(region.nodes, backward=kind == "backward"),
         )
         compiled.append(RegionModule(compile_region(extracted, kind), info))
     program = _Builder(gm, name).build(regions, compiled)

@@ -116,6 +116,7 @@ class RegionInfo:
         lookups: Its exchanges with other ranks: for each look-up in a table, its part in it and the table's id.
         memory: The predicted memory of the values that it makes.
         statistics: The number of operators that share statistics of the batch with other ranks.
+        operations: Floating-point operations of a run; see `count_flops`.
     """
 
     key: str
@@ -125,6 +126,7 @@ class RegionInfo:
     lookups: tuple[tuple[str, int], ...] = ()
     memory: RegionMemory = RegionMemory()
     statistics: int = 0
+    operations: int = 0
 
 
 class RegionModule(nn.Module):
@@ -217,6 +219,11 @@ class Program:
     def regions(self) -> list[str]:
         """The names of the regions, in order."""
         return [str(node.target) for node in self.gm.graph.nodes if node.op == "call_module"]
+
+    @property
+    def operations(self) -> int:
+        """Floating-point operations of a run; see `count_flops`."""
+        return sum(self.region(name).info.operations for name in self.regions())
 
     def region(self, name: str) -> RegionModule:
         """The region called `name`."""

@@ -13,6 +13,7 @@ from lightning_deepcompile.plan.costs import ProfileError
 from lightning_deepcompile.plan.link_options import add_link_options, rank_counts, with_links
 from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, PassError, resolve_passes
 from lightning_deepcompile.plan.scaling import scaling
+from lightning_deepcompile.report.comparison import compare
 from lightning_deepcompile.report.figures import can_draw
 from lightning_deepcompile.report.page import NO_CHARTS, write_page
 from lightning_deepcompile.report.record import plan_record
@@ -32,12 +33,24 @@ def main(arguments: Sequence[str]) -> None:
         description="Plans a measured step, and writes what it does as one page for a browser that needs no network. "
         "`strategy.save_report()` writes the same with what was measured under the plan.",
     )
-    parser.add_argument("profile", type=Path, help="what `strategy.profile().to_json()` gave")
+    parser.add_argument("profile", type=Path, nargs="?", help="what `strategy.profile().to_json()` gave")
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        nargs=2,
+        metavar=("BEFORE.html", "AFTER.html"),
+        help="instead: print in which figures and settings two reports differ",
+    )
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="the page (report.html)")
     parser.add_argument("--trace", type=Path, help="also a file for Perfetto or Chrome's about:tracing, such as t.json")
     add_link_options(parser)
     parser.add_argument("--passes", default=",".join(DEFAULT_SCHEDULE[-1]["passes"]), help="separated by commas")
     options = parser.parse_args(arguments)
+    if options.compare is not None:
+        _compare(*options.compare)
+        return
+    if options.profile is None:
+        parser.error("name a profile, or --compare two reports")
     try:
         measured = read_profile(options.profile)
         counts = rank_counts(options, measured)
@@ -56,3 +69,12 @@ def main(arguments: Sequence[str]) -> None:
         fail("report", error)
     except OSError as error:
         fail("report", f"{error.filename} cannot be written: {error.strerror}.")
+
+
+def _compare(before: Path, after: Path) -> None:
+    try:
+        print(compare(before, after))
+    except ValueError as error:
+        fail("report", error)
+    except OSError as error:
+        fail("report", f"{error.filename} cannot be read: {error.strerror}.")

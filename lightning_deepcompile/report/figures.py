@@ -6,11 +6,12 @@ packages, and it draws horizontal bars with a base (a timeline), stacked areas a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_deepcompile.plan.costs import Profile
-from lightning_deepcompile.plan.report import Round
+from lightning_deepcompile.plan.measured import StepTime
+from lightning_deepcompile.plan.report import Round, split_idle
 from lightning_deepcompile.plan.scaling import ScalingPoint
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule
@@ -20,11 +21,30 @@ from lightning_deepcompile.report.timeline import LANES, Event, block_order
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["can_draw", "library", "passes_figure", "scaling_figure", "step_figure", "to_html"]
+__all__ = [
+    "can_draw",
+    "chart",
+    "library",
+    "passes_figure",
+    "ranks_figure",
+    "scaling_figure",
+    "step_figure",
+    "times_figure",
+    "to_html",
+]
 
 _MEMORY_COLORS = ("#4c6a92", "#7d9cc0", "#b9c4d0", "#e2a14a", "#c8553d", "#7fb069")
 _SCALE = "Turbo"
 _PLAIN = "#8a929c"
+_WAITS = "#c8553d"
+_KINDS: dict[str, str] = {
+    "compute": _PLAIN,
+    "waits for gathers": _WAITS,
+    "waits for reductions": "#e08a76",
+    "waits for copies": "#e2a14a",
+    "optimizer": "#4c6a92",
+    "between": "#d8dee4",
+}
 _MANY = 60
 """So many bars are narrower than the lines between them would be."""
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
@@ -52,6 +72,16 @@ def library() -> str:
     return _plotly().offline.get_plotlyjs()
 
 
+def chart(name: str, draw: Callable[[], go.Figure]) -> str:
+    """Returns a figure as part of a page; "" without Plotly.
+
+    Args:
+        name: Identifier of its element.
+        draw: Makes the figure.
+    """
+    return to_html(draw(), name) if can_draw() else ""
+
+
 def to_html(figure: go.Figure, name: str) -> str:
     """Returns a figure as part of a page that contains `library`.
 
@@ -59,7 +89,7 @@ def to_html(figure: go.Figure, name: str) -> str:
         figure: The figure.
         name: Identifier of its element.
     """
-    config = {"responsive": True, "displaylogo": False, "scrollZoom": True}
+    config = {"responsive": True, "displayModeBar": False, "scrollZoom": True}
     return figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config)
 
 
@@ -82,9 +112,11 @@ def step_figure(
     figure = plotly.subplots.make_subplots(
         rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.12, row_heights=[0.5, 0.5]
     )
-    order = block_order(schedules, profile)
+    known = _block_colors(plotly, block_order(schedules, profile))
     for lane in lanes:
-        figure.add_trace(_bars(plotly, [event for event in events if event.lane == lane], lane, order), row=1, col=1)
+        chosen = [event for event in events if event.lane == lane]
+        colors = [known.get(event.block, _PLAIN) for event in chosen]
+        figure.add_trace(_bars(plotly, chosen, lane, colors, showlegend=False), row=1, col=1)
     unit = _add_memory(plotly, figure, memory, profile)
     begin, end = _extent(events, memory)
     figure.update_xaxes(range=[begin * 1e3, end * 1e3], showspikes=True, spikemode="across", spikethickness=1)
@@ -106,21 +138,21 @@ def step_figure(
     return figure
 
 
-def _bars(plotly: Any, events: Sequence[Event], lane: str, order: Sequence[str]) -> Any:
+def _block_colors(plotly: Any, order: Sequence[str]) -> dict[str, str]:
+    """The colour of each block: its place in the model."""
     place = {block: position / max(len(order) - 1, 1) for position, block in enumerate(order)}
-    colors = plotly.colors
-    scale = colors.get_colorscale(_SCALE)
-    known = {block: colors.sample_colorscale(scale, [0.05 + 0.9 * part])[0] for block, part in place.items()}
+    scale = plotly.colors.get_colorscale(_SCALE)
+    return {block: plotly.colors.sample_colorscale(scale, [0.05 + 0.9 * part])[0] for block, part in place.items()}
+
+
+def _bars(plotly: Any, events: Sequence[Event], name: str, colors: str | Sequence[str], **options: Any) -> Any:
     return plotly.graph_objects.Bar(
         orientation="h",
-        name=lane,
-        y=[lane] * len(events),
+        name=name,
+        y=[event.lane for event in events],
         base=[event.start * 1e3 for event in events],
         x=[(event.end - event.start) * 1e3 for event in events],
-        marker={
-            "color": [known.get(event.block, _PLAIN) for event in events],
-            "line": {"width": 0.5 if len(events) < _MANY else 0, "color": "#fff"},
-        },
+        marker={"color": colors, "line": {"width": 0.5 if len(events) < _MANY else 0, "color": "#fff"}},
         text=[event.name for event in events],
         textposition="inside",
         insidetextanchor="middle",
@@ -129,8 +161,8 @@ def _bars(plotly: Any, events: Sequence[Event], lane: str, order: Sequence[str])
         textfont={"size": 10},
         customdata=[(event.name, event.detail, (event.end - event.start) * 1e3) for event in events],
         hovertemplate="<b>%{customdata[0]}</b><br>%{customdata[1]}<br>"
-        "%{customdata[2]:.3f} ms, from %{base:.3f} ms<extra>" + lane + "</extra>",
-        showlegend=False,
+        "%{customdata[2]:.3f} ms, from %{base:.3f} ms<extra>%{y}</extra>",
+        **options,
     )
 
 
@@ -205,40 +237,113 @@ def _views(events: Sequence[Event], begin: float, end: float) -> dict[str, Any]:
 
 
 def passes_figure(done: Round) -> go.Figure:
-    """Draws the step as predicted after each pass, beside the measurements before and after.
+    """Draws by how much each pass changes the step, and the time that compute waits, as predicted.
 
     Args:
         done: A round of planning.
     """
     plotly = _plotly()
-    rows = [(entry.name, entry.step_seconds, entry.exposed_seconds, _PLAIN) for entry in done.passes]
-    if done.before_seconds > 0:
-        rows.append(("measured before", done.before_seconds, done.before_exposed_seconds, "#4c6a92"))
-    if done.after_seconds is not None:
-        rows.append((f"measured after ({done.outcome})", done.after_seconds, 0.0, "#4c6a92"))
+    shown, _ = split_idle(done.passes)
+    pairs = list(zip(shown, shown[1:], strict=False))
     figure = plotly.graph_objects.Figure()
-    names = [name for name, *_ in rows]
-    for label, values, colors in (
-        ("the rest", [max(step - exposed, 0.0) for _, step, exposed, _ in rows], [color for *_, color in rows]),
-        ("compute waits for communication", [min(exposed, step) for _, step, exposed, _ in rows], "#c8553d"),
+    for label, color, changes in (
+        ("step", "#4c6a92", [after.step_seconds - before.step_seconds for before, after in pairs]),
+        ("compute waits", _WAITS, [after.exposed_seconds - before.exposed_seconds for before, after in pairs]),
     ):
         figure.add_trace(
             plotly.graph_objects.Bar(
                 orientation="h",
                 name=label,
-                y=names,
-                x=[value * 1e3 for value in values],
-                marker={"color": colors},
-                hovertemplate="%{x:.2f} ms<extra>" + label + "</extra>",
+                y=[after.name for _, after in pairs],
+                x=[change * 1e3 for change in changes],
+                marker={"color": color},
+                hovertemplate="%{x:+.2f} ms<extra>" + label + "</extra>",
             )
         )
     figure.update_yaxes(autorange="reversed", automargin=True, fixedrange=True)
-    figure.update_xaxes(title_text="milliseconds", fixedrange=True)
+    figure.update_xaxes(title_text="milliseconds more (right) or less (left)", zeroline=True, fixedrange=True)
     figure.update_layout(
         template="plotly_white",
-        barmode="stack",
-        height=110 + 30 * len(rows),
-        margin={"l": 150, "r": 20, "t": 40, "b": 40},
+        barmode="group",
+        height=130 + 44 * len(pairs),
+        margin={"l": 20, "r": 20, "t": 40, "b": 40},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+    )
+    return figure
+
+
+def ranks_figure(events: Sequence[Event], order: Sequence[str]) -> go.Figure:
+    """Draws the measured step, a row for each rank.
+
+    Args:
+        events: The work of ranks.
+        order: The blocks, in the model's order.
+    """
+    plotly = _plotly()
+    figure = plotly.graph_objects.Figure()
+    lanes = list(dict.fromkeys(event.lane for event in events))
+    known = _block_colors(plotly, order)
+    for kind, color in _KINDS.items():
+        chosen = [event for event in events if event.kind == kind]
+        if chosen:
+            colors = [known.get(event.block, _PLAIN) for event in chosen] if kind == "compute" else color
+            figure.add_trace(_bars(plotly, chosen, kind, colors))
+    figure.update_yaxes(categoryorder="array", categoryarray=lanes[::-1], automargin=True, fixedrange=True)
+    figure.update_xaxes(title_text="milliseconds from the begin of rank 0's step")
+    figure.update_layout(
+        template="plotly_white",
+        height=150 + 40 * len(lanes),
+        margin={"l": 20, "r": 20, "t": 40, "b": 50},
+        barmode="overlay",
+        bargap=0.25,
+        hovermode="closest",
+        dragmode="zoom",
+        uniformtext={"minsize": 9, "mode": "hide"},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+    )
+    return figure
+
+
+def times_figure(times: Sequence[StepTime], swaps: Sequence[int]) -> go.Figure:
+    """Draws the durations of steps.
+
+    Args:
+        times: The durations, in order.
+        swaps: The steps after which a plan took over.
+    """
+    plotly = _plotly()
+    figure = plotly.graph_objects.Figure()
+    usual = sorted(one.seconds for one in times if not one.compiled) or [one.seconds for one in times]
+    most = 2.5 * usual[len(usual) // 2] * 1e3
+    for name, color, chosen in (
+        ("step", "#4c6a92", [one for one in times if not one.compiled]),
+        ("with compilation", "#e2a14a", [one for one in times if one.compiled]),
+    ):
+        if chosen:
+            figure.add_trace(
+                plotly.graph_objects.Scatter(
+                    x=[one.step for one in chosen],
+                    y=[min(one.seconds * 1e3, most) for one in chosen],
+                    customdata=[one.seconds * 1e3 for one in chosen],
+                    name=name,
+                    mode="markers",
+                    marker={"color": color, "size": 5},
+                    hovertemplate="step %{x}: %{customdata:.1f} ms<extra></extra>",
+                )
+            )
+    for swap in swaps:
+        figure.add_vline(
+            x=swap + 0.5,
+            line={"dash": "dash", "color": "#333", "width": 1},
+            annotation_text="plan",
+            annotation_position="bottom right",
+        )
+    figure.update_xaxes(title_text="optimizer step")
+    figure.update_yaxes(title_text="milliseconds", range=[0, most * 1.05])
+    figure.update_layout(
+        template="plotly_white",
+        height=260,
+        margin={"l": 60, "r": 20, "t": 40, "b": 50},
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
     )
     return figure

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.limits import Limit, limits
+from lightning_deepcompile.plan.measured import MeasuredStep, StepTime
 from lightning_deepcompile.plan.pass_manager import Pass, optimize
 from lightning_deepcompile.plan.report import PassReport, Round
 from lightning_deepcompile.plan.scaling import ScalingPoint
@@ -31,6 +33,12 @@ class StepRecord:
         summary: The summary of a run; None if only a profile is known.
         programs: The printed programs, by name.
         scaling: The step on more ranks; none unless asked for.
+        facts: What was trained, with which settings, and where, for people.
+        measured: A step as ranks measured it; None if none was.
+        times: Durations of steps.
+        operations: Floating-point operations of regions, by key.
+        peak: The device's floating-point operations a second; None if not known.
+        graphs: Of each captured graph its programs, the line at which it ends, and why; then why it was compiled anew.
     """
 
     profile: Profile | None = None
@@ -39,10 +47,21 @@ class StepRecord:
     summary: Summary | None = None
     programs: Mapping[str, str] = field(default_factory=dict)
     scaling: Sequence[ScalingPoint] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)
+    measured: MeasuredStep | None = None
+    times: Sequence[StepTime] = ()
+    operations: Mapping[str, int] = field(default_factory=dict)
+    peak: float | None = None
+    graphs: Sequence[tuple[str, str, str, str]] = ()
 
     def predict(self) -> Prediction | None:
         """Simulates the step; None without a profile."""
         return None if self.profile is None else simulate(self.schedules, self.profile)
+
+    def limits(self) -> list[Limit]:
+        """Returns what limits the step, the largest cost first; nothing without a profile."""
+        skew = self.rounds[-1].skew_seconds if self.rounds else 0.0
+        return [] if self.profile is None else limits(self.schedules, self.profile, skew, self.measured)
 
     def shortened(self) -> StepRecord:
         """Returns the record of a step of at most two micro-batches: those between the first and the last are alike."""

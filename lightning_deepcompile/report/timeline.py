@@ -52,6 +52,7 @@ class Event:
         program: Name of the program that it belongs to; "" for the optimizer and copies of its states.
         start: In seconds from the step's begin; negative for what the step before has launched.
         end: Likewise.
+        kind: Of a measured piece, as in `plan.measured.KINDS`; else "".
     """
 
     lane: str
@@ -61,6 +62,7 @@ class Event:
     program: str
     start: float
     end: float
+    kind: str = ""
 
 
 def timeline(prediction: Prediction, schedules: Sequence[Schedule], profile: Profile) -> list[Event]:

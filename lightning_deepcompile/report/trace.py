@@ -1,4 +1,4 @@
-"""A predicted step in the trace event format, which Perfetto and Chrome's ``about:tracing`` show."""
+"""A step in the trace event format of Perfetto and Chrome's ``about:tracing``: simulated, and as ranks measured it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.measured import MeasuredStep
+from lightning_deepcompile.report.measured import events_of
 from lightning_deepcompile.report.memory import KINDS, memory_by_kind
 from lightning_deepcompile.report.record import StepRecord
 from lightning_deepcompile.report.timeline import LANES, timeline
@@ -37,7 +40,7 @@ def write_trace(record: StepRecord, path: str | Path) -> Path:
 
 
 def trace_text(record: StepRecord) -> str:
-    """Returns the step as JSON: a thread for each stream, counters of memory by kind.
+    """Returns the step as JSON: a thread for each simulated stream, counters of memory, a process for each rank.
 
     Args:
         record: Of a measured step.
@@ -76,11 +79,36 @@ def trace_text(record: StepRecord) -> str:
     for moment in memory:
         sizes = dict(zip(KINDS, moment.sizes, strict=True))
         rows.append({"name": "memory", "ph": "C", "ts": microseconds(moment.seconds), "pid": _PROCESS, "args": sizes})
+    if record.measured is not None:
+        rows += _measured_rows(record.measured, profile)
     return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"})
 
 
-def _named(kind: str, thread: int, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": _PROCESS, "tid": thread, "args": {"name": name}}
+def _measured_rows(measured: MeasuredStep, profile: Profile) -> list[dict[str, Any]]:
+    """The measured step: a process for each rank, with a thread for its compute stream."""
+    when = "under the plan" if measured.planned else "before planning"
+    begin = min((rank.begin for rank in measured.ranks), default=0.0)
+    processes = {f"rank {rank.rank}": _PROCESS + 1 + place for place, rank in enumerate(measured.ranks)}
+    rows = [_named("process_name", 0, f"measured step {when}, {lane}", pid) for lane, pid in processes.items()]
+    rows += [_named("thread_name", 0, "compute stream", pid) for pid in processes.values()]
+    for event in events_of(measured, profile):
+        rows.append(
+            {
+                "name": event.name,
+                "cat": event.kind,
+                "ph": "X",
+                "ts": round((event.start - begin) * 1e6, 3),
+                "dur": round((event.end - event.start) * 1e6, 3),
+                "pid": processes[event.lane],
+                "tid": 0,
+                "args": {"what": event.detail},
+            }
+        )
+    return rows
+
+
+def _named(kind: str, thread: int, name: str, process: int = _PROCESS) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
 
 
 def _sorted(thread: int) -> dict[str, Any]:

@@ -43,6 +43,8 @@ __all__ = ["ISOLATED", "OBSERVED", "PLANNED", "TIMED", "VERIFIED", "Measurement"
 # A round, in steps from its first profiled one: two ordinary steps before are timed. One runs as scheduled, with marks;
 # the next waits for every collective at once.
 OBSERVED, ISOLATED, PLANNED, TIMED, VERIFIED = 0, 1, 2, 3, 6
+# Of the timed ones, the last has marks, for reports. So does one of those before: both are compared alike.
+MARKED = 5
 
 _MOST_REPEATS = 6
 """With batches of few kinds (full ones and a last one, one sample and several), two of thirteen steps are alike."""
@@ -51,6 +53,10 @@ _ENOUGH = 6
 """Profiled steps of the same programs from which times follow as functions of sizes."""
 
 _MARGIN = 8  # of a chosen budget, plans leave 1 / 2^8 free: predictions are not better than that
+
+
+Marked = tuple[StepProbe, dict[str, Schedule]]
+"""A step with marks, and the schedules that ran in it, by program name."""
 
 
 class Comparison(NamedTuple):
@@ -80,6 +86,7 @@ class Measurement:
 
     Attributes:
         workload: The steps seen before the plan, merged over ranks; None before they are.
+        marked: A step under the plan, with marks, and its schedules by program name; None before there is one.
         elements: Of this rank's batches in the steps that were timed or profiled.
     """
 
@@ -88,11 +95,12 @@ class Measurement:
         self._probes: dict[int, StepProbe] = {}
         self._repeats = 0
         # Profiled steps, with what ran in them: as scheduled, and with every collective by itself.
-        self._observed: list[tuple[StepProbe, dict[str, Schedule]]] = []
-        self._isolated: list[tuple[StepProbe, dict[str, Schedule]]] = []
+        self._observed: list[Marked] = []
+        self._isolated: list[Marked] = []
         self._times: RegionTimes | None = None
         self._larger: Mapping[str, Iterable[Noted]] = {}
         self.workload: Workload | None = None
+        self.marked: Marked | None = None
         self.elements: list[int] = []
 
     def probe(
@@ -119,8 +127,11 @@ class Measurement:
         drain = functools.partial(runtime.gradients.free, []) if moment == ISOLATED else None
         probe = self._probes[moment] = StepProbe(device, memory, drain)
         training = [e for e in capture.executables if e.program.kind != "inference"]
-        if moment in (OBSERVED, ISOLATED):
+        if moment in (OBSERVED, ISOLATED, MARKED):
             schedules = instrument(training, probe)
+        if moment == MARKED:
+            self.marked = probe, schedules
+        if moment in (OBSERVED, ISOLATED):
             (self._observed if moment == OBSERVED else self._isolated).append((probe, schedules))
             capture.measures = functools.partial(_measure, schedules, probe)
         else:
@@ -245,6 +256,11 @@ class Measurement:
         return {name for probe in self._seen for name, _ in probe.work if structures.get(name) in wanted}
 
     @property
+    def observed(self) -> Marked:
+        """A step that ran as scheduled before the plan, with marks, and its schedules by program name."""
+        return self._pair()[0]
+
+    @property
     def usual_programs(self) -> set[str]:
         """The names of the programs that the profile is made of: most steps ran them."""
         return {run.program for run in self._pair()[1][0].runs}
@@ -258,7 +274,7 @@ class Measurement:
             return False
         return not self._varied or sum(_programs(p) == wanted for p, _ in self._observed + self._isolated) >= _ENOUGH
 
-    def _pair(self) -> tuple[tuple[StepProbe, dict[str, Schedule]], tuple[StepProbe, dict[str, Schedule]]]:
+    def _pair(self) -> tuple[Marked, Marked]:
         """Two profiled steps that ran the same programs, which most steps ran, rather with arguments of equal sizes."""
         steps = Counter(_programs(probe) for probe, _ in self._observed + self._isolated)
         pairs = [(o, i) for i in self._isolated for o in self._observed]

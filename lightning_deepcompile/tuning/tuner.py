@@ -22,6 +22,8 @@ from lightning_deepcompile.plan.costs import Profile, ProfileError
 from lightning_deepcompile.plan.fit import Need, fit
 from lightning_deepcompile.plan.leaner import Shortage, fall_back
 from lightning_deepcompile.plan.least import least_budget
+from lightning_deepcompile.plan.limits import limits
+from lightning_deepcompile.plan.measured import MeasuredStep
 from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, Pass, optimize, resolve_passes
 from lightning_deepcompile.plan.plan_file import Setting
 from lightning_deepcompile.plan.report import PassReport, Round, shortage_note
@@ -45,6 +47,7 @@ from lightning_deepcompile.tuning.measuring import (
 )
 from lightning_deepcompile.tuning.plan_store import PlanStore
 from lightning_deepcompile.tuning.retracing import Retracing
+from lightning_deepcompile.tuning.shared_step import share_step
 from lightning_deepcompile.tuning.shortages import Shortages
 from lightning_deepcompile.tuning.slow_ranks import SlowRanks
 from lightning_deepcompile.tuning.together import Seen, put_together
@@ -82,6 +85,8 @@ class Tuner:
     Attributes:
         rounds: What was done, round by round.
         profile: What the last round planned with.
+        measured: A step of several ranks: one under the plan in use, or one before planning; None before there
+            is one.
         skew_seconds: For how long the rank with the least work waits in a step for the one with the most, as measured
             in the last round.
 
@@ -131,6 +136,7 @@ class Tuner:
         self._retraces = False  # whether the training step is to be retraced
         self.rounds: list[Round] = []
         self.profile: Profile | None = None
+        self.measured: MeasuredStep | None = None
         self.skew_seconds = 0.0
         self._step = 0  # optimizer steps done
         self._boundary = False  # the optimizer has stepped since the last micro-batch
@@ -248,6 +254,11 @@ class Tuner:
         if self._probe is not None:
             self._probe.begin_backward(update)
 
+    def end_backward(self) -> None:
+        """Call when a backward pass has ended, and the device waits for its reductions."""
+        if self._probe is not None:
+            self._probe.end_backward()
+
     def end_step(self) -> None:
         """Call when the optimizer has stepped."""
         self._boundary = True
@@ -334,6 +345,7 @@ class Tuner:
             return
         self._attempts += 1
         chosen = self._config.memory_budget
+        self.measured = share_step(measurement.observed, self._group, planned=False)
         assert seen.workload is not None
         measurement.workload, self.skew_seconds = seen.workload, seen.workload.skew
         self._ran = seen.profile.schedules
@@ -355,6 +367,7 @@ class Tuner:
         if not self._passes:
             times = profile.step_seconds, profile.exposed_seconds
             self.rounds.append(Round(self._step, (), budget, *times, outcome="measured", reason=_ALONE))
+            self._say_limit()
             self._end_round()
             return
         self.profile, (planned, effects) = self._states.plan(profile, self._optimized)
@@ -456,6 +469,10 @@ class Tuner:
         return self._memory.latest if self._device.type == "cuda" else None
 
     def _verify(self) -> None:
+        assert self._round is not None
+        under_plan = share_step(self._round.marked, self._group, planned=True)
+        for executable in self._training():
+            executable.swap(executable.program)  # without marks
         after = self._fastest(TIMED, VERIFIED)
         after, most = maxima([after, -1 if (mine := self._peak()) is None else mine], self._group)
         peak = None if most < 0 else int(most)
@@ -473,6 +490,8 @@ class Tuner:
             passes, plan = self._previous
             self._run_plan(plan, passes)
             self.profile = self._states.undo(self.profile)
+        else:
+            self.measured = under_plan or self.measured
         excess = (peak or 0) - (self.rounds[-1].budget or 0)
         if excess > 0 and not slower and self._config.memory_budget is not None and self._attempts < _ATTEMPTS:
             self._excess += excess  # memory that no model knows of: the next plan leaves it free
@@ -494,9 +513,20 @@ class Tuner:
         self._say(str(done), logging.DEBUG)
         if text := done.shortfall():
             self._say(text, logging.WARNING)
+        self._say_limit()
         if done.outcome != "reverted":
             self._save()
         self._end_round()
+
+    def _say_limit(self) -> None:
+        """Logs what limits the step as it runs now; needs no other rank."""
+        if self._group.rank() == 0 and _log.isEnabledFor(logging.INFO):
+            now = {one.structure: one for one in self._capture_schedules()}
+            assert self.profile is not None
+            schedules = [now.get(one.structure, one) for one in self.profile.schedules]
+            if all(map(self.profile.covers, schedules)):
+                found = limits(schedules, self.profile, self.skew_seconds, self.measured)
+                self._say(f"The step is {found[0]}", logging.INFO)
 
     def _end_round(self, retry: bool = False) -> None:
         self._round = self._capture.measures = None

@@ -101,4 +101,12 @@ def test_a_default_trainings_report_trace_and_profile(ranks: int, tmp_path: Path
     assert written == [["report.html", "trace.json"], *[[]] * (ranks - 1)]
     text = (tmp_path / "report.html").read_text()
     assert "step-figure" in text and "frame0.backward" in text and "No step was measured" not in text
+    rows = [f"<tr><td class=n>{rank}</td>" for rank in range(ranks)]
+    assert all(row in text.partition('id="ranks"')[2].partition("</table>")[0] for row in rows), "each rank has a row"
+    assert "This step is limited by" in text and "Step after step" in text
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [row["args"]["name"] for row in events if row["name"] == "process_name"]
+    # A plan that measured slower is reverted, and the step before it is shown.
+    when = "under the plan" if ranks > 1 and "Step 5: kept" in text else "before planning"
+    assert names[1:] == [f"measured step {when}, rank {rank}" for rank in range(ranks)]
     assert ("there was nothing to plan" in text) == (ranks == 1) and ("proactive_prefetch" in text) == (ranks > 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
@@ -10,16 +12,16 @@ from lightning_deepcompile import compat
 __all__ = ["count_flops", "flops_of"]
 
 
-def count_flops(gm: fx.GraphModule, *, backward: bool = False) -> int:
-    """Counts the floating-point operations of a graph, by the formulas of `torch.utils.flop_counter`.
+def count_flops(nodes: Iterable[fx.Node], *, backward: bool = False) -> int:
+    """Counts the floating-point operations of a graph or a part of one, by the formulas of `torch.utils.flop_counter`.
 
     Recomputation in a backward graph (activation checkpointing) does not count: utilization is that of the model.
 
     Args:
-        gm: A forward, backward or inference graph of ATen operators. Symbolic sizes count with their hints.
+        nodes: Of a forward, backward or inference graph of ATen operators. Symbolic sizes count with their hints.
         backward: Whether it is a backward graph.
     """
-    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+    calls = [node for node in nodes if node.op == "call_function"]
     return sum(flops_of(node) for node in calls if not (backward and compat.is_of_forward(node)))
 
 

@@ -1,0 +1,50 @@
+"""Keeps how long training steps took, for reports."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from lightning_deepcompile.plan.measured import StepTime
+
+__all__ = ["StepTimes"]
+
+_KEPT = 4096
+
+
+class StepTimes:
+    """Durations of optimizer steps by the host's clock, which in a long row are those of the device.
+
+    Attributes:
+        latest: The last ones, in order. A step around which validation, a checkpoint or a pause of the user's ran is
+            not among them if another step of the module ran in between.
+    """
+
+    def __init__(self) -> None:
+        self.latest: deque[StepTime] = deque(maxlen=_KEPT)
+        self._step = 0
+        self._began: float | None = None
+        self._captured = 0
+        self._stepped = False
+
+    def begin(self, captured: int) -> None:
+        """Call before each training step's forward pass.
+
+        Args:
+            captured: Number of graphs captured so far.
+        """
+        if self._began is not None and not self._stepped:
+            return  # a further micro-batch
+        now = time.perf_counter()
+        if self._began is not None:
+            self.latest.append(StepTime(self._step, now - self._began, captured > self._captured))
+        self._began, self._captured, self._stepped = now, captured, False
+
+    def stepped(self) -> None:
+        """Call when an optimizer has stepped."""
+        self._step += not self._stepped
+        self._stepped = True
+
+    def interrupt(self) -> None:
+        """Call when something other than training begins."""
+        self._began = None
