@@ -44,7 +44,7 @@ from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.tracing import Chunkable, Tracing
 from lightning_deepcompile.program.codegen import Guard
 from lightning_deepcompile.program.derive import derive
-from lightning_deepcompile.program.executable import UNCHECKPOINTED, WHOLE, Executable
+from lightning_deepcompile.program.executable import UNCHECKPOINTED, Executable
 from lightning_deepcompile.program.graph import is_gather, is_reduce
 from lightning_deepcompile.program.lower import RegionCompiler, lower
 from lightning_deepcompile.program.program import LOCAL_ID, DerivedBlock, Gathers, ParamInfo, Program
@@ -117,7 +117,7 @@ class Capture:
         progress: Told what is being compiled.
         choose_activations: Which saved tensors are offloaded, by a forward program's schedule; by default none.
         lookups: Which embeddings are looked up by exchange; None: none.
-        guard: What planned programs call for a region; see `Executable`.
+        guard: What some programs call for a region; see `Executable`.
         nothing_moves: Whether parameters are read where they are, and gradients stay where they are written, if they
             are whole: graphs without equal blocks are not cut then.
         replays: Replays programs as CUDA graphs; None: they run.
@@ -477,8 +477,6 @@ class Capture:
                 base = replace(base, history=("derive", *base.history))
             if self.tracing.uncheckpointed:
                 base = replace(base, history=(*base.history, UNCHECKPOINTED))
-            if frame.whole.total() and kind != "inference":  # only training steps are retraced
-                base = replace(base, history=(*base.history, WHOLE))
             self.runtime.setup.register_graph(graph_id, sorted(frame.ids), stage=self.stage, reduce="every")
             if kind == "backward":
                 self.runtime.setup.register_graph(

@@ -43,7 +43,7 @@ from lightning_deepcompile.sharding.shards import ReadRows, ShardedModel, shard_
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
 from lightning_deepcompile.step.evaluation import Evaluation
 from lightning_deepcompile.step.prefetch import StepPrefetch
-from lightning_deepcompile.tuning.shortages import MemoryRetry, Shortages, ShortageWatch
+from lightning_deepcompile.tuning.shortages import MemoryRetry
 from lightning_deepcompile.tuning.tuner import Tuner
 
 __all__ = ["Assembly"]
@@ -190,8 +190,7 @@ class Assembly:
             residency = Residency(config, mode, model, runtime, group, device, self.memory, self._host_bytes)
         trade = StateTrade(residency, self.hosted.describe)
         room = self._room_for_activations(residency)
-        shortages = Shortages(retry, ShortageWatch(*meeting))
-        tuner = Tuner(capture, runtime, group, device, self.memory, shortages, trade, leaving, room)
+        tuner = Tuner(capture, runtime, group, device, self.memory, retry, trade, leaving, room)
         prefetch = StepPrefetch(capture, runtime, self.host_group, device, stage)
         watch = Watch(store, rank, self._ranks.world_size, meeting[-1])
         meetings = Meetings(self._ranks.new_host_group(alone=True, timeout=self._timeout), watch)

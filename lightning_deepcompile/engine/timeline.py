@@ -39,7 +39,7 @@ class Timeline:
     Args:
         runtime: ``_C.Runtime`` that executes the programs.
         meetings: Asks the other ranks' hosts, once a training step, where they are, whether parameters were written to
-            between steps, and whether a rank was told to stop.
+            between steps, and whether a rank was told to stop, or was short of memory.
         evaluation: Supports evaluation of different numbers of batches.
         order: Compares the ranks' order of collectives.
         tuner: Measures steps and swaps their programs.
@@ -98,6 +98,7 @@ class Timeline:
             self.order.begin(name)  # first: the rest communicates, and is compared as part of this step
         anew = False
         if name == TRAINING:
+            self.stops()  # keeps the answers of the step before
             launched = {"early_gathers": self.prefetch.early, "head_start": self.prefetch.in_optimizer}
             anew = self.tuner.begin_micro_batch(launched)  # before all that depends on the programs, which it may swap
             if (replays := self.capture.replays) is not None:
@@ -129,7 +130,6 @@ class Timeline:
             larger: Whether its batch is larger than all before.
             sizes: Those of its batch.
         """
-        self.stops()  # keeps the answer of the step before
         may_stay = self.prefetch.may_stay(isolated=self.tuner.isolates)
         replays = self.capture.replays
         *_, windows = self.runtime.memory.windows()
@@ -139,6 +139,7 @@ class Timeline:
             cannot_record=replays is not None and not replays.ready,
             failed_recordings=0 if replays is None else replays.failures,
             windows=windows,
+            short=self.tuner.short,
             new=new,
             larger=larger,
         )
@@ -158,6 +159,7 @@ class Timeline:
         if answers is not None:
             most, least = answers()
             self._stops |= most.told_to_stop
+            self.tuner.told_short |= most.short
             if most.windows != least.windows:
                 raise RuntimeError(
                     "Ranks have gathered parameters to different places of their symmetric memory, so the last step "

@@ -10,7 +10,6 @@ from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.offload import StatePlaces
 from lightning_deepcompile.plan.pass_manager import PassEffect
 from lightning_deepcompile.plan.simulate import simulate
-from lightning_deepcompile.plan.state_copies import LEAST_SLOTS
 from lightning_deepcompile.plan.state_trade import Planned, StateMemory, Trade, trade_states, with_away
 from lightning_deepcompile.program.printer import format_bytes
 
@@ -111,25 +110,6 @@ class StateTrade:
             return profile
         self._residency.set_slots(before.places.slots)
         return before.profile
-
-    def leave(self, profile: Profile | None) -> Profile | None:
-        """Moves all states that may be offloaded to host memory, as far as it has room. A collective if they move.
-
-        Args:
-            profile: A measured step, if there is one.
-
-        Returns:
-            The profile with them there.
-        """
-        self.movement, residency, memory = "", self._residency, self._memory
-        if residency is None or memory is None or not memory.movable:
-            return profile
-        away = memory.at_least(memory.total)
-        if away == memory.away or not residency.place(away, "a step ran out of memory"):
-            return profile
-        residency.set_slots(LEAST_SLOTS)
-        self.movement = _movement(memory.away, away)
-        return None if profile is None else with_away(profile, memory, away)
 
     def _told(self, effects: list[PassEffect]) -> list[PassEffect]:
         states = "" if self._residency is None else self._residency.describe()

@@ -52,7 +52,7 @@ class Round:
             out of it before that was known, ``"leaner"`` for what follows a shortage, and ``"retraced"`` where
             another part of the activations is computed again, or losses are computed in pieces: the next round plans
             for that. ``"measured"`` where there is nothing to plan.
-        reason: The reason for a leaner plan, and its difference, or the reason why nothing was planned; else empty.
+        reason: Why a plan was dropped and what follows it, or why nothing was planned; else empty.
         before_peak_bytes: Measured peak memory of this rank before; None where the allocator does not count.
         compared: Whether steps before and after had batches of sizes with which their durations compare.
         skew_seconds: Mean time for which the rank with the least work waits in a step for the one with the most.
@@ -116,7 +116,7 @@ class Round:
         more = format_bytes(measured - predicted)
         return (
             f"With the plan of step {self.step} steps take {format_bytes(measured)}, {more} more than predicted: that "
-            "much less is left for larger batches. If a rank runs out of memory, a leaner plan takes over; "
+            "much less is left for larger batches. If a rank runs out of memory, the plan is dropped; "
             "CompileConfig(memory_budget=...) limits what plans use."
         )
 
@@ -127,8 +127,8 @@ def shortage_note(rounds: Sequence[Round]) -> str:
     Args:
         rounds: Those so far.
     """
-    kept = [one for one in rounds if one.outcome in ("kept", "leaner") and one.passes]
-    if not kept:
+    kept = [one for one in rounds if one.outcome in ("kept", "leaner")]
+    if not kept or not kept[-1].passes:
         return ""
     peak, budget = kept[-1].passes[-1].peak_bytes, kept[-1].budget
     return (

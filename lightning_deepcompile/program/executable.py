@@ -16,17 +16,15 @@ from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import Gathers, Program, RegionModule
 from lightning_deepcompile.program.program_graphs import ProgramGraphs
 
-__all__ = ["UNCHECKPOINTED", "WHOLE", "Executable"]
+__all__ = ["UNCHECKPOINTED", "Executable"]
 
 _log = logging.getLogger(__name__)
 
 UNCHECKPOINTED = "uncheckpointed"
 """In a program's history: it keeps activations that the model would compute again."""
-WHOLE = "whole"
-"""In a program's history: it computes whole what it could compute in pieces."""
 
-# Programs that have a leaner alternative, which all ranks can switch to after a shortage of memory.
-_GUARDED = frozenset(["plan", UNCHECKPOINTED, WHOLE])
+# Programs that use memory which was free.
+_GUARDED = frozenset(["plan", UNCHECKPOINTED])
 
 
 @dataclass(eq=False, repr=False)
@@ -39,8 +37,8 @@ class Executable:
         before: Called before every run: begins the backward pass, or does nothing.
         check: Called with the program before every run; compares it with the other ranks'. A function that it returns
             is called after the run.
-        guard: What programs call for a region that are planned, profiled, computed without the checkpoints that the
-            model asks for, or with a whole loss that could be in pieces; by default the region itself.
+        guard: What programs call for a region that are planned, profiled, or computed without the checkpoints that the
+            model asks for; by default the region itself.
         graphs: Replays the program as a CUDA graph; None: it always runs.
         derived: The program's last inputs, which its caller does not know; see `derive`.
 

@@ -19,6 +19,7 @@ class HostReport:
         cannot_record: Whether this rank may not begin to record CUDA graphs.
         failed_recordings: Recordings that have failed.
         windows: Digest of the windows that gathers have taken.
+        short: Whether this rank was short of memory since its programs took over.
         new: Whether the step may run what it has not run since programs were swapped.
         larger: Whether the batch is larger than all before.
         place: The place in an evaluation.
@@ -30,6 +31,7 @@ class HostReport:
     cannot_record: bool = False
     failed_recordings: int = 0
     windows: int = 0
+    short: bool = False
     new: bool = False
     larger: bool = False
     place: int = 0

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.offload.activations import ActivationOffload
+from lightning_deepcompile.plan.context import NO_LIMIT
 from lightning_deepcompile.plan.copy_placement import COPY_AHEAD, resize, without_copies
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.fit import Kind, MemoryPlan, Move, Need, fit
@@ -32,6 +33,7 @@ from lightning_deepcompile.program.saved import read_saved
 from lightning_deepcompile.program.sizes import Noted, Sizes, note, read_sizes
 from lightning_deepcompile.ranks.exchange import maxima
 from lightning_deepcompile.tuning.retracing import Retracing
+from lightning_deepcompile.tuning.shortages import Shortage, room_after
 
 __all__ = ["Foresight", "StepRetracedError"]
 
@@ -61,6 +63,7 @@ class Foresight:
         largest: The sizes of programs' arguments in batches that were larger than all before, by program.
         plan: What was decided of the last step that was looked at; None before.
         need: What that step takes with all moves; None before.
+        limit: Bytes that were there when a rank ran out of memory; None if none did.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Foresight:
         self.largest: dict[str, dict[Noted, None]] = {}
         self.plan: MemoryPlan | None = None
         self.need: MemoryNeed | None = None
+        self.limit: int | None = None
         self._host_is_short = False
         self._tried: tuple[Tracing, MemoryPlan] | None = None  # before the last retracing, and what asked for it
 
@@ -119,7 +123,7 @@ class Foresight:
             say(str(plan), logging.INFO)
             self._do(plan, lean)
         if not plan.fits:
-            if not has_run and plan.least - guess > budget:  # else it may fit after all
+            if not has_run and self.limit is None and plan.least - guess > budget:  # else it may fit after all
                 plan.check(self._capture.config.memory_budget, self._table())
             say(self.shortfall(), logging.WARNING)
         return None
@@ -155,23 +159,64 @@ class Foresight:
         noted = list(self.largest.get(programs[0].name, ()))[-1:]
         sizes = read_sizes(programs[0].gm.graph, noted[0]) if noted else None  # else as before, or as it was compiled
         self._memory.largest = max(self._memory.largest, self._largest(programs, sizes))
-        standing = self._standing(programs[0])
-        profile = self._forecast(programs, standing, sizes)
-        now = forecast(programs, standing.total, sizes=sizes, **self._fields()).schedules
-        lean = self._lean(programs, profile, standing, sizes)
-        told = [peak_bytes(now, profile), *lean.peaks[:-1], -(profile.budget or 0)]
-        *peaks, fewest_bytes = map(int, maxima(told, self._group))
-        plan = fit(Need({"passes": peaks[0]}, _moves(_KINDS[:-1], peaks)), -fewest_bytes, "same")
+        plan, lean = self._decide_again(programs, sizes)
         if plan.fits and not plan.moved:
             return False
-        self.plan, self.need, self._host_is_short = plan, lean.need, lean.saved.host_is_short
-        self._capture.plan = {}
         if plan.moved:
             say(f"A larger batch than all before: {plan}", logging.INFO)
+        self._replace_plan(plan, lean, say)
+        return True
+
+    def look_after(
+        self,
+        programs: list[Program],
+        shortages: Sequence[Shortage],
+        measured: Profile | None,
+        say: Callable[[str, int], None],
+    ) -> MemoryPlan:
+        """Decides after ranks ran out of memory; call on all ranks, between optimizer steps.
+
+        Args:
+            programs: Of a micro-batch, in the order in which they run.
+            shortages: Of all ranks.
+            measured: The profile that the programs were planned with; None if there is none.
+            say: As for `look`.
+
+        Returns:
+            The decision. It is carried out unless it is to trace the step again.
+        """
+        plan, lean = self._decide_again(programs, None, shortages, measured)
+        self.limit = plan.room
+        if plan.retrace is None:
+            self._replace_plan(plan, lean, say)
+        return plan
+
+    def _decide_again(
+        self,
+        programs: list[Program],
+        sizes: Sizes | None,
+        shortages: Sequence[Shortage] = (),
+        measured: Profile | None = None,
+    ) -> tuple[MemoryPlan, _Lean]:
+        """Decides about programs that have run, whose optimizer states stay where they are; a collective."""
+        standing = self._standing(programs[0])
+        known = measured is not None and all(measured.covers(one.schedule) for one in programs)
+        profile = measured if measured is not None and known else self._forecast(programs, standing, sizes)
+        now = forecast(programs, standing.total, sizes=sizes, **self._fields()).schedules
+        room = room_after(shortages, now, profile) if shortages else profile.budget or 0
+        lean = self._lean(programs, profile, standing, sizes)
+        *peaks, fewest_bytes = map(int, maxima([peak_bytes(now, profile), *lean.peaks[:-1], -room], self._group))
+        moves, rounding = _moves(_KINDS[:-1], peaks), self._capture.config.rounding
+        if not shortages:
+            return fit(Need({"passes": peaks[0]}, moves), -fewest_bytes, "same"), lean
+        return fit(Need({"passes": peaks[0]}, moves + self._retracing.moves()), -fewest_bytes, rounding), lean
+
+    def _replace_plan(self, plan: MemoryPlan, lean: _Lean, say: Callable[[str, int], None]) -> None:
+        self.plan, self.need, self._host_is_short = plan, lean.need, lean.saved.host_is_short
+        self._capture.plan, self._capture.passes = {}, self._lean_passes()
         if not plan.fits:
             say(self.shortfall(), logging.WARNING)
         self._do(plan, lean)
-        return True
 
     def note(self, executables: Iterable[Executable]) -> None:
         """Notes the sizes with which each of `executables` runs next."""
@@ -287,7 +332,7 @@ class Foresight:
             "hold_ratio": hold_ratio(dtypes),
             "hosted": capture.model.hosted_bytes,
             "micro_batches": 1 if capture.gradients.update else 2,
-            "budget": self._memory.limit(config.memory_budget),
+            "budget": min(self._memory.limit(config.memory_budget), self.limit or NO_LIMIT),
         }
 
     def _largest(self, programs: list[Program], sizes: Sizes | None = None) -> int:

@@ -12,7 +12,6 @@ from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.plan.context import NO_LIMIT
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.fit import Kind, MemoryPlan, Move, Need, fit
-from lightning_deepcompile.plan.leaner import Shortage, is_of, leaner_budget
 from lightning_deepcompile.plan.recompute import Checkpoint, choose_recompute
 from lightning_deepcompile.plan.report import PassReport, Round
 from lightning_deepcompile.plan.state_trade import Planned
@@ -50,11 +49,6 @@ class Retracing:
     def pending(self) -> bool:
         """True if the next round of planning decides what is recomputed in backward."""
         return not self._decided
-
-    @property
-    def may_chunk(self) -> bool:
-        """True if something is computed whole until memory is short."""
-        return any(map(self._may_chunk, _NAMES))
 
     def _may_chunk(self, what: Chunkable) -> bool:
         useless = what in self._useless
@@ -196,26 +190,3 @@ class Retracing:
         reports = tuple(PassReport.of(effect) for effect in chosen.effects)
         times = profile.step_seconds, profile.exposed_seconds
         return Round(step, reports, profile.budget, *times, outcome="retraced")
-
-    def give_up(
-        self, step: int, shortages: Sequence[Shortage], planned: Sequence[Schedule], profile: Profile | None
-    ) -> Round | None:
-        """Has the step traced once more where a rank was short of memory: how much is missing is not known.
-
-        Args:
-            step: Optimizer steps done.
-            shortages: Of all ranks; at least one.
-            planned: The schedules that failed; none if nothing was planned.
-            profile: What they were made with; None for a plan out of a file.
-
-        Returns:
-            What the report says of it; None if all of it is so already.
-        """
-        plan = fit(Need({"step": 1}, self.moves()), 0, self._capture.config.rounding)
-        if plan.retrace is None:
-            return None
-        budget = None
-        if planned and profile is not None and is_of(profile, planned):
-            budget = leaner_budget(shortages, planned, profile)
-        text = f"{shortages[0]} From step {step} on, {self.trace(plan.retrace)}."
-        return Round(step, (), budget, 0.0, 0.0, outcome="leaner", reason=text)

@@ -1,42 +1,95 @@
-"""Lets a rank that runs out of memory in a planned program finish the step, and tells all ranks of it.
+"""Lets a rank that runs out of memory in a planned program finish the step.
 
 It cannot give up the step: the other ranks would wait for its collectives. So a region that failed is called again when
 this rank has given memory back that no other rank knows of (``csrc/memory/retry.h``): a region is a function of its
 inputs.
 
 A region may free an input as soon as it has read it, so whoever wants to call it again must hold its inputs. This makes
-the peak higher by the inputs that the region at the peak reads last. Only planned programs pay for it: those which use
-memory that was free, and for which there is a leaner plan. Profiled programs do, too, so that plans count it, and those
-whose loss is whole and could be computed in pieces.
+the peak higher by the inputs that the region at the peak reads last. Only programs pay for it that use memory which was
+free: planned ones, and those without checkpoints that the model asks for. So do profiled ones, so that plans count it.
 
-Every few optimizer steps of a planned program, each rank tells the rendezvous store that it has come so far, and
-whether it was short of memory since the last time. At the next such step it reads what all have said at the one before:
-by then they have come by long ago, as a rule, and nobody waits. So a step costs nothing, every eighth three messages to
-the store, and the plan changes 8 to 16 steps after a shortage. The leaner plan is `plan.leaner`'s.
+In the next step the hosts tell each other. In the step after it, all ranks decide again with the memory that was there
+(`tuning.foresight`), and a plan follows that is made for it.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.plan.leaner import Shortage
+from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.simulate import simulate
+from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.program import RegionModule
 from lightning_deepcompile.program.replay import Replays
-from lightning_deepcompile.ranks.failures import STORE_GONE
+from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["MemoryRetry", "ShortageWatch", "Shortages"]
+__all__ = ["MemoryRetry", "Shortage", "room_after"]
 
 Run = Callable[[list[Any]], Sequence[Any]]
+
+_MARGIN = 0.05  # of memory that is known from a failure: it comes in pieces
+
+
+@dataclass
+class Shortage:
+    """A region that found no memory.
+
+    Args:
+        rank: The rank that was short.
+        program: The program that ran; "" if the runtime itself was short, between regions.
+        region: The region's name in it.
+        asked: The request, as the allocator puts it; "" if it does not say.
+        free: Bytes that the device had left; None where the allocator does not count.
+        allocated: Bytes that were allocated; None where the allocator does not count.
+        relieved: Bytes that the rank gave back to go on.
+    """
+
+    rank: int
+    program: str
+    region: str
+    asked: str
+    free: int | None = None
+    allocated: int | None = None
+    relieved: int = 0
+
+    def __str__(self) -> str:
+        """The shortage as a sentence."""
+        where = f" in {self.region} of {self.program}" if self.program else " when it launched communication"
+        asked = f"; {self.asked} were asked for" if self.asked else ""
+        free = "" if self.free is None else f"; {format_bytes(self.free)} were free"
+        return f"Rank {self.rank} ran out of memory{where}{asked}{free}."
+
+
+def room_after(shortages: Sequence[Shortage], schedules: Sequence[Schedule], profile: Profile) -> int:
+    """Returns the room in which the shortages would not have happened.
+
+    It is the predicted memory where a rank was short, less what that rank gave back: that memory was in use,
+    whatever was predicted. The memory that was allocated when the request failed was available, too.
+
+    Args:
+        shortages: Of all ranks.
+        schedules: Those that ran.
+        profile: What memory is predicted by.
+    """
+    prediction = simulate(schedules, profile)
+    limits = [prediction.peak_bytes]
+    for shortage in shortages:
+        there = [
+            point.bytes
+            for point in prediction.memory
+            if schedules[point.schedule].name == shortage.program
+            and schedules[point.schedule].instructions[point.instruction].region == shortage.region != ""
+        ]
+        limits.append(max(there, default=prediction.peak_bytes) - shortage.relieved)
+        if shortage.allocated is not None:
+            limits.append(shortage.allocated)
+    return max(int(min(limits) * (1 - _MARGIN)), 1)
 
 
 @dataclass(eq=False, repr=False)
@@ -83,6 +136,11 @@ class MemoryRetry:
 
         return call
 
+    @property
+    def short(self) -> bool:
+        """True if this rank was short of memory since `take` was called."""
+        return bool(self._shortages) or self.runtime.stats()["sent_away_bytes"] > self._sent_away
+
     def take(self) -> list[Shortage]:
         """Returns the shortages since the last call, including those of launches of gathers and reductions."""
         shortages, self._shortages = self._shortages, []
@@ -124,115 +182,3 @@ class MemoryRetry:
             shortage.free, _ = torch.cuda.mem_get_info(self.device)
             shortage.allocated = torch.cuda.memory_allocated(self.device)
         return shortage
-
-
-@dataclass
-class ShortageWatch:
-    """Exchanges shortages; call on all ranks alike, at optimizer-step boundaries.
-
-    Args:
-        store: Key-value store shared by the ranks.
-        rank: This rank.
-        world_size: Number of ranks.
-        timeout: How long to wait for a rank that is a whole turn behind.
-        prefix: Makes keys unique to one engine.
-        every: Optimizer steps from turn to turn.
-    """
-
-    store: dist.Store
-    rank: int
-    world_size: int
-    timeout: timedelta
-    prefix: str
-    every: int = 8
-    _turn: int = 0
-    _posted: int | None = None
-
-    def forget(self) -> None:
-        """Discards what ranks reported under the old plan; call when a new one takes over."""
-        self._posted = None
-
-    def turn(self, mine: Sequence[Shortage]) -> list[Shortage]:
-        """Tells the other ranks of this rank's shortages.
-
-        Args:
-            mine: Those since the last turn.
-
-        Returns:
-            What all ranks told at the turn before, the same on all of them.
-
-        Raises:
-            RuntimeError: If a rank does not get to where this one was a turn ago within the timeout.
-        """
-        if self.world_size == 1:
-            return list(mine)
-        before, self._posted = self._posted, self._turn
-        self._turn += 1
-        key = self._key(self._posted)
-        if mine:
-            self.store.set(f"{key}/{self.rank}", json.dumps([asdict(one) for one in mine]))
-            self.store.add(f"{key}/short", 1)
-        if self.store.add(f"{key}/here", 1) == self.world_size:
-            self.store.set(f"{key}/all", "")
-            self._delete(self._posted - 2)  # whoever has come here has read the turn before, and is done with that
-        return [] if before is None else self._read(before)
-
-    def _read(self, turn: int) -> list[Shortage]:
-        key = self._key(turn)
-        begun = time.monotonic()
-        try:
-            self.store.wait([f"{key}/all"], self.timeout)
-        except (RuntimeError, dist.DistError) as error:
-            waited = time.monotonic() - begun
-            if waited < self.timeout.total_seconds() * 0.9:
-                raise RuntimeError(
-                    f"Rank {self.rank} waited {waited:.0f} s for other ranks, then {STORE_GONE}"
-                ) from error
-            raise RuntimeError(
-                f"Rank {self.rank} waited {self.timeout} for other ranks, which are more than {self.every} optimizer "
-                "steps behind. See what they report; one may have ended or be stuck."
-            ) from error
-        if not self.store.check([f"{key}/short"]):
-            return []
-        told = [f"{key}/{rank}" for rank in range(self.world_size)]
-        texts = [self.store.get(one).decode() for one in told if self.store.check([one])]
-        return [Shortage(**one) for text in texts for one in json.loads(text)]
-
-    def _delete(self, turn: int) -> None:
-        if turn >= 0:
-            key = self._key(turn)
-            told = map(str, range(self.world_size)) if self.store.check([f"{key}/short"]) else ()
-            for name in ("here", "all", "short", *told):
-                self.store.delete_key(f"{key}/{name}")
-
-    def _key(self, turn: int) -> str:
-        return f"{self.prefix}/shortage{turn}"
-
-
-@dataclass(eq=False, repr=False)
-class Shortages:
-    """Shortages of memory since the plan in use took over, on this rank and the others.
-
-    Args:
-        retry: Knows this rank's.
-        watch: Tells all ranks.
-    """
-
-    retry: MemoryRetry
-    watch: ShortageWatch
-
-    def look(self, step: int) -> list[Shortage]:
-        """Exchanges shortages if it is time to; call on all ranks alike, at optimizer-step boundaries.
-
-        Args:
-            step: Optimizer steps done.
-
-        Returns:
-            Those of all ranks, the same on all of them.
-        """
-        return self.watch.turn(self.retry.take()) if step % self.watch.every == 0 else []
-
-    def forget(self) -> None:
-        """Discards the shortages under the old plan; call when a new one takes over."""
-        self.retry.take()
-        self.watch.forget()

@@ -20,7 +20,6 @@ from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.copy_placement import offload_all
 from lightning_deepcompile.plan.costs import Profile, ProfileError
 from lightning_deepcompile.plan.fit import Need, fit
-from lightning_deepcompile.plan.leaner import Shortage, fall_back
 from lightning_deepcompile.plan.least import least_budget
 from lightning_deepcompile.plan.limits import limits
 from lightning_deepcompile.plan.measured import MeasuredStep
@@ -34,7 +33,7 @@ from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.schedule import Schedule
-from lightning_deepcompile.ranks.exchange import attempt, maxima, on_any
+from lightning_deepcompile.ranks.exchange import attempt, exchange, maxima, on_any
 from lightning_deepcompile.tuning.foresight import Foresight, StepRetracedError
 from lightning_deepcompile.tuning.measuring import (
     ISOLATED,
@@ -48,7 +47,7 @@ from lightning_deepcompile.tuning.measuring import (
 from lightning_deepcompile.tuning.plan_store import PlanStore
 from lightning_deepcompile.tuning.retracing import Retracing
 from lightning_deepcompile.tuning.shared_step import share_step
-from lightning_deepcompile.tuning.shortages import Shortages
+from lightning_deepcompile.tuning.shortages import MemoryRetry
 from lightning_deepcompile.tuning.slow_ranks import SlowRanks
 from lightning_deepcompile.tuning.together import Seen, put_together
 
@@ -69,7 +68,7 @@ class Tuner:
     behind every instruction; the next waits for every collective at once, so that each is seen by itself. Then ranks
     exchange what they measured, plan with the same numbers, and swap. Three more steps are timed: if they are slower,
     the old programs come back. Between rounds, a step costs one comparison. When a rank ran out of memory under a plan,
-    a leaner one takes over, on the same step on all ranks.
+    all ranks drop it in the same step, decide again what fits, and plan with the memory that was there.
 
     Args:
         capture: Its programs are planned.
@@ -77,13 +76,14 @@ class Tuner:
         group: The ranks.
         device: Where programs run.
         memory: Of that device.
-        shortages: Knows whether a rank was short of memory.
+        retry: Knows whether this rank was short of memory.
         states: Places optimizer states together with plans.
         leaving: Decides which saved tensors are offloaded where nothing was measured.
         host_room: Bytes of host memory that saved tensors may take; None where none may leave.
 
     Attributes:
         rounds: What was done, round by round.
+        told_short: Whether a rank has told the others that it was short of memory.
         profile: What the last round planned with.
         measured: A step of several ranks: one under the plan in use, or one before planning; None before there
             is one.
@@ -102,14 +102,14 @@ class Tuner:
         group: dist.ProcessGroup,
         device: torch.device,
         memory: PeakMemory,
-        shortages: Shortages,
+        retry: MemoryRetry,
         states: StateTrade,
         leaving: ActivationOffload,
         host_room: Callable[[], int] | None = None,
     ) -> None:
         self._capture, self._runtime, self._group = capture, runtime, group
         self._device, self._memory = device, memory
-        self._shortages, self._states = shortages, states
+        self._retry, self._states = retry, states
         self._slow_ranks = SlowRanks(group, device, memory, self._training)
         self._retracing = Retracing(capture, states, group)
         self._foresight = Foresight(capture, self._retracing, leaving, memory, group)
@@ -149,10 +149,9 @@ class Tuner:
         self._previous: tuple[tuple[Pass, ...], tuple[Schedule, ...]] = (capture.passes, ())
         self._ran: tuple[Schedule, ...] = ()  # those of the last profiled steps
         self._planned: tuple[Schedule, ...] = ()  # those of the plan in use, in the order in which they run
-        self._limit: int | None = None  # bytes that were there when a rank ran out of memory
         self._excess = 0  # bytes that steps took beyond the budget, which their plan had kept
         self._swapped = False  # whether programs were swapped right before the step under way
-        self._leanest = False  # the plan in use needs the least memory of all
+        self.told_short = False
         if not self._load():
             self._next_entry()
 
@@ -168,7 +167,7 @@ class Tuner:
             Whether the training step is to be retraced.
         """
         self._swapped = self._retraces = False
-        if self.settled and self._recheck is None and not self._watches:
+        if self.settled and self._recheck is None and not self._planned:
             return False
         self._launched = launched
         if self._boundary:
@@ -227,13 +226,11 @@ class Tuner:
         """
         if not self._foresight.look_at_larger([p for p in self._in_order() if p.schedule.frame == frame], self._say):
             return
-        self._runtime.parameters.invalidate()  # what was gathered ahead was for the programs of before
         if self._leaving.needed:
             self._plan_copies()
+        self._runtime.parameters.invalidate()  # what was gathered ahead was for the programs of before
         if self._planned or self._round is not None:
-            self._planned, self._probe = (), None
-            self._coverage.adopt(())  # a plan for larger batches follows
-            self._end_round(retry=True)
+            self._drop_plan()  # one for larger batches follows
 
     def _in_order(self) -> list[Program]:
         """Returns the programs of a micro-batch, in the order in which they run."""
@@ -291,13 +288,13 @@ class Tuner:
     # A round ----------------------------------------------------------------------------------------------------------
 
     @property
-    def _watches(self) -> bool:
-        leaner = bool(self._planned) or self._capture.tracing.uncheckpointed > 0 or self._retracing.may_chunk
-        return leaner and not self._leanest
+    def short(self) -> bool:
+        """True if this rank was short of memory since the programs in use took over."""
+        return self._retry.short
 
     def _at_boundary(self) -> None:
-        if self._watches and (shortages := self._shortages.look(self._step)):
-            self._answer(shortages)
+        if self.told_short:
+            self._answer_shortages()
         if self._step == self._recheck:
             self._look_for_new_programs()
         if self._round is None:
@@ -349,14 +346,15 @@ class Tuner:
         assert seen.workload is not None
         measurement.workload, self.skew_seconds = seen.workload, seen.workload.skew
         self._ran = seen.profile.schedules
-        profile, budget = agreed_profile(seen.profile, seen.workload, seen.start, chosen, self._limit, self._excess)
+        limit = self._foresight.limit
+        profile, budget = agreed_profile(seen.profile, seen.workload, seen.start, chosen, limit, self._excess)
         self.profile = profile
         if seen.unequal:
             self._slow_ranks.suspect()
         smallest = profile.schedules if self._host_room is None else offload_all(profile.schedules)
         least = least_budget(smallest, self._states.least(profile))
         # Without a budget of the user's, or a rank that was short, the step fits: it has run.
-        must = chosen is not None or self._limit is not None
+        must = chosen is not None or limit is not None
         if must and (retraced := self._retracing.spare(self._step, profile, least)) is not None:
             self._retrace(retraced)
             return
@@ -400,7 +398,7 @@ class Tuner:
         self._planned, self._swapped = tuple(schedules), True
         self._capture.replan(passes=passes, plan=self._planned)
         self._runtime.memory.free_buffers()  # other groups may travel
-        self._shortages.forget()
+        self._forget_shortages()
 
     def _optimized(self, profile: Profile) -> Planned:
         return optimize(profile.schedules, self._passes or self._start, PlanContext(self._capture.settings, profile))
@@ -416,31 +414,44 @@ class Tuner:
             self._entries.insert(0, (self._step + 3, self._passes))
         self._end_round()
 
-    def _answer(self, shortages: list[Shortage]) -> None:
-        """Takes over a leaner plan, as a rank was short of memory under the one in use, or under none."""
+    def _answer_shortages(self) -> None:
+        """Decides again, as a rank was short of memory; a collective."""
+        shortages = [one for told in exchange(self._retry.take(), self._group) for one in told]
+        self.told_short = False
+        if not shortages:  # they were of programs that are gone
+            return
         if self.rounds and self.rounds[-1].outcome == "measuring":
             self.rounds[-1] = replace(self.rounds[-1], outcome="out of memory")
-        if (retraced := self._retracing.give_up(self._step, shortages, self._planned, self.profile)) is not None:
-            self._limit = retraced.budget or self._limit
-            self._retrace(retraced)
-            return
-        if not self._planned:
-            return  # as it runs is the leanest that there is
-        if self._round is not None:
-            self._end_round(retry=True)
-        settings, states, again = self._capture.settings, self._states, self._limit is not None
-        start = tuple(self._capture.schedules([e.program.name for e in self._training()], self._start).values())
-        lean = fall_back(
-            self._step, shortages, self._planned, start, self._passes, settings, self.profile, states, last=again
+        plan = self._foresight.look_after(self._in_order(), shortages, self.profile, self._say)
+        others = f" ({len(shortages) - 1} more times since)" if len(shortages) > 1 else ""
+        reason = (
+            f"{shortages[0]}{others} It gave {format_bytes(max(s.relieved for s in shortages))} back and went on. From "
+            f"step {self._step} on: {plan}"
         )
-        self.profile, self._limit, self._leanest = lean.profile, lean.round.budget, lean.last
-        if self._leanest:  # nothing that a later round finds would hold
-            self._attempts, self._recheck = _ATTEMPTS, None
-            self._entries.clear()
-        self.rounds.append(lean.round)
-        self._say(lean.round.reason, logging.WARNING)
-        self._run_plan(lean.schedules)
+        done = Round(self._step, (), plan.room, 0.0, 0.0, outcome="leaner", reason=reason)
+        if plan.retrace is not None:
+            self._retracing.trace(plan.retrace)
+            self._retrace(done)
+            return
+        self.rounds.append(done)
+        self._say(reason, logging.WARNING)
+        if self._leaving.needed:
+            self._plan_copies()
+        self._runtime.parameters.invalidate()
+        self._runtime.memory.free_buffers()
+        self._swapped = True
+        self._drop_plan()
         self._save()
+
+    def _forget_shortages(self) -> None:
+        """Discards the shortages under programs that are gone."""
+        self._retry.take()
+        self.told_short = False
+
+    def _drop_plan(self) -> None:
+        self._planned, self._probe = (), None
+        self._coverage.adopt(())
+        self._end_round(retry=True)
 
     def _capture_schedules(self) -> list[Schedule]:
         return [e.program.schedule for e in self._training()]

@@ -24,11 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from tracing import Simulator
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
-from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.plan.arena import ArenaModel
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Contention, Link, Profile
-from lightning_deepcompile.plan.leaner import Shortage, fall_back
 from lightning_deepcompile.plan.pass_manager import apply_passes, resolve_passes
 from lightning_deepcompile.plan.passes.reduce_late import place_reductions, reduce_late
 from lightning_deepcompile.plan.plan_file import Setting, write_plan
@@ -136,21 +134,6 @@ def test_gradients_of_one_parameter_wait_together_or_not_at_all() -> None:
             step, PlanContext(PlanSettings(reduce="auto", rounding="any"), replace(base, budget=budget))
         )
         assert [backward.instructions[p].ids for p in backward.at("reduce_at_boundary")] == expected
-
-
-def test_a_plan_that_runs_out_of_memory_is_followed_by_one_that_holds_less() -> None:
-    parts = [part for k in range(3) for part in (compute(k), _large(k))]
-    step = [schedule("forward", compute(9)), schedule("backward", *parts, Instruction("end"))]
-    base = replace(profile(step, micro_batches=4, hold_seconds=0.0, reduce_window=0, budget=1 << 30), world_size=4)
-    auto, passes = PlanSettings(reduce="auto", rounding="any"), resolve_passes(["zero3", "reduce_late"], profiled=True)
-    planned = reduce_late(step, PlanContext(auto, base))
-    assert planned[1].at("reduce") == []
-    shortage = Shortage(0, "backward", "region_0", "", relieved=1 << 18)
-    leaner = fall_back(20, [shortage], planned, (), passes, auto, base, StateTrade(), last=False)
-    assert not leaner.last and 0 < len(leaner.schedules[1].at("reduce")) < 3
-    assert "gradients reduced at the boundary: 3 become " in leaner.round.reason
-    least = fall_back(20, [shortage], planned, (), passes, auto, base, StateTrade(), last=True)
-    assert least.last and len(least.schedules[1].at("reduce")) == 3
 
 
 # One rank -------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from interpreters import clean_environment, python_path
 from multiprocess import RankError, run_ranks
 
 from lightning_deepcompile.ranks.failures import Failures
-from lightning_deepcompile.tuning.shortages import ShortageWatch
 
 
 @pytest.mark.parametrize("ranks", ["01", pytest.param("1", marks=pytest.mark.extensive), "01,0"])
@@ -127,17 +126,3 @@ def test_the_place_of_a_rank_that_was_left_alone_stays_unless_another_one_failed
         _fails(ranks[0], first)
         alone = _fails(ranks[1], RuntimeError("gloo: timed out"))
         assert "Rank 1 was left alone" in str(alone) and (alone.__traceback__ is not None) is stays
-
-
-class _Gone(dist.HashStore):
-    """Its process has ended."""
-
-    def wait(self, *args: Any) -> None:
-        raise dist.DistNetworkError("Connection reset by peer")
-
-
-def test_the_time_that_a_rank_has_waited_is_the_true_one() -> None:
-    watch = ShortageWatch(_Gone(), 1, 2, timedelta(minutes=30), "test")
-    watch.turn([])
-    with pytest.raises(RuntimeError, match="Rank 1 waited 0 s for other ranks, then the process that keeps"):
-        watch.turn([])

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import traced_as
 from multiprocess import run_ranks
-from test_losses_in_pieces import CLASSES, LENGTH, ROWS, Net, _engine, _fit, _least, _losses
+from test_losses_in_pieces import CLASSES, LENGTH, ROWS, Net, _fit, _least
 from test_recompute import keep_plans
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from lightning_deepcompile.plan.tracing import Tracing
@@ -107,21 +105,3 @@ def _in_order() -> None:
 
 def test_what_takes_the_least_time_comes_first() -> None:
     run_ranks(_in_order, 2, timeout=290)
-
-
-def _runs_short() -> None:
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2,))
-    cheap = [traced_as(Tracing(sparing=True), 2) for _ in range(2)]  # what is cheap is computed again already
-    plain = _losses(_engine(mesh, Wide(), schedule=None, **cheap[0]), 24, -1)
-    engine = _engine(mesh, Wide(), schedule=None, **cheap[1])
-    losses = _losses(engine, 24, 2)
-    (leaner,) = engine.report()
-    assert leaner.outcome == "leaner" and leaner.reason.endswith(" From step 16 on, MLPs are computed in 8 chunks.")
-    assert losses[:16] == plain[:16] and losses == pytest.approx(plain, rel=1e-6)
-    assert engine.summary().chunked_mlps == 3
-    engine.close()
-
-
-def test_a_shortage_has_layers_taken_apart() -> None:
-    run_ranks(_runs_short, 2, timeout=290)

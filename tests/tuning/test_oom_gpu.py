@@ -54,14 +54,14 @@ def test_a_gpu_that_is_short_goes_on_and_a_leaner_plan_follows() -> None:
         assert limited["losses"] == free["losses"]
         assert free["away"][-1] == 0 and [one.outcome for one in free["rounds"]] == ["kept"]
         made, *leaner = limited["rounds"]
-        assert made.outcome == "kept" and leaner[0].step == 24 and len(leaner) <= 2
-        assert {one.outcome for one in leaner} == {"leaner"}
+        assert made.outcome == "kept" and leaner[0].step == LIMITED + 1
+        assert leaner[0].outcome == "leaner" and leaner[-1].outcome in ("kept", "unchanged")
         assert leaner[0].reason.startswith("Rank 1 ran out of memory"), leaner[0].reason
         before, after = limited["peaks"][LIMITED - 1], max(limited["peaks"][-4:])
         assert after <= before - TAKEN, f"rank {rank}: {before} -> {after}, {leaner}"
         # Parameters went to host memory in the steps before the change, and in the end no more.
         away = limited["away"]
-        assert (away[23] > away[LIMITED - 1]) == (rank == 1) and away[-6] == away[-1], away
+        assert (away[LIMITED] > away[LIMITED - 1]) == (rank == 1) and away[-6] == away[-1], away
 
 
 def _twice(graphs: bool, short: bool) -> dict[str, Any]:

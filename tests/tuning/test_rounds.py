@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import weakref
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +17,9 @@ from test_engine import TOKENS, make_engine, one_step, sgd
 from test_profile import EARLY, ROUND
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_deepcompile.plan.leaner import Shortage
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.profile.build import limit_memory
+from lightning_deepcompile.tuning.shortages import Shortage
 from lightning_deepcompile.tuning.tuner import Tuner
 
 
@@ -35,43 +33,17 @@ def test_no_plan_counts_on_memory_that_was_not_there(mesh: DeviceMesh) -> None:
     optimizer = sgd(engine)
     for step in range(40):
         if step == 14:
-            engine.tuner._shortages.retry._shortages.append(Shortage(0, "", "", ""))
+            engine.tuner._retry._shortages.append(Shortage(0, "", "", ""))
         one_step(engine, TOKENS if step < 17 else TOKENS[:, :6], optimizer)
     outcomes = [done.outcome for done in engine.report()]
     assert outcomes[:2] == ["kept", "leaner"] and len(outcomes) == 3, "the last one is of a program that came later"
-    profile, limit = engine.tuner.profile, engine.tuner._limit
+    profile, limit = engine.tuner.profile, engine.tuner._foresight.limit
     assert profile is not None and profile.budget is not None and limit is not None
     assert profile.budget + profile.room <= limit
     engine.close()
     for known, budget, room in ((None, 70, 30), (200, 70, 30), (80, 70, 10), (60, 60, 0)):
         left = limit_memory(replace(profile, budget=70, room=30), known)
         assert (left.budget, left.room) == (budget, room), known
-
-
-def test_what_is_traced_anew_where_nothing_is_planned_is_scheduled_as_ever(mesh: DeviceMesh, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    engine = make_engine(mesh, schedule=EARLY, plan=str(path))
-    optimizer = sgd(engine)
-    for _ in range(ROUND):
-        one_step(engine, TOKENS, optimizer)
-    engine.close()
-    plan = json.loads(path.read_text())
-    tracing = {**plan["tracing"], "uncheckpointed": 1}
-    path.write_text(json.dumps({**plan, "setting": {**plan["setting"], "rounding": "any"}, "tracing": tracing}))
-    texts = []
-    for settings in ({}, {"plan": str(path), "rounding": "any"}):
-        torch._dynamo.reset()
-        engine = make_engine(mesh, schedule=None, **settings)
-        optimizer = sgd(engine)
-        for step in range(20):
-            if step == 7 and settings:
-                engine.tuner._shortages.retry._shortages.append(Shortage(0, "frame0.forward", "region_1", "1 GiB"))
-            one_step(engine, TOKENS, optimizer)
-        one_step(engine, TOKENS[:, :6], optimizer)
-        texts.append([text.partition(" ")[2] for text in engine.programs().values()])
-        engine.close()
-    assert texts[0] == texts[1] and len(texts[0]) == 4
-    assert [done.outcome for done in engine.report()] == ["leaner"], "nothing is measured"
 
 
 def test_a_single_odd_batch_uses_up_no_attempt(mesh: DeviceMesh) -> None:
