@@ -408,6 +408,7 @@ class Tuner:
         self._say(done.headline(), logging.INFO if not done.reason else logging.WARNING)
         self._say(str(done), logging.DEBUG)
         self._runtime.memory.free_buffers()
+        self._capture.passes = self._start  # it is decided again what they may take
         self._retraces = True
         self._planned, self._swapped = (), True
         if self._passes or self._retracing.pending:  # else programs keep what they are compiled with, as at step 0

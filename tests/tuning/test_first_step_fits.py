@@ -6,6 +6,7 @@ import logging
 import random
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from lightning_deepcompile.profile import peak_memory
 from lightning_deepcompile.program.extract import ExtractedRegion
 from lightning_deepcompile.program.lower import RegionCompiler
 from lightning_deepcompile.program.schedule import ProgramKind
+from lightning_deepcompile.tuning.retracing import Retracing
 from lightning_deepcompile.tuning.tuner import Tuner
 
 
@@ -89,11 +91,11 @@ class Net(nn.Module):
 class Saving(nn.Module):
     """Saved tensors take most of its memory; its loss could be computed in chunks."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 12) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 33_000)
-        self.blocks = nn.ModuleList(Block(32, 4096, False) for _ in range(12))
+        self.blocks = nn.ModuleList(Block(32, 4096, False) for _ in range(blocks))
 
     def training_step(self, tokens: Tensor, batch_idx: int = 0) -> Tensor:
         x = self.embed(tokens % 64)
@@ -178,6 +180,32 @@ def test_no_more_is_offloaded_than_is_missing(
     assert 0 < moved[0] <= missing + largest
     assert moved[-1] <= moved[0]
     assert [done.outcome for done in engine.report()] in (["kept"], ["unchanged"]), engine.report()
+    engine.close()
+
+
+def test_gathers_move_ahead_again_where_a_retrace_frees_enough(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None
+) -> None:
+    batch, budget, ahead, late = torch.arange(64).view(1, 64), 1 << 40, ["zero3", "prefetch"], ["zero3"]
+    for passes in (ahead, late):
+        torch._dynamo.reset()
+        config = CompileConfig(region_backend="eager", offload="none", memory_budget=f"{budget}B")
+        engine = Engine(Saving(2), mesh, config)
+        optimizer = sgd(engine)
+        one_step(engine, batch, optimizer)
+        assert [one.name for one in engine.capture.passes] == passes
+        plan = engine.tuner._foresight.plan
+        assert plan is not None
+        budget = plan.needed - 1
+        if passes == ahead:
+            engine.close()
+    monkeypatch.setattr(
+        Retracing, "spare", lambda self, step, profile, least: self.make(step, replace(plan, retrace="losses"), profile)
+    )
+    for _ in range(6):
+        one_step(engine, batch, optimizer)
+    assert engine.capture.tracing.chunked_losses and [done.outcome for done in engine.report()] == ["retraced"]
+    assert [one.name for one in engine.capture.passes] == ahead
     engine.close()
 
 
