@@ -75,8 +75,11 @@ class Timeline:
     _answers: Asked[HostReports] | None = None  # of the last training step
     _stops: bool = False
     _stale_gradients: bool = False
-    _largest: LargestBatch = field(default_factory=LargestBatch)
+    _largest: LargestBatch = field(init=False)
     _began: tuple[float, float] = (0.0, 0.0)  # the last forward pass: its start, and the programs' time before it
+
+    def __post_init__(self) -> None:
+        self._largest = LargestBatch(self.tuner.largest)
 
     def begin(self, name: str, sizes: Hashable = ()) -> bool:
         """Call before the forward pass of the step `name`.
@@ -107,6 +110,7 @@ class Timeline:
                 self.residency.begin_step(self.capture.waits_for_states)
             new = self._is_new(name, sizes)
             larger = new and self._largest.grows(sizes)
+            self.tuner.largest = self._largest.most
             self.prefetch.begin_training_step(self._ask(new, larger, sizes))  # drops what is out of date
             self.capture.begin_step()  # after `prefetch`, which asks what the last step began with
         elif self.evaluation.behind is None:  # else nothing is gathered ahead

@@ -13,9 +13,19 @@ from lightning_deepcompile.plan.settings import Rounding
 from lightning_deepcompile.plan.tracing import Tracing
 from lightning_deepcompile.program.schedule import Schedule, ScheduleError, check_schedule
 
-__all__ = ["PLAN_VERSION", "NoPlanError", "Plan", "PlanFileError", "Setting", "read_plan", "read_setting", "write_plan"]
+__all__ = [
+    "PLAN_VERSION",
+    "Batches",
+    "NoPlanError",
+    "Plan",
+    "PlanFileError",
+    "Setting",
+    "read_plan",
+    "read_setting",
+    "write_plan",
+]
 
-PLAN_VERSION = 5
+PLAN_VERSION = 6
 _AS_WRITTEN = Tracing()
 
 
@@ -47,6 +57,26 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Batches:
+    """The batches of all ranks that a plan was made for; zeros if none was measured.
+
+    Args:
+        fewest: Elements of the smallest measured one.
+        most: Elements of the largest measured one.
+        largest: Elements of the largest one so far.
+        longest: The longest dimension so far.
+    """
+
+    fewest: int = 0
+    most: int = 0
+    largest: int = 0
+    longest: int = 0
+
+
+_UNKNOWN = Batches()
+
+
+@dataclass(frozen=True)
 class Plan:
     """The contents of a plan file.
 
@@ -54,11 +84,13 @@ class Plan:
         schedules: By content key of the program.
         states: The location of optimizer states; None if none may be offloaded.
         tracing: How the step is traced.
+        batches: Those that it was made for.
     """
 
     schedules: Mapping[str, Schedule]
     states: StatePlaces | None
     tracing: Tracing
+    batches: Batches
 
 
 def write_plan(
@@ -66,6 +98,7 @@ def write_plan(
     setting: Setting,
     states: StatePlaces | None = None,
     tracing: Tracing = _AS_WRITTEN,
+    batches: Batches = _UNKNOWN,
 ) -> str:
     """Returns a plan as text that `read_plan` reads.
 
@@ -74,12 +107,14 @@ def write_plan(
         setting: What they were made for.
         states: The location of optimizer states; None if none may be offloaded.
         tracing: How the step is traced.
+        batches: Those that they were made for.
     """
     data = {
         "version": PLAN_VERSION,
         "setting": asdict(setting),
         "states": None if states is None else asdict(states),
         "tracing": asdict(tracing),
+        "batches": asdict(batches),
         "programs": {schedule.content: asdict(schedule) for schedule in schedules},
     }
     return json.dumps(data, indent=1)
@@ -111,11 +146,12 @@ def read_plan(text: str, setting: Setting) -> Plan:
         tracing = read_record(Tracing, data["tracing"], "tracing")
         if min(tracing.uncheckpointed, tracing.chunked_losses, tracing.chunked_mlps) < 0:
             raise PlanFileError(f"it has a step traced by {tracing}")
+        batches = read_record(Batches, data["batches"], "batches")
     except KeyError as error:
         raise PlanFileError(f"it is damaged (there is no {error})") from error
     except (RecordError, ScheduleError) as error:
         raise PlanFileError(f"it is damaged ({error})") from error
-    return Plan(schedules, states, tracing)
+    return Plan(schedules, states, tracing, batches)
 
 
 def read_setting(text: str) -> Setting:

@@ -67,10 +67,17 @@ def _shapes(sizes: Hashable) -> list[tuple[int, ...]]:
 
 
 class LargestBatch:
-    """Tracks the most elements of a batch, and its longest dimension: attention takes the square of that."""
+    """Tracks the most elements of a batch, and its longest dimension: attention takes the square of that.
 
-    def __init__(self) -> None:
-        self._most = (0, 0)
+    Args:
+        most: Both so far; zeros if there was none.
+
+    Attributes:
+        most: Both so far.
+    """
+
+    def __init__(self, most: tuple[int, int] = (0, 0)) -> None:
+        self.most = most
 
     def grows(self, sizes: Hashable) -> bool:
         """Returns whether a batch is larger than all before, in either; the first one is not.
@@ -79,5 +86,5 @@ class LargestBatch:
             sizes: As of `sizes_of`.
         """
         longest = max((size for shape in _shapes(sizes) for size in shape), default=0)
-        before, self._most = self._most, (max(self._most[0], elements_of(sizes)), max(self._most[1], longest))
-        return before != (0, 0) and self._most != before
+        before, self.most = self.most, (max(self.most[0], elements_of(sizes)), max(self.most[1], longest))
+        return before != (0, 0) and self.most != before

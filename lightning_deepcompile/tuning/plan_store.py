@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightning_deepcompile.plan.offload import StatePlaces
-from lightning_deepcompile.plan.plan_file import Plan, PlanFileError, Setting, read_plan, write_plan
+from lightning_deepcompile.plan.plan_file import Batches, Plan, PlanFileError, Setting, read_plan, write_plan
 from lightning_deepcompile.plan.tracing import Tracing
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import attempt, from_first
@@ -63,18 +63,26 @@ class PlanStore:
         self._say(f"Training starts with the plan {str(path)!r}, which is for {count} programs.", logging.INFO)
         return plan
 
-    def save(self, schedules: Sequence[Schedule], states: StatePlaces | None, tracing: Tracing) -> None:
+    @property
+    def keeps(self) -> bool:
+        """True if plans are written; the same on all ranks."""
+        return self._path is not None
+
+    def save(
+        self, schedules: Sequence[Schedule], states: StatePlaces | None, tracing: Tracing, batches: Batches
+    ) -> None:
         """Writes a plan, on rank 0; a failure is a warning.
 
         Args:
             schedules: Of all programs.
             states: Where optimizer states are; None if nothing of them may leave.
             tracing: How the step is traced.
+            batches: Those of all ranks that the plan was made for.
         """
         path = self._path
         if path is None or self._group.rank() != 0:
             return
-        text = write_plan(schedules, self._setting, states, tracing)
+        text = write_plan(schedules, self._setting, states, tracing, batches)
         if text == self._text:
             return
         there, _ = attempt(lambda: path.read_text() if path.is_file() else None)

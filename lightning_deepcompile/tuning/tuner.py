@@ -24,7 +24,7 @@ from lightning_deepcompile.plan.least import least_budget
 from lightning_deepcompile.plan.limits import limits
 from lightning_deepcompile.plan.measured import MeasuredStep
 from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, Pass, optimize, resolve_passes
-from lightning_deepcompile.plan.plan_file import Setting
+from lightning_deepcompile.plan.plan_file import Batches, Setting
 from lightning_deepcompile.plan.report import PassReport, Round, shortage_note
 from lightning_deepcompile.plan.state_trade import Planned
 from lightning_deepcompile.profile.peak_memory import PeakMemory
@@ -83,6 +83,7 @@ class Tuner:
 
     Attributes:
         rounds: What was done, round by round.
+        largest: Elements of the largest batch so far, and its longest dimension, on this rank or in the loaded plan.
         told_short: Whether a rank has told the others that it was short of memory.
         profile: What the last round planned with.
         measured: A step of several ranks: one under the plan in use, or one before planning; None before there
@@ -151,6 +152,7 @@ class Tuner:
         self._planned: tuple[Schedule, ...] = ()  # those of the plan in use, in the order in which they run
         self._excess = 0  # bytes that steps took beyond the budget, which their plan had kept
         self._swapped = False  # whether programs were swapped right before the step under way
+        self.largest = 0, 0
         self.told_short = False
         if not self._load():
             self._next_entry()
@@ -582,7 +584,12 @@ class Tuner:
             _log.log(level, "%s", text)
 
     def _save(self) -> None:
-        self._store.save(self._capture_schedules(), self._states.places, self._capture.tracing)
+        if not self._store.keeps:
+            return
+        fewest, most = self._coverage.measured
+        numbers = maxima([-fewest, most, *self.largest], self._group)
+        batches = Batches(-int(numbers[0]), *map(int, numbers[1:]))
+        self._store.save(self._capture_schedules(), self._states.places, self._capture.tracing, batches)
 
     def _load(self) -> bool:
         """Takes schedules, and where optimizer states are, from the plan file."""
@@ -594,6 +601,8 @@ class Tuner:
         schedules = plan.schedules.values()
         self._run_plan(admitted(schedules, self._capture.settings, self._world, self._device.type))
         self._coverage.adopt(plan.schedules)
+        self._coverage.measured = plan.batches.fewest, plan.batches.most
+        self.largest = plan.batches.largest, plan.batches.longest
         self._entries.clear()  # for programs that the file does not have, a round follows the look at them
         self._recheck = 2
         return True
@@ -650,12 +659,13 @@ class Coverage:
 
     Attributes:
         last: The elements of this rank's latest batch before a look; 0 if unknown.
+        measured: Elements of the smallest and of the largest measured batch; zeros if unknown.
     """
 
     def __init__(self, training: Callable[[], list[Executable]]) -> None:
         self._training = training
         self.last = 0
-        self._elements: tuple[int, ...] = ()  # of this rank's measured batches
+        self.measured = 0, 0
         self._known: set[str] = set()
         self._calls: dict[str, int] = {}  # at the last look or plan, by the program's name
 
@@ -678,7 +688,7 @@ class Coverage:
         """
         return not self._contents(names) <= self._known or self._far_off(elements)
 
-    def add(self, names: Collection[str], elements: Iterable[int]) -> None:
+    def add(self, names: Collection[str], elements: Sequence[int]) -> None:
         """Marks programs that measured steps ran as covered by a plan, which is made for these steps' batches.
 
         Args:
@@ -686,16 +696,17 @@ class Coverage:
             elements: Of this rank's batches.
         """
         self._known |= self._contents(names)
-        self._elements, self._calls = tuple(elements), self._count()
+        self.measured, self._calls = (min(elements, default=0), max(elements, default=0)), self._count()
 
     def _count(self) -> dict[str, int]:
         return {executable.program.name: executable.calls for executable in self._training()}
 
     def _far_off(self, elements: Sequence[int]) -> bool:
         """Returns whether all batches are much larger, or all much smaller, than those that the plan is made for."""
-        if not elements or not self._elements:
+        fewest, most = self.measured
+        if not elements or not most:
             return False
-        return min(elements) > max(self._elements) * _FAR or max(elements) < min(self._elements) / _FAR
+        return min(elements) > most * _FAR or max(elements) < fewest / _FAR
 
     def _contents(self, names: Collection[str]) -> set[str]:
         return {e.program.schedule.content for e in self._training() if e.program.name in names}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,6 +95,27 @@ def test_a_larger_batch_that_cannot_fit_is_named_before_it_runs(
     assert found[3] <= plan.least < peaks[3] and budget < plan.least
     (text,) = [text for text in caplog.messages if "not expected to fit" in text]
     assert f"{format_bytes(plan.least)} at least" in text and "% of this batch" in text, text
+
+
+def test_a_plan_from_a_file_knows_the_batches_that_it_was_made_for(
+    mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None
+) -> None:
+    monkeypatch.setattr(Tuner, "_fastest", lambda *_: 0.001)
+    kept = [EARLY[0], {**EARLY[1], "passes": ["zero3", "prefetch", "unshard"]}]
+    settings: dict[str, Any] = {"schedule": kept, "plan": str(tmp_path / "plan.json"), "memory_budget": "1TiB"}
+    few, many = [SMALL, SMALL + 1] * 6, [LARGE, LARGE + 1] * 6
+    *_, engine = _train(mesh, few, **settings)
+    engine.close()
+    *_, engine = _train(mesh, few, **settings)
+    assert engine.report() == [] and engine.tuner._foresight.plan is None, "the plan holds"
+    engine.close()
+    looked: list[int] = []
+    before = Tuner.before_larger
+    monkeypatch.setattr(Tuner, "before_larger", lambda self, frame: (looked.append(self._step), before(self, frame)))
+    *_, engine = _train(mesh, many, **settings)
+    assert looked[0] == 0, "before the first step runs"
+    assert engine.report(), "a plan for such batches follows"
+    engine.close()
 
 
 def _on_one_rank() -> tuple[list[float], list[float], list[str], bool, int, int]:
