@@ -14,7 +14,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from lightning_deepcompile.capture.sync_batchnorm import trace_sync_batchnorm
@@ -50,6 +49,7 @@ from lightning_deepcompile.profile.memory import scattered
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.printer import format_bytes, format_program
 from lightning_deepcompile.program.program import Program
+from lightning_deepcompile.ranks.mesh import make_mesh
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.runtime import load_extension
 from lightning_deepcompile.sharding.access import step_states
@@ -59,12 +59,13 @@ from lightning_deepcompile.tuning.foresight import Foresight
 from lightning_deepcompile.tuning.retracing import Retracing
 from lightning_deepcompile.tuning.tuner import pass_schedule
 
-__all__ = ["MOST_RANKS", "Request", "StepEstimate", "estimate_step", "parse_memory"]
+__all__ = ["MOST_RANKS", "PER_NODE", "Request", "StepEstimate", "estimate_step", "parse_memory"]
 
 _CONTEXT = 600 << 20
 """Bytes of a GPU that its driver, libraries and communicators take beside the allocator."""
 
-_PER_NODE = 8
+PER_NODE = 8
+"""Devices of a node."""
 _LEAST_MEMORY = 1 << 30
 MOST_RANKS = 1 << 16
 """The most ranks that are estimated for."""
@@ -77,8 +78,10 @@ class Request:
     Args:
         config: Settings.
         stage: ZeRO stage.
-        ranks: That share the parameters.
-        device: One for each of them.
+        ranks: All data-parallel ranks.
+        mesh: As of the strategy, but ``"auto"``.
+        hybrid: Whether the ranks of a node share the parameters where no mesh says otherwise.
+        device: One for each rank.
         memory: Bytes of each device.
         gather_dtype: Dtype in which parameters are gathered; None keeps their own.
         reduce_dtype: Dtype in which gradients are reduced; None keeps the one that they are computed in.
@@ -89,6 +92,8 @@ class Request:
     config: CompileConfig
     stage: int
     ranks: int
+    mesh: tuple[int, int] | None
+    hybrid: bool
     device: Device
     memory: int
     gather_dtype: torch.dtype | None
@@ -102,7 +107,7 @@ class StepEstimate:
     """Predicted memory and time of a training step.
 
     Args:
-        ranks: That share the parameters.
+        ranks: All data-parallel ranks.
         device: Name of the device.
         parameters: Number of parameters of the module.
         budget: Bytes of a device that may be allocated.
@@ -236,11 +241,6 @@ def estimate_step(module: pl.LightningModule, batch: Any, request: Request) -> S
     """
     if step_states(module):
         raise EstimateError("The module is sharded already. Call `estimate` before `trainer.fit`, or with a fresh one.")
-    if not module.automatic_optimization:
-        raise EstimateError(
-            f"{type(module).__name__} steps its optimizers by itself (automatic_optimization=False): what its step "
-            "does depends on a running Trainer. Estimate one of its losses with automatic optimization."
-        )
     load_extension()
     try:
         with fake_ranks(request.ranks):
@@ -274,7 +274,8 @@ class _Estimate:
         check_module(module, world_size=request.ranks)
         trace_sync_batchnorm(module)
         self._parameters = sum(parameter.numel() for parameter in module.parameters())
-        ranks = Ranks(init_device_mesh("cpu", (request.ranks,), mesh_dim_names=("data_parallel",)))
+        sizes: dict[str, Any] = {"device_type": "cpu", "world_size": request.ranks, "per_node": PER_NODE}
+        self._ranks = ranks = Ranks(make_mesh(request.mesh, hybrid=request.hybrid, **sizes))
         self._hosted = decide_hosted(
             config,
             module,
@@ -302,12 +303,17 @@ class _Estimate:
         )
         self._buffers = sum(buffer.nbytes for buffer in module.buffers())
         self._notes: list[str] = []
+        if not module.automatic_optimization:
+            self._notes.append(
+                f"{type(module).__name__} steps its optimizers itself: its backward passes count as if they came after "
+                "all of its forward passes, and as if no optimizer was toggled."
+            )
 
     def run(self) -> StepEstimate:
         """Traces, decides and predicts."""
         step, request, config = self._step, self._request, self._config
         capture, model = step.capture, step.model
-        entries = pass_schedule(config, request.stage, request.ranks)
+        entries = pass_schedule(config, request.stage, self._ranks.shards)
         capture.passes = entries[0][1]
         passes: Sequence[Pass] = entries[-1][1] if len(entries) > 1 else ()
         offloading = self._hosted.offloading
@@ -448,13 +454,13 @@ class _Estimate:
         trained = [p for p in model.parameters if p.dtensor.requires_grad]
         dtypes = {(p.gather_dtype, p.local.dtype) for p in trained}
         shards = sum(p.local.nbytes for p in trained)
-        link, ranks = device.link, request.ranks
-        whole_nodes = ranks > _PER_NODE and ranks % _PER_NODE == 0
+        link, ranks, replicas = device.link, request.ranks, self._ranks.replicas
+        in_nodes = replicas > 1 or (ranks > PER_NODE and ranks % PER_NODE == 0)
         profile = forecast(
             programs,
             standing,
             arrived=arrived,
-            world_size=ranks,
+            world_size=self._ranks.shards,
             device_type=device.type,
             hold_ratio=hold_ratio(dtypes),
             hosted=model.hosted_bytes,
@@ -463,7 +469,7 @@ class _Estimate:
             copy_out=device.host,
             copy_in=device.host,
             host_budget=NO_LIMIT if offloads else None,
-            topology=Topology(_PER_NODE, device.node_bandwidth) if whole_nodes else None,
+            topology=Topology(PER_NODE, device.node_bandwidth, replicas=replicas) if in_nodes else None,
         )
         regions = dict(profile.regions)
         for program in programs:

@@ -31,6 +31,7 @@ from lightning_deepcompile.capture.lookups import exchange_lookups
 from lightning_deepcompile.capture.steps import CompiledSteps
 from lightning_deepcompile.compat.fake import FakeTensorMode, fake_tensors, mode_of
 from lightning_deepcompile.config import CompileConfig
+from lightning_deepcompile.estimate.manual import replace_manual_calls
 from lightning_deepcompile.estimate.work import CountedRegions
 from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.graph import args_of, output_node
@@ -272,6 +273,9 @@ class TracedStep:
         self.reads = _CountedReads(self.model, self.fallbacks.noticed)
         self.model.state.path = self.reads  # type: ignore[assignment] # has what compiled modules ask for
         self._log, self._appends = DeferredLog(module), Appends(module)
+        if not module.automatic_optimization:
+            replace_manual_calls(module, self.optimizers)
+            self.capture.several_backward_passes = True
         self._host_calls = HostCalls(module, after_toggle=_nothing)
 
     def trace(self) -> list[Program]:
@@ -297,7 +301,7 @@ class TracedStep:
                 f"The training step of {type(module).__name__} cannot be traced without values: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        if loss is None:
+        if loss is None and module.automatic_optimization:
             raise EstimateError(f"The training step of {type(module).__name__} returns no loss, so it skips the batch.")
         return [executable.program for executable in self.executables()]
 

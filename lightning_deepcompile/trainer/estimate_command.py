@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> None:
         "duration. The exit status is 1 if the step does not fit.",
     )
     parser.add_argument("function", metavar="module:function", help=f"called without arguments; returns {_RETURNS}")
-    parser.add_argument("--ranks", type=int, default=8, help="devices that share the parameters (default: 8)")
+    parser.add_argument("--ranks", type=int, default=8, help="devices, of all replicas together (default: 8)")
     parser.add_argument("--device", default="H100", help=f"one of {', '.join(DEVICES)} (default: H100)")
     parser.add_argument("--device-memory", default="", help="memory of each, such as 80GiB (default: the device's own)")
     parser.add_argument(

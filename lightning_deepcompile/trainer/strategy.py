@@ -691,7 +691,7 @@ class DeepCompileStrategy(ProcessStrategy):
         Args:
             module: The module.
             batch: What ``training_step`` gets on one rank.
-            ranks: Number of devices that share the parameters.
+            ranks: Number of devices; with hybrid sharding, of all replicas.
             device: ``"A100"``, ``"H100"``, ``"H200"``, ``"B200"`` or ``"cpu"``.
             device_memory: Memory of each, in bytes or as a text such as ``"80GiB"``; by default the device's own.
 
@@ -703,6 +703,11 @@ class DeepCompileStrategy(ProcessStrategy):
         memory = parse_memory(device_memory) if device_memory != "" else found.memory
         if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
             raise ValueError(f"estimate(ranks={ranks!r}): expected a number of devices from 1 to {MOST_RANKS}.")
+        if self._device_mesh is not None and not isinstance(self._device_mesh, tuple | list):
+            raise ValueError(
+                f"DeepCompileStrategy(device_mesh={self._device_mesh!r}) needs running ranks. Estimate with "
+                "device_mesh=(replicas, ranks that share the parameters)."
+            )
         plugin = self.precision_plugin
         plugin.mixed_precision = self.mixed_precision
 
@@ -716,6 +721,8 @@ class DeepCompileStrategy(ProcessStrategy):
             self.compile,
             self.stage,
             ranks,
+            self._device_mesh,
+            self._hybrid,
             found,
             memory,
             plugin.gather_dtype,

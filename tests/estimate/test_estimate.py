@@ -143,6 +143,15 @@ class Manual(Wide):
 
     automatic_optimization = False
 
+    def training_step(self, batch: Tensor, number: int = 0) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch)
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, 1.0)
+        optimizer.step()
+        self.lr_schedulers().step(loss)
+
 
 class Branches(Wide):
     """Asks for a value in the step."""
@@ -207,13 +216,34 @@ def test_errors_of_the_command_name_the_argument(
     ("kind", "words"),
     [
         (Peeks, "Peeks cannot be built without memory"),
-        (Manual, "automatic_optimization=False"),
         (NoLoss, "returns no loss"),
     ],
 )
 def test_modules_that_cannot_be_estimated_say_why(kind: type[Wide], words: str) -> None:
     with pytest.raises(EstimateError, match=words):
         _strategy().estimate(kind(), torch.zeros(8, 2048), ranks=2)
+
+
+def test_a_step_that_steps_its_optimizer_itself_needs_the_same() -> None:
+    batch = torch.zeros(8, 2048)
+    expected, manual = (_strategy().estimate(kind(), batch, ranks=2) for kind in (Wide, Manual))
+    assert (manual.need, manual.peak, manual.operations) == (expected.need, expected.peak, expected.operations)
+    assert manual.seconds == pytest.approx(expected.seconds)
+    assert any("steps its optimizers itself" in note for note in manual.notes) and not expected.notes
+
+
+def test_replicas_share_nothing() -> None:
+    batch = torch.zeros(8, 2048)
+    pair = _strategy().estimate(Wide(), batch, ranks=2)
+    config = CompileConfig(region_backend="eager")
+    hybrid = DeepCompileStrategy(device_mesh=(8, 2), compile=config).estimate(Wide(), batch, ranks=16)
+    assert (hybrid.need, hybrid.peak, hybrid.programs) == (pair.need, pair.peak, pair.programs)
+    assert hybrid.seconds > pair.seconds, "gradients are averaged over nodes"
+    named = DeepCompileStrategy(sharding_strategy="HYBRID_SHARD", compile=config).estimate(Wide(), batch, ranks=16)
+    assert named.need == _strategy().estimate(Wide(), batch, ranks=8).need, "the ranks of a node share"
+    for mesh, words in (((2, 2), "must multiply"), ("auto", "needs running ranks")):
+        with pytest.raises(ValueError, match=words):
+            DeepCompileStrategy(device_mesh=mesh, compile=config).estimate(Wide(), batch, ranks=16)
 
 
 def test_the_command_prints_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
