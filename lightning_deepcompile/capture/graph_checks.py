@@ -19,7 +19,7 @@ from lightning_deepcompile.capture.dynamo_graph import (
 )
 from lightning_deepcompile.sharding.errors import UnsupportedStepError
 
-__all__ = ["UncompilableError", "check_graph", "check_losses_are_apart", "explain"]
+__all__ = ["UncompilableError", "check_graph", "check_losses_are_apart", "unsupported_step_error"]
 
 # Methods that end in an underscore but write to no memory.
 _HARMLESS = frozenset({"requires_grad_", "and_", "or_"})
@@ -101,7 +101,7 @@ _EXPLANATIONS = {
 }
 
 
-def explain(error: BaseException) -> UnsupportedStepError | None:
+def unsupported_step_error(error: BaseException) -> UnsupportedStepError | None:
     """Returns the error to raise for one of PyTorch's that does not say what to do; None if it is not known."""
     known = _EXPLANATIONS.items() if isinstance(error, RuntimeError) else ()
     return next((UnsupportedStepError(text) for part, text in known if part in str(error)), None)

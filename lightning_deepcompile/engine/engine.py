@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_deepcompile.capture.graph_checks import explain
+from lightning_deepcompile.capture.graph_checks import unsupported_step_error
 from lightning_deepcompile.capture.steps import CompiledSteps, code_of
 from lightning_deepcompile.capture.sync_batchnorm import trace_sync_batchnorm
 from lightning_deepcompile.config import CompileConfig
@@ -156,7 +156,7 @@ class Engine:
             except StepRetracedError:  # on all ranks
                 self._steps.forget(name)
             except RuntimeError as error:
-                if (explained := explain(error)) is None:
+                if (explained := unsupported_step_error(error)) is None:
                     raise
                 raise explained from error
             finally:
@@ -304,7 +304,7 @@ class Engine:
                 result = run()
         except BaseException as error:
             self.timeline.abort()
-            if (explained := explain(error) or self.uncompiled.explain(error)) is None:
+            if (explained := unsupported_step_error(error) or self.uncompiled.anomaly_error(error)) is None:
                 raise
             raise explained from error
         self.timeline.backward_done()

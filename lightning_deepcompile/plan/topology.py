@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-__all__ = ["Algorithm", "Group", "Topology", "TopologyError"]
+__all__ = ["Algorithm", "RankGroup", "Topology", "TopologyError"]
 
 Algorithm = Literal["ring", "hierarchical", "tree"]
 """``"ring"`` passes through all ranks; ``"hierarchical"`` is a ring over nodes, and then one inside of each; ``"tree"``
@@ -23,7 +23,7 @@ class TopologyError(ValueError):
     """Nodes that ranks do not fill, or a group that splits a node unevenly."""
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """Ranks of one collective.
 
     Args:
@@ -101,15 +101,15 @@ class Topology:
                 "how many GB/s leave a node (node bandwidth)."
             )
 
-    def shard_group(self, shards: int) -> Group:
+    def shard_group(self, shards: int) -> RankGroup:
         """The group that gathers parameters, and reduces gradients."""
         members = min(shards, self.ranks_per_node)
-        return Group(members, shards // members)
+        return RankGroup(members, shards // members)
 
-    def replica_group(self, shards: int) -> Group:
+    def replica_group(self, shards: int) -> RankGroup:
         """The group that averages one shard of the gradients."""
         members = min(max(self.ranks_per_node // shards, 1), self.replicas)
-        return Group(members, self.replicas // members, min(shards, self.ranks_per_node))
+        return RankGroup(members, self.replicas // members, min(shards, self.ranks_per_node))
 
     def gather_seconds(self, size: int, shards: int, bandwidth: float, operations: int = 1) -> float:
         """Seconds of a group of all-gathers of `size` bytes in all; those of reduce-scatters are the same.
@@ -142,11 +142,11 @@ class Topology:
             scatter = self.one_way_seconds(size, group, bandwidth, operations)
         return scatter + self.all_reduce_seconds(size / shards, self.replica_group(shards), bandwidth, operations)
 
-    def all_reduce_seconds(self, size: float, group: Group, bandwidth: float, operations: int = 1) -> float:
+    def all_reduce_seconds(self, size: float, group: RankGroup, bandwidth: float, operations: int = 1) -> float:
         """Seconds of all-reduces, each of which is a reduce-scatter and an all-gather."""
         return 2 * self.one_way_seconds(size, group, bandwidth, operations)
 
-    def one_way_seconds(self, size: float, group: Group, bandwidth: float, operations: int = 1) -> float:
+    def one_way_seconds(self, size: float, group: RankGroup, bandwidth: float, operations: int = 1) -> float:
         """Seconds of `operations` all-gathers or reduce-scatters of `size` bytes in all, over `group`."""
         turns = 1 if self.lanes is None else -(-operations // self.lanes)
         members, nodes, sharing = group

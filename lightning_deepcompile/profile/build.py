@@ -9,10 +9,10 @@ from dataclasses import replace
 from lightning_deepcompile.plan.costs import Contention, Profile, ProfileError, RegionCost
 from lightning_deepcompile.plan.simulate import arena_bytes, gradient_bytes, simulate
 from lightning_deepcompile.profile.fit import fit_link
-from lightning_deepcompile.profile.probe import Run, StepProbe
+from lightning_deepcompile.profile.probe import ProgramRun, StepProbe
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["build_profile", "explain", "leave_room", "limit_memory"]
+__all__ = ["build_profile", "leave_room", "limit_memory", "reconcile"]
 
 _TELLS = 0.02  # of a step: the least slow-down by a shared link from which a step's length tells anything about it
 _HALVINGS = 6
@@ -120,7 +120,7 @@ class _Memory:
     ) -> None:
         self._order, self._arenas, self._gradients, self._live = order, arenas, gradients, live
 
-    def of(self, schedule: Schedule, position: int, runs: Sequence[Run]) -> tuple[int, int, int]:
+    def of(self, schedule: Schedule, position: int, runs: Sequence[ProgramRun]) -> tuple[int, int, int]:
         """Returns the bytes of the region at `position`, the most of all `runs`."""
         if self._live is not None:
             return self._live[schedule.name][schedule.instructions[position].region]
@@ -183,7 +183,7 @@ class _Samples:
                 self.launches.append(host[position])
 
 
-def _known_runs(probe: StepProbe, schedules: Mapping[str, Schedule]) -> list[tuple[Run, Schedule]]:
+def _known_runs(probe: StepProbe, schedules: Mapping[str, Schedule]) -> list[tuple[ProgramRun, Schedule]]:
     return [(run, schedules[run.program]) for run in probe.runs if run.program in schedules]
 
 
@@ -217,7 +217,7 @@ def _typical(rows: Sequence[Sequence[float]], schedule: Schedule) -> list[float]
     return [max(statistics.median(column), 0.0) for column in zip(*rows, strict=True)]
 
 
-def _allocated(runs: Sequence[Run], position: int, arena: int, gradients: Sequence[int]) -> tuple[int, int, int]:
+def _allocated(runs: Sequence[ProgramRun], position: int, arena: int, gradients: Sequence[int]) -> tuple[int, int, int]:
     """Bytes before, at the peak of and after a region, without those of the runtime, as if nothing had been offloaded.
 
     Args:
@@ -261,7 +261,7 @@ def _contention(probe: StepProbe, schedules: Mapping[str, Schedule], profile: Pr
     return Contention(compute=min(max(1 + (beside - alone) / hidden, 1.0), 2.0))
 
 
-def explain(profile: Profile) -> Profile:
+def reconcile(profile: Profile) -> Profile:
     """Adds to the profile the time that the model of a step does not explain: measured less predicted seconds.
 
     This is work outside of programs (the trainer's own, on host and device), and ranks that wait for each other.

@@ -13,7 +13,7 @@ from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.sizes import Noted, note
 
-__all__ = ["Mark", "ProgramMarks", "Run", "StepProbe"]
+__all__ = ["Mark", "ProgramMarks", "ProgramRun", "StepProbe"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Mark:
 
 
 @dataclass
-class Run:
+class ProgramRun:
     """One run of a program: a mark at its start and one behind every instruction, and the sizes of its arguments."""
 
     program: str
@@ -91,7 +91,7 @@ class StepProbe:
     device: torch.device
     memory: PeakMemory
     drain: Callable[[], None] | None = None
-    runs: list[Run] = field(default_factory=list)
+    runs: list[ProgramRun] = field(default_factory=list)
     start: Mark | None = None
     reduced: Mark | None = None
     end: Mark | None = None
@@ -123,7 +123,7 @@ class StepProbe:
         """Call when a backward pass has ended, and the compute stream waits for its reductions."""
         self.reduced = self.mark()
 
-    def at_boundary(self, run: Run) -> bool:
+    def at_boundary(self, run: ProgramRun) -> bool:
         """Returns whether the optimizer may step after `run`'s micro-batch."""
         return run.micro_batch not in self.accumulating
 
@@ -179,7 +179,7 @@ class ProgramMarks:
     def begin(self) -> None:
         """Call when a run starts."""
         noted = next((sizes for name, sizes in reversed(self.probe.work) if name == self.program), ())
-        self.probe.runs.append(Run(self.program, self.probe.micro_batches - 1, noted=noted))
+        self.probe.runs.append(ProgramRun(self.program, self.probe.micro_batches - 1, noted=noted))
         self.mark()
 
     def mark(self) -> None:

@@ -249,7 +249,7 @@ class Replays:
         self._alive.add(graph)
         return graph, result
 
-    def explain(self, error: BaseException) -> None:
+    def note_memory(self, error: BaseException) -> None:
         """Adds a note on the memory of graphs to an out-of-memory error."""
         if self.recorded and isinstance(error, torch.OutOfMemoryError):
             error.add_note(

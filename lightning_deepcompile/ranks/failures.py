@@ -61,7 +61,7 @@ class Failures:
         number = store.add(f"lightning_deepcompile/setups/{rank}", 1)
         return cls(store, rank, dist.get_world_size(), f"lightning_deepcompile/setup{number}")
 
-    def explain(self, error: BaseException, why_alone: str = "") -> None:
+    def note_cause(self, error: BaseException, why_alone: str = "") -> None:
         """Tells other ranks of `error`, and names its cause on another rank; call before communication ends.
 
         Args:

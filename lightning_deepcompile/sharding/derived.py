@@ -61,8 +61,14 @@ class DerivedShards:
             for place in block.masked:
                 self._add_mask(block.sources[place])
         for value in values:
-            if value.id not in self._values:
+            if (known := self._values.get(value.id)) is None:
                 self._add(value)
+            elif known != value:  # once in thousands of models: numbers are hashes
+                raise RuntimeError(
+                    f"Values derived of {self.parameters[value.source].name!r} and "
+                    f"{self.parameters[known.source].name!r} have the same number. Rename a module, or convert fewer "
+                    "layers to a low precision."
+                )
         return [self._buffers[value.id] for value in values if not value.is_gathered]
 
     def _add(self, value: DerivedValue) -> None:

@@ -225,7 +225,7 @@ class Uncompiled:
 
         fx.node.map_aggregate(result, mark)
 
-    def explain(self, error: BaseException) -> BaseException | None:
+    def anomaly_error(self, error: BaseException) -> BaseException | None:
         """Returns the error for an anomaly that PyTorch found in a backward pass; None for any other error.
 
         Args:

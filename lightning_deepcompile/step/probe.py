@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_deepcompile.step.specimens import Communicates, Copy, Specimen, Watch, watched
+from lightning_deepcompile.step.specimens import Communicates, Copy, OperationRecord, Specimen, watched
 
 __all__ = [
     "Findings",
-    "Run",
+    "TrialRun",
     "agree",
     "choose_specimens",
     "first_rows",
@@ -94,7 +94,7 @@ class Findings:
 
 
 @dataclass(eq=False)
-class Run:
+class TrialRun:
     """The steps of a copy.
 
     Args:
@@ -107,7 +107,7 @@ class Run:
 
     start: dict[Specimen, Tensor]
     values: dict[Specimen, list[Tensor]]
-    watch: Watch
+    watch: OperationRecord
     closure_calls: int
     finished: bool
 
@@ -207,7 +207,7 @@ def run(
     loss: float = 1.0,
     distribute: Callable[[Specimen, Tensor], Tensor] | None = None,
     steps: Sequence[int] | None = None,
-) -> Run:
+) -> TrialRun:
     """Lets a copy step.
 
     Args:
@@ -232,7 +232,7 @@ def run(
     given = torch.tensor(loss, device=device)
     clock = 0
     own = Copy(optimizer, tensors, keep_states=keep)
-    watch = Watch()
+    watch = OperationRecord()
 
     def step(spoiled: bool = False) -> None:
         nonlocal clock
@@ -262,7 +262,7 @@ def run(
             raise
         except Exception:
             finished = False  # factorisations refuse NaN
-    return Run(start, values, watch, own.closure_calls, finished)
+    return TrialRun(start, values, watch, own.closure_calls, finished)
 
 
 def _take_steps(
@@ -299,7 +299,9 @@ def first_rows(whole: Tensor, rank: int, ranks: int) -> Tensor:
     return whole[min(rank * rows, whole.shape[0]) : min((rank + 1) * rows, whole.shape[0])]
 
 
-def agree(run: Run, specimen: Specimen, others: Sequence[Sequence[Tensor]], *, last: bool, tolerance: float) -> bool:
+def agree(
+    run: TrialRun, specimen: Specimen, others: Sequence[Sequence[Tensor]], *, last: bool, tolerance: float
+) -> bool:
     """Returns whether a tensor takes the same steps elsewhere.
 
     Args:
@@ -331,7 +333,7 @@ def _rounding(value: Tensor, size: Tensor) -> float:
     return 4 * torch.finfo(value.dtype).eps * float(size.abs().max()) if value.dtype.itemsize >= 4 else 0.0
 
 
-def _first_run(optimizer: Optimizer, specimens: Sequence[Specimen]) -> tuple[Run, bool]:
+def _first_run(optimizer: Optimizer, specimens: Sequence[Specimen]) -> tuple[TrialRun, bool]:
     """Lets one copy step with all tensors; returns whether it needs the optimizer's states, too."""
     try:
         return run(optimizer, specimens), False
@@ -343,7 +345,7 @@ def _first_run(optimizer: Optimizer, specimens: Sequence[Specimen]) -> tuple[Run
     return run(optimizer, specimens, keep=True), True  # some make states when they are made
 
 
-def _judge_whole(findings: Sequence[Findings], whole: Run) -> None:
+def _judge_whole(findings: Sequence[Findings], whole: TrialRun) -> None:
     for specimen, values in whole.values.items():
         steps = [value.double() for value in (whole.start[specimen], *(values[:-1] if whole.finished else values))]
         if not all(value.isfinite().all() for value in steps):
@@ -361,12 +363,12 @@ def _judge_rows(
     optimizer: Optimizer,
     specimens: Sequence[Specimen],
     keep: bool,
-    whole: Run,
+    whole: TrialRun,
     shards: int,
 ) -> None:
     sizes = {p.shape[0] for group in optimizer.param_groups for p in group["params"] if p.dim() and p.numel()}
     some_are_empty = any(-(-rows // shards) * (shards - 1) >= rows for rows in sizes)
-    parts: list[Run] = []
+    parts: list[TrialRun] = []
     for rank in range(3 if some_are_empty else 2):
         cut = _empty if rank == 2 else _half(rank)
         try:
@@ -387,7 +389,7 @@ def _judge_rows(
 
 
 def _judge_tensors(
-    findings: Sequence[Findings], optimizer: Optimizer, specimens: Sequence[Specimen], keep: bool, whole: Run
+    findings: Sequence[Findings], optimizer: Optimizer, specimens: Sequence[Specimen], keep: bool, whole: TrialRun
 ) -> None:
     if all(finding.elementwise for finding in findings):
         return
@@ -490,7 +492,7 @@ def _operations(optimizer: Optimizer, shapes: Mapping[Tensor, tuple[int, ...]]) 
         for tensor in tensors.values():
             tensor.grad = torch.empty_like(tensor)
 
-    watch = Watch()
+    watch = OperationRecord()
     own = Copy(optimizer, tensors, keep_states=bool(optimizer.state))
     for group in own.optimizer.param_groups if _steps_by_pytorch(optimizer) else ():
         # They choose kernels of the same arithmetic, and are refused for tensors without memory.

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_deepcompile import compat
 
-__all__ = ["CannotCopy", "Communicates", "Copy", "Specimen", "Watch", "watched"]
+__all__ = ["CannotCopy", "Communicates", "Copy", "Specimen", "OperationRecord", "watched"]
 
 _LEAST_RATE = 0.05  # schedulers begin with 0, which reveals nothing about a class
 
@@ -50,7 +50,7 @@ class Specimen:
 
 
 @dataclass
-class Watch:
+class OperationRecord:
     """A record of the operations of steps.
 
     Attributes:
@@ -65,7 +65,7 @@ class Watch:
 class _Operations(compat.TorchDispatchMode):
     """Records operations, refuses communication, and replaces random numbers by constants: runs are to be compared."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: OperationRecord) -> None:
         super().__init__()
         self._watch = watch
 
@@ -110,7 +110,7 @@ def _make_constant(drawn: Tensor, func: Any, args: tuple[Any, ...]) -> None:
 
 
 @contextmanager
-def watched(device: torch.device, watch: Watch | None) -> Iterator[None]:
+def watched(device: torch.device, watch: OperationRecord | None) -> Iterator[None]:
     """Records operations inside, uncompiled; the process's later random numbers do not change.
 
     Args:

@@ -448,13 +448,13 @@ class DeepCompileStrategy(ProcessStrategy):
         super().on_exception(exception)
         self.take_over_started_processes()  # before other ranks learn of the error, and end
         if self._sharded is not None:
-            self.engine.tuner.explain(exception)
+            self.engine.tuner.note_memory(exception)
             if self.engine.capture.replays is not None:
-                self.engine.capture.replays.explain(exception)
+                self.engine.capture.replays.note_memory(exception)
         explain_mixing(exception)
         if self._failures is not None:
             why_alone = "" if self._sharded is None else self.engine.timeline.why_alone()
-            self._failures.explain(exception, why_alone)
+            self._failures.note_cause(exception, why_alone)
         if self._sharded is not None:
             self.engine.abort()
         self.end_started_processes()

@@ -39,7 +39,7 @@ __all__ = ["Foresight", "StepRetracedError"]
 
 _log = logging.getLogger(__name__)
 
-Watch = Callable[[str, Sequence[Any]], None]
+RegionWatch = Callable[[str, Sequence[Any]], None]
 
 
 class StepRetracedError(BaseException):
@@ -225,7 +225,7 @@ class Foresight:
             if not isinstance(watch, functools.partial) or watch.func != self._note:  # else it has not run since
                 executable.watch = functools.partial(self._note, executable, watch)
 
-    def _note(self, executable: Executable, before: Watch | None, name: str, args: Sequence[Any]) -> None:
+    def _note(self, executable: Executable, before: RegionWatch | None, name: str, args: Sequence[Any]) -> None:
         executable.watch = before
         noted = note(args)
         known = self.largest.setdefault(name, {})

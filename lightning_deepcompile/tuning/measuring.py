@@ -22,7 +22,7 @@ from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.plan.copy_placement import resize
 from lightning_deepcompile.plan.costs import Profile, RegionCost
 from lightning_deepcompile.plan.pass_manager import Pass
-from lightning_deepcompile.profile.build import build_profile, explain, leave_room, limit_memory
+from lightning_deepcompile.profile.build import build_profile, leave_room, limit_memory, reconcile
 from lightning_deepcompile.profile.copies import measure_copies
 from lightning_deepcompile.profile.holds import hold_ratio, measure_holds
 from lightning_deepcompile.profile.instrument import instrument
@@ -451,7 +451,7 @@ def agreed_profile(
     Returns:
         The profile, and the bytes that steps may allocate, of which its budget may leave some free.
     """
-    merged = explain(workload.settle(merged))
+    merged = reconcile(workload.settle(merged))
     budget = merged.budget or 0
     margin = 0 if memory_budget is None else budget >> _MARGIN
     merged = limit_memory(merged, limit)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from lightning_deepcompile.plan.measured import MeasuredStep, aligned
-from lightning_deepcompile.profile.probe import Run, StepProbe
+from lightning_deepcompile.profile.probe import ProgramRun, StepProbe
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import maxima, number_of
 
@@ -58,7 +58,7 @@ def share_step(
     return MeasuredStep(runs, aligned(runs, known), world, planned)
 
 
-def _compute_seconds(run: Run, schedule: Schedule) -> float:
+def _compute_seconds(run: ProgramRun, schedule: Schedule) -> float:
     seconds = run.seconds()
     return sum(seconds[position] for position in schedule.at("compute"))
 

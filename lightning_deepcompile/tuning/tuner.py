@@ -264,7 +264,7 @@ class Tuner:
         if self._probe is not None:
             self._probe.finish()
 
-    def explain(self, error: BaseException) -> None:
+    def note_memory(self, error: BaseException) -> None:
         """Adds a note to an out-of-memory error: a plan may be the cause, as it is made for a few steps' batches."""
         if isinstance(error, torch.OutOfMemoryError):
             notes = shortage_note(self.rounds), self._retracing.note(), self._foresight.shortfall()

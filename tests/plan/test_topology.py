@@ -13,7 +13,7 @@ from test_simulate import SIZE, compute, gather, profile, reduce, release, sched
 
 from lightning_deepcompile.plan.costs import Link, Profile, ProfileError, RegionCost, Resident
 from lightning_deepcompile.plan.simulate import simulate
-from lightning_deepcompile.plan.topology import Group, Topology, TopologyError
+from lightning_deepcompile.plan.topology import RankGroup, Topology, TopologyError
 
 BANDWIDTH, OUT = 400e9, 100e9
 
@@ -26,7 +26,7 @@ def test_on_one_node_rings_and_trees_are_those_of_textbooks(size: int, ranks: in
     wire = (ranks - 1) / ranks * size / BANDWIDTH
     ring = Topology(64, step_latency=step)
     assert ring.gather_seconds(size, ranks, BANDWIDTH) == pytest.approx((ranks - 1) * step + wire)
-    reduced = ring.all_reduce_seconds(size, Group(ranks, 1), BANDWIDTH)
+    reduced = ring.all_reduce_seconds(size, RankGroup(ranks, 1), BANDWIDTH)
     assert reduced == pytest.approx(2 * (ranks - 1) * step + 2 * wire)
     tree = replace(ring, algorithm="tree")
     assert tree.gather_seconds(size, ranks, BANDWIDTH) == pytest.approx((ranks - 1).bit_length() * step + wire)
@@ -108,14 +108,14 @@ def test_a_ring_over_nodes_has_one_slow_step_less_than_nodes() -> None:
 @pytest.mark.parametrize(
     ("shards", "replicas", "inside", "across"),
     [
-        (8, 4, Group(8, 1), Group(1, 4, 8)),  # shards in a node, replicas in others: eight averages share its links
-        (4, 8, Group(4, 1), Group(2, 4, 4)),  # two replicas in each node
-        (16, 2, Group(8, 2), Group(1, 2, 8)),  # shards over two nodes
-        (4, 2, Group(4, 1), Group(2, 1, 4)),  # all of it in one node
+        (8, 4, RankGroup(8, 1), RankGroup(1, 4, 8)),  # shards in a node, replicas in others: eight averages share links
+        (4, 8, RankGroup(4, 1), RankGroup(2, 4, 4)),  # two replicas in each node
+        (16, 2, RankGroup(8, 2), RankGroup(1, 2, 8)),  # shards over two nodes
+        (4, 2, RankGroup(4, 1), RankGroup(2, 1, 4)),  # all of it in one node
     ],
 )
 def test_replicas_average_the_parts_that_shards_were_reduced_to(
-    shards: int, replicas: int, inside: Group, across: Group
+    shards: int, replicas: int, inside: RankGroup, across: RankGroup
 ) -> None:
     topology = Topology(8, OUT, 1e-6, 1e-5, replicas)
     topology.check(shards)

@@ -143,12 +143,12 @@ def test_running_out_of_memory_under_a_plan_says_what_limits_it(mesh: Any, monke
     error = torch.OutOfMemoryError("no memory")
     for step in range(ROUND + 1):
         if step == 5:
-            engine.tuner.explain(error)
+            engine.tuner.note_memory(error)
             assert not hasattr(error, "__notes__"), "there is no plan yet"
             _force_another_plan(engine)
         one_step(engine, TOKENS, optimizer)
-    engine.tuner.explain(ValueError())
-    engine.tuner.explain(error)
+    engine.tuner.note_memory(ValueError())
+    engine.tuner.note_memory(error)
     (note,) = error.__notes__
     assert note.startswith("Since step 5 a plan") and "memory_budget" in note
     engine.close()

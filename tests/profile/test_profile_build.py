@@ -12,11 +12,11 @@ from test_simulate import SIZE, compute, gather, profile, reduce, release, sched
 
 from lightning_deepcompile.plan.costs import Contention, Link, Profile, ProfileError
 from lightning_deepcompile.plan.simulate import simulate
-from lightning_deepcompile.profile.build import build_profile, explain
+from lightning_deepcompile.profile.build import build_profile, reconcile
 from lightning_deepcompile.profile.fit import fit_link
 from lightning_deepcompile.profile.merge import merge_profiles
 from lightning_deepcompile.profile.peak_memory import PeakMemory
-from lightning_deepcompile.profile.probe import Mark, Run, StepProbe
+from lightning_deepcompile.profile.probe import Mark, ProgramRun, StepProbe
 from lightning_deepcompile.program.schedule import Schedule
 
 
@@ -47,16 +47,9 @@ def test_ranks_plan_with_the_slowest_times_and_the_least_budget() -> None:
 
 def _step(program: str, *seconds: float) -> StepProbe:
     moments = [0.0, *itertools.accumulate(seconds)]
-    run = Run(program, 0, [Mark(moment, moment) for moment in moments])
-    return StepProbe(
-        torch.device("cpu"),
-        PeakMemory(torch.device("cpu")),
-        None,
-        [run],
-        Mark(0.0, 0.0),
-        Mark(moments[-1], moments[-1]),
-        1,
-    )
+    run = ProgramRun(program, 0, [Mark(moment, moment) for moment in moments])
+    device, start, end = torch.device("cpu"), Mark(0.0, 0.0), Mark(moments[-1], moments[-1])
+    return StepProbe(device, PeakMemory(device), runs=[run], start=start, end=end, micro_batches=1)
 
 
 def _built(observed: StepProbe, isolated: StepProbe, before: dict[str, Schedule], then: dict[str, Schedule]) -> Profile:
@@ -101,12 +94,12 @@ def _with_link(**fields: Any) -> Profile:
 def test_a_step_says_how_much_of_a_link_gathers_and_reductions_share(factor: float) -> None:
     true = _with_link(seconds=0.5, gathers=2.0, contention=Contention(shared_link=factor))
     seen = replace(true, contention=Contention(), step_seconds=simulate(true.schedules, true).seconds)
-    found = explain(seen)
+    found = reconcile(seen)
     assert found.contention.shared_link == pytest.approx(factor, abs=0.02)
     assert found.unexplained_seconds == pytest.approx(0.0, abs=0.02 * found.step_seconds)
 
 
 def test_a_step_that_hides_its_gathers_says_nothing_of_the_link() -> None:
     hidden = _with_link(seconds=4.0, gathers=0.01, contention=Contention(), step_seconds=9.0)
-    found = explain(hidden)
+    found = reconcile(hidden)
     assert found.contention == Contention() and found.unexplained_seconds < 0

@@ -24,10 +24,10 @@ def _explained() -> str:
     engine = Engine(nn.Linear(3, 2), init_device_mesh("cpu", (2,)), config, timeout=timedelta(seconds=20))
     error = RuntimeError("gloo: Connection closed by peer")
     if rank == 1:
-        engine.failures.explain(ValueError("no such column"))
+        engine.failures.note_cause(ValueError("no such column"))
     dist.barrier()
     if rank == 0:
-        engine.failures.explain(error)
+        engine.failures.note_cause(error)
     engine.close()
     return str(error)
 

@@ -114,7 +114,7 @@ def _fails(failures: Failures, error: BaseException) -> BaseException:
     try:
         raise error
     except type(error) as caught:
-        failures.explain(caught)
+        failures.note_cause(caught)
         return caught
 
 

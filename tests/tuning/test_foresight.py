@@ -111,7 +111,7 @@ def test_a_step_that_cannot_fit_is_named_before_it_runs(
     (text,) = [text for text in caplog.messages if "not expected to fit" in text]
     assert "1.0 MiB may be allocated" in text and "saved tensors" in text and "in all" in text, text
     error = torch.OutOfMemoryError("no memory")
-    engine.tuner.explain(error)
+    engine.tuner.note_memory(error)
     assert any("not expected to fit" in note for note in error.__notes__)
     engine.close()
 

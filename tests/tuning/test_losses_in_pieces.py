@@ -200,7 +200,7 @@ def test_without_a_budget_both_are_decided_on_one_rank(
             engine.run_step("validation_step", batch)
             if step == 0:
                 engine.tuner._foresight.limit = 1000
-                engine.tuner.explain(error)
+                engine.tuner.note_memory(error)
                 assert "fits with losses and MLPs unchunked" in error.__notes__[0]
     first, second, *_ = engine.report()
     assert "losses are computed in 8 chunks from step 5 on" in first.reason and "cheap operators" in second.reason
