@@ -56,7 +56,7 @@ __all__ = ["Coverage", "Tuner", "pass_schedule"]
 _log = logging.getLogger(__name__)
 
 _NOISE = 0.03  # how much slower than before a plan may measure
-_ALONE = "One rank has no other to wait for: its step was measured, and there was nothing to plan."
+_NOTHING = "The step was measured, and there was nothing to plan: parameters are gathered once a step, or on one rank."
 _FAR = 1.25  # how many times as large, or as small, batches are for which a plan is made anew
 _ATTEMPTS = 3  # at most, so that a model with ever new shapes does not plan for ever
 
@@ -366,7 +366,7 @@ class Tuner:
             return
         if not self._passes:
             times = profile.step_seconds, profile.exposed_seconds
-            self.rounds.append(Round(self._step, (), budget, *times, outcome="measured", reason=_ALONE))
+            self.rounds.append(Round(self._step, (), budget, *times, outcome="measured", reason=_NOTHING))
             self._say_limit()
             self._end_round()
             return
@@ -635,7 +635,7 @@ def pass_schedule(config: CompileConfig, stage: int, shards: int) -> list[PassEn
         # One rank has nothing to wait for, but a budget is held to.
         nothing_travels = shards == 1 and config.offloading.activations != "all" and config.memory_budget is None
         nothing_to_plan = nothing_travels or stage != 3  # there parameters stay whole anyway
-        measures = nothing_to_plan and stage == 3 and config.schedule == "auto"
+        measures = nothing_to_plan and config.schedule == "auto"
         if nothing_to_plan or config.schedule is None:
             schedule = schedule[:1]
     if stage != 3 and len(schedule) > 1:

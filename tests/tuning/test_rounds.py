@@ -116,3 +116,25 @@ def test_a_pass_that_needs_no_profile_is_applied_once(mesh: DeviceMesh) -> None:
             assert [p.name for p in done.passes] == ["zero3 -> prefetch", "early_ends"]
             assert done.passes[1].changed != "nothing", "as planning starts from what it has not touched"
         engine.close()
+
+
+def _measures() -> list[tuple[list[str], bool, bool]]:
+    dist.init_process_group("gloo")
+    mesh, found = init_device_mesh("cpu", (2,)), []
+    for stage in (1, 2):
+        losses = []
+        for schedule in (None, "auto"):
+            torch._dynamo.reset()
+            engine = make_engine(mesh, schedule=schedule, stage=stage)
+            optimizer = sgd(engine)
+            losses.append([one_step(engine, TOKENS, optimizer) for _ in range(8)])
+            rounds, profile = engine.report(), engine.profile()
+            engine.close()
+        measured = profile is not None and sum(cost.seconds for cost in profile.regions.values()) > 0
+        found.append(([done.outcome for done in rounds], measured, losses[0] == losses[1]))
+    return found
+
+
+def test_a_step_is_measured_at_every_stage() -> None:
+    for found in run_ranks(_measures, 2, timeout=120):
+        assert found == [(["measured"], True, True)] * 2
