@@ -31,6 +31,7 @@ class Summary:
         compile_seconds: Time in the backend (tracing with AOTAutograd, partitioning, regions), Dynamo's own excluded.
         region_compile_seconds: Part of it that Inductor took for regions.
         size_graphs: Inputs of which new sizes cost graphs, with their sizes and the number of graphs.
+        derived_parameters: Parameters in whose place programs gather values of fewer bytes, such as FP8.
         exchanged_lookups: Embeddings whose rows are looked up on the ranks that hold them.
         chunked_losses: Losses that are computed in pieces, each without whole logits.
         chunked_mlps: Feed-forward layers that are computed in pieces.
@@ -73,6 +74,7 @@ class Summary:
     compile_seconds: float
     region_compile_seconds: float
     size_graphs: tuple[str, ...] = ()
+    derived_parameters: int = 0
     exchanged_lookups: int = 0
     chunked_losses: int = 0
     chunked_mlps: int = 0
@@ -139,6 +141,8 @@ class Summary:
                 )
             )
             rows += [("", program) for program in self.not_replayed]
+        if self.derived_parameters:
+            rows.append(("gathered narrower", format_count(self.derived_parameters, "parameter")))
         if self.exchanged_lookups:
             rows.append(("embeddings exchanged", str(self.exchanged_lookups)))
         if self.chunked_losses:

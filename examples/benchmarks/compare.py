@@ -21,6 +21,11 @@ cannot fit. Of experts, TFLOP/s count those that a token is sent to; memory, com
         --systems deepcompile@offload=all,deepcompile@offload=auto,deepspeed@offload_optimizer=cpu --case-limit 500 \
         --out results
 
+FP8 layers of torchao, with weights that travel as FP8 and with weights that do not:
+
+    python examples/benchmarks/compare.py --shape llama3-8b --layers 8 --cases 4096x1x1,8192x1x1,16384x1x1 \
+        --systems deepcompile,deepcompile-fp8,deepcompile-fp8-wide,fsdp2,fsdp2-fp8,fsdp2-fp8-wide --out results
+
 ``--optimizer muon`` compares Muon on owner ranks with Muon on FSDP2's DTensors:
 
     python examples/benchmarks/compare.py --optimizer muon --shape llama3-8b --layers 8 --cases 1024x1x1,4096x1x4 \

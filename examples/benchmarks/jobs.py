@@ -12,11 +12,17 @@ SYSTEMS = {
     "deepcompile": "Lightning Trainer, DeepCompileStrategy with its defaults (or the options named after @)",
     "deepcompile-uncompiled": "as deepcompile, with the step kept away from the compiler (`torch.compiler.disable`): "
     "what runs where a function cannot be compiled",
+    "deepcompile-fp8": "as deepcompile, with the linear layers of all blocks converted by torchao's "
+    "`convert_to_float8_training` (@recipe=rowwise for another recipe than tensorwise): weights travel as FP8",
+    "deepcompile-fp8-wide": "as deepcompile-fp8, but weights are gathered as they are, and quantised by every rank",
     "fsdp": "Lightning Trainer, FSDPStrategy(auto_wrap_policy={the decoder layer}, FULL_SHARD, limit_all_gathers, "
     "forward_prefetch, backward_prefetch=BACKWARD_PRE, use_orig_params)",
     "fsdp2": "plain loop, fully_shard per block and root, every block compiled, default prefetch, "
     "gradients reduced every micro-batch",
     "fsdp2-eager": "as fsdp2, nothing compiled",
+    "fsdp2-fp8": "as fsdp2, with the same FP8 layers, `enable_fsdp_float8_all_gather`, and scales computed for all "
+    "weights together after the optimizer's step, as torchao says",
+    "fsdp2-fp8-wide": "as fsdp2, with the same FP8 layers, without that",
     "fsdp2-noreshard": "as fsdp2, parameters stay gathered until the step's last backward, gradients reduced once a "
     "step (FSDP2's fastest setting, at the price of memory)",
     "fsdp2-pieces": "as fsdp2, with a loss that the model computes in 8 pieces of tokens, as its user would write it "
@@ -34,7 +40,8 @@ OPTIMIZERS = {
     "muon": "torch.optim.Muon for the blocks' matrices, AdamW (not fused) for the rest, in one class",
 }
 DEEPSPEED = ("deepspeed", "deepspeed-deepcompile")
-WITH_OPTIONS = ("deepcompile", "deepcompile-uncompiled", "fsdp2-pieces", *DEEPSPEED)
+FP8 = ("deepcompile-fp8", "deepcompile-fp8-wide", "fsdp2-fp8", "fsdp2-fp8-wide")
+WITH_OPTIONS = ("deepcompile", "deepcompile-uncompiled", "fsdp2-pieces", *FP8, *DEEPSPEED)
 
 
 @dataclass(frozen=True)
@@ -153,6 +160,11 @@ class System:
         return self.kind in DEEPSPEED or (
             self.kind.startswith("deepcompile") and self.options.get("schedule", "auto") is not None
         )
+
+    @property
+    def recipe(self) -> str | None:
+        """Name of torchao's recipe for its FP8 layers; None without FP8."""
+        return str(self.options.get("recipe", "tensorwise")) if self.kind in FP8 else None
 
     @classmethod
     def parse(cls, text: str) -> System:

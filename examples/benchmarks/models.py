@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def build_model(shape: Shape, device: torch.device | str) -> PreTrainedModel:
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=8192,
+        max_position_embeddings=16_384,
         tie_word_embeddings=False,
         use_cache=False,
         attn_implementation="sdpa",
@@ -61,6 +62,22 @@ def build_model(shape: Shape, device: torch.device | str) -> PreTrainedModel:
     if shape.checkpointing:
         model.gradient_checkpointing_enable()
     return model
+
+
+def convert_to_fp8(model: PreTrainedModel, recipe: str, device: str, *, gathers: bool = False) -> None:
+    """Makes the linear layers of all blocks FP8 layers of torchao; the head stays as it is.
+
+    Args:
+        model: The model.
+        recipe: Name of torchao's recipe.
+        device: Where it trains; on CPUs FP8 is emulated.
+        gathers: Whether FSDP2 gathers weights as FP8.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = replace(config, emulate=device == "cpu", enable_fsdp_float8_all_gather=gathers)
+    convert_to_float8_training(model.model.layers, config=config)
 
 
 class LossInPieces(nn.Module):

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, Strategy
 from meter import Recorder, StepMeter
-from models import COMPUTE_DTYPE, Batches, LossInPieces, block_class, build_model, make_optimizer
+from models import COMPUTE_DTYPE, Batches, LossInPieces, block_class, build_model, convert_to_fp8, make_optimizer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
@@ -31,6 +31,11 @@ def make_strategy(job: Job) -> Strategy:
 
         uncompiled = job.system.kind == "deepcompile-uncompiled"
         options = {"fallback": "warn" if uncompiled else "error", **job.system.options}
+        options.pop("recipe", None)
+        if job.system.kind == "deepcompile-fp8-wide":
+            from lightning_deepcompile.capture import backend
+
+            backend.derive = lambda *_: ()
         return DeepCompileStrategy(compile=CompileConfig(**options), timeout=TIMEOUT)
     if job.system.kind == "fsdp":
         # The remaining fast settings are defaults: full shard, backward prefetch, limited gathers, original parameters.
@@ -50,6 +55,8 @@ class DecoderModule(pl.LightningModule):
     def configure_model(self) -> None:
         if self.model is None:
             self.model = build_model(self._job.shape, self.trainer.strategy.root_device)
+            if self._job.system.recipe:
+                convert_to_fp8(self.model, self._job.system.recipe, self._job.device)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         optimizer = make_optimizer(self, self._job.shape, self._job.optimizer)
@@ -164,6 +171,9 @@ def run_fsdp2(job: Job, rank: int, recorder: Recorder) -> None:
     dtype = COMPUTE_DTYPE[job.precision]
     in_pieces = job.system.kind == "fsdp2-pieces"
     model: Any = build_model(job.shape, device)
+    narrow = job.system.kind == "fsdp2-fp8"
+    if job.system.recipe:
+        convert_to_fp8(model, job.system.recipe, job.device, gathers=narrow)
     if in_pieces:
         model = LossInPieces(model, int(job.system.options.get("pieces", 8)))
     sharding = {
@@ -197,6 +207,10 @@ def run_fsdp2(job: Job, rank: int, recorder: Recorder) -> None:
                 meter.add_loss(loss)
             meter.begin_optimizer()
             optimizer.step()
+            if narrow:
+                from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+                precompute_float8_dynamic_scale_for_fsdp(model)
             meter.end_optimizer(optimizer)
             optimizer.zero_grad()
             meter.end_step()

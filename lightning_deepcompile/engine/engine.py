@@ -401,6 +401,7 @@ class Engine:
             sharded_bytes_per_rank=self.model.shard_bytes,
             saved_parameters=self.capture.saved_parameters,
             causal_masks=self.capture.causal_masks,
+            derived_parameters=self.model.derived.count,
             exchanged_lookups=self.capture.exchanged,
             chunked_losses=self.capture.chunked("losses"),
             chunked_mlps=self.capture.chunked("mlps"),

@@ -58,11 +58,11 @@ def derive(
         compile_region: Compiles the functions that derive values.
 
     Returns:
-        What derives the values of each block, in the order of the graph; nothing if it stays as it is.
+        What derives the values of each block, in the order of parameters; nothing if the graph stays as it is.
     """
     merge_gathers(gm.graph)
     blocks: dict[str, list[tuple[Determined, list[DerivedValue]]]] = {}
-    for one in find_determined(gm.graph):
+    for one in sorted(find_determined(gm.graph), key=lambda one: one.id):  # ranks may use layers in another order
         values = [_described(one, place, params) for place in range(len(one.values))]
         blocks.setdefault(params[one.id].block, []).append((one, values))
     result = []
@@ -81,7 +81,7 @@ def _described(one: Determined, place: int, params: Mapping[int, ParamInfo]) -> 
     node = one.values[place]
     value, rows = node.meta["val"], one.parts[node].rows
     # From the computation, as ranks, and runs, may compile graphs in another order.
-    digest = hashlib.sha256(f"{params[one.id].name} {one.keys[place]}".encode()).hexdigest()
+    digest = hashlib.sha256(f"{params[one.id].name} {one.keys[node]}".encode()).hexdigest()
     number = len(params) + int(digest[:16], 16) % (_NUMBERS - len(params))
     shape = tuple(value.shape) if rows is None else tuple(value.movedim(rows, 0).shape)
     return DerivedValue(number, one.id, shape, value.dtype, is_gathered=rows is not None)
@@ -136,8 +136,7 @@ class _Functions:
         self._masked = [
             place
             for place, (one, _) in enumerate(members)
-            if any(map(one.is_exchanged, one.nodes))
-            and _shard(one).meta["val"].shape[0] * shards != one.gather.meta["val"].shape[0]
+            if one.exchanged and _shard(one).meta["val"].shape[0] * shards != one.gather.meta["val"].shape[0]
         ]
 
     def compiled(self, block: str, compile_region: Callable[[ExtractedRegion], compat.BoxedCallable]) -> DerivedBlock:
@@ -194,12 +193,10 @@ class _Writer:
         """Writes the maxima over this rank's rows, one after the other; returns their number."""
         flat = []
         for place, (one, _) in enumerate(self._members):
-            exchanged = [node for node in one.nodes if one.is_exchanged(node)]
-            for node in self._with_sources(one, exchanged):
-                if one.is_exchanged(node):
-                    flat.append(self._maximum(node, one, place, masks.get(place)))
-                else:
+            for node in self._with_sources(one, one.exchanged):
+                if not one.is_exchanged(node):
                     self._copy(node, one, place)
+            flat += [self._maximum(node, one, place, masks.get(place)) for node in one.exchanged]
         if flat:
             self._outputs = flat if len(flat) == 1 else [self._call(aten.cat.default, flat)]
         return sum(node.meta["val"].numel() for node in flat)
@@ -236,7 +233,7 @@ class _Writer:
         """Reads the maxima over the rows of all ranks, in the order in which they were written."""
         begin = 0
         for one, _ in self._members:
-            for node in filter(one.is_exchanged, one.nodes):
+            for node in one.exchanged:
                 like = node.meta["val"]
                 made = self._call(aten.slice.Tensor, maxima, 0, begin, begin + like.numel())
                 made = self._call(aten.view.default, made, list(like.shape))

@@ -54,21 +54,29 @@ class Determined:
     Args:
         gather: The parameter's gather.
         parts: How ranks compute the nodes that it determines.
-        nodes: Those that compute `values`, in order; the gather is not one of them.
+        keys: Of the nodes that compute `values`; equal computations of a parameter have equal keys, in any graph.
         values: The nodes that others read: gathered if they have rows, else computed on all ranks.
-        keys: The key of each value; equal computations of a parameter have equal keys, in any graph.
     """
 
     gather: fx.Node
     parts: Mapping[fx.Node, Part]
-    nodes: list[fx.Node] = field(default_factory=list)
+    keys: dict[fx.Node, str] = field(default_factory=dict)
     values: list[fx.Node] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)
 
     @property
     def id(self) -> int:
         """The parameter's id."""
         return int(args_of(self.gather)[1])
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """The nodes that compute `values`, in order; the gather is not one of them."""
+        return [node for node in self.keys if node is not self.gather]
+
+    @property
+    def exchanged(self) -> list[fx.Node]:
+        """The maxima and minima over the rows of all ranks among them; in the same order in any graph."""
+        return sorted(filter(self.is_exchanged, self.nodes), key=self.keys.__getitem__)
 
     def is_exchanged(self, node: fx.Node) -> bool:
         """Returns whether `node` is a maximum, or minimum, over the rows of all ranks."""
@@ -142,17 +150,13 @@ def _narrowed(root: fx.Node, members: list[fx.Node], parts: Mapping[fx.Node, Par
         if node not in needed and node is not root:
             needed.add(node)
             pending += [source for source in node.all_input_nodes if source in inside]
-    result.nodes = [node for node in members if node in needed]
+    for node in members:
+        if node is root or node in needed:
+            result.keys[node] = _key(node, result.keys)
     # A value of all ranks that is needed on the way, and read elsewhere, is handed on as it is.
-    on_the_way = [n for n in result.nodes if parts[n].rows is None and any(user not in needed for user in n.users)]
-    result.values = [node for node in result.nodes if node in chosen or node in on_the_way]
-    if any(not _can_be_laid_out(node, parts[node]) for node in result.values):
-        return None
-    keys: dict[fx.Node, str] = {}
-    for node in (root, *result.nodes):
-        keys[node] = _key(node, keys)
-    result.keys = [keys[node] for node in result.values]
-    return result
+    on_the_way = {n for n in needed if parts[n].rows is None and any(user not in needed for user in n.users)}
+    result.values = sorted(chosen | on_the_way, key=result.keys.__getitem__)
+    return result if all(_can_be_laid_out(node, parts[node]) for node in result.values) else None
 
 
 def _is_cheaper(node: fx.Node, below: frozenset[fx.Node], parts: Mapping[fx.Node, Part]) -> bool:

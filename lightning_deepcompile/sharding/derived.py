@@ -41,7 +41,7 @@ class DerivedShards:
     _values: dict[int, DerivedValue] = field(default_factory=dict)
     _buffers: dict[int, Tensor] = field(default_factory=dict)
     _masks: dict[int, Tensor] = field(default_factory=dict)
-    _programs: dict[tuple[int, ...], Sequence[DerivedBlock]] = field(default_factory=dict)
+    _blocks: dict[tuple[int, ...], DerivedBlock] = field(default_factory=dict)
     _current: set[int] = field(default_factory=set)  # those that fit their parameters
     _refreshed: list[DerivedBlock] = field(default_factory=list)  # what was derived since they were all out of date
     _lapsed: list[DerivedBlock] = field(default_factory=list)  # the same, before that
@@ -56,8 +56,8 @@ class DerivedShards:
             Those that the program gets as inputs, in order.
         """
         values = [value for block in blocks for value in block.values]
-        self._programs[tuple(value.number for value in values)] = blocks
         for block in blocks:
+            self._blocks[tuple(value.number for value in block.values)] = block
             for place in block.masked:
                 self._add_mask(block.sources[place])
         for value in values:
@@ -96,6 +96,16 @@ class DerivedShards:
         """A context for tensors of the kind of the shards, also while a graph is traced."""
         is_fake = isinstance(parameter.leaf, compat.FakeTensor)
         return contextlib.nullcontext() if is_fake else compat.real_tensors()
+
+    @property
+    def count(self) -> int:
+        """Number of the parameters that values are derived of."""
+        return len({value.source for value in self._values.values()})
+
+    @property
+    def gathered(self) -> list[int]:
+        """Runtime ids of the values that are gathered."""
+        return [value.id for value in self._values.values() if value.is_gathered]
 
     def read(self, ds_id: int) -> Tensor:
         """Returns this rank's part of a derived value; valid until parameters change."""
@@ -158,18 +168,24 @@ class DerivedShards:
         return iter(every.view(self.shards, -1).amax(0).split([block.maxima for block in blocks]))
 
     def refresh_numbers(self, numbers: tuple[int, ...]) -> None:
-        """The same, for a program that another rank runs.
+        """Derives values for a program that another rank runs.
 
         Args:
-            numbers: Of its values.
+            numbers: Of its values, block by block.
 
         Raises:
-            RuntimeError: If no program of this rank has the same values.
+            RuntimeError: If no program of this rank has the same values of a block.
         """
-        if numbers not in self._programs:
-            raise RuntimeError(
-                "Another rank runs a step that reads other parameters in a low precision (FP8) than the steps of this "
-                "rank, so this rank cannot quantise them. Let all ranks use the same layers in a step, or convert "
-                "fewer of them (`module_filter_fn` of `convert_to_float8_training`)."
-            )
-        self.refresh(self._programs[numbers])
+        blocks, begin = [], 0
+        while begin < len(numbers):
+            ends = range(begin + 1, len(numbers) + 1)
+            block = next((self._blocks[key] for end in ends if (key := numbers[begin:end]) in self._blocks), None)
+            if block is None:
+                raise RuntimeError(
+                    "Another rank runs a step that reads other parameters in a low precision (FP8) than the steps of "
+                    "this rank, so this rank cannot quantise them. Let all ranks use the same layers in a step, or "
+                    "convert fewer of them (`module_filter_fn` of `convert_to_float8_training`)."
+                )
+            blocks.append(block)
+            begin += len(block.values)
+        self.refresh(blocks)

@@ -58,7 +58,7 @@ class Participation:
             if header.startswith("backward"):
                 self._begin_backward()
             (members,) = [ids for kind, ids in collectives if kind == TABLE["end"].collective] or [()]
-            graph = self._graph_of(members or tuple(p.ds_id & LOCAL_ID for p in self._model.parameters))
+            graph = self._graph_of(members or self._all())
             for kind, ids in collectives:
                 self._with_instruction(graph, kind, ids)
 
@@ -70,6 +70,10 @@ class Participation:
             register(graph, ids, stage=self._stage, reduce="every")
             register(graph | AT_BOUNDARY, ids, stage=self._stage, reduce="boundary")
         return self._graphs[members]
+
+    def _all(self) -> tuple[int, ...]:
+        parameters = (parameter.ds_id for parameter in self._model.parameters)
+        return tuple(ds_id & LOCAL_ID for ds_id in (*parameters, *self._model.derived.gathered))
 
     def _ids(self, numbers: tuple[int, ...]) -> list[int]:
         return [self._runtime.serial << 32 | number for number in numbers]

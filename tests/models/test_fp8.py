@@ -7,6 +7,7 @@ batches one after the other, and accumulates.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -69,6 +70,16 @@ class HighPrecisionGradients(Fp8):
     recipe_name = "rowwise_with_gw_hp"
 
 
+class RankDependent(Fp8):
+    """Ranks run other programs, and so take turns."""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers if os.environ["RANK"] == "0" else list(self.layers)[::-1]:
+            x = layer(x)
+        return self.head(x)
+
+
 def figures(trainer: Any) -> dict[str, Any]:
     engine = trainer.strategy.engine
     model, capture = engine.model, engine.capture
@@ -78,10 +89,11 @@ def figures(trainer: Any) -> dict[str, Any]:
     return {
         "communicated": dict(engine.timeline.communicated),
         "programs": engine.programs(),
+        "summary": str(engine.summary()),
         "narrow": sum(capture.params[value.id].gathered_bytes for value in values if value.is_gathered),
         "wide": sum(capture.params[i].gathered_bytes for i in {value.source for value in values}),
         "scales": {
-            model.by_id[value.source].name: model.derived.read(value.id).clone()
+            model.by_id[value.source].name: model.derived.read(value.id).cpu().clone()
             for value in values
             if not value.is_gathered
         },
@@ -107,15 +119,20 @@ def test_fp8_trains_as_in_one_process(world_size: int) -> None:
     # FP8 numbers.
     steps = 5 if world_size == 2 else 2
     (ours, *_) = run_ranks(ranks, world_size, Fp8, EAGER, steps=steps)
-    expected = alone(Fp8, world_size, steps=steps)
+    assert_same_as_accumulated(ours, alone(Fp8, world_size, steps=steps), world_size)
+    assert_scales(ours)
+
+
+def assert_same_as_accumulated(actual: Record, expected: Record, world_size: int) -> None:
+    """Compares a training on ranks with one process that computes a rank's batch at a time."""
     losses = torch.tensor(expected.losses).view(-1, world_size).sum(1)  # each was divided by their number
-    assert_close(torch.tensor(ours.losses), losses, "losses")
-    for step, (mine, theirs) in enumerate(zip(ours.grads, expected.grads, strict=True)):
+    assert_close(torch.tensor(actual.losses), losses, "losses")
+    for step, (mine, theirs) in enumerate(zip(actual.grads, expected.grads, strict=True)):
+        assert mine.keys() == theirs.keys()
         for name in theirs:
             assert_close(mine[name], theirs[name], f"step {step} gradient of {name}")
     for name in expected.params:
-        assert_close(ours.params[name], expected.params[name], name)
-    assert_scales(ours)
+        assert_close(actual.params[name], expected.params[name], name)
 
 
 def assert_scales(record: Record) -> None:
@@ -131,6 +148,7 @@ QUICK: dict[str, Case] = {
     "accumulation": (Fp8, EAGER, {"accumulate": 2}),
     "bf16, checkpointing": (Fp8, EAGER, {"precision": "bf16-mixed", "activation_checkpointing_policy": {Layer}}),
     "rowwise": (Rowwise, EAGER, {}),
+    "turns": (RankDependent, EAGER, {}),
 }
 OTHERS: dict[str, Case] = {
     "stage 1": (Fp8, EAGER, {"accumulate": 2, "stage": 1}),
@@ -170,8 +188,14 @@ def both_ways(cases: dict[str, Case]) -> dict[str, tuple[Record, Record]]:
 )
 def test_weights_that_travel_as_fp8_have_the_same_bits(world_size: int, cases: dict[str, Case]) -> None:
     (first, *_) = run_ranks(both_ways, world_size, cases, timeout=400.0)
+    assert_same_bits(first, cases)
+
+
+def assert_same_bits(first: dict[str, tuple[Record, Record]], cases: dict[str, Case]) -> None:
+    """Compares the trainings of `both_ways`, and what they gather."""
     for name, (ours, plain) in first.items():
-        assert "derive" not in str(plain.extra["programs"])
+        assert "derive" not in str(plain.extra["programs"]) and "narrower" not in plain.extra["summary"]
+        assert re.search("gathered narrower +4 parameters", ours.extra["summary"]), name
         for text in ours.extra["programs"].values():
             assert "  derive   layers.0 (2 params" in text, name
         assert ours.losses == plain.losses, name
