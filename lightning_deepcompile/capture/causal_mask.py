@@ -1,10 +1,9 @@
 """Recognises attention masks that are the causal mask, and replaces them by ``is_causal=True``.
 
 Transformers builds its mask with ordinary operators when it is traced; a mask given as a tensor rules out the flash
-attention kernels. If the mask depends only on constants, it is computed during compilation and compared with the causal
-mask element by element: that is a proof for the graph's static shapes. A long sequence's mask, which would fill a
-device, is computed a few rows at a time. Masks with symbolic sizes take another proof (`symbolic_mask.py`). With
-operators that are not known to be pure, and if anything may write to the mask in place, the call does not change.
+attention kernels. If the mask depends only on constants and sizes, it is computed during compilation and compared with
+the causal mask element by element (`mask_values.py`). With operators that are not known to be pure, and if anything may
+write to the mask in place, the call does not change.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ from lightning_deepcompile.capture.dynamo_graph import (
     VIEWS,
     checkpoint_body,
     checkpoint_operands,
-    computed,
     erase_unused,
     leaves,
     name_of,
 )
-from lightning_deepcompile.capture.symbolic_mask import ELEMENTWISE, is_causal_for_all_sizes
+from lightning_deepcompile.capture.mask_values import equals_causal
 
 __all__ = ["recognize_causal_masks"]
 
@@ -44,9 +42,6 @@ _FRESH = frozenset(
     "logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not "
     "where masked_fill cat concat stack repeat repeat_interleave tile roll flip outer any all".split()
 )
-# Elements of a mask: of what is computed whole, of rows that are computed at a time, and of what may be computed whole
-# where that cannot be done in rows.
-_SMALL, _ROWS, _LARGEST = 1 << 24, 1 << 26, 1 << 28
 # What else reads positions or masks without writing to them or returning their memory.
 _READERS = frozenset("embedding linear matmul bmm pow exp sin cos softmax scaled_dot_product_attention".split())
 
@@ -137,9 +132,8 @@ def _is_causal(mask: fx.Node) -> bool:
     assert gm is not None
     if _may_be_written(gm, ancestors):
         return False
-    if any(not isinstance(size, int) for size in example.shape):
-        return is_causal_for_all_sizes(mask)
-    return _equals_causal(mask, example.shape[-1])
+    inputs = [one.meta.get("example_value") for node in ancestors for one in node.all_input_nodes]
+    return equals_causal(mask, sized=any(isinstance(size, torch.SymInt) for size in (*inputs, *example.shape)))
 
 
 def _constant_ancestors(mask: fx.Node) -> set[fx.Node] | None:
@@ -185,84 +179,3 @@ def _may_be_written(gm: fx.GraphModule, nodes: Iterable[fx.Node], *, operands: b
         elif "out" in user.kwargs or name_of(user) not in _FRESH | VIEWS | _READERS:
             return True
     return False
-
-
-@torch.no_grad()
-def _equals_causal(mask: fx.Node, length: int) -> bool:
-    rows = _Rows(length)
-    step = max(_ROWS // length, 1)
-    with compat.real_tensors():
-        for low in range(0, length, step):
-            high = min(low + step, length)
-            try:
-                value = rows.of(mask, low, high)
-            except _TooLargeError as reason:
-                _log.info(
-                    "An attention mask of %d positions was not analysed: %s is not computed row by row.", length, reason
-                )
-                return False
-            columns = torch.arange(length, device=value.device)
-            if not bool((value == (columns <= columns[low:high, None])).all()):
-                return False
-    return True
-
-
-class _TooLargeError(Exception):
-    """The values to compute at once take too much memory."""
-
-
-class _Rows:
-    """Computes rows of masks from constants.
-
-    A value may be smaller than the one in the graph if broadcasting makes up for it.
-
-    Args:
-        length: The number of all rows.
-    """
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-        self._whole: dict[fx.Node, Any] = {}
-
-    def of(self, node: fx.Node, low: int, high: int) -> Any:
-        """Returns rows `low` to `high` of the value of `node`; all of it if it has one row for all, or none.
-
-        Raises:
-            _TooLargeError: If it has to be computed whole, and is large.
-        """
-        example = node.meta.get("example_value")
-        if not isinstance(example, torch.Tensor) or example.numel() <= max(_SMALL, self._length):
-            return self._rows_of_whole(node, low, high)
-        name, source = name_of(node), node.args[0]
-        if name in ELEMENTWISE or (name == "to" and all(not isinstance(a, fx.Node) for a in node.args[1:])):
-            return computed(node, lambda n: self.of(n, low, high))
-        if name in ("expand", "expand_as", "broadcast_to", "unsqueeze", "getitem") and isinstance(source, fx.Node):
-            before = source.meta["example_value"]
-            ends_alike = before.dim() > 1 and all(
-                one in (1, other) for one, other in zip(before.shape[-2:], example.shape[-2:], strict=True)
-            )
-            adds = name == "unsqueeze" or (name == "getitem" and _adds_dimensions(node.args[1]))
-            expands = name not in ("unsqueeze", "getitem")
-            if ends_alike and (expands or (adds and all(size == 1 for size in before.shape[:-2]))):
-                return self.of(source, low, high)  # broadcasting has the same effect
-        if example.numel() > _LARGEST:
-            raise _TooLargeError(f"`{name}`")
-        return self._rows_of_whole(node, low, high)
-
-    def _rows_of_whole(self, node: fx.Node, low: int, high: int) -> Any:
-        value = self._compute_whole(node)
-        has_rows = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[-2] == self._length
-        return value[..., low:high, :] if has_rows else value
-
-    def _compute_whole(self, node: fx.Node) -> Any:
-        if node not in self._whole:
-            self._whole[node] = computed(node, self._compute_whole)
-        return self._whole[node]
-
-
-def _adds_dimensions(index: Any) -> bool:
-    """Returns whether ``x[index]`` is `x` with dimensions of size 1 before its own."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    while parts and parts[0] is None:
-        parts.pop(0)
-    return all(part is ... or part == slice(None) for part in parts)

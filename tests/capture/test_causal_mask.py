@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_deepcompile.capture import causal_mask, symbolic_mask
+from lightning_deepcompile.capture import mask_values
 from lightning_deepcompile.capture.causal_mask import recognize_causal_masks
 
 LENGTH = 8
@@ -109,7 +109,7 @@ def test_a_padding_mask_is_data() -> None:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes proofs for lengths up to 16, and then up to the next power of two."""
-    monkeypatch.setattr(symbolic_mask, "_SHORTEST", 16)
+    monkeypatch.setattr(mask_values, "_SHORTEST", 16)
 
 
 SIZES = (2, 8), (3, 5), (4, 16), (2, 3), (5, 40), (2, 17)
@@ -229,7 +229,7 @@ def test_a_part_that_a_length_cuts_is_not_taken_for_repeated_elements(short: Non
 def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes a mask of a few positions count as too large for a device: three rows of it are computed at a time."""
     for name, elements in (("_SMALL", 2 * LENGTH), ("_ROWS", 3 * LENGTH), ("_LARGEST", 1)):
-        monkeypatch.setattr(causal_mask, name, elements)
+        monkeypatch.setattr(mask_values, name, elements)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -269,7 +269,7 @@ def test_what_cannot_be_computed_in_rows_is_computed_whole_if_it_is_not_too_larg
     by_rows: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for largest, expected in ((LENGTH * LENGTH - 1, 0), (LENGTH * LENGTH, 1)):
-        monkeypatch.setattr(causal_mask, "_LARGEST", largest)
+        monkeypatch.setattr(mask_values, "_LARGEST", largest)
         with caplog.at_level(logging.INFO, "lightning_deepcompile"):
             changed, _, _ = rewrite(lambda q, k, v: _attention(q, k, v, attn_mask=inverted()), *qkv())
         assert changed == expected
