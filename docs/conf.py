@@ -5,10 +5,12 @@ lists of `index.md`, and the page of settings of the docstring of their class.
 """
 
 import dataclasses
-import importlib
+import importlib.util
 import inspect
 import re
 import tomllib
+import types
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ copyright = author
 release = version = _PROJECT["version"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+if importlib.util.find_spec("sphinx_copybutton") is not None:  # where there is no network, it may be missing
+    extensions.append("sphinx_copybutton")
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
@@ -59,13 +63,29 @@ def settings(path: str) -> str:
     cls: Any = getattr(importlib.import_module(module), name)
     arguments = inspect.getdoc(cls).partition("\nArgs:\n")[2].partition("\n\n")[0]
     said = dict(re.findall(r"^    (\w+): ((?:.*\n?(?!    \w))*)", arguments, re.M))
+    kinds = typing.get_type_hints(cls)
     sections = []
     for field in dataclasses.fields(cls):
-        kind = re.sub(r"Annotated\[(.+?), .+?\]", r"\1", str(field.type))
-        facts = f"Type: `{kind}`. Default: `{field.default!r}`."
+        facts = f"Type: `{readable(kinds[field.name])}`. Default: `{field.default!r}`."
         text = " ".join(said[field.name].split())
         sections.append(f"### `{field.name}`\n\n{facts}\n\n{text}\n")
     return "\n".join(sections)
+
+
+def readable(kind: Any) -> str:
+    """A type as users write it: without names of this package and of modules."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return " | ".join(map(readable, typing.get_args(kind)))
+    text = "None" if kind is type(None) else kind.__name__ if isinstance(kind, type) else str(kind)
+    return re.sub(r"\b(typing|pathlib|collections\.abc)\.", "", text)
+
+
+def _show_plain_types(app: Any, documented: Any, bound: bool) -> None:
+    """Shows the arguments of a checked class as its users write them, and not as LightningCLI reads them."""
+    init = documented.__init__ if isinstance(documented, type) else documented
+    if getattr(init, "is_checked", False) and "__signature__" in vars(init):
+        del init.__signature__
+        init.__wrapped__.__annotations__ = typing.get_type_hints(init.__wrapped__)
 
 
 def _complete(app: Any, page: str, source: list[str]) -> None:
@@ -77,3 +97,4 @@ def _complete(app: Any, page: str, source: list[str]) -> None:
 def setup(app: Any) -> None:
     """Has Sphinx call `_complete` for each page that it reads."""
     app.connect("source-read", _complete)
+    app.connect("autodoc-before-process-signature", _show_plain_types)

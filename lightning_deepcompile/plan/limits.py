@@ -44,7 +44,11 @@ class Limit(NamedTuple):
 
 
 def limits(
-    schedules: Sequence[Schedule], profile: Profile, skew_seconds: float = 0.0, measured: MeasuredStep | None = None
+    schedules: Sequence[Schedule],
+    profile: Profile,
+    skew_seconds: float = 0.0,
+    measured: MeasuredStep | None = None,
+    usual_seconds: float | None = None,
 ) -> list[Limit]:
     """Returns the costs of a step that are at least a twentieth of it, the largest first; or else compute.
 
@@ -53,13 +57,19 @@ def limits(
         profile: Of the step.
         skew_seconds: For how long the rank with the least work waits in a step for the one with the most.
         measured: A step that ran so: no cost is more than ranks waited for it.
+        usual_seconds: Duration of steps that ran so. If the measured one took longer, the device waited for the host by
+            accident, as where processes share cores.
     """
     whole = simulate(schedules, profile)
     step, compute, most = whole.seconds, whole.compute_seconds, dict[Kind, float]()
     if measured is not None and measured.planned:
         parts = [measured.parts(rank) for rank in measured.ranks]
         most = {kind: max(one[kind] for one in parts) for kind in KINDS}
+        skew_seconds = min(skew_seconds, measured.skew())
         step, compute = max(rank.end - rank.begin for rank in measured.ranks), most["compute"]
+        if usual_seconds is not None and step > usual_seconds:
+            most["between"] = max(most["between"] - (step - usual_seconds), 0.0)
+            step = usual_seconds
     found = [
         Limit(name, saved, saved / step, advice)
         for name, saved, advice in _costs(schedules, profile, whole, skew_seconds, most)
@@ -81,8 +91,6 @@ def _costs(
     def saved(kind: Kind, **changes: Any) -> float:
         without = simulate(schedules, replace(profile, **changes)).seconds
         return min(whole.seconds - without, most.get(kind, math.inf))
-
-    waits = sum(seconds for kind, seconds in most.items() if kind.startswith("waits")) if most else math.inf
 
     costs = {key: replace(cost, host=0.0) for key, cost in profile.regions.items()}
     return [
@@ -111,7 +119,7 @@ def _costs(
         ),
         (
             "ragged ranks",
-            min(skew_seconds, waits),
+            skew_seconds,
             "batches of about as many tokens on each rank.",
         ),
         (

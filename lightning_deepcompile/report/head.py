@@ -79,9 +79,12 @@ def figures_of(record: StepRecord) -> list[Figure]:
         found.append(("measured waits, of the rank that waits most", max(waits, default=None), "s", True))
         between = [one["between"] for one in parts]
         found.append(("measured between programs, of the slowest rank", max(between, default=None), "s", True))
-    if record.rounds:
-        skew = record.rounds[-1].skew_seconds or None
-        found.append(("rank skew: waiting for the rank with the most work", skew, "s", True))
+    skew = 0.0
+    if measured is not None:
+        skew = measured.skew()
+    elif record.rounds:
+        skew = record.rounds[-1].skew_seconds
+    found.append(("rank skew: difference of compute between ranks", skew or None, "s", True))
     if done:
         found.append(("measured peak", done[-1].after_peak_bytes, "B", True))
     peak = "predicted peak of programs" if profile.host_computes else "predicted peak"

@@ -60,8 +60,10 @@ class StepRecord:
 
     def limits(self) -> list[Limit]:
         """Returns what limits the step, the largest cost first; nothing without a profile."""
-        skew = self.rounds[-1].skew_seconds if self.rounds else 0.0
-        return [] if self.profile is None else limits(self.schedules, self.profile, skew, self.measured)
+        if self.profile is None:
+            return []
+        skew, usual = (self.rounds[-1].skew_seconds, self.rounds[-1].after_seconds) if self.rounds else (0.0, None)
+        return limits(self.schedules, self.profile, skew, self.measured, usual)
 
     def shortened(self) -> StepRecord:
         """Returns the record of a step of at most two micro-batches: those between the first and the last are alike."""

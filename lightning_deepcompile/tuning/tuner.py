@@ -539,7 +539,7 @@ class Tuner:
             assert self.profile is not None
             schedules = [now.get(one.structure, one) for one in self.profile.schedules]
             if all(map(self.profile.covers, schedules)):
-                found = limits(schedules, self.profile, self.skew_seconds, self.measured)
+                found = limits(schedules, self.profile, self.skew_seconds, self.measured, self.rounds[-1].after_seconds)
                 self._say(f"The step is {found[0]}", logging.INFO)
 
     def _end_round(self, retry: bool = False) -> None:

@@ -136,6 +136,8 @@ def test_shell(
     (workplace / "profile.json").write_text(profile.to_json())
     plan = write_plan(profile.schedules, Setting(world_size=1, stage=3, device_type="cpu"))
     (workplace / "deepcompile_plan.json").write_text(plan)
+    for name in ("before.html", "after.html"):
+        trained["trainer"].strategy.save_report(workplace / name)
     scripts = [(ROOT / page).read_text()]
     if page.endswith(".md"):
         scripts = [example.parsed for example in blocks(page, "bash")[1]]

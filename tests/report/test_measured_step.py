@@ -98,6 +98,9 @@ def test_no_cost_is_more_than_ranks_waited_for_it() -> None:
     assert found["gathers"] == pytest.approx(max(one["waits for gathers"] for one in parts))
     assert found["work outside of programs"] == pytest.approx(max(one["between"] for one in parts))
     assert found["ragged ranks"] < 0.1
+    usual = max(rank.end - rank.begin for rank in step.ranks) - max(one["between"] for one in parts)
+    names = [one.name for one in limits(slow.schedules, slow, 5.0, step, usual)]
+    assert "gathers" in names and "work outside of programs" not in names, "other steps did without"
 
 
 def test_a_page_has_the_measured_step_before_the_simulated_one() -> None:
