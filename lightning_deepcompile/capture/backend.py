@@ -124,6 +124,7 @@ class Capture:
 
     Attributes:
         executables: One per program, in order of compilation.
+        programs_compiled: Number of programs compiled so far, including dropped ones.
         saved_parameters: Gathered parameters among saved activations; a full parameter there defeats sharding.
         exchanged: Look-ups of rows that were made exchanges.
         blocks: Blocks that were not traced by themselves but with their equals.
@@ -156,6 +157,7 @@ class Capture:
     nothing_moves: bool = False
     replays: Replays | None = None
     executables: list[Executable] = field(default_factory=list)
+    programs_compiled: int = 0
     saved_parameters: int = 0
     causal_masks: int = 0
     exchanged: int = 0
@@ -494,6 +496,7 @@ class Capture:
                 graphs = ProgramGraphs(self.replays, frame.replayed, base, frame.outputs, examined)
             executable = Executable(base, plan, before, enter, self.guard, graphs, inputs)
         self.executables.append(executable)
+        self.programs_compiled += 1
         frame.executables.append(executable)
         if self.measures is not None and kind != "inference":
             self.measures(executable)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import traceback
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.trainer.progress import CompileProgress
+from lightning_deepcompile.tuning.tuner import Tuner
 
 WORLD, ROWS = 2, 2
 
@@ -247,3 +249,28 @@ def test_the_progress_bar_says_what_is_compiled(bar: Any, monkeypatch: pytest.Mo
         assert any(line.startswith(f"compiling {program}, region 1/") and kind in line for line in shown), shown
     if bar is plc.TQDMProgressBar:
         assert trainer.progress_bar_callback.train_progress_bar.desc.startswith("Epoch 0")
+
+
+def test_a_step_that_is_traced_again_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    steps: list[int] = []
+    begin = Tuner.begin_micro_batch
+
+    def begin_and_retrace(self: Tuner, launched: dict[str, bool]) -> bool:
+        retraces = begin(self, launched)
+        steps.append(len(steps))
+        if len(steps) == 2:
+            self._capture.retrace(self._capture.tracing)
+        return retraces or len(steps) == 2
+
+    monkeypatch.setattr(Tuner, "begin_micro_batch", begin_and_retrace)
+    strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=2, logger=False,
+                         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+    with caplog.at_level(logging.INFO, "lightning_deepcompile"):
+        try:
+            trainer.fit(Mlp(), DataLoader(Tokens(2, ROWS, 0, 1), batch_size=ROWS))
+        finally:
+            torch.distributed.destroy_process_group()
+    first, again = [text for text in caplog.messages if "compiled" in text.lower() and "training_step" in text]
+    assert first.startswith("Compiled `training_step` in") and again.startswith("Compiled `training_step` again in")
+    assert "2 programs" in again

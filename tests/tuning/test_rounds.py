@@ -130,7 +130,9 @@ def _measures() -> list[tuple[list[str], bool, bool]]:
             losses.append([one_step(engine, TOKENS, optimizer) for _ in range(8)])
             rounds, profile = engine.report(), engine.profile()
             engine.close()
-        measured = profile is not None and sum(cost.seconds for cost in profile.regions.values()) > 0
+        measured = (
+            engine.tuner.settled and profile is not None and sum(cost.seconds for cost in profile.regions.values()) > 0
+        )
         found.append(([done.outcome for done in rounds], measured, losses[0] == losses[1]))
     return found
 
