@@ -10,13 +10,17 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from cases import Base, Record, assert_close, train
-from multiprocess import run_ranks
+from cases import ROWS, Base, Record, Tokens, assert_close, full, train
+from multiprocess import devices, run_ranks
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.capture import backend
@@ -24,10 +28,10 @@ from lightning_deepcompile.capture import backend
 EAGER = CompileConfig(region_backend="eager", schedule=None, fallback="error")
 
 
-def recipe(name: str = "tensorwise") -> Any:
+def recipe(name: str = "tensorwise", **changes: Any) -> Any:
     from torchao.float8 import Float8LinearConfig
 
-    return replace(Float8LinearConfig.from_recipe_name(name), emulate=True)
+    return replace(Float8LinearConfig.from_recipe_name(name), **{"emulate": True, **changes})
 
 
 class Layer(nn.Module):
@@ -44,6 +48,7 @@ class Fp8(Base):
     """Its layers are converted, with weights whose rows are not divisible by three; its embedding and head are not."""
 
     recipe_name = "tensorwise"
+    changes: dict[str, Any] = {}
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,8 +57,10 @@ class Fp8(Base):
 
     def configure_model(self) -> None:
         from torchao.float8 import convert_to_float8_training
+        from torchao.float8.float8_linear import Float8Linear
 
-        convert_to_float8_training(self.layers, config=recipe(self.recipe_name))
+        if not any(isinstance(module, Float8Linear) for module in self.modules()):  # Lightning calls it for each loop
+            convert_to_float8_training(self.layers, config=recipe(self.recipe_name, **self.changes))
 
     def logits(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -68,6 +75,18 @@ class Rowwise(Fp8):
 
 class HighPrecisionGradients(Fp8):
     recipe_name = "rowwise_with_gw_hp"
+
+
+class Products(Fp8):
+    """Products take FP8 numbers, as on GPUs; their inner dimensions are multiples of 16."""
+
+    changes = {"emulate": False, "pad_inner_dim": True}
+
+
+class ForFsdp(Fp8):
+    """Weights are objects that FSDP2 would gather as FP8."""
+
+    changes = {"enable_fsdp_float8_all_gather": True}
 
 
 class RankDependent(Fp8):
@@ -149,12 +168,14 @@ QUICK: dict[str, Case] = {
     "bf16, checkpointing": (Fp8, EAGER, {"precision": "bf16-mixed", "activation_checkpointing_policy": {Layer}}),
     "rowwise": (Rowwise, EAGER, {}),
     "turns": (RankDependent, EAGER, {}),
+    "products": (Products, EAGER, {"precision": "bf16-mixed"}),
 }
 OTHERS: dict[str, Case] = {
     "stage 1": (Fp8, EAGER, {"accumulate": 2, "stage": 1}),
     "stage 2": (Fp8, EAGER, {"accumulate": 2, "stage": 2}),
     "bf16 weights": (Fp8, EAGER, {"precision": "bf16-true"}),
     "shards in host memory": (Fp8, replace(EAGER, offload="all"), {}),
+    "made for FSDP2": (ForFsdp, EAGER, {}),
     "gradients in high precision": (HighPrecisionGradients, EAGER, {}),
     "planned": (Fp8, replace(EAGER, schedule="auto"), {"steps": 12}),
     "AdamW": (Fp8, EAGER, {"optimizer": "adamw", "gradient_clip_val": 0.1}),
@@ -211,3 +232,45 @@ def assert_same_bits(first: dict[str, tuple[Record, Record]], cases: dict[str, C
         # One exchange for all weights, and all micro-batches.
         groups = [record.extra["communicated"]["gather_groups"] for record in (ours, plain)]
         assert groups[0] == groups[1] + 1
+
+
+def save_and_validate(folder: Path) -> Any:
+    """Trains, saves a checkpoint, validates, and resumes in a second training."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    path = folder / "trained.ckpt"
+
+    def inspect(trainer: Any) -> float:
+        batches = Tokens(1, ROWS * world_size, rank, world_size)
+        trainer.save_checkpoint(path)
+        (metrics,) = trainer.validate(trainer.lightning_module, DataLoader(batches, ROWS), verbose=False)
+        programs = trainer.strategy.programs()
+        assert any("inference" in name and "  derive   layers.0" in text for name, text in programs.items())
+        return float(metrics["val"])
+
+    strategy = DeepCompileStrategy(compile=EAGER)
+    first = train(Fp8, strategy, world_size=world_size, rank=rank, steps=2, inspect=inspect)
+    trainer = pl.Trainer(
+        strategy=DeepCompileStrategy(compile=EAGER), accelerator="cpu", **devices(world_size), max_steps=3,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    module = Fp8()
+    trainer.fit(module, DataLoader(Tokens(1, ROWS * world_size, rank, world_size), ROWS), ckpt_path=path)
+    return first, {name: full(parameter) for name, parameter in module.named_parameters()}
+
+
+def test_checkpoints_have_whole_weights_and_validation_reads_fp8(tmp_path: Path) -> None:
+    first, resumed = run_ranks(save_and_validate, 2, tmp_path)[0]
+    state = torch.load(tmp_path / "trained.ckpt", weights_only=False)["state_dict"]
+    assert state.keys() == first.params.keys()
+    assert all(state[name].equal(first.params[name]) and state[name].dtype is torch.float32 for name in state)
+    alike = Fp8()
+    alike.configure_model()
+    alike.load_state_dict(state)
+    parts = torch.stack([Tokens(1, 2 * ROWS, 0, 1)[row] for row in range(2 * ROWS)]).split(ROWS)  # of both ranks
+    losses = [F.cross_entropy(alike.logits(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten()) for part in parts]
+    mean = torch.stack(losses).mean()
+    assert_close(torch.tensor(first.extra), mean.detach(), "loss of validation")
+    mean.backward()
+    for name, parameter in alike.named_parameters():
+        assert_close(resumed[name], parameter.detach() - 0.1 * parameter.grad, name)
