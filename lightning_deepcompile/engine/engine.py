@@ -47,6 +47,7 @@ from lightning_deepcompile.step.head_start import HeadStart
 from lightning_deepcompile.step.input_sizes import InputSizes
 from lightning_deepcompile.step.optimizers import LocalShards, check_optimizer, share_states, state_bytes, take_over
 from lightning_deepcompile.step.owner_step import OwnerStep
+from lightning_deepcompile.step.state_sizes import predict_state_bytes
 from lightning_deepcompile.step.ways import OptimizerWays, Way, couples_tensors, is_elementwise
 from lightning_deepcompile.summary import Summary
 from lightning_deepcompile.tuning.foresight import StepRetracedError
@@ -218,8 +219,24 @@ class Engine:
                 parts,
                 direct,
             )
+            self._expect_states()
             if taken:
                 self.states_loaded(optimizer)
+
+    def _expect_states(self) -> None:
+        """Predicts the states that the optimizers make in their first step."""
+        sizes = []
+        for optimizer, shards in self._local_shards.items():
+            own = self.model.ranks.shard_rank
+            held = [p for group in optimizer.param_groups for p in group["params"] if p in self.model.by_parameter]
+            shapes = {p: tuple(self.model.by_parameter[p].local.shape) for p in held}
+            if shards.owner_step is not None:
+                owners = {p: shards.owner_step.owner_of(p) for p in held}
+                shapes |= {p: tuple(p.shape) for p, owner in owners.items() if owner == own}
+                shapes = {p: shape for p, shape in shapes.items() if owners[p] in (None, own)}
+            sizes.append(predict_state_bytes(optimizer, shapes))
+        known = [size for size in sizes if size is not None]
+        self.timeline.leaving.states = sum(known) if len(known) == len(sizes) else None
 
     def _parts_of(self, optimizer: Optimizer, ways: OptimizerWays, *, has_stepped: bool) -> Parts | None:
         """Returns the object that divides the steps of `optimizer`, if they are divided."""

@@ -27,6 +27,7 @@ class ActivationOffload:
         stage: ZeRO stage; below 3 whole parameters stay.
         host_bytes: What this rank may take of host memory.
         has_states: Whether optimizers have made their states.
+        states: Bytes of the states that they will make; None: not known.
         needed: Whether a step was found not to fit otherwise, where the settings leave it open.
     """
 
@@ -36,6 +37,7 @@ class ActivationOffload:
     stage: int
     host_bytes: int
     has_states: bool = False
+    states: int | None = None
     needed: bool = False
 
     @property

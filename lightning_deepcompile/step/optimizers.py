@@ -130,8 +130,19 @@ def check_optimizer(optimizer: Optimizer, model: ShardedModel) -> None:
 
 def state_bytes(optimizer: Optimizer, device: torch.device) -> int:
     """Bytes of an optimizer's states on `device`, of this rank."""
-    tensors = (value for entries in optimizer.state.values() for value in entries.values() if isinstance(value, Tensor))
-    return sum(part.nbytes for tensor in tensors for part in _parts(tensor) if part.device == device)
+    return sum(part.nbytes for part in _parts_of_states(optimizer) if part.device == device)
+
+
+def bytes_of_states(optimizer: Optimizer) -> int:
+    """Bytes of an optimizer's states, wherever they are, or would be."""
+    return sum(part.nbytes for part in _parts_of_states(optimizer))
+
+
+def _parts_of_states(optimizer: Optimizer) -> Iterator[Tensor]:
+    for entries in optimizer.state.values():
+        for value in entries.values():
+            if isinstance(value, Tensor):
+                yield from _parts(value)
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:

@@ -288,7 +288,8 @@ class Foresight:
         """Returns the memory in use before the first program runs, and what the step will add to it permanently."""
         model, device = self._leaving.model, self._leaving.device
         trained = sum(p.local.nbytes for p in model.parameters if p.dtensor.requires_grad)
-        states = 0 if self._leaving.has_states else 2 * trained  # Adam's
+        states = 2 * trained if self._leaving.states is None else self._leaving.states  # if not known, as Adam's
+        states = 0 if self._leaving.has_states else states
         if device.type != "cuda":  # nobody counts what is resident
             return Standing()
         shards, whole = model.device_bytes, self._leaving.whole_bytes

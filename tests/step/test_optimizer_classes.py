@@ -181,6 +181,7 @@ def figures(trainer: Any) -> dict[str, Any]:
     return {
         "ways": ", ".join(ways),
         "sent": sum(one.owner_step.sent for one in shards if one.owner_step is not None),
+        "predicted": engine.timeline.leaving.states,
         "states": sum(state_bytes(optimizer, engine.device) for optimizer in trainer.optimizers),
         "summary": str(engine.summary()),
     }
@@ -215,7 +216,12 @@ def check_all(names: list[str], stage: int, world_size: int, steps: int, mesh: M
         print(f"| {name} | {stage} | {world_size} | {extra[0]['ways']} | {sent} | {states} |")
         if world_size > 1:
             assert extra[0]["ways"] == case.ways, f"{name}: {extra[0]['summary']}"
+            for one in extra:
+                assert one["predicted"] is None or one["predicted"] == pytest.approx(one["states"], rel=0.02, abs=64), (
+                    name
+                )
             if name in QUANTISED:
+                assert all(one["predicted"] is not None for one in extra)
                 elements = sum(value.numel() for value in expected.params.values()) * (mesh[0] if mesh else 1)
                 assert sum(states) < QUANTISED[name] * 2 * 4 * elements
             assert "optimizer steps" in extra[0]["summary"]
