@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from lightning_deepcompile.plan.offload import StatePlaces
@@ -147,6 +147,8 @@ def read_plan(text: str, setting: Setting) -> Plan:
         if min(tracing.uncheckpointed, tracing.chunked_losses, tracing.chunked_mlps) < 0:
             raise PlanFileError(f"it has a step traced by {tracing}")
         batches = read_record(Batches, data["batches"], "batches")
+        if min(astuple(batches)) < 0:
+            raise PlanFileError(f"it was made for {batches}")
     except KeyError as error:
         raise PlanFileError(f"it is damaged (there is no {error})") from error
     except (RecordError, ScheduleError) as error:

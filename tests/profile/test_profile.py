@@ -253,6 +253,7 @@ def test_plan_files(  # noqa: F811
         (text.replace(f'"version": {PLAN_VERSION}', '"version": 7'), "it has version 7"),
         (text.replace('"states": null', '"states": {"away": -1, "slots": 3}'), "optimizer states in"),
         (text.replace('"states": null', '"states": {"away": 0}'), "it is damaged (states.slots is missing)"),
+        (text.replace('"fewest": ', '"fewest": -'), "it was made for Batches"),
         (text.replace('"world_size": 1', '"world_size": 64'), "'world_size': 64"),
         (text.replace('"stage": 3', '"stage": 1'), "'stage': 1"),
         (text.replace('"memory_budget": null', '"memory_budget": 64'), "'memory_budget': 64"),
