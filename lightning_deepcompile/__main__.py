@@ -42,6 +42,8 @@ _COMMANDS: dict[str, tuple[str | None, str]] = {
 """The module of each, with a function `main` of the arguments, and what the command is for."""
 _PACKAGES = ("lightning-deepcompile", "torch", "lightning", "transformers", "jsonargparse", "numpy", "setuptools")
 _LEAST_THREADS, _LEAST_SHARED, _PINNED = 4096, 2**30, 256 * 2**20
+_GPUS = Path("/proc/driver/nvidia/gpus")
+"""Has an entry for each GPU that NVIDIA's driver knows."""
 _COPY_ENGINES = [2, 28]
 """The version of NCCL from which on copy engines gather."""
 _VARIABLES = ("NCCL_", "TORCH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LDC_", "PYTORCH_", "GLOO_")
@@ -213,10 +215,19 @@ def _communicators(build: Report, devices: Report, backends: Report) -> Report:
 
 def _risks(torch: ModuleType | None, devices: Report, backends: Report) -> list[str]:
     """Says what trains all the same, but slowly, or ends later with an error that is hard to read."""
-    found = [_thread_risks(devices), _host_memory_risks()]
+    found = [_thread_risks(devices), _host_memory_risks(), _hidden_gpus(devices)]
     if torch is not None and "cuda:0" in devices:
         found += [_peer_risks(torch), _nccl_risks(backends), _pinned_risks(torch)]
     return [sentence for sentences in found for sentence in sentences]
+
+
+def _hidden_gpus(devices: Report) -> list[str]:
+    if devices.get("torch's CUDA") != "no" or not any(_GPUS.glob("*")):
+        return []
+    return [
+        "This machine has NVIDIA GPUs, and PyTorch is a CPU build, which does not see them: install a CUDA build of "
+        "PyTorch, then this package for it."
+    ]
 
 
 def _thread_risks(devices: Report) -> list[str]:

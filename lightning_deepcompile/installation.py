@@ -10,6 +10,7 @@ import importlib.util
 import json
 import shlex
 import sys
+import sysconfig
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -42,11 +43,18 @@ def load_prebuilt(name: str, folder: str) -> None:
     """
     import torch
 
-    held = sorted(path.parent.name for path in Path(folder).glob("*/_C.*.so"))
-    found = next((one for one in variants(torch.__version__, torch.version.cuda) if one in held), None)
-    if found is None:
-        raise ImportError(f"this wheel was built for {', '.join(held)}, and PyTorch is {torch.__version__}")
-    (file,) = Path(folder, found).glob("_C.*.so")
+    files = sorted(Path(folder).glob("*/_C.*.so"))
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    fitting = {file.parent.name: file for file in files if file.name == f"_C{suffix}"}
+    if files and not fitting:  # another processor, Python, or C library: musl and not glibc
+        built = files[0].name.removeprefix("_C.").removesuffix(".so")
+        raise ImportError(
+            f"this wheel was built for {built}, and this Python is {suffix.strip('.').removesuffix('.so')}"
+        )
+    name_of_build = next((one for one in variants(torch.__version__, torch.version.cuda) if one in fitting), None)
+    if name_of_build is None:
+        raise ImportError(f"this wheel was built for {', '.join(fitting)}, and PyTorch is {torch.__version__}")
+    file = fitting[name_of_build]
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     sys.modules[name] = module = importlib.util.module_from_spec(spec)

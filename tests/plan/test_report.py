@@ -109,6 +109,17 @@ def test_what_may_go_wrong_is_said_before_it_does(monkeypatch: pytest.MonkeyPatc
     assert report._risks(None, {"cpu": "2 cores"}, {}) == report._thread_risks({}) + report._host_memory_risks()
 
 
+def test_gpus_that_a_cpu_build_of_pytorch_does_not_see_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(report, "_GPUS", tmp_path)
+    for cuda, gpus, told in (("no", 0, False), ("no", 1, True), ("13.0", 1, False)):
+        for number in range(gpus):
+            (tmp_path / f"0000:0{number}").touch()
+        said = report._risks(None, {"cpu": "2 cores", "torch's CUDA": cuda}, {})
+        assert any("CPU build, which does not see them" in one for one in said) == told
+
+
 def test_switched_off_autoload_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     assert any("TORCH_DEVICE_BACKEND_AUTOLOAD" in sentence for sentence in report.collect()["missing"])

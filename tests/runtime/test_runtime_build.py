@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 import setuptools
 import torch
 
-from lightning_deepcompile.installation import variants
+from lightning_deepcompile.installation import load_prebuilt, variants
 
 ROOT = Path(__file__).resolve().parents[2]
 PIECES = (
@@ -168,6 +169,34 @@ def test_a_wheel_without_a_build_that_fits_says_what_it_holds(wheel, tmp_path):
     ran = _load(tmp_path)
     said = f"this wheel was built for torch9.9-cpu, and PyTorch is {torch.__version__}"
     assert ran.returncode == 1 and said in ran.stderr.splitlines()[-1], ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("held", "cuda", "said"),
+    [
+        ("torch2.1-cpu/_C{own}", None, "built for torch2.1-cpu, and PyTorch is "),
+        ("torch{torch}-cuda13/_C{own}", None, "built for torch{torch}-cuda13, and PyTorch is "),
+        ("torch{torch}-cuda13/_C{own}", "12.8", "built for torch{torch}-cuda13, and PyTorch is "),
+        ("torch{torch}-cpu/_C.cpython-311-aarch64-linux-gnu.so", None, "built for cpython-311-aarch64-linux-gnu, and "),
+        ("torch{torch}-cpu/_C.cpython-311-x86_64-linux-musl.so", None, "built for cpython-311-x86_64-linux-musl, and "),
+        ("torch{torch}-cpu/_C.cpython-399-x86_64-linux-gnu.so", "13.0", "built for cpython-399-x86_64-linux-gnu, and "),
+    ],
+    ids=["torch", "no CUDA", "CUDA", "aarch64", "musl", "python"],
+)
+def test_a_wheel_that_does_not_fit_says_so_in_a_line(
+    held: str, cuda: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"own": sysconfig.get_config_var("EXT_SUFFIX"), "torch": ".".join(torch.__version__.split(".")[:2])}
+    file = tmp_path / held.format(**names)
+    file.parent.mkdir()
+    file.touch()
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(ImportError) as told:
+        load_prebuilt("none", str(tmp_path))
+    text = str(told.value)
+    assert f"this wheel was {said.format(**names)}" in text and "\n" not in text
+    if "PyTorch" not in said:
+        assert text.endswith(f"this Python is {names['own'].strip('.').removesuffix('.so')}")
 
 
 def test_builds_with_cuda_come_first_and_a_cpu_build_fits_every_pytorch():
