@@ -28,6 +28,7 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
 html_theme = "furo"
+html_static_path, html_css_files = ["_static"], ["wrap.css"]
 html_title = f"deepcompile {release}"  # the whole name does not fit the sidebar
 html_theme_options = {
     "source_repository": _PROJECT["urls"]["Repository"],

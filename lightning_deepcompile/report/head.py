@@ -41,7 +41,7 @@ def head(record: StepRecord) -> str:
         ranks = "" if record.summary is None else f"{format_count(record.summary.world_size, 'rank')}. "
         return (
             f'{facts}<p>{ranks}</p><p class="warn">No step was measured, so there is no timeline, no memory and no '
-            "plan to show. Steps are measured from the fourth on at stage 3, unless "
+            "plan to show. Steps are measured from the fourth on, unless "
             "<code>CompileConfig(schedule=None)</code> or a plan file says that nothing is to be planned.</p>"
         )
     first, *others = record.limits()
