@@ -543,13 +543,6 @@ class Capture:
         (forward,) = (e for e in self._first_frame.executables if e.program.kind == "forward")
         return forward.first_gathers
 
-    def first_derived(self) -> Sequence[DerivedBlock]:
-        """The values that the last training step's first program gathers in place of parameters, as `first_gathers`."""
-        if self._first_frame is None or self._turns != self.agreement.turns:
-            return ()
-        (forward,) = (e for e in self._first_frame.executables if e.program.kind == "forward")
-        return forward.program.derived
-
     @property
     def waits_for_states(self) -> bool:
         """True if the last training step's first program waits for optimizer states that leave the device."""

@@ -66,8 +66,6 @@ class EarlyGathers:
     def chunks(self) -> list[ChunkLayout]:
         """The chunks of the parameters that are gathered, which share their memory; none if nothing is launched."""
         self._look()
-        if self._capture.first_derived():
-            return []  # values are derived of all parameters together
         return self._chunks if self._safe is None or (self._safe and self._may_in_optimizer) else []
 
     @property
@@ -101,18 +99,18 @@ class EarlyGathers:
             self._gather()
 
     def _look(self) -> None:
-        # Shards in host memory are gathered by the step: their checksum would cost as much as the copy to the device.
+        # Left to the step: shards in host memory, whose checksum would cost as much as the copy to the device; and what
+        # is derived of parameters, of all of them together, as checksums of all would cost as much as deriving.
         model = self._capture.model
-        source = model.derived.source_of
-        groups = [group for group in self._capture.first_gathers() if all(source(i).host is None for i in group[1])]
+        early = {ds_id for ds_id, parameter in model.by_id.items() if parameter.host is None}
+        groups = [group for group in self._capture.first_gathers() if early.issuperset(group[1])]
         if groups != self._groups:
-            names = {source(i).name for _, ids, _ in groups for i in ids}
+            names = {model.by_id[i].name for _, ids, _ in groups for i in ids}
             self._groups = groups
             self._chunks = [c for c in model.chunks if any(shard.spec.name in names for shard in c.shards)]
             self._watched = [model.by_name[chunk.shards[0].spec.name].leaf for chunk in self._chunks]
 
     def _gather(self) -> None:
-        self._capture.model.derived.refresh(self._capture.first_derived())
         for graph_id, ids, dtypes in self._groups:
             torch.ops.dc.prefetch_params_fused(graph_id, [], ids, dtypes)
 

@@ -47,10 +47,11 @@ class Freshness:
             name: The step's.
             stays: Whether gathered parameters are used.
         """
+        if not (stays and self._keeps):
+            self._derived.invalidate()  # what a step gathers itself sees all writes, also those that nothing counts
         if stays:
             self._runtime.parameters.order_gathers()  # the next ones, after writes that nothing counts
         else:
-            self._derived.invalidate()
             self._runtime.parameters.invalidate()
             if self._keeps:
                 self._derived.refresh_kept()

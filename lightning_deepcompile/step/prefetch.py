@@ -183,5 +183,5 @@ class StepPrefetch:
         return [count for name in names for count in writes_to(self._model.by_name[name])]
 
     def _writes_before_step(self) -> dict[str, list[int]]:
-        parameters = [self._model.derived.source_of(i) for i in self._early.ids]
+        parameters = [self._model.by_id[i] for i in self._early.ids]
         return {parameter.name: writes_to(parameter) for parameter in parameters}
