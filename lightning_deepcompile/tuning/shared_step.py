@@ -38,7 +38,8 @@ def share_step(
     probe, schedules = mine
     runs = tuple(schedules[run.program] for run in probe.runs if run.program in schedules)
     numbers = _numbers(probe, runs) if len(runs) == len(probe.runs) and not probe.compiled else []
-    digest = float(number_of(repr([run.structure for run in runs]))) if numbers else 0.0
+    ran = [(run.structure, [instruction.text for instruction in run.instructions]) for run in runs]
+    digest = float(number_of(repr(ran))) if numbers else 0.0
     compute = sum(_compute_seconds(*one) for one in zip(probe.runs, runs, strict=True)) if numbers else 0.0
     first = [digest, float(len(numbers))] if rank == 0 else [-1.0, -1.0]
     wanted, count, most = maxima([*first, compute], group)
