@@ -1,4 +1,4 @@
-"""A pass of your own: the embedding and the head are gathered at the very start of every program.
+"""A pass of your own gathers embedding and head first: prints the program in which their gathers stand at the start.
 
 Run it on two processes with `python examples/custom_pass.py`. In a config file, name the pass by its import path:
 `passes: [zero3, prefetch, "custom_pass:early_ends"]`.

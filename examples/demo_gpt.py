@@ -1,9 +1,10 @@
-"""Trains a byte-level GPT on the Python standard library's sources, sharded over the processes of this machine.
+"""Trains a byte-level GPT on several processes, and prints bits per byte, what was compiled, and what planning changed.
 
     python examples/demo_gpt.py                  # two processes on CPU, or every GPU that is there
     python examples/demo_gpt.py --strategy fsdp  # the same training with another strategy
 
-Ends with exit status 1 if a training of full length does not bring validation below 3.5 bits per byte (it starts at 8).
+The text is the Python standard library's sources. Ends with exit status 1 if a training of full length does not bring
+validation below 3.5 bits per byte (it starts at 8).
 """
 
 from __future__ import annotations

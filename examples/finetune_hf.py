@@ -1,4 +1,4 @@
-"""Teaches a pretrained Hugging Face model to answer, and shows the tokens a second of padded, bucketed, packed batches.
+"""Teaches a Hugging Face model to answer, and prints tokens a second of padded, bucketed, and packed batches.
 
     python examples/finetune_hf.py              # two processes on CPU, or every GPU that is there
     python examples/finetune_hf.py --mode all   # padded, then bucketed, then packed batches, and a table of all three

@@ -1,11 +1,11 @@
-"""Trains a Hugging Face Llama from scratch with LightningCLI; nothing is downloaded.
+"""Trains a Hugging Face Llama from scratch with LightningCLI, and prints loss and tokens a second.
 
     python examples/train_llama.py fit --config examples/train_llama.yaml
     python examples/train_llama.py fit --config examples/train_llama.yaml --model.size 8b --data.length 1024
     python examples/train_llama.py fit --config examples/train_llama.yaml --trainer.accelerator cpu --trainer.devices 2
     python examples/train_llama.py fit --config examples/train_llama_70b.yaml
 
-`--trainer.strategy fsdp` (or ddp, ...) trains the same model with another strategy.
+Nothing is downloaded. `--trainer.strategy fsdp` (or ddp, ...) trains the same model with another strategy.
 """
 
 from __future__ import annotations

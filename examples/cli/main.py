@@ -1,12 +1,13 @@
-"""Pretrains, finetunes and resumes a byte-level GPT with LightningCLI; the settings are in the YAML files next to this.
+"""Pretrains, finetunes and resumes a byte-level GPT with LightningCLI, and shows its loss in a progress bar.
 
     python examples/cli/main.py fit --config examples/cli/pretrain.yaml
     python examples/cli/main.py fit --config examples/cli/pretrain.yaml --config examples/cli/resume.yaml
     python examples/cli/main.py fit --config examples/cli/finetune.yaml
     python examples/cli/main.py validate --config examples/cli/pretrain.yaml --ckpt_path last
 
-Any setting can be given on the command line as well: `--trainer.devices 2`, `--model.layers 8`. `--print_config` shows
-all of them, `fit --trainer.strategy.help lightning_deepcompile.DeepCompileStrategy` explains the strategy's.
+The settings are in the YAML files beside this one. Any can be given on the command line as well: `--trainer.devices 2`,
+`--model.layers 8`. `--print_config` shows all of them, and
+`fit --trainer.strategy.help lightning_deepcompile.DeepCompileStrategy` explains the strategy's.
 """
 
 from __future__ import annotations
