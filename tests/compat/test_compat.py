@@ -278,6 +278,35 @@ def test_a_region_does_not_overwrite_its_inputs() -> None:
 
 
 @pytest.mark.slow
+def test_a_compiled_region_rounds_casts_and_writes_to_an_input() -> None:
+    """Regions that derive values from shards return nothing, and must round like a cast of the whole parameter."""
+    runs = []
+
+    def backend(gm: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graph, cast = fx.Graph(), torch.ops.prims.convert_element_type.default
+        x, made = graph.placeholder("x"), graph.placeholder("made")
+        values = [compat.current_fake_mode().from_tensor(torch.empty(64)) for _ in range(2)]
+        x.meta["val"], made.meta["val"] = values
+        narrow = graph.call_function(cast, (x, torch.bfloat16))
+        wide = graph.call_function(cast, (narrow, torch.float32))
+        three = graph.call_function(torch.ops.aten.mul.Tensor, (wide, 3.0))
+        written = graph.call_function(torch.ops.aten.copy_.default, (made, three))
+        narrow.meta["val"] = torch.empty_like(values[0], dtype=torch.bfloat16)
+        for node in (wide, three, written):
+            node.meta["val"] = torch.empty_like(values[0])
+        graph.output(()).meta["user_visible_output_idxs"] = []
+        region = fx.GraphModule(torch.nn.Module(), graph)
+        runs.append(compat.compile_region(region, values, is_backward=False, is_inference=True, rounds=True))
+        return gm
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    x, made = torch.randn(64), torch.zeros(64)
+    runs[0]([x, made])
+    assert made.equal(x.bfloat16().float() * 3)
+
+
+@pytest.mark.slow
 def test_a_compiled_region_takes_its_inputs_and_keeps_its_strides() -> None:
     """The next region was traced with these strides, and Inductor asserts them; inputs can be freed while it runs."""
 
