@@ -7,6 +7,7 @@ run, the passes, and the trade of optimizer states. Only rates come from a table
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -55,6 +56,8 @@ from lightning_deepcompile.runtime import load_extension
 from lightning_deepcompile.sharding.access import step_states
 from lightning_deepcompile.sharding.checks import check_module
 from lightning_deepcompile.sharding.shards import ShardedModel
+from lightning_deepcompile.step.state_sizes import predict_state_bytes
+from lightning_deepcompile.step.ways import is_elementwise
 from lightning_deepcompile.tuning.foresight import Foresight
 from lightning_deepcompile.tuning.retracing import Retracing
 from lightning_deepcompile.tuning.tuner import pass_schedule
@@ -425,20 +428,29 @@ class _Estimate:
         return tuple(sorted(sizes, key=lambda size: leaving_order(size, chunk)))
 
     def _states_of(self, optimizer: Optimizer, model: ShardedModel) -> list[int]:
+        trained = [
+            (index, parameter)
+            for index, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+            if parameter in model.by_parameter and parameter.requires_grad
+        ]
+        layouts = [model.by_parameter[parameter].layout for _, parameter in trained]
+        adams = [2 * layout.shard_numel * layout.spec.dtype.itemsize for layout in layouts]
         try:
-            known = probe_states(optimizer, torch.device("cpu"))
+            if is_elementwise(optimizer):
+                known = probe_states(optimizer, torch.device("cpu"))
+                pairs = zip(trained, layouts, strict=True)
+                return [known.of(index, layout.spec.dtype, layout.shard_numel) for (index, _), layout in pairs]
         except ValueError as error:
-            known = None
             self._notes.append(f"{error} Its states count as Adam's.")
-        found = []
-        for index, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                own = model.by_parameter.get(parameter)
-                if own is None or not parameter.requires_grad:
-                    continue
-                elements, dtype = own.layout.shard_numel, own.local.dtype
-                found.append(known.of(index, dtype, elements) if known else 2 * elements * dtype.itemsize)
-        return found
+            return adams
+        # States may be quantised: they follow whole tensors, which ranks share evenly.
+        total = predict_state_bytes(optimizer, {parameter: tuple(parameter.shape) for _, parameter in trained})
+        if total is None:
+            self._notes.append(f"{type(optimizer).__name__} does not step without values: its states count as Adam's.")
+            return adams
+        elements = sum(layout.shard_numel for layout in layouts)
+        return [math.ceil(total / model.ranks.shards * layout.shard_numel / elements) for layout in layouts]
 
     def _profile(
         self,

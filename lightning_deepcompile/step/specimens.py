@@ -149,6 +149,9 @@ class Copy:
         self.tensors = dict(tensors)
         memo: dict[int, Any] = {}
         for group in optimizer.param_groups:
+            for value in group.values():
+                if isinstance(value, compat.FakeTensor):  # a rate that was made without values: any will do
+                    memo[id(value)] = torch.ones(value.shape, dtype=value.dtype)
             for parameter in group["params"]:
                 memo[id(parameter)] = self.tensors.get(parameter)
                 if memo[id(parameter)] is None:  # deepcopy would take None for an object that it does not know

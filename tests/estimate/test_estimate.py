@@ -116,6 +116,19 @@ def test_memory_follows_from_ranks_and_moves_from_memory() -> None:
     assert alone.ranks_needed != 1 and "does not fit" in str(alone) and "what would do" in str(alone)
 
 
+class Quantised(Wide):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        from torchao.optim import AdamW8bit
+
+        return AdamW8bit(self.parameters())
+
+
+def test_states_of_one_byte_count_as_such() -> None:
+    estimate = _strategy().estimate(Quantised(), torch.zeros(64, 2048), ranks=8, device_memory="80GiB")
+    standing = estimate.need.standing
+    assert standing.states == pytest.approx(2.03 / 4 * standing.shards, rel=0.01)
+
+
 def test_what_is_not_compiled_is_counted_by_blocks() -> None:
     batch = torch.zeros(512, 2048)
     compiled, apart = (
