@@ -53,12 +53,12 @@ def page(record: StepRecord) -> str:
         ("times", "Step after step", _times(record)),
         ("step", "The simulated step, stream by stream", _step(record)),
         ("links", "Communication against the link", _links(record)),
-        ("blocks", "Where compute goes", _blocks(record)),
-        ("planning", "What planning changed", planning(record)),
+        ("blocks", "Compute by block", _blocks(record)),
+        ("planning", "Planning", planning(record)),
         ("scaling", "On more ranks", _scaling(record)),
         ("graphs", "Graph breaks and recompilations", _graphs(record)),
-        ("compiled", "What was compiled", _compiled(record)),
-        ("host", "What is in host memory", _host(record)),
+        ("compiled", "Compiled programs", _compiled(record)),
+        ("host", "Host memory", _host(record)),
     ]
     sections = [section for section in sections if section[2]]
     charts, without = "", f'<p class="warn">{escape(NO_CHARTS)}</p>\n'
