@@ -71,6 +71,8 @@ def test_random_sizes_are_planned_for_and_judged_by_no_other_batch() -> None:
         assert not [line for line in lines if "No plan was made" in line or "is reverted" in line or "computes" in line]
         if rank == 0:
             assert [line for line in lines if line.startswith("The plan of step")], "it was planned"
+            limits = [line for line in lines if line.startswith("The step is limited by ")]
+            assert 1 <= len(limits) <= len(rounds), "each plan is followed by what limits the step"
 
 
 PER_TOKEN = 2e-3
