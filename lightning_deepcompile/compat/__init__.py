@@ -96,6 +96,7 @@ from lightning_deepcompile.compat.fx import (
 from lightning_deepcompile.compat.inductor import (
     compile_region,
     inference_joint_passes,
+    rounds_casts,
     start_compile_workers,
 )
 from lightning_deepcompile.compat.modules import (
@@ -142,6 +143,7 @@ __all__ = [
     "clamp",
     "compile_failures",
     "compile_region",
+    "rounds_casts",
     "current_fake_mode",
     "device_of_objects",
     "dispatches",

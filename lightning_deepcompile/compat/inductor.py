@@ -17,7 +17,7 @@ from torch._guards import TracingContext, tracing
 
 from lightning_deepcompile.compat.aot import BoxedCallable, current_fake_mode
 
-__all__ = ["compile_region", "inference_joint_passes", "start_compile_workers"]
+__all__ = ["compile_region", "inference_joint_passes", "rounds_casts", "start_compile_workers"]
 
 
 def inference_joint_passes(gm: fx.GraphModule) -> None:
@@ -40,7 +40,8 @@ def compile_region(
         inputs: Fake inputs.
         is_backward: Whether it belongs to a backward graph.
         is_inference: Whether no gradients will be needed.
-        rounds: Whether casts to a narrower dtype round, as without a compiler, where fused code reads the result.
+        rounds: Whether casts to a narrower dtype round, as without a compiler, where fused code reads the result; see
+            `rounds_casts`.
 
     Returns:
         The compiled region.
@@ -61,6 +62,12 @@ def compile_region(
     rounding = config.patch(emulate_precision_casts=True) if rounds else contextlib.nullcontext()
     with tracing(TracingContext(current_fake_mode())), rounding:
         return compile_fx_inner(gm, inputs, is_backward=is_backward, is_inference=is_inference, static_input_idxs=())
+
+
+def rounds_casts(inputs: Sequence[Any]) -> bool:
+    """Returns whether a region with these inputs can be compiled with `rounds`: C++ of PyTorch before 2.13 cannot."""
+    on_cpu = any(isinstance(value, Tensor) and value.device.type == "cpu" for value in inputs)
+    return not on_cpu or torch.__version__ >= "2.13"
 
 
 @functools.cache

@@ -63,7 +63,7 @@ class RegionCompiler:
         key = (extracted.key, extracted.devices, kind, extracted.shape_env, rounds)
         if key not in self._cache:
             start = time.perf_counter()
-            if self.backend == "eager":
+            if self.backend == "eager" or (rounds and not compat.rounds_casts(extracted.fake_inputs)):
                 self._cache[key] = _run_eagerly(extracted.gm)
             else:
                 self._cache[key] = compat.compile_region(
