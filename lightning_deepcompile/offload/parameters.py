@@ -128,18 +128,9 @@ def _others(
     if config.offloading.states != "none":  # they are copied to the device with their parameters, through three buffers
         sizes = [shard.shard_numel * chunk.dtype.itemsize for chunk in chunks for shard in chunk.shards]
         states, stepping = 0, 3 * min(max(chunk_bytes(states), 3 * max(sizes, default=0)), gradients)
-    return gradients + states + max(_moving(config, chunks, ranks, 3, gather_dtype), stepping)
-
-
-def _moving(
-    config: CompileConfig,
-    chunks: Sequence[ChunkLayout],
-    ranks: Ranks,
-    stage: int,
-    gather_dtype: torch.dtype | None,
-) -> int:
-    reduction = config.reduction(stage)
-    return moving_bytes(chunks, ranks.shards, stage=stage, reduction=reduction, gather_dtype=gather_dtype)
+    reduction = config.reduction(3)
+    moving = moving_bytes(chunks, ranks.shards, stage=3, reduction=reduction, gather_dtype=gather_dtype)
+    return gradients + states + max(moving, stepping)
 
 
 def _spread(index: int) -> int:
@@ -157,4 +148,6 @@ def _standing(
     """Bytes of shards, gradients, Adam's states, and the groups that are gathered and reduced at one time."""
     shards = sum(chunk.nbytes for chunk in chunks)
     trained = sum(chunk.nbytes for chunk in chunks if chunk.is_trained)
-    return shards + 3 * trained + _moving(config, chunks, ranks, stage, gather_dtype)
+    reduction = config.reduction(stage)
+    moving = moving_bytes(chunks, ranks.shards, stage=stage, reduction=reduction, gather_dtype=gather_dtype)
+    return shards + 3 * trained + moving

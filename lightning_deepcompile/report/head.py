@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import statistics
 from typing import NamedTuple
 
 from lightning_deepcompile.program.printer import format_bytes, format_count
 from lightning_deepcompile.report.html import escape, ms, quiet, table
+from lightning_deepcompile.report.measured import last_seconds
 from lightning_deepcompile.report.record import StepRecord
 
 __all__ = ["figures_of", "head", "numbers_script"]
@@ -101,9 +103,9 @@ def figures_of(record: StepRecord) -> list[Figure]:
 
 def numbers_script(record: StepRecord) -> str:
     """Returns the numbers of a page as JSON inside of it, which `report --compare` reads."""
-    usual = sorted([one.seconds for one in record.times if not one.compiled][-50:])
+    last = last_seconds(record.times)
     numbers = {one.name: [one.value, one.unit] for one in figures_of(record)}
-    if usual:
-        numbers["median of the last steps"] = [usual[len(usual) // 2], "s"]
+    if last:
+        numbers["median of the last steps"] = [statistics.median(last), "s"]
     data = json.dumps({"facts": dict(record.facts), "figures": numbers}).replace("<", "\\u003c")
     return f'<script type="application/json" id="numbers">{data}</script>'

@@ -12,7 +12,7 @@ from lightning_deepcompile.report.html import ms, quiet, table
 from lightning_deepcompile.report.names import blocks_of, describe
 from lightning_deepcompile.report.timeline import Event
 
-__all__ = ["events_of", "ranks_table", "times_text"]
+__all__ = ["events_of", "last_seconds", "ranks_table", "times_text"]
 
 
 def events_of(measured: MeasuredStep, profile: Profile) -> list[Event]:
@@ -60,12 +60,16 @@ def ranks_table(measured: MeasuredStep) -> str:
     return quiet(note) + table(("rank", "step", *KINDS), rows, numbers=range(len(KINDS) + 2))
 
 
+def last_seconds(times: Sequence[StepTime]) -> list[float]:
+    """Returns the durations of the last fifty steps in which nothing was compiled."""
+    return [one.seconds for one in times if not one.compiled][-50:]
+
+
 def times_text(times: Sequence[StepTime]) -> str:
     """Returns a paragraph about the durations of steps."""
-    usual = [one.seconds for one in times if not one.compiled]
-    if not usual:
+    last = last_seconds(times)
+    if not last:
         return ""
-    last = usual[-50:]
     compiled = [one for one in times if one.compiled]
     note = f"The median of the last {format_count(len(last), 'step')} is {ms(statistics.median(last))}, "
     note += f"the slowest of them took {ms(max(last))}. Data loading and callbacks are part of these times."

@@ -15,7 +15,7 @@ In the next step the hosts tell each other. In the step after it, all ranks deci
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,12 +26,10 @@ from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.program import RegionModule
-from lightning_deepcompile.program.replay import Replays
+from lightning_deepcompile.program.replay import Replays, Run
 from lightning_deepcompile.program.schedule import Schedule
 
 __all__ = ["MemoryRetry", "Shortage", "room_after"]
-
-Run = Callable[[list[Any]], Sequence[Any]]
 
 _MARGIN = 0.05  # of memory that is known from a failure: it comes in pieces
 
