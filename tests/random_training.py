@@ -34,7 +34,8 @@ def assert_trains_alike(
             expected = torch.zeros_like(actual) if expected is None and actual is not None else expected
         assert (actual is None) == (expected is None), f"{name}: {actual} against {expected}"
         if actual is not None:
-            torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol / 1000, msg=lambda m: f"{name}: {m}")
+            pair = actual.cpu(), expected.cpu()
+            torch.testing.assert_close(*pair, rtol=rtol, atol=rtol / 1000, msg=lambda m: f"{name}: {m}")
 
     rank, world = dist.get_rank(), dist.get_world_size()
     optimizer, expected_optimizer = _sgd(engine.module, lr), _sgd(reference, lr)

@@ -94,6 +94,7 @@ from lightning_deepcompile.compat.fx import (
     schema_of,
 )
 from lightning_deepcompile.compat.inductor import (
+    EXACT_STRIDES,
     compile_region,
     inference_joint_passes,
     rounds_casts,
@@ -121,6 +122,7 @@ __all__ = [
     "BatchNorm",
     "BoxedCallable",
     "ENTER_AUTOCAST",
+    "EXACT_STRIDES",
     "EXIT_AUTOCAST",
     "FakeTensor",
     "GraphReasons",

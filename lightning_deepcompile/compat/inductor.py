@@ -17,7 +17,11 @@ from torch._guards import TracingContext, tracing
 
 from lightning_deepcompile.compat.aot import BoxedCallable, current_fake_mode
 
-__all__ = ["compile_region", "inference_joint_passes", "rounds_casts", "start_compile_workers"]
+__all__ = ["EXACT_STRIDES", "compile_region", "inference_joint_passes", "rounds_casts", "start_compile_workers"]
+
+EXACT_STRIDES = "eager_input_vals"
+"""Key of a node's ``meta``: the arguments as traced, of an operator that needs their strides (FP8 products, custom
+operators). Inductor chooses the strides of such arguments as it likes where the key is missing."""
 
 
 def inference_joint_passes(gm: fx.GraphModule) -> None:

@@ -145,6 +145,9 @@ def extract_region(parent: fx.GraphModule, region: Region) -> ExtractedRegion:
                 lines.append(f"{text.nodes[source]} = {text.attribute(attribute(parent, source))}")
         text.nodes[node] = f"n{index}"
         lines.append(f"n{index} = {node.target}{text.arguments(node)}: {text.value(node.meta.get('val'))}")
+        if compat.EXACT_STRIDES in node.meta:
+            args, kwargs = node.meta[compat.EXACT_STRIDES]
+            lines.append(f"  of {text.value((*args, *kwargs.values()))}")
     lines.append("return " + ", ".join(text.nodes[node] for node in region.outputs))
     key = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
     sizes = _symbolic_sizes([*region.inputs, *region.nodes])
@@ -169,7 +172,7 @@ def _graph_of(parent: fx.GraphModule, region: Region, names: Mapping[fx.Node, st
                 copies[source].meta = dict(source.meta)
         args, kwargs = fx.map_arg(node.args, copies.__getitem__), fx.map_arg(node.kwargs, copies.__getitem__)
         copy = copies[node] = graph.create_node(node.op, node.target, args, kwargs, name=names[node])
-        copy.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
+        copy.meta = {key: node.meta[key] for key in ("val", "tensor_meta", compat.EXACT_STRIDES) if key in node.meta}
     output = graph.output(tuple(_with_traced_strides(copies[node]) for node in region.outputs))
     # Inductor may otherwise choose other strides for outputs than the next region was traced with.
     output.meta["user_visible_output_idxs"] = list(range(len(region.outputs)))

@@ -307,6 +307,41 @@ def test_a_compiled_region_rounds_casts_and_writes_to_an_input() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("turned", [False, True])
+def test_arguments_of_operators_lie_in_memory_as_a_key_says(turned: bool) -> None:
+    """Without it, Inductor lays them out as it likes: a kernel that gets addresses would compute something else."""
+    seen, runs = [], []
+
+    @torch.library.custom_op(f"compat_tests::strides_{turned}", mutates_args=())
+    def strides(x: Tensor) -> Tensor:
+        seen.append(x.stride())
+        return x.clone()
+
+    strides.register_fake(lambda x: torch.empty_like(x))
+
+    def backend(gm: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graph, mode = fx.Graph(), compat.current_fake_mode()
+        x = graph.placeholder("x")
+        x.meta["val"] = mode.from_tensor(torch.empty(4, 6))
+        double = graph.call_function(torch.ops.aten.mul.Tensor, (x, 2.0))
+        double.meta["val"] = torch.empty_like(x.meta["val"])
+        result = graph.call_function(strides._opoverload, (double,))
+        result.meta["val"] = torch.empty_like(x.meta["val"])
+        with mode:
+            result.meta[compat.EXACT_STRIDES] = (torch.empty(6, 4).t() if turned else torch.empty(4, 6),), {}
+        graph.output((result,)).meta["user_visible_output_idxs"] = [0]
+        region = fx.GraphModule(torch.nn.Module(), graph)
+        runs.append(compat.compile_region(region, [x.meta["val"]], is_backward=False, is_inference=True))
+        return gm
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    x = torch.randn(4, 6)
+    (result,) = runs[0]([x])
+    assert result.equal(x * 2) and seen == [(1, 4) if turned else (6, 1)]
+
+
+@pytest.mark.slow
 def test_a_compiled_region_takes_its_inputs_and_keeps_its_strides() -> None:
     """The next region was traced with these strides, and Inductor asserts them; inputs can be freed while it runs."""
 

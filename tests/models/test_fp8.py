@@ -194,7 +194,10 @@ OTHERS: dict[str, Case] = {
 }
 HYBRID: dict[str, Case] = {"replicas": (Fp8, EAGER, {"device_mesh": (2, 2), "accumulate": 2})}
 INDUCTOR = replace(EAGER, region_backend="inductor")
-COMPILED: dict[str, Case] = {"bf16": (Fp8, INDUCTOR, {"precision": "bf16-mixed"})}
+COMPILED: dict[str, Case] = {
+    "bf16": (Fp8, INDUCTOR, {"precision": "bf16-mixed"}),
+    "products": (Products, INDUCTOR, {"precision": "bf16-mixed"}),
+}
 COMPILED_OTHERS: dict[str, Case] = {"fp32": (Fp8, INDUCTOR, {}), "rowwise": (Rowwise, INDUCTOR, {})}
 
 

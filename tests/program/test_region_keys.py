@@ -11,6 +11,7 @@ from graphs import Graph, aten
 from torch import Tensor, fx, nn
 from tracing import capture
 
+from lightning_deepcompile import compat
 from lightning_deepcompile.program.extract import extract_region
 from lightning_deepcompile.program.lower import RegionCompiler
 from lightning_deepcompile.program.regions import cut_regions
@@ -156,6 +157,20 @@ def test_symbolic_regions_are_not_shared_between_frames() -> None:
         captured = capture(nn.Linear(8, 8), torch.randn(3, 8), dynamic=True)
         captured.lower("forward", compiler)
         assert compiler.compiled == expected
+
+
+def test_operators_that_need_strides_keep_those_they_were_traced_with() -> None:
+    @torch.library.custom_op("region_keys::exact", mutates_args=())
+    def exact(x: Tensor) -> Tensor:
+        return x.clone()
+
+    exact.register_fake(lambda x: torch.empty_like(x))
+    regions: list[Any] = []
+    captured = capture(nn.Linear(8, 8), torch.randn(3, 8), step=lambda m, x: m(x).sum() + exact(x.t().exp()).sum())
+    captured.lower("forward", lambda extracted, kind: regions.append(extracted) or extracted.gm)
+    (node,) = [n for region in regions for n in region.gm.graph.nodes if n.target is exact._opoverload]
+    ((value,), _) = node.meta[compat.EXACT_STRIDES]
+    assert value.stride() == (1, 8)
 
 
 def test_every_symbol_of_a_region_is_an_input() -> None:
