@@ -2,7 +2,7 @@
 
 For a nested setting (``--trainer.strategy.compile.plan=null``), jsonargparse writes None as the text ``'None'`` and
 parses that. If an argument may be an object or a dict of its arguments, it accepts any keys of the dict, even
-misspelt ones.
+misspelt ones. The help shows an annotation as it is, with all that an ``Annotated`` adds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import operator
 import types
 from collections.abc import Callable
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 __all__ = ["Null", "as_parsed", "register_null"]
 
@@ -28,9 +28,11 @@ def as_parsed(hint: Any, is_settings: Callable[[Any], bool]) -> Any:
         is_settings: Whether an alternative is a class of settings, whose arguments jsonargparse reads one by one; then
             no dict of them is needed.
     """
+    if get_origin(hint) is Annotated:
+        return as_parsed(get_args(hint)[0], is_settings)
     if get_origin(hint) not in (Union, types.UnionType):
         return hint
-    alternatives = [*get_args(hint)]
+    alternatives = [as_parsed(one, is_settings) for one in get_args(hint)]
     if any(is_settings(one) for one in alternatives):
         alternatives = [one for one in alternatives if get_origin(one) is not dict]
     if types.NoneType in alternatives:

@@ -120,7 +120,8 @@ class DeepCompileStrategy(ProcessStrategy):
         save_distributed_checkpoint: ModelParallelStrategy's name for the same; True means ``"sharded"``.
         async_save: Whether sharded checkpoints are written by a thread while training goes on. A rank needs host memory
             for a copy of its shards.
-        compile: Settings of the compiler and of the schedule: a `CompileConfig`, or a dict of its arguments.
+        compile: Settings of the compiler and of the schedule: a `CompileConfig`, or a dict of its arguments. On the
+            command line, ``--trainer.strategy.help=deepcompile --trainer.strategy.compile.help`` explains them.
 
     Raises:
         ValueError: For an argument of another type, a choice that there is not, arguments that contradict each other,

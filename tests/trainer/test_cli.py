@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -97,10 +98,18 @@ def test_the_configuration_and_the_help_are_whole(tmp_path: Path) -> None:
     printed = run_cli(tmp_path, "--trainer.strategy.help=lightning_deepcompile.DeepCompileStrategy")
     shown = " ".join(printed.partition("Help for --trainer.strategy.help=")[2].split())
     assert "Trains an unmodified LightningModule" in shown
+    assert_explained(shown, "--trainer.strategy", settings)
+
+
+def assert_explained(shown: str, owner: str, names: Iterable[str]) -> None:
+    """Each setting stands in the help with its paragraph, and with a type of plain Python."""
     value = r"(?:[A-Z_]+|{\S+})"  # stands behind each name of an option, since Python 3.13 behind the last one
-    for name in settings:  # every setting, with what its docstring says
-        entry = re.search(rf"--trainer\.strategy\.{name}(?:(?: {value})?, --\S+)? {value} (.*?) \(type:", shown)
-        assert entry is not None and "--trainer" not in entry[1], f"`{name}` is not explained"
+    for name in names:
+        option = rf"{re.escape(owner)}\.{name}"
+        entry = re.search(rf"{option}(?:\+?(?: {value})?, --\S+)? {value} (.*?) \(type: (.*?), default:", shown)
+        another = rf"{re.escape(owner)}\.\S+ {value} "
+        assert entry is not None and not re.search(another, entry[1]), f"`{name}` is not explained"
+        assert not re.search(r"Annotated| object at ", entry[2]), f"the type of `{name}` is shown as {entry[2]}"
 
 
 STRATEGY = ("--trainer.accelerator=cpu", "--trainer.strategy=lightning_deepcompile.DeepCompileStrategy")
@@ -115,11 +124,20 @@ def strategy_of(*arguments: str) -> DeepCompileStrategy:
 
 
 def printed_by(*arguments: str) -> tuple[int, str, str]:
-    """Returns the result of ``--print_config``: exit code, standard output and standard error."""
+    """Returns the result of a command line that only prints: exit code, standard output and standard error."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as left:
-        strategy_of(*arguments, "--print_config")
+        strategy_of(*arguments)
     return int(left.value.code or 0), out.getvalue(), err.getvalue()
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_nested_help_explains_the_settings_of_compile() -> None:
+    importlib.import_module("lightning_deepcompile.trainer.short_names")  # as an installed package does
+    code, shown, error = printed_by("--trainer.strategy.help=deepcompile", "--trainer.strategy.compile.help")
+    assert code == 0, error
+    shown = " ".join(shown.split())
+    assert_explained(shown, "--trainer.strategy.compile", [field.name for field in fields(CompileConfig)])
 
 
 def values_of(name: str, hint: Any) -> Iterator[Any]:
@@ -181,7 +199,7 @@ def test_every_setting_survives_the_command_line_and_a_file(tmp_path: Path) -> N
         arguments = [f"--trainer.strategy.compile.{name}={text}" for name, text in texts.items()]
         wanted = CompileConfig(**settings)
         nulls += sum(value is None for value in settings.values())
-        code, printed, error = printed_by(*STRATEGY, *arguments)
+        code, printed, error = printed_by(*STRATEGY, *arguments, "--print_config")
         assert code == 0, error
         file.write_text(printed)
         for read in (strategy_of(*STRATEGY, *arguments), strategy_of(f"--config={file}")):
@@ -202,6 +220,6 @@ def test_every_setting_survives_the_command_line_and_a_file(tmp_path: Path) -> N
 )
 def test_a_setting_that_there_is_not_is_no_configuration(argument: str, named: str) -> None:
     code, printed, error = printed_by(
-        *STRATEGY, "--trainer.strategy.compile.offload=all", f"--trainer.strategy.{argument}"
+        *STRATEGY, "--trainer.strategy.compile.offload=all", f"--trainer.strategy.{argument}", "--print_config"
     )
     assert code == 2 and not printed and re.search(named, error), error
