@@ -7,7 +7,7 @@
 # make types   mypy alone                 make coverage  the test suite, and which lines of each file it reached
 # make docs    the documentation, to build/docs; a warning of Sphinx is an error
 # make wheel   a wheel for the installed torch, to dist/
-# make wheels  a wheel for every torch in $(TORCHES), with CUDA where a torch has it, to dist/
+# make wheels  a wheel for every torch in $(TORCHES), for CPUs and CUDA, to dist/
 # make test-newest  the test suite with the newest torch, $(NEWEST), in an environment of its own, .venv-newest
 #
 # `make test PYTEST_ARGS='-m "not slow" -k demo'` chooses tests. MAX_JOBS limits the compilers at work.
@@ -19,7 +19,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 NEWEST ?= torch==2.15.0
 TORCHES ?= 2.11 2.12 2.13 2.14 2.15
-BUILDS ?= cpu auto
+CUDA_HEADERS ?= nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl nvidia-nccl-cu13
 
 PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*/*)
@@ -86,8 +86,8 @@ wheels:
 	rm -rf build/prebuilt
 	set -e; for torch in $(TORCHES); do python=build/env-$$torch/bin/python; \
 	test -x $$python || $(PYTHON) -m venv build/env-$$torch; \
-	$$python -m pip install -q "torch==$$torch.*" "setuptools>=77" wheel pybind11 ninja numpy; \
-	for device in $(BUILDS); do LDC_BUILD=$$device $$python setup.py -q build_variant; done; done; \
+	$$python -m pip install -q "torch==$$torch.*" "setuptools>=77" wheel pybind11 ninja numpy $(CUDA_HEADERS); \
+	$$python setup.py -q build_variant; done; \
 	LDC_PREBUILT=build/prebuilt $$python -m pip wheel -q --no-build-isolation --no-deps -w dist .
 
 ifeq ($(VENV),)

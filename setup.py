@@ -1,9 +1,9 @@
 """Builds the C++ runtime, `lightning_deepcompile._C`. Everything else about the package is in pyproject.toml.
 
-The CPU build needs g++ alone. The CUDA build also needs headers and the NCCL library, which come with torch's own pip
-packages; no nvcc, no .cu file. Environment: `LDC_BUILD=auto|cpu|cuda` (`auto`: CUDA if torch has it and everything is
-found, else CPU, and the build info says why; `cuda`: fail if something is missing), `MAX_JOBS`, `LDC_CXXFLAGS` (more
-flags for the compiler).
+The CPU build needs g++ alone. The CUDA build also needs headers of CUDA and NCCL; no library, no nvcc, no .cu file. It
+runs on CPUs, too: it finds CUDA and NCCL when it first uses them. Environment: `LDC_BUILD=auto|cpu|cuda` (`auto`: CUDA
+if the headers are found, else CPU, and the build info says why; `cuda`: fail if one is missing), `MAX_JOBS`,
+`LDC_CXXFLAGS` (more flags for the compiler).
 
 `build_variant` builds for the PyTorch that is installed, into a folder of `build/prebuilt`. With
 `LDC_PREBUILT=build/prebuilt` nothing is built: the wheel holds all that are there, and imports the one that fits.
@@ -39,7 +39,6 @@ REMEDIES = {
     "crt/host_defines.h": "pip install nvidia-cuda-crt, or set CUDA_HOME to a CUDA toolkit",
     "nv/target": "pip install nvidia-cuda-cccl, or set CUDA_HOME to a CUDA toolkit",
     "nccl.h": "pip install nvidia-nccl-cu13",
-    "libnccl.so.2": "pip install nvidia-nccl-cu13",
 }
 
 
@@ -50,16 +49,16 @@ class BuildPlan:
     cuda: bool
     reason: str
     include_dirs: list[str] = field(default_factory=list)
-    library_dirs: list[str] = field(default_factory=list)
     nccl_version: str = "none"
 
 
 def pip_nvidia_dirs() -> list[Path]:
-    """Folders of NVIDIA's pip packages (`site-packages/nvidia/*`), the ones of this torch's CUDA version first."""
+    """Folders of NVIDIA's pip packages (`site-packages/nvidia/*`), those of this torch's CUDA version first."""
     spec = importlib.util.find_spec("nvidia")
     roots = [Path(p) for p in spec.submodule_search_locations] if spec and spec.submodule_search_locations else []
+    own = f"cu{(torch.version.cuda or '').split('.')[0]}"
     names = [
-        f"cu{(torch.version.cuda or '').split('.')[0]}",
+        *dict.fromkeys((own, "cu13")),
         "cuda_runtime",
         "cuda_crt",
         "cuda_nvcc",
@@ -93,11 +92,8 @@ def make_plan() -> BuildPlan:
     if wanted == "cpu":
         return BuildPlan(cuda=False, reason="LDC_BUILD=cpu")
     missing: list[str] = []
-    plan = BuildPlan(cuda=True, reason=f"torch {torch.__version__} has CUDA {torch.version.cuda}")
-    if torch.version.cuda is None:
-        missing.append(f"CUDA in torch {torch.__version__} (install a CUDA build of torch)")
-    else:
-        find_cuda(plan, missing)
+    plan = BuildPlan(cuda=True, reason="headers of CUDA and NCCL were found")
+    find_headers(plan, missing)
     if not missing:
         return plan
     reason = "missing: " + "; ".join(missing)
@@ -106,8 +102,8 @@ def make_plan() -> BuildPlan:
     return BuildPlan(cuda=False, reason=reason)
 
 
-def find_cuda(plan: BuildPlan, missing: list[str]) -> None:
-    """Fills in the include and library folders of a CUDA build; adds to `missing` what is not found."""
+def find_headers(plan: BuildPlan, missing: list[str]) -> None:
+    """Fills in the include folders of a CUDA build; adds to `missing` what is not found."""
     homes = [*pip_nvidia_dirs(), *toolkit_dirs()]
     for header in ("cuda_runtime.h", "crt/host_defines.h", "nv/target", "nccl.h"):
         folder = next((home / "include" for home in homes if (home / "include" / header).is_file()), None)
@@ -117,12 +113,6 @@ def find_cuda(plan: BuildPlan, missing: list[str]) -> None:
             plan.include_dirs.append(str(folder))
         if folder is not None and header == "nccl.h":
             plan.nccl_version = nccl_header_version(folder / header)
-    places = [home / sub for home in homes for sub in ("lib", "lib64", "lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu")]
-    library = next((place for place in places if (place / "libnccl.so.2").is_file()), None)
-    if library is None:
-        missing.append(f"libnccl.so.2 ({REMEDIES['libnccl.so.2']})")
-    else:
-        plan.library_dirs.append(str(library))
 
 
 def make_extension(plan: BuildPlan) -> CppExtension:
@@ -133,7 +123,6 @@ def make_extension(plan: BuildPlan) -> CppExtension:
         sources=[source for source in sources if plan.cuda or source not in CUDA_SOURCES],
         depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.[ch]*")),
         include_dirs=[str(ROOT / "csrc"), *plan.include_dirs],
-        library_dirs=plan.library_dirs,
         define_macros=[("LDC_WITH_NCCL", "1")] if plan.cuda else [],
         extra_compile_args=[
             "-std=c++20",
@@ -149,9 +138,6 @@ def make_extension(plan: BuildPlan) -> CppExtension:
             # written to a stream ends the process.
             "-Wl,--exclude-libs,ALL",
             "-lrt",  # shm_open, before glibc 2.34
-            # The exact library that torch loads too. `import torch` comes first, so it is found without a run path; the
-            # CUDA runtime is found in the same way, through torch's own libraries.
-            *(["-l:libnccl.so.2"] if plan.cuda else []),
         ],
     )
 
@@ -200,7 +186,7 @@ def write_if_changed(file: Path, text: str) -> None:
 
 
 class BuildVariant(Build):
-    """`build_variant`: builds into the folder of `build/prebuilt` that is named after the PyTorch and its device."""
+    """`build_variant`: builds into the folder of `build/prebuilt` that is named after the PyTorch and its devices."""
 
     def finalize_options(self) -> None:
         """Chooses the folders."""
@@ -214,8 +200,7 @@ class BuildVariant(Build):
 
 def variant(plan: BuildPlan) -> str:
     """The name of a build, as `lightning_deepcompile.installation.variants` lists those that fit a PyTorch."""
-    device = f"cuda{torch.version.cuda.split('.')[0]}" if plan.cuda else "cpu"
-    return f"torch{'.'.join(torch.__version__.split('.')[:2])}-{device}"
+    return f"torch{'.'.join(torch.__version__.split('.')[:2])}-{'cuda' if plan.cuda else 'cpu'}"
 
 
 class PackPrebuilt(build_py):

@@ -149,7 +149,8 @@ def _versions() -> Report:
 def _build(extension: ModuleType | None, error: str) -> Report:
     if extension is None:
         return {"state": "not usable", "error": error, "rebuild": rebuild_command()}
-    return {"state": "loaded", "file": extension.__file__, **extension.build_info(), "rebuild": rebuild_command()}
+    facts = {**extension.build_info(), "nccl found": extension.found_nccl() or "none"}
+    return {"state": "loaded", "file": extension.__file__, **facts, "rebuild": rebuild_command()}
 
 
 def _devices(torch: ModuleType | None) -> Report:
@@ -209,6 +210,7 @@ def _communicators(build: Report, devices: Report, backends: Report) -> Report:
         "process_group": no_runtime or ("yes" if "torch.distributed" not in backends else "no: no torch.distributed"),
         "nccl": no_runtime
         or (built_without if build.get("mode") != "cuda" else None)
+        or ("no: libnccl.so.2 is not found" if build["nccl found"] == "none" else None)
         or ("yes" if "cuda:0" in devices else "no: no CUDA device"),
     }
 
@@ -226,7 +228,7 @@ def _hidden_gpus(devices: Report) -> list[str]:
         return []
     return [
         "This machine has NVIDIA GPUs, and PyTorch is a CPU build, which does not see them: install a CUDA build of "
-        "PyTorch, then this package for it."
+        "PyTorch."
     ]
 
 
@@ -324,7 +326,7 @@ def _missing(torch_error: str, build: Report, devices: Report, communicators: Re
         )
     elif "cuda:0" in devices and communicators["nccl"] != "yes":
         missing.append(
-            f"GPUs cannot be used: {communicators['nccl'].removeprefix('no: ')}. The headers of CUDA and NCCL come "
+            f"GPUs cannot be used: {communicators['nccl'].removeprefix('no: ')}. NCCL and CUDA's headers come "
             "from pip packages or a CUDA toolkit. With LDC_BUILD=cuda the build stops at what it misses: "
             f"{build['rebuild']}"
         )

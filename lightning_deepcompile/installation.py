@@ -20,15 +20,15 @@ _FLAGS = "--no-build-isolation --no-deps --no-cache-dir --force-reinstall"
 """Without the cache, which may hold a wheel that was built for another PyTorch."""
 
 
-def variants(torch_version: str, cuda: str | None) -> list[str]:
+def variants(torch_version: str) -> list[str]:
     """Returns the names of the builds that fit a PyTorch, the best one first.
 
     Args:
-        torch_version: Its version; builds fit all patch releases of a minor version.
-        cuda: Its CUDA version; None for a PyTorch without CUDA. A CPU build fits both kinds.
+        torch_version: Its version; builds fit all patch releases of a minor version. Both kinds of build load with and
+            without CUDA, and a CPU build trains on CPUs alone.
     """
     release = f"torch{'.'.join(torch_version.split('.')[:2])}"
-    return [*([f"{release}-cuda{cuda.split('.')[0]}"] if cuda else []), f"{release}-cpu"]
+    return [f"{release}-cuda", f"{release}-cpu"]
 
 
 def load_prebuilt(name: str, folder: str) -> None:
@@ -51,7 +51,7 @@ def load_prebuilt(name: str, folder: str) -> None:
         raise ImportError(
             f"this wheel was built for {built}, and this Python is {suffix.strip('.').removesuffix('.so')}"
         )
-    name_of_build = next((one for one in variants(torch.__version__, torch.version.cuda) if one in fitting), None)
+    name_of_build = next((one for one in variants(torch.__version__) if one in fitting), None)
     if name_of_build is None:
         raise ImportError(f"this wheel was built for {', '.join(fitting)}, and PyTorch is {torch.__version__}")
     file = fitting[name_of_build]

@@ -6,7 +6,7 @@
 
 namespace ldc {
 
-/// Keys: mode ("cpu" or "cuda"), reason (why this mode), nccl (header version, or "none"), compiler, torch.
+/// Keys: mode ("cuda": for CUDA and CPUs, or "cpu"), reason (why this mode), nccl (header version, or "none"), compiler, torch.
 const std::map<std::string, std::string>& build_info();
 
 }  // namespace ldc

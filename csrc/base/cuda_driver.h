@@ -2,9 +2,9 @@
 #pragma once
 
 #include <cuda.h>
-#include <cuda_runtime_api.h>
 
 #include "base/common.h"
+#include "base/cuda_runtime.h"
 
 namespace ldc {
 

@@ -1,6 +1,6 @@
 #include "base/cuda_error.h"
 
-#include <cuda_runtime_api.h>
+#include "base/cuda_runtime.h"
 
 namespace ldc {
 

@@ -5,6 +5,7 @@
 
 #include "base/build_info.h"
 #include "bindings/runtime.h"
+#include "communicators/make_communicators.h"
 #include "executors/gradient_merge.h"
 #include "memory/host_shards.h"
 
@@ -248,6 +249,7 @@ void bind_runtime(py::class_<Runtime, std::shared_ptr<Runtime>>& runtime) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "C++ runtime of lightning_deepcompile: gathers, reductions and their buffers.";
   m.def("build_info", &ldc::build_info, "How this extension was built: mode, reason, nccl, compiler, torch.");
+  m.def("found_nccl", &ldc::found_nccl, "The version of NCCL that is used; empty if built without, or none is found.");
 
   m.def(
       "like_gathered",

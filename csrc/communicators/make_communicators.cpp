@@ -50,12 +50,23 @@ std::shared_ptr<Communicator> make_communicator(const std::string& kind, const G
 
 }  // namespace
 
+std::string found_nccl() {
+#ifdef LDC_WITH_NCCL
+  return nccl_version();
+#else
+  return {};
+#endif
+}
+
 std::string resolve_kind(const std::string& wanted, Device device) {
   LDC_CHECK_ARG(wanted == "auto" || wanted == "nccl" || wanted == "process_group",
                 "Runtime: `communicator` must be 'auto', 'nccl' or 'process_group', got '", wanted, "'.");
   if (wanted == "process_group" || (wanted == "auto" && !device.is_cuda())) return "process_group";
   LDC_CHECK_ARG(device.is_cuda(), "Runtime: communicator 'nccl' needs a CUDA device, got ", device, ".");
-#ifndef LDC_WITH_NCCL
+#ifdef LDC_WITH_NCCL
+  LDC_CHECK(!found_nccl().empty(), "libnccl.so.2 is not found, which ", device, " needs. It comes with PyTorch for CUDA; "
+            "or pip install nvidia-nccl-cu13 (-cu12); or pass communicator='process_group'.");
+#else
   LDC_CHECK(false, "this build has no NCCL, which ", device, " needs: ", build_info().at("reason"),
             ". Rebuild with LDC_BUILD=cuda (it names what is missing), for example: LDC_BUILD=cuda pip install "
             "--no-build-isolation --force-reinstall --no-deps . ; or pass communicator='process_group'.");

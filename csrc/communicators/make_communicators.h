@@ -13,6 +13,9 @@ namespace ldc {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
+/// The version of NCCL that this build uses, such as "2.28.9"; "" if it is built without, or none is found.
+std::string found_nccl();
+
 /// "nccl" or "process_group", for what `RuntimeOptions::communicator` says.
 std::string resolve_kind(const std::string& wanted, Device device);
 

@@ -5,7 +5,6 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/view_as_real.h>
 #include <c10/core/DeviceGuard.h>
-#include <nccl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -23,12 +22,8 @@
 #include <utility>
 
 #include "base/cuda_driver.h"
+#include "communicators/nccl_functions.h"
 #include "communicators/same_on_all_ranks.h"
-
-// Gathers by copy engines, into memory that is registered in windows.
-#define LDC_WITH_WINDOWS (NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0))
-// Ranks that meet at several of them, and not all at the first one.
-#define LDC_WITH_SEVERAL_IDS (NCCL_VERSION_CODE >= NCCL_VERSION(2, 23, 0))
 
 namespace ldc {
 namespace {
@@ -522,6 +517,12 @@ bool is_captured(const Stream& stream) {
   check_cuda(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream.native_handle()), &status),
              "cudaStreamIsCapturing");
   return status != cudaStreamCaptureStatusNone;
+}
+
+std::string nccl_version() {
+  int version = 0;
+  if (!ncclGetVersion.exists() || ncclGetVersion(&version) != ncclSuccess) return {};
+  return c10::str(version / 10000, ".", version / 100 % 100, ".", version % 100);
 }
 
 std::shared_ptr<Communicator> make_nccl_communicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group, Device device,

@@ -5,12 +5,16 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <memory>
+#include <string>
 
 #include "base/options.h"
 #include "communicators/communicator.h"
 #include "communicators/in_flight.h"
 
 namespace ldc {
+
+/// The version of NCCL that is found, such as "2.28.9"; "" if there is none.
+std::string nccl_version();
 
 /// Whether what is queued on a CUDA stream becomes part of a graph instead of running.
 bool is_captured(const Stream& stream);

@@ -202,7 +202,7 @@ def check_script(script: Path, words: list[str]) -> None:
     for word, value in zip(words, [*words[1:], ""], strict=False):
         if not word.startswith("--"):
             continue
-        section, _, rest = word.removeprefix("--").partition(".")
+        section, _, rest = word.removeprefix("--").partition("=")[0].partition(".")
         if section == "config":
             assert (ROOT / value).is_file() or value in known, f"{script.name}: {value} does not exist"
         elif section == "trainer":
