@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_deepcompile.checkpoint.file import KEPT
+from lightning_deepcompile.sharding.composite import copied
 
 __all__ = ["BackgroundSaves", "copy_to_host"]
 
@@ -27,7 +28,7 @@ def copy_to_host(state: Any) -> Any:
 
     def copy(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
-            return tensor.detach().to("cpu", copy=True)
+            return copied(tensor, "cpu")
         host = cast(DTensor, torch.empty_like(tensor.detach(), device="cpu"))
         host.to_local().copy_(tensor.to_local())
         return host

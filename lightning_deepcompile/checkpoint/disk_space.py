@@ -10,6 +10,9 @@ from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_deepcompile.sharding.composite import parts_of
 
 __all__ = ["bytes_of", "no_space", "no_space_in"]
 
@@ -23,7 +26,8 @@ def bytes_of(state: Any) -> int:
 
     def add(tensor: Tensor) -> Tensor:
         nonlocal total
-        total += tensor.numel() * tensor.element_size()
+        whole = isinstance(tensor, DTensor)
+        total += sum(part.numel() * part.element_size() for part in ([tensor] if whole else parts_of(tensor)))
         return tensor
 
     apply_to_collection(state, Tensor, add)

@@ -7,7 +7,7 @@ import logging
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -104,7 +104,7 @@ class FileCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],
-        map_location: Callable[..., Any] | None = lambda storage, location: storage,
+        map_location: Any = "cpu",  # PyTorch takes no function where a tensor consists of others
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Reads `path`; the tensors of the model and of the optimizers stay in the file until they are used.

@@ -7,6 +7,7 @@ whole parameter. If one rank steps on a parameter, only that rank has its states
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -22,11 +23,15 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.checkpoint.module_state import gather, plain_name
 from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.ranks.exchange import alike, exchange
+from lightning_deepcompile.sharding.composite import Form, copied, is_composite, parts_of, unpacked
 from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.shards import ShardedModel
 from lightning_deepcompile.step.counters import counters
+from lightning_deepcompile.step.state_sizes import pack_states
 
 __all__ = ["OwnerOf", "full_optimizer_state", "load_optimizer_state", "sharded_optimizer_state", "whole_for_owners"]
+
+_log = logging.getLogger(__name__)
 
 OwnerOf = Callable[[Tensor], int | None]
 """Returns the shard rank that has all states of a parameter; None: each rank has those of its rows."""
@@ -47,14 +52,12 @@ class _OnOwner:
 
     Args:
         owner: Its shard rank.
-        shape: The state's.
-        dtype: Likewise.
+        form: The state's.
         mine: The state itself, on its owner.
     """
 
     owner: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    form: Form
     mine: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -161,11 +164,18 @@ def load_optimizer_state(
                     # The optimizer decides on the dtype, from a tensor without memory.
                     waiting[index, name], rows = rows, rows.new_empty(0)
                 elif isinstance(rows, Tensor):
-                    rows = rows.clone()  # the optimizer's states must not depend on a memory-mapped file
+                    rows = copied(rows, rows.device)  # the optimizer's states must not depend on a memory-mapped file
                 local[index][name] = rows
     numbers = iter(range(len(parameters)))
     groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
     optimizer.load_state_dict({"state": local, "param_groups": groups})
+    whole = {
+        held[index]: parameter.layout.spec.shape
+        for index, (_, parameter) in enumerate(parameters)
+        if parameter is not None and (owner_of(held[index]) is not None or model.ranks.shards == 1)
+    }
+    if (count := pack_states(optimizer, whole)) > 0:
+        _log.info("%d states of %s were loaded as plain numbers, and are packed.", count, type(optimizer).__name__)
     if offload is not None:
         offload.forget()
     for (index, name), rows in waiting.items():
@@ -249,6 +259,12 @@ def _distributed_states(
                 # Others belong to groups that step on DTensors, on all ranks alike.
                 value = parameter.rows(value) if of_parameter and parameter else compat.full_tensor(value)
                 entries[key] = value
+            if is_composite(value):
+                if parameter is not None and model.ranks.shards == 1:
+                    table[index, key] = _on_owner(value, 0)
+                    continue
+                # Ranks' rows cannot be joined without their values: blocks of quantisation follow ranks there.
+                value = entries[key] = unpacked(value)
             of_parameter = isinstance(value, Tensor) and parameter is not None and value.shape == parameter.local.shape
             if of_parameter and key not in counting:
                 table[index, key] = _Rows(value.dtype)
@@ -297,38 +313,39 @@ def _on_owner(value: Any, owner: int) -> Any:
     """Returns a state in the form that its owner sends to the other ranks."""
     if not isinstance(value, Tensor):
         return value
-    value = value.detach()
-    if type(value) is not Tensor or value.numel() <= _SMALL:
-        return value.cpu()
-    return _OnOwner(owner, tuple(value.shape), value.dtype, value)
+    if not is_composite(value) and value.numel() <= _SMALL:
+        return value.detach().cpu()
+    return _OnOwner(owner, Form.of(value), value)
 
 
 def _fetch(state: _OnOwner, model: ShardedModel, *, keep: bool) -> Tensor | None:
     """Returns a state that only one rank has, on the CPU of the first; a collective of those that share parameters."""
-    ranks = model.ranks
-    if keep and state.owner == ranks.shard_rank:
-        assert state.mine is not None
-        result: Tensor | None = state.mine.to("cpu", copy=True)
-    else:
-        result = None
+    ranks, mine = model.ranks, state.mine
     if state.owner == 0:  # the first rank's own
-        return result
+        return copied(mine, "cpu") if keep and mine is not None else None
     device = model.parameters[0].local.device
-    if state.mine is None:
-        sent = torch.empty(state.shape, dtype=state.dtype, device=device)
-    else:
-        sent = state.mine.to(device).contiguous()
-    # As bytes: collectives do not support every dtype.
-    dist.broadcast(sent.view(-1).view(torch.uint8), group=ranks.shard_group, group_src=state.owner)
-    return sent.to("cpu", copy=True) if keep else None
+    own = iter([] if mine is None else parts_of(mine))
+    parts: list[Tensor] = []
+    for form in state.form.parts():
+        if mine is None:
+            sent = torch.empty(form.shape, dtype=form.dtype, device=device)
+        else:
+            sent = next(own).detach().to(device).contiguous()
+        if sent.numel():  # as bytes: collectives do not support every dtype
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=ranks.shard_group, group_src=state.owner)
+        if keep:
+            parts.append(sent.to("cpu", copy=True))
+    return state.form.build(iter(parts)) if keep else None
 
 
 def _told(value: Any) -> Any:
     """Returns a state, or a digest of a tensor: digests are equal if tensors are."""
     if not isinstance(value, Tensor):
         return value
-    data = value.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return value.dtype, value.shape, hashlib.sha256(data.tobytes()).hexdigest()
+    digest = hashlib.sha256()
+    for part in parts_of(value):
+        digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return Form.of(value), digest.hexdigest()
 
 
 def _differs(value: Any, other: Any) -> bool:
@@ -343,7 +360,8 @@ def _differs(value: Any, other: Any) -> bool:
 def _rows(value: Any, parameter: ShardedParameter | None) -> Any:
     """Returns this rank's part of a saved state."""
     if isinstance(value, Tensor) and parameter is not None and value.dim() and value.shape == parameter.dtensor.shape:
-        return parameter.rows(value)
+        # One that consists of others can be divided between its blocks alone, if at all.
+        return value if parameter.ranks.shards == 1 else parameter.rows(unpacked(value))
     return value
 
 

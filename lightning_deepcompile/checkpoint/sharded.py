@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsspec.core import url_to_fs
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from lightning_deepcompile import compat
 from lightning_deepcompile.checkpoint.background import BackgroundSaves, copy_to_host
 from lightning_deepcompile.checkpoint.disk_space import bytes_of, no_space, no_space_in
 from lightning_deepcompile.checkpoint.file import open_synced
@@ -307,21 +309,22 @@ class ShardedCheckpoint:
             shape, dtype = stored.size, stored.properties.dtype
             name = str(path[1] if path[0] in (self.model_key, CURRENT_STATE) else path[2])
             owner = owner_of.get((path[0], plain_name(name))) if path[1] == "state" else None
-            if owner is not None:
-                if ranks is not None and owner == ranks.shard_rank:
-                    flat[key] = torch.empty(shape, dtype=dtype)
+            if owner is not None and (ranks is None or owner != ranks.shard_rank):
                 continue
-            rows_only = shape.numel() > 0 and len(shape) > 0 and is_sharded(name, shape)
-            flat[key] = (
-                _empty_rows(shape, dtype, ranks) if rows_only and ranks is not None else torch.empty(shape, dtype=dtype)
-            )
+            rows_only = shape.numel() > 0 and len(shape) > 0 and is_sharded(name, shape) and owner is None
+            if rows_only and ranks is not None and ranks.shards > 1:
+                flat[key] = _empty_rows(shape, dtype, ranks)
+            elif path[1] == "state" and len(stored.chunks) == 1:
+                flat[key] = _AsStored.of(shape, dtype)
+            else:
+                flat[key] = torch.empty(shape, dtype=dtype)
         try:
             dcp.load(flat, storage_reader=_Reader(self.path, self.weights_only), planner=_Planner(self.weights_only))
         except CheckpointException as error:
             raise RuntimeError(f"The checkpoint {os.fspath(self.path)!r} could not be read: {error}") from error
         nested: dict[str, Any] = {}
         for key, value in flat.items():
-            _insert(nested, paths[key], value)
+            _insert(nested, paths[key], value.stored if isinstance(value, _AsStored) else value)
         checkpoint = dict(self.meta)
         checkpoint["state_dict"] = nested.get(str(self.model_key), {})
         if CURRENT_STATE in nested:
@@ -330,6 +333,32 @@ class ShardedCheckpoint:
             # Without any state (SGD) there is no key for it.
             checkpoint["optimizer_states"] = [{"state": {}, **nested[key]} for key in optimizers]
         return checkpoint
+
+
+class _AsStored(Tensor):
+    """Stands for a state while it is read, and takes it in the form in which it was stored, such as quantised."""
+
+    stored: Tensor
+
+    __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment] # PyTorch says what to assign
+
+    @staticmethod
+    def of(shape: torch.Size, dtype: torch.dtype) -> _AsStored:
+        made: _AsStored = compat.stand_in(_AsStored, shape, dtype, torch.device("cpu"))
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # of a Tensor it is a static method
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        if func is torch.ops.aten.copy_.default:
+            args[0].stored = args[1]
+            return args[0]
+        raise NotImplementedError(
+            f"While a checkpoint is read, {func} cannot be applied to its tensors. This is a bug."
+        )
 
 
 def _invalid(path: str | os.PathLike[str], reason: str) -> ValueError:

@@ -47,7 +47,7 @@ from lightning_deepcompile.step.head_start import HeadStart
 from lightning_deepcompile.step.input_sizes import InputSizes
 from lightning_deepcompile.step.optimizers import LocalShards, check_optimizer, share_states, state_bytes, take_over
 from lightning_deepcompile.step.owner_step import OwnerStep
-from lightning_deepcompile.step.state_sizes import predict_state_bytes
+from lightning_deepcompile.step.state_sizes import makes_composites, predict_state_bytes
 from lightning_deepcompile.step.ways import OptimizerWays, Way, couples_tensors, is_elementwise
 from lightning_deepcompile.summary import Summary
 from lightning_deepcompile.tuning.foresight import StepRetracedError
@@ -241,12 +241,14 @@ class Engine:
     def _parts_of(self, optimizer: Optimizer, ways: OptimizerWays, *, has_stepped: bool) -> Parts | None:
         """Returns the object that divides the steps of `optimizer`, if they are divided."""
         alone = self.model.ranks.shards == 1
-        stay = set(ways.ways()) != {Way.SHARDS} or (self.residency is not None and alone and couples_tensors(optimizer))
+        stay = set(ways.ways()) != {Way.SHARDS} or (
+            self.residency is not None and (makes_composites(optimizer) or (alone and couples_tensors(optimizer)))
+        )
         if stay and self.config.offloading.states == "all":
             raise ValueError(
                 f"CompileConfig(offload={self.config.offload!r}): {type(optimizer).__name__} steps on unsharded "
-                "tensors, or on all together, so their states stay on the device. Use offload='auto' or 'none', or an "
-                "element-wise optimizer."
+                "tensors, or on all together, or keeps quantised states, so its states stay on the device. Use "
+                "offload='auto' or 'none', or an element-wise optimizer."
             )
         if self.residency is not None and not stay:
             otherwise = HeadStart.of(optimizer, self.timeline.prefetch)

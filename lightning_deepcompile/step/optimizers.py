@@ -23,6 +23,7 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.offload.chunks import Parts
 from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.sharding.checks import check_no_hooks
+from lightning_deepcompile.sharding.composite import parts_of
 from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.shards import ShardedModel
@@ -142,17 +143,7 @@ def _parts_of_states(optimizer: Optimizer) -> Iterator[Tensor]:
     for entries in optimizer.state.values():
         for value in entries.values():
             if isinstance(value, Tensor):
-                yield from _parts(value)
-
-
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields the plain tensors that one consists of: rows of a DTensor, codes and scales of a quantised one."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            part = getattr(tensor, name)
-            yield from _parts(part) if isinstance(part, Tensor) else ()  # newer DTensors name their mesh, too
-    else:
-        yield tensor
+                yield from parts_of(value)
 
 
 class LocalShards:

@@ -1,0 +1,152 @@
+"""Checkpoints of optimizers whose states are quantised (torchao's): states keep their form, for any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torchao.optim
+from cases import VOCAB, Base
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
+from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
+from multiprocess import run_ranks
+from test_checkpoint import SAVED_AFTER, SaveAt, fit, ours
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+
+WIDTH = 80
+"""Of matrices of 25 blocks of 256 elements: rows of two or three ranks would end within a block."""
+
+
+class Net(Base):
+    optimizer_name = ""
+    settings: dict[str, Any] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+    def configure_optimizers(self) -> Optimizer:
+        return getattr(torchao.optim, self.optimizer_name)(self.parameters(), lr=1e-2, **self.settings)
+
+
+class EightBits(Net):
+    optimizer_name = "AdamW8bit"
+
+
+class FourBits(Net):
+    optimizer_name = "AdamW4bit"
+
+
+class Fp8(Net):
+    optimizer_name = "AdamWFp8"
+
+
+class Rounded(Net):
+    """Weights in bf16 alone, with stochastic rounding."""
+
+    optimizer_name, settings = "_AdamW", {"bf16_stochastic_round": True}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(torch.bfloat16)
+
+
+class SaveAtStart(pl.Callback):
+    """Saves what was loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def save_and_resume(folder: Path, nets: list[type[Net]]) -> dict[str, list[Any]]:
+    """Trains, saving sharded; resumes from that, saving full; resumes from that."""
+    records: dict[str, list[Any]] = {}
+    for net in nets:
+        name = net.__name__
+        sharded, loaded, full = (folder / f"{name}.{kind}" for kind in ("sharded", "loaded", "full"))
+        first = fit(ours("sharded", async_save=True), SaveAt(sharded, SAVED_AFTER), build=net)[0]
+        second = fit(ours(), SaveAtStart(loaded), SaveAt(full, SAVED_AFTER + 1), resume=sharded, build=net)[0]
+        records[name] = [first, second, fit(ours(), resume=full, build=net)[0]]
+    return records
+
+
+def resume(folder: Path, names: list[tuple[type[Net], str]]) -> list[list[float]]:
+    """Resumes on another number of ranks, and saves what was loaded."""
+    paths = [(net, folder / f"{net.__name__}.{kind}") for net, kind in names]
+    return [
+        fit(ours(), SaveAtStart(path.with_suffix(f"{path.suffix}.again")), resume=path, build=net)[0].losses
+        for net, path in paths
+    ]
+
+
+def assert_same_states(actual: Path, expected: Path, *, packed_again: bool = False) -> None:
+    one, other = (torch.load(path, weights_only=True)["optimizer_states"][0]["state"] for path in (actual, expected))
+    assert one.keys() == other.keys()
+    for number, entries in other.items():
+        for name, value in entries.items():
+            mine = one[number][name]
+            assert type(mine) is type(value), name
+            if packed_again and name != "step":
+                mine, value = (torch.empty(value.shape).copy_(tensor) for tensor in (mine, value))
+                torch.testing.assert_close(mine, value, rtol=0, atol=0.01 * float(value.abs().max()))
+            else:
+                for part, its in zip(parts(mine), parts(value), strict=True):
+                    assert part.dtype == its.dtype and torch.equal(part.view(torch.uint8), its.view(torch.uint8)), name
+
+
+def parts(value: Tensor) -> list[Tensor]:
+    return [getattr(value, name) for name in ("codes", "scale", "qmap") if hasattr(value, name)] or [value.view(-1)]
+
+
+@pytest.mark.parametrize(
+    "nets",
+    [
+        pytest.param([EightBits], id="8 bits"),
+        pytest.param([FourBits, Fp8, Rounded], id="4 bits, FP8, rounding", marks=pytest.mark.extensive),
+    ],
+)
+def test_states_keep_their_bits_on_any_number_of_ranks(tmp_path: Path, nets: list[type[Net]]) -> None:
+    records = run_ranks(save_and_resume, 3, tmp_path, nets, timeout=300.0)[0]
+    cases = [(net, kind) for net in nets for kind in ("full", "sharded")]
+    if EightBits in nets:
+        consolidated = tmp_path / "EightBits.consolidated"
+        torch.save(_format_checkpoint(_load_distributed_checkpoint(consolidated.with_suffix(".sharded"))), consolidated)
+        cases.append((EightBits, "consolidated"))
+    others = run_ranks(resume, 2, tmp_path, cases, timeout=300.0)[0]
+    for (net, kind), losses in zip(cases, others, strict=True):
+        first, *resumed = records[net.__name__]
+        skipped = SAVED_AFTER + (kind == "full")
+        if net is not Rounded:  # whose random numbers are others
+            record = resumed[kind == "full"]
+            assert record.losses == first.losses[skipped:], kind
+            assert all(torch.equal(record.params[key], value) for key, value in first.params.items()), kind
+            assert losses == pytest.approx(first.losses[skipped:], rel=1e-4), kind
+        path = tmp_path / f"{net.__name__}.{kind}"
+        again, expected = path.with_suffix(f".{kind}.again"), path.with_suffix(".full" if kind == "full" else ".loaded")
+        # Lightning's tool unpacks states, which are quantised again.
+        assert_same_states(again, expected, packed_again=kind == "consolidated")
+    for net in nets:
+        states = torch.load(tmp_path / f"{net.__name__}.full", weights_only=True)["optimizer_states"][0]
+        net().configure_optimizers().load_state_dict(states)  # as one process would have written it
+
+
+def test_quantised_states_stay_on_the_device() -> None:
+    strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager", offload=["states"]))
+    with pytest.raises(ValueError, match="AdamW8bit .* keeps quantised states"):
+        fit(strategy, build=EightBits)
