@@ -63,9 +63,19 @@ def compile_region(
 
     from torch._inductor import config
 
-    rounding = config.patch(emulate_precision_casts=True) if rounds else contextlib.nullcontext()
+    rounding = contextlib.nullcontext()
+    if rounds:
+        rounding = config.patch(emulate_precision_casts=True)
+        for node in gm.graph.nodes:
+            if node.op == "call_function" and any(map(_is_narrow, (node, *node.all_input_nodes))):
+                node.meta["low_precision_pointwise_barrier"] = True  # as tracing under that setting leaves it
     with tracing(TracingContext(current_fake_mode())), rounding:
         return compile_fx_inner(gm, inputs, is_backward=is_backward, is_inference=is_inference, static_input_idxs=())
+
+
+def _is_narrow(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
 
 
 def rounds_casts(inputs: Sequence[Any]) -> bool:

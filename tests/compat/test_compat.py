@@ -278,14 +278,15 @@ def test_a_region_does_not_overwrite_its_inputs() -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_region_rounds_casts_and_writes_to_an_input() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_compiled_region_rounds_casts_and_writes_to_an_input(device: str) -> None:
     """Regions that derive values from shards return nothing, and must round like a cast of the whole parameter."""
     runs = []
 
     def backend(gm: fx.GraphModule, inputs: list[Tensor]) -> Any:
         graph, cast = fx.Graph(), torch.ops.prims.convert_element_type.default
         x, made = graph.placeholder("x"), graph.placeholder("made")
-        values = [compat.current_fake_mode().from_tensor(torch.empty(64)) for _ in range(2)]
+        values = [compat.current_fake_mode().from_tensor(torch.empty(64, device=device)) for _ in range(2)]
         x.meta["val"], made.meta["val"] = values
         narrow = graph.call_function(cast, (x, torch.bfloat16))
         wide = graph.call_function(cast, (narrow, torch.float32))
@@ -300,8 +301,8 @@ def test_a_compiled_region_rounds_casts_and_writes_to_an_input() -> None:
         return gm
 
     torch._dynamo.reset()
-    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
-    x, made = torch.randn(64), torch.zeros(64)
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2, device=device))
+    x, made = torch.randn(64, device=device), torch.zeros(64, device=device)
     runs[0]([x, made])
     assert made.equal(x.bfloat16().float() * 3) == compat.rounds_casts([x])
 
