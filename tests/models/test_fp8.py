@@ -100,6 +100,17 @@ class Shrinks(Fp8):
         self.layers[-1].up.weight.to_local().data.mul_(0.5)
 
 
+class InBoth(Fp8):
+    """Reads its weights in FP8, and in bf16."""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            up, down = (part.weight.t().bfloat16() for part in (layer.up, layer.down))
+            x = layer(x) + F.linear(F.linear(x.bfloat16(), down), up).float()
+        return self.head(x)
+
+
 class RankDependent(Fp8):
     """Ranks run other programs, and so take turns."""
 
@@ -179,6 +190,7 @@ QUICK: dict[str, Case] = {
     "bf16, checkpointing": (Fp8, EAGER, {"precision": "bf16-mixed", "activation_checkpointing_policy": {Layer}}),
     "rowwise": (Rowwise, EAGER, {}),
     "uncounted writes": (Shrinks, EAGER, {"steps": 4, "accumulate": 2}),
+    "in bf16, too": (InBoth, EAGER, {}),
     "turns": (RankDependent, EAGER, {}),
     "products": (Products, EAGER, {"precision": "bf16-mixed"}),
 }
