@@ -194,17 +194,7 @@ class Capture:
         self.passes: tuple[Pass, ...] = DEFAULT_PASSES
         # By structure: whatever shapes each rank meets, all ranks must gather alike in programs of one structure.
         self.plan: dict[str, Schedule] = {}
-        world = self.model.ranks.shards
-        self.params = {
-            p.ds_id: ParamInfo(
-                p.ds_id,
-                p.name,
-                p.layout.spec.block,
-                p.layout.shard_numel * world * p.gather_dtype.itemsize,
-                p.gather_dtype,
-            )
-            for p in self.model.parameters
-        }
+        self.params = {p.ds_id: p.info for p in self.model.parameters}
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         """The backend function that ``torch.compile`` calls."""

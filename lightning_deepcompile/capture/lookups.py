@@ -124,8 +124,7 @@ def exchange_lookups(
         return None
 
     def pays(parameter: ShardedParameter) -> bool:
-        gathered = parameter.layout.shard_numel * ranks.shards * parameter.gather_dtype.itemsize
-        return gathered >= least_bytes and parameter.layout.rows_padded >= least_rows
+        return parameter.info.gathered_bytes >= least_bytes and parameter.layout.rows_padded >= least_rows
 
     tables = {p.ds_id: p for p in model.parameters if len(p.layout.spec.shape) == 2 and pays(p)}
     if not tables:

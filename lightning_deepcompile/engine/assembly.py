@@ -41,6 +41,7 @@ from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.participation import Participation
 from lightning_deepcompile.sharding.shards import ReadRows, ShardedModel, shard_module
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
+from lightning_deepcompile.sharding.wire_dtypes import WireDtypes
 from lightning_deepcompile.step.evaluation import Evaluation
 from lightning_deepcompile.step.prefetch import StepPrefetch
 from lightning_deepcompile.tuning.shortages import MemoryRetry
@@ -63,8 +64,7 @@ class Assembly:
         config: Settings.
         stage: ZeRO stage.
         timeout: How long to wait for other ranks.
-        gather_dtype: Dtype in which floating-point parameters are gathered; None keeps their own.
-        reduce_dtype: Dtype in which gradients are reduced; None keeps the one they are computed in.
+        dtypes: The dtypes in which parameters and gradients travel.
 
     Attributes:
         device: Where the programs run.
@@ -81,11 +81,10 @@ class Assembly:
         config: CompileConfig,
         stage: int,
         timeout: timedelta,
-        gather_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
+        dtypes: WireDtypes,
     ) -> None:
         self._mesh, self._ranks, self._config, self._stage, self._timeout = mesh, ranks, config, stage, timeout
-        self._gather_dtype, self._reduce_dtype = gather_dtype, reduce_dtype
+        self._dtypes = dtypes
         own = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
         self.device = torch.device(mesh.device_type, *own)
         self.memory = PeakMemory(self.device)
@@ -110,7 +109,7 @@ class Assembly:
         may_offload = config.offloading.any
         limit = host_limit(config.host_memory_budget, ranks.group) if may_offload else 0
         self.hosted = decide_hosted(
-            config, module, ranks, self.memory, stage=self._stage, gather_dtype=self._gather_dtype, host_bytes=limit
+            config, module, ranks, self.memory, stage=self._stage, dtypes=self._dtypes, host_bytes=limit
         )
         offloading = self._offloading = self.hosted.offloading
         tight = offloading.states != "none" or offloading.parameters != "none"
@@ -147,8 +146,8 @@ class Assembly:
         self, module: nn.Module, runtime: Any, stored: Mapping[nn.Parameter, ReadRows] | None = None
     ) -> ShardedModel:
         """Makes the sharded `module`; `stored` reads the values of parameters that have no memory yet."""
-        dtypes = {"gather_dtype": self._gather_dtype, "reduce_dtype": self._reduce_dtype}
-        return shard_module(module, runtime, self._ranks, hosted=self.hosted.chunks, stored=stored, **dtypes)
+        hosted = self.hosted.chunks
+        return shard_module(module, runtime, self._ranks, dtypes=self._dtypes, hosted=hosted, stored=stored)
 
     def gradients(self, runtime: Any, model: ShardedModel) -> GradientSession:
         """Makes the object that has the gradients."""
@@ -180,7 +179,7 @@ class Assembly:
             order,
             stage,
             choose_activations=leaving.choose,
-            lookups=exchange_lookups(model, stage, self._reduce_dtype, self.host_group),
+            lookups=exchange_lookups(model, stage, self._dtypes.reduce, self.host_group),
             guard=compat.held_weakly(retry.guard),
             replays=replays,
             nothing_moves=self._shares and self._mesh.size() == 1 and config.schedule in (None, "auto"),

@@ -11,7 +11,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -40,6 +39,7 @@ from lightning_deepcompile.sharding.checks import check_module, check_same_model
 from lightning_deepcompile.sharding.mentions import Mentions
 from lightning_deepcompile.sharding.shards import ReadRows, ShardedModel
 from lightning_deepcompile.sharding.successors import Successors
+from lightning_deepcompile.sharding.wire_dtypes import AS_STORED, WireDtypes
 from lightning_deepcompile.step.batch_sizes import sizes_of
 from lightning_deepcompile.step.clipping import Clipping
 from lightning_deepcompile.step.direct import DirectStep
@@ -65,8 +65,7 @@ class Engine:
         module: The model; sharded in place.
         mesh: Device mesh of the ranks: 1-D, or ``(replicas, shards)``; see `Ranks`.
         config: Settings.
-        gather_dtype: Dtype in which floating-point parameters are gathered; None keeps their own.
-        reduce_dtype: Dtype in which gradients are reduced; None keeps the one they are computed in.
+        dtypes: The dtypes in which parameters and gradients travel.
         stage: ZeRO stage: at 1 and 2 parameters stay whole between uses, at 1 also gradients while they accumulate.
         timeout: How long to wait for other ranks.
         previous: Engines that have sharded the module, or parts of it, which is sharded again. Parts that cannot be
@@ -80,8 +79,7 @@ class Engine:
         mesh: DeviceMesh,
         config: CompileConfig,
         *,
-        gather_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
+        dtypes: WireDtypes = AS_STORED,
         stage: int = 3,
         timeout: timedelta = timedelta(minutes=30),
         previous: Sequence[Engine] = (),
@@ -92,7 +90,7 @@ class Engine:
         ranks = Ranks(mesh)
         check_same_model(module, ranks.group)
         self.module, self.config, self.stage = module, config, stage
-        parts = Assembly(mesh, ranks, config, stage, timeout, gather_dtype, reduce_dtype)
+        parts = Assembly(mesh, ranks, config, stage, timeout, dtypes)
         self.device, self.host_group, self.fallbacks = parts.device, parts.host_group, parts.fallbacks
         self._memory = parts.memory
         self.runtime = parts.runtime(module)

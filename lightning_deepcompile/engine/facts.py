@@ -67,5 +67,5 @@ def _dtypes(model: ShardedModel) -> list[str]:
     """The dtypes that parameters are gathered in, the one of most elements first."""
     elements = Counter[str]()
     for parameter in model.parameters:
-        elements[str(parameter.gather_dtype).removeprefix("torch.")] += parameter.layout.shard_numel
+        elements[str(parameter.info.dtype).removeprefix("torch.")] += parameter.layout.shard_numel
     return [name for name, _ in elements.most_common()]

@@ -56,6 +56,7 @@ from lightning_deepcompile.runtime import load_extension
 from lightning_deepcompile.sharding.access import step_states
 from lightning_deepcompile.sharding.checks import check_module
 from lightning_deepcompile.sharding.shards import ShardedModel
+from lightning_deepcompile.sharding.wire_dtypes import WireDtypes
 from lightning_deepcompile.step.state_sizes import predict_state_bytes
 from lightning_deepcompile.step.ways import is_elementwise
 from lightning_deepcompile.tuning.foresight import Foresight
@@ -86,8 +87,7 @@ class Request:
         hybrid: Whether the ranks of a node share the parameters where no mesh says otherwise.
         device: One for each rank.
         memory: Bytes of each device.
-        gather_dtype: Dtype in which parameters are gathered; None keeps their own.
-        reduce_dtype: Dtype in which gradients are reduced; None keeps the one that they are computed in.
+        dtypes: The dtypes in which parameters and gradients travel.
         prepare: Converts the module as the strategy does before it shards it.
         around: Gives the context that a training step runs in.
     """
@@ -99,8 +99,7 @@ class Request:
     hybrid: bool
     device: Device
     memory: int
-    gather_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
+    dtypes: WireDtypes
     prepare: Callable[[pl.LightningModule], pl.LightningModule]
     around: Callable[[], AbstractContextManager[Any]]
 
@@ -285,7 +284,7 @@ class _Estimate:
             ranks,
             self._memory,
             stage=stage,
-            gather_dtype=request.gather_dtype,
+            dtypes=request.dtypes,
             host_bytes=NO_LIMIT,
         )
         self._config, offloading = config, self._hosted.offloading
@@ -298,8 +297,7 @@ class _Estimate:
             ranks,
             config,
             stage=stage,
-            gather_dtype=request.gather_dtype,
-            reduce_dtype=request.reduce_dtype,
+            dtypes=request.dtypes,
             around=request.around,
             hosted=self._hosted.chunks,
             nothing_moves=shares and request.ranks == 1 and config.schedule in (None, "auto"),
@@ -464,7 +462,6 @@ class _Estimate:
         """Returns a profile with the memory that sizes tell, and the times that the table of devices tells."""
         request, config, model, device = self._request, self._config, self._step.model, self._request.device
         trained = [p for p in model.parameters if p.dtensor.requires_grad]
-        dtypes = {(p.gather_dtype, p.local.dtype) for p in trained}
         shards = sum(p.local.nbytes for p in trained)
         link, ranks, replicas = device.link, request.ranks, self._ranks.replicas
         in_nodes = replicas > 1 or (ranks > PER_NODE and ranks % PER_NODE == 0)
@@ -474,7 +471,7 @@ class _Estimate:
             arrived=arrived,
             world_size=self._ranks.shards,
             device_type=device.type,
-            hold_ratio=hold_ratio(dtypes),
+            hold_ratio=hold_ratio(model.gradient_dtypes),
             hosted=model.hosted_bytes,
             budget=self._memory.limit(config.memory_budget),
             optimizer_seconds=device.moving_seconds(3 * shards + 2 * states),  # reads gradients; reads, writes the rest

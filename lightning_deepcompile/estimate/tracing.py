@@ -40,6 +40,7 @@ from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.shards import ShardedModel, shard_module
+from lightning_deepcompile.sharding.wire_dtypes import WireDtypes
 from lightning_deepcompile.user_code.appends import Appends
 from lightning_deepcompile.user_code.host_calls import HostCalls
 from lightning_deepcompile.user_code.log import DeferredLog
@@ -154,9 +155,8 @@ class _CountedReads:
             own = self.model.by_parameter[parameter]
             spec = own.layout.spec
             members = [p for p in self.model.parameters if p.layout.spec.block == spec.block]
-            shards = sum(p.layout.shard_numel * p.gather_dtype.itemsize for p in members)
-            self.blocks[spec.block] = shards * self.model.ranks.shards
-            whole = torch.empty(spec.shape, dtype=own.gather_dtype, requires_grad=spec.requires_grad)
+            self.blocks[spec.block] = sum(p.info.gathered_bytes for p in members)
+            whole = torch.empty(spec.shape, dtype=own.info.dtype, requires_grad=spec.requires_grad)
             self._whole[parameter] = whole
         return self._whole[parameter]
 
@@ -223,8 +223,7 @@ class TracedStep:
         ranks: The ranks.
         config: Settings, in which is decided what sizes decide before a model is sharded.
         stage: ZeRO stage.
-        gather_dtype: Dtype in which parameters are gathered; None keeps their own.
-        reduce_dtype: Dtype in which gradients are reduced; None keeps the one that they are computed in.
+        dtypes: The dtypes in which parameters and gradients travel.
         around: Gives the context that a training step runs in.
         hosted: Which chunks of shards live in host memory.
         nothing_moves: As of the `Capture`.
@@ -244,8 +243,7 @@ class TracedStep:
         config: CompileConfig,
         *,
         stage: int,
-        gather_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
+        dtypes: WireDtypes,
         around: Callable[[], contextlib.AbstractContextManager[Any]],
         hosted: frozenset[int],
         nothing_moves: bool,
@@ -253,9 +251,7 @@ class TracedStep:
         self._module, self._batch, self._mode, self._around = module, batch, mode, around
         runtime = _no_runtime()
         with mode:
-            self.model = shard_module(
-                module, runtime, ranks, gather_dtype=gather_dtype, reduce_dtype=reduce_dtype, hosted=hosted
-            )
+            self.model = shard_module(module, runtime, ranks, dtypes=dtypes, hosted=hosted)
             gradients = GradientSession(runtime, self.model, ranks.group, holds_back=config.reduction(stage) != "every")
         self.capture = _TracedCapture(
             config,
@@ -264,7 +260,7 @@ class TracedStep:
             gradients,
             Agreement(dist.HashStore(), 0, 1, _NEVER, "estimate"),
             stage,
-            lookups=exchange_lookups(self.model, stage, reduce_dtype, ranks.group),
+            lookups=exchange_lookups(self.model, stage, dtypes.reduce, ranks.group),
             nothing_moves=nothing_moves,
         )
         self._runtime, self._gradients = runtime, gradients

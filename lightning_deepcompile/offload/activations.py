@@ -50,8 +50,7 @@ class ActivationOffload:
         """Bytes of whole parameters that stay on the device from step to step: all of them below stage 3."""
         if self.stage == 3:
             return 0
-        shards = sum(p.layout.shard_numel * p.gather_dtype.itemsize for p in self.model.parameters)
-        return shards * self.model.ranks.shards
+        return sum(p.info.gathered_bytes for p in self.model.parameters)
 
     def choose(self, forward: Schedule) -> frozenset[int]:
         """Returns the numbers of the saved tensors that are offloaded where nothing is decided about the step.

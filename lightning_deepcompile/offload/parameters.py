@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 
 from lightning_deepcompile.config import CompileConfig
@@ -19,6 +18,7 @@ from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.sharding.layout import ChunkLayout
 from lightning_deepcompile.sharding.needs import moving_bytes
 from lightning_deepcompile.sharding.shards import lay_out
+from lightning_deepcompile.sharding.wire_dtypes import WireDtypes
 
 __all__ = ["HostedShards", "decide_hosted"]
 
@@ -63,7 +63,7 @@ def decide_hosted(
     memory: PeakMemory,
     *,
     stage: int,
-    gather_dtype: torch.dtype | None,
+    dtypes: WireDtypes,
     host_bytes: int,
 ) -> HostedShards:
     """Decides before the model is sharded; a collective unless the settings alone decide.
@@ -74,7 +74,7 @@ def decide_hosted(
         ranks: The data-parallel ranks.
         memory: Of the device where it will run.
         stage: ZeRO stage.
-        gather_dtype: Compute dtype of parameters; None for their own.
+        dtypes: The dtypes in which parameters travel.
         host_bytes: What this rank may take of host memory.
 
     Raises:
@@ -92,13 +92,13 @@ def decide_hosted(
     mode, states = offloading.parameters, offloading.states
     if mode == "none" and states != "auto":
         return HostedShards(offloading=offloading)
-    chunks = lay_out(module, ranks.shards).chunks
+    chunks = lay_out(module, ranks.shards, dtypes).chunks
     (least,) = maxima([-memory.limit(config.memory_budget)], ranks.group)
     budget = int(-least)
-    if states == "auto" and _standing(config, chunks, ranks, stage, gather_dtype) <= _ROOMY * budget:
+    if states == "auto" and _standing(config, chunks, ranks, stage) <= _ROOMY * budget:
         offloading = replace(offloading, states="none")
     shards, room = tuple(chunk.nbytes for chunk in chunks), int(budget * (1 - _ACTIVATIONS))
-    others = _others(config, chunks, ranks, gather_dtype)
+    others = _others(config, chunks, ranks)
     if mode == "none":
         return HostedShards(offloading=offloading)
     if mode == "all":
@@ -119,9 +119,7 @@ def decide_hosted(
     return decided
 
 
-def _others(
-    config: CompileConfig, chunks: Sequence[ChunkLayout], ranks: Ranks, gather_dtype: torch.dtype | None
-) -> int:
+def _others(config: CompileConfig, chunks: Sequence[ChunkLayout], ranks: Ranks) -> int:
     """Returns the most bytes that everything but shards takes at a time, if all else that may leave has left."""
     gradients = sum(chunk.nbytes for chunk in chunks if chunk.is_trained)
     states, stepping = 2 * gradients, 0  # Adam's
@@ -129,7 +127,7 @@ def _others(
         sizes = [shard.shard_numel * chunk.dtype.itemsize for chunk in chunks for shard in chunk.shards]
         states, stepping = 0, 3 * min(max(chunk_bytes(states), 3 * max(sizes, default=0)), gradients)
     reduction = config.reduction(3)
-    moving = moving_bytes(chunks, ranks.shards, stage=3, reduction=reduction, gather_dtype=gather_dtype)
+    moving = moving_bytes(chunks, ranks.shards, stage=3, reduction=reduction)
     return gradients + states + max(moving, stepping)
 
 
@@ -138,16 +136,10 @@ def _spread(index: int) -> int:
     return int(f"{index:032b}"[::-1], 2)
 
 
-def _standing(
-    config: CompileConfig,
-    chunks: Sequence[ChunkLayout],
-    ranks: Ranks,
-    stage: int,
-    gather_dtype: torch.dtype | None,
-) -> int:
+def _standing(config: CompileConfig, chunks: Sequence[ChunkLayout], ranks: Ranks, stage: int) -> int:
     """Bytes of shards, gradients, Adam's states, and the groups that are gathered and reduced at one time."""
     shards = sum(chunk.nbytes for chunk in chunks)
     trained = sum(chunk.nbytes for chunk in chunks if chunk.is_trained)
     reduction = config.reduction(stage)
-    moving = moving_bytes(chunks, ranks.shards, stage=stage, reduction=reduction, gather_dtype=gather_dtype)
+    moving = moving_bytes(chunks, ranks.shards, stage=stage, reduction=reduction)
     return shards + 3 * trained + moving

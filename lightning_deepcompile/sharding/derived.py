@@ -119,7 +119,7 @@ class DerivedShards:
     def dtype_of(self, ds_id: int) -> torch.dtype:
         """Returns the dtype in which a parameter, or a derived value, is gathered."""
         value = self._values.get(ds_id)
-        return self.parameters[ds_id].gather_dtype if value is None else value.dtype
+        return self.parameters[ds_id].info.dtype if value is None else value.dtype
 
     def invalidate(self) -> None:
         """Call when parameters may have changed."""

@@ -31,6 +31,7 @@ class ParamSpec:
         dtype: Storage dtype of the shards.
         requires_grad: Whether gradient shards are needed.
         block: The block it communicates with.
+        gather_dtype: Dtype in which it is gathered and computed with.
     """
 
     name: str
@@ -38,6 +39,7 @@ class ParamSpec:
     dtype: torch.dtype
     requires_grad: bool
     block: str
+    gather_dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ class ShardLayout:
         """Elements of every rank's shard, the padding included."""
         return math.prod(self.shard_shape)
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of every rank's shard as it is gathered, the padding included."""
+        return self.shard_numel * self.spec.gather_dtype.itemsize
+
     def rows_of(self, rank: int) -> tuple[int, int]:
         """The half-open range of the parameter's rows that `rank` holds; empty where ranks outnumber rows."""
         rows = self.spec.shape[0]
@@ -86,6 +93,11 @@ class ChunkLayout:
     def nbytes(self) -> int:
         """Bytes of every rank's buffer."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of every rank's buffer as it is gathered."""
+        return self.numel * max(shard.spec.gather_dtype.itemsize for shard in self.shards)
 
     @property
     def is_trained(self) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from lightning_deepcompile.plan.costs import REDUCE_WINDOW
 from lightning_deepcompile.plan.settings import PREFETCH_BLOCKS
 from lightning_deepcompile.sharding.layout import ChunkLayout
@@ -19,7 +17,6 @@ def moving_bytes(
     *,
     stage: int,
     reduction: str,
-    gather_dtype: torch.dtype | None,
 ) -> int:
     """The most bytes that gathered parameters, and gradients that are not reduced yet, take on a rank at a time.
 
@@ -28,12 +25,11 @@ def moving_bytes(
         shards: Ranks that share the parameters.
         stage: ZeRO stage.
         reduction: The time at which gradients are reduced; see `CompileConfig.reduction`.
-        gather_dtype: Compute dtype of parameters; None for their own.
 
     Returns:
         Bytes without a plan: a plan may use more if memory is free, and less if it is short.
     """
-    wire = [_gathered(chunk, gather_dtype) for chunk in chunks]  # of a rank, in the dtype in which they travel
+    wire = [chunk.gathered_bytes for chunk in chunks]  # of a rank, in the dtype in which they travel
     blocks: dict[str, int] = {}
     for chunk, size in zip(chunks, wire, strict=True):
         blocks[chunk.block] = blocks.get(chunk.block, 0) + size
@@ -44,8 +40,3 @@ def moving_bytes(
     # Gradients before they are reduced: of all blocks, or of those that are being reduced and the one being computed.
     pending = sum(whole) if reduction == "boundary" else (REDUCE_WINDOW + 1) * max(whole, default=0)
     return gathered + pending + max(wire, default=0)  # shards are cast before they travel
-
-
-def _gathered(chunk: ChunkLayout, gather_dtype: torch.dtype | None) -> int:
-    dtype = gather_dtype if gather_dtype is not None and chunk.dtype.is_floating_point else chunk.dtype
-    return chunk.numel * dtype.itemsize

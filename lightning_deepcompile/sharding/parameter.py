@@ -17,6 +17,7 @@ Gradient shards live in flat buffers, which the runtime fills, and which are emp
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_deepcompile import compat
+from lightning_deepcompile.program.program import ParamInfo
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.sharding.layout import ShardLayout
 from lightning_deepcompile.sharding.sharded_tensor import ShardedTensor
@@ -61,7 +63,6 @@ class ShardedParameter:
     ds_id: int
     layout: ShardLayout
     owners: tuple[Owner, ...]
-    gather_dtype: torch.dtype
     ranks: Ranks
     dtensor: nn.Parameter
     leaf: Tensor
@@ -78,6 +79,17 @@ class ShardedParameter:
     def name(self) -> str:
         """Fully qualified name; of tied names the first."""
         return self.layout.spec.name
+
+    @functools.cached_property
+    def info(self) -> ParamInfo:
+        """The properties that passes use: how it is gathered."""
+        spec, gathered = self.layout.spec, self.layout.gathered_bytes * self.ranks.shards
+        return ParamInfo(self.ds_id, spec.name, spec.block, gathered, spec.gather_dtype)
+
+    @property
+    def is_cast(self) -> bool:
+        """True if steps compute with it in another dtype than it is stored in."""
+        return self.info.dtype != self.leaf.dtype
 
     @property
     def in_place(self) -> bool:
@@ -97,7 +109,7 @@ class ShardedParameter:
     @property
     def is_whole(self) -> bool:
         """True if this rank holds all of it, on the device, as steps compute with it."""
-        return self.ranks.shards == 1 and self.host is None and self.gather_dtype == self.leaf.dtype
+        return self.ranks.shards == 1 and self.host is None and not self.is_cast
 
     def distribute(self, rows: Tensor) -> DTensor:
         """Returns this rank's `rows` of a tensor that is sharded like the parameter, as a DTensor; no communication."""

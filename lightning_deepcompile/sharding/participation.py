@@ -82,7 +82,7 @@ class Participation:
         return [self._model.by_id[ds_id] for ds_id in self._ids(numbers)]
 
     def _no_gradients(self, numbers: tuple[int, ...]) -> list[torch.Tensor]:
-        return [_zeros(parameter, parameter.gather_dtype) for parameter in self._parameters(numbers)]
+        return [_zeros(parameter, parameter.info.dtype) for parameter in self._parameters(numbers)]
 
     def _with_instruction(self, graph: int, kind: str, numbers: tuple[int, ...]) -> None:
         if kind == DERIVE:
@@ -105,10 +105,10 @@ class Participation:
                 torch.ops.dc.end_backward(graph)
             case "gather_now":
                 for parameter in self._parameters(numbers):
-                    self._gather(parameter, parameter.gather_dtype)
+                    self._gather(parameter, parameter.info.dtype)
             case "reduce_now":
                 for parameter in self._parameters(numbers):
-                    self._reduce(parameter, parameter.gather_dtype)
+                    self._reduce(parameter, parameter.info.dtype)
             case _ if kind != "keep":  # which names what is not released
                 raise RuntimeError(f"This rank cannot take part in `{kind}`. This is a bug: please report it.")
 

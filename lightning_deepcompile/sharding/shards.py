@@ -22,6 +22,7 @@ from lightning_deepcompile.sharding.layout import ChunkLayout, ParamSpec, ShardL
 from lightning_deepcompile.sharding.materialize import Materializer
 from lightning_deepcompile.sharding.parameter import GradBuffer, Owner, ShardedParameter, distribute_rows
 from lightning_deepcompile.sharding.parameter_class import HOOKS
+from lightning_deepcompile.sharding.wire_dtypes import WireDtypes
 
 __all__ = ["Layout", "ReadRows", "ShardedModel", "collect_parameters", "is_sharded", "lay_out", "shard_module"]
 
@@ -131,6 +132,11 @@ class ShardedModel:
         return sum(chunk.numel * chunk.dtype.itemsize for chunk in self.chunks)
 
     @property
+    def gradient_dtypes(self) -> set[tuple[torch.dtype, torch.dtype]]:
+        """Dtypes of unsharded gradients, each with that of the shards to which they are added."""
+        return {(p.info.dtype, p.local.dtype) for p in self.parameters if p.dtensor.requires_grad}
+
+    @property
     def device_bytes(self) -> int:
         """Bytes of these shards that are on the device, and of what is derived of them."""
         on_device = [chunk for chunk in self.chunks if self.by_name[chunk.shards[0].spec.name].host is None]
@@ -180,13 +186,29 @@ class Layout:
     chunks: list[ChunkLayout]
 
 
-def lay_out(module: nn.Module, shards: int) -> Layout:
-    """Plans the sharding of `module` among `shards` ranks; keeps no reference to a parameter."""
+def lay_out(module: nn.Module, shards: int, dtypes: WireDtypes) -> Layout:
+    """Plans the sharding of a module; keeps no reference to a parameter.
+
+    Args:
+        module: The module, before it is sharded.
+        shards: Ranks that share its parameters.
+        dtypes: The dtypes in which these travel.
+    """
     found = collect_parameters(module)
     sharded = {owners[0].fqn: (p, owners) for p, owners in found.items() if is_sharded(p) and not _in_script(owners)}
     replicated = [owners[0] for owners in found.values() if owners[0].fqn not in sharded]
     blocks = assign_blocks(module, list(sharded))
-    specs = [ParamSpec(n, tuple(p.shape), p.dtype, p.requires_grad, blocks[n]) for n, (p, _) in sharded.items()]
+    specs = [
+        ParamSpec(
+            name,
+            tuple(parameter.shape),
+            parameter.dtype,
+            parameter.requires_grad,
+            blocks[name],
+            dtypes.gathered(parameter.dtype, (owner.module for owner in owners)),
+        )
+        for name, (parameter, owners) in sharded.items()
+    ]
     owners_of = {name: tuple(owners) for name, (_, owners) in sharded.items()}
     return Layout(owners_of, replicated, specs, plan_chunks(specs, shards))
 
@@ -196,8 +218,7 @@ def shard_module(
     runtime: Any,
     ranks: Ranks,
     *,
-    gather_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
+    dtypes: WireDtypes,
     hosted: frozenset[int] = frozenset(),
     stored: Mapping[nn.Parameter, ReadRows] | None = None,
 ) -> ShardedModel:
@@ -211,8 +232,7 @@ def shard_module(
         module: The model, on any device; its parameters may be DTensors of an earlier sharding.
         runtime: ``_C.Runtime`` of this rank.
         ranks: The data-parallel ranks.
-        gather_dtype: Compute dtype of floating-point parameters, cast before the wire; None keeps the storage dtype.
-        reduce_dtype: Dtype on the wire of gradients; None takes the dtype they are computed in.
+        dtypes: The dtypes in which parameters, cast before the wire, and gradients travel.
         hosted: The chunks of `lay_out` that live in host memory, by index; the same on all ranks.
         stored: Parameters on the meta device of which each rank reads its rows; the same on all ranks.
 
@@ -227,7 +247,7 @@ def shard_module(
     device = torch.device("cpu")
     if ranks.mesh.device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    planned = lay_out(module, ranks.shards)  # the module must hold the only references to whole parameters
+    planned = lay_out(module, ranks.shards, dtypes)  # the module must hold the only references to whole parameters
     owners_of, specs, chunks = planned.owners, planned.specs, planned.chunks
     deferred = {
         name
@@ -262,7 +282,7 @@ def shard_module(
             owners = owners_of[spec.name]
             in_place = spec.name in deferred  # else it is the user's memory
             parameter = _shard_parameter(
-                owners, layout, values, ranks, next_id, gather_dtype, in_place=in_place, read=read.get(spec.name)
+                owners, layout, values, ranks, next_id, in_place=in_place, read=read.get(spec.name)
             )
             parameter.host = runtime.memory.host_of(parameter.local.detach()) if index in hosted else None
             next_id += 1
@@ -274,7 +294,7 @@ def shard_module(
                 list(spec.shape),
                 parameter.leaf.detach(),
                 parameter.grad_padded,
-                reduce_dtype if spec.dtype.is_floating_point else None,
+                dtypes.reduced(spec.dtype),
             )
             parameters[spec.name] = parameter
             parameter.install(parameter.dtensor)  # at once: this frees the whole one
@@ -313,18 +333,6 @@ def _broadcast(tensor: Tensor, ranks: Ranks) -> Tensor:
     return tensor
 
 
-def _compute_dtype(stored: torch.dtype, owners: tuple[Owner, ...], gather_dtype: torch.dtype | None) -> torch.dtype:
-    """Returns the dtype in which steps compute with a parameter.
-
-    Weights of batch norm stay in the dtype of its running statistics, as under autocast on one device: kernels take no
-    others beside them.
-    """
-    if gather_dtype is None or not stored.is_floating_point:
-        return stored
-    statistics = (owner.module._buffers.get("running_mean") for owner in owners)
-    return stored if any(s is not None and s.dtype == stored for s in statistics) else gather_dtype
-
-
 @torch.no_grad()
 def _shard_parameter(
     owners: tuple[Owner, ...],
@@ -332,7 +340,6 @@ def _shard_parameter(
     values: Tensor,
     ranks: Ranks,
     ds_id: int,
-    gather_dtype: torch.dtype | None,
     *,
     in_place: bool,
     read: ReadRows | None,
@@ -356,7 +363,6 @@ def _shard_parameter(
         ds_id=ds_id,
         layout=layout,
         owners=owners,
-        gather_dtype=_compute_dtype(spec.dtype, owners, gather_dtype),
         ranks=ranks,
         dtensor=nn.Parameter(distribute_rows(_alone(rows), spec.shape, ranks), requires_grad=spec.requires_grad),
         leaf=padded.detach().requires_grad_(spec.requires_grad),
@@ -382,7 +388,7 @@ def _install(parameters: list[ShardedParameter], state: StepState) -> None:
     entries: dict[nn.Module, dict[str, tuple[Tensor, int, tuple[int, ...], torch.dtype]]] = {}
     for parameter in parameters:
         for owner in parameter.owners:
-            entry = (parameter.leaf, parameter.ds_id, parameter.layout.spec.shape, parameter.gather_dtype)
+            entry = (parameter.leaf, parameter.ds_id, parameter.layout.spec.shape, parameter.info.dtype)
             entries.setdefault(owner.module, {})[owner.name] = entry
     for module, names in entries.items():
         install_access(module, names, state)

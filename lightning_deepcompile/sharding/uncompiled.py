@@ -306,7 +306,7 @@ class Uncompiled:
             return self._value(parameter, self._stored if stored is None else stored)
 
     def _value(self, parameter: ShardedParameter, stored: bool) -> Tensor:
-        if parameter.gather_dtype == parameter.leaf.dtype:
+        if not parameter.is_cast:
             stored = False  # the same, and one of them is enough
         block = self._gather(parameter, stored)
         if not (torch.is_grad_enabled() and parameter.leaf.requires_grad):
@@ -327,7 +327,7 @@ class Uncompiled:
             tensor: The parameter as users hold it.
         """
         parameter = self._by_tensor[tensor]
-        same = parameter.gather_dtype == parameter.leaf.dtype
+        same = not parameter.is_cast
         if parameter not in self._held:
             with compat.outside_transforms():
                 self._held[parameter] = self._gather(parameter, stored=not same).whole[parameter]
@@ -363,7 +363,7 @@ class Uncompiled:
         stored = bool(number & 1)
         with torch.no_grad(), compat.below_autograd():
             for parameter in members:
-                dtype = parameter.leaf.dtype if stored else parameter.gather_dtype
+                dtype = parameter.leaf.dtype if stored else parameter.info.dtype
                 if not _is_there(parameter, dtype):
                     _gather(parameter, dtype)
 
@@ -373,7 +373,7 @@ class Uncompiled:
             self._tell()
 
     def _gather_block(self, members: list[ShardedParameter], stored: bool) -> _Block:
-        dtypes = [p.leaf.dtype if stored else p.gather_dtype for p in members]
+        dtypes = [p.leaf.dtype if stored else p.info.dtype for p in members]
         block = _Block(members, dtypes)
         there: dict[ShardedParameter, Tensor] = {}
         absent: list[tuple[ShardedParameter, torch.dtype]] = []

@@ -23,6 +23,7 @@ from lightning_deepcompile.ranks.exchange import maxima
 from lightning_deepcompile.ranks.mesh import sharing_groups, smallest_that_fits
 from lightning_deepcompile.sharding.needs import moving_bytes
 from lightning_deepcompile.sharding.shards import lay_out
+from lightning_deepcompile.sharding.wire_dtypes import WireDtypes
 
 __all__ = ["choose_mesh"]
 
@@ -64,7 +65,7 @@ def choose_mesh(
     config: CompileConfig,
     *,
     stage: int,
-    gather_dtype: torch.dtype | None,
+    dtypes: WireDtypes,
     device_type: str,
     world_size: int,
     per_node: int,
@@ -79,7 +80,7 @@ def choose_mesh(
         module: The model, before it is sharded; one that `check_module` accepts.
         config: Its ``memory_budget`` limits the memory.
         stage: ZeRO stage.
-        gather_dtype: Compute dtype of parameters; None for their own.
+        dtypes: The dtypes in which parameters travel.
         device_type: ``"cpu"`` or ``"cuda"``.
         world_size: Number of ranks, node by node.
         per_node: Ranks of a node. If nodes do not have equally many, all ranks share.
@@ -88,7 +89,7 @@ def choose_mesh(
         ``(replicas, ranks that share)``; None if all ranks share.
     """
     groups = sharing_groups(world_size, per_node)
-    needs = [_need(module, config, group, stage=stage, gather_dtype=gather_dtype) for group in groups]
+    needs = [_need(module, config, group, stage=stage, dtypes=dtypes) for group in groups]
     room = _room(config, device_type, per_node)
     agreed = [int(n) for n in maxima([*(n for need in needs for n in need), *(-n for n in room)])]
     needs = [_Need(*agreed[2 * k : 2 * k + 2]) for k in range(len(groups))]
@@ -99,15 +100,13 @@ def choose_mesh(
     return None if groups[chosen] == world_size else (world_size // groups[chosen], groups[chosen])
 
 
-def _need(
-    module: nn.Module, config: CompileConfig, shards: int, *, stage: int, gather_dtype: torch.dtype | None
-) -> _Need:
-    chunks = lay_out(module, shards).chunks
+def _need(module: nn.Module, config: CompileConfig, shards: int, *, stage: int, dtypes: WireDtypes) -> _Need:
+    chunks = lay_out(module, shards, dtypes).chunks
     trained = [chunk for chunk in chunks if chunk.is_trained]
     parameters, gradients = sum(chunk.nbytes for chunk in chunks), sum(chunk.nbytes for chunk in trained)
     states = _STATES * sum(max(chunk.dtype.itemsize, _STATE_BYTES) * chunk.numel for chunk in trained)
     reduction = config.reduction(stage)
-    moving = moving_bytes(chunks, shards, stage=stage, reduction=reduction, gather_dtype=gather_dtype)
+    moving = moving_bytes(chunks, shards, stage=stage, reduction=reduction)
     return _Need(parameters + gradients + states, moving)
 
 

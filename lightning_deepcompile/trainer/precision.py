@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.compat.lightning import DefaultDtype
+from lightning_deepcompile.sharding.wire_dtypes import WireDtypes
 
 if TYPE_CHECKING:
     from lightning_deepcompile.engine.engine import Engine
@@ -120,23 +121,18 @@ class DeepCompilePrecision(FSDPPrecision):
                 self.scaler.load_state_dict(self._scaler_state)
 
     @property
-    def gather_dtype(self) -> torch.dtype | None:
-        """Dtype in which floating-point parameters are gathered and computed with; None keeps their own."""
+    def dtypes(self) -> WireDtypes:
+        """The dtypes in which parameters and gradients travel."""
         if self.mixed_precision is not None:
-            return self.mixed_precision.param_dtype
-        return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(self.precision)
-
-    @property
-    def reduce_dtype(self) -> torch.dtype | None:
-        """Dtype in which gradients are reduced; None keeps the one they are computed in."""
-        return None if self.mixed_precision is None else self.mixed_precision.reduce_dtype
+            return WireDtypes(self.mixed_precision.param_dtype, self.mixed_precision.reduce_dtype)
+        return WireDtypes({"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(self.precision))
 
     @property
     def mixed_precision_config(self) -> MixedPrecisionDtypes:
         """The dtypes in FSDP's form; Lightning's ThroughputMonitor computes the utilisation from them."""
         if self.mixed_precision is not None:
             return self.mixed_precision
-        dtype = self.gather_dtype or self._desired_input_dtype
+        dtype = self.dtypes.gather or self._desired_input_dtype
         return MixedPrecisionDtypes(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -161,8 +157,8 @@ class DeepCompilePrecision(FSDPPrecision):
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Returns autocast for mixed precision, else a context in which new tensors have the parameters' dtype."""
-        if self.gather_dtype in (torch.bfloat16, torch.float16):
-            return torch.autocast(self.device_type, dtype=self.gather_dtype)
+        if (dtype := self.dtypes.gather) in (torch.bfloat16, torch.float16):
+            return torch.autocast(self.device_type, dtype=dtype)
         return DefaultDtype(self._desired_input_dtype)
 
     def optimizer_step(  # type: ignore[override] # Lightning's own have narrower arguments, too

@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any, cast
 
 import lightning.pytorch as pl
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecision
@@ -20,6 +19,7 @@ from lightning_deepcompile.ranks.mesh import MeshArgument, make_mesh
 from lightning_deepcompile.sharding.access import step_states
 from lightning_deepcompile.sharding.checks import check_module
 from lightning_deepcompile.sharding.shards import ReadRows
+from lightning_deepcompile.sharding.wire_dtypes import WireDtypes
 from lightning_deepcompile.trainer.activation_checkpointing import (
     CheckpointingPolicy,
     checkpoint_activations,
@@ -66,12 +66,12 @@ class TrainerSetting:
     syncs_layers: bool
     timeout: timedelta
 
-    def mesh(self, module: nn.Module, gather_dtype: torch.dtype | None) -> DeviceMesh:
+    def mesh(self, module: nn.Module, dtypes: WireDtypes) -> DeviceMesh:
         """Returns the mesh to train on; a collective of all ranks.
 
         Args:
             module: The module to shard, by whose sizes ``"auto"`` decides.
-            gather_dtype: Compute dtype of its parameters; None for their own.
+            dtypes: The dtypes in which its parameters travel.
         """
         chosen, hybrid = self.device_mesh, self.hybrid
         if isinstance(chosen, str):
@@ -80,7 +80,7 @@ class TrainerSetting:
                 module,
                 self.config,
                 stage=self.stage,
-                gather_dtype=gather_dtype,
+                dtypes=dtypes,
                 device_type=self.device_type,
                 world_size=self.world_size,
                 per_node=self.per_node,
@@ -154,10 +154,9 @@ class ShardedModule:
         check_module(module, {p for e in previous for p in e.model.by_parameter}, world_size=setting.world_size)
         engine = Engine(
             module,
-            setting.mesh(module, plugin.gather_dtype),
+            setting.mesh(module, plugin.dtypes),
             setting.config,
-            gather_dtype=plugin.gather_dtype,
-            reduce_dtype=plugin.reduce_dtype,
+            dtypes=plugin.dtypes,
             stage=setting.stage,
             timeout=setting.timeout,
             previous=previous,

@@ -726,8 +726,7 @@ class DeepCompileStrategy(ProcessStrategy):
             self._hybrid,
             found,
             memory,
-            plugin.gather_dtype,
-            plugin.reduce_dtype,
+            plugin.dtypes,
             prepare,
             plugin.train_step_context,
         )

@@ -326,11 +326,10 @@ class Foresight:
     def _fields(self) -> dict[str, Any]:
         capture, device, ranks = self._capture, self._leaving.device, self._capture.model.ranks
         config = capture.config
-        dtypes = {(p.gather_dtype, p.local.dtype) for p in capture.model.parameters if p.dtensor.requires_grad}
         return {
             "world_size": ranks.shards,
             "device_type": device.type,
-            "hold_ratio": hold_ratio(dtypes),
+            "hold_ratio": hold_ratio(capture.model.gradient_dtypes),
             "hosted": capture.model.hosted_bytes,
             "micro_batches": 1 if capture.gradients.update else 2,
             "budget": min(self._memory.limit(config.memory_budget), self.limit or NO_LIMIT),

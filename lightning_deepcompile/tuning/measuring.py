@@ -324,14 +324,13 @@ class Measurement:
             times.add(probe, ran)
         noted = {run.program: run.noted for run in isolated.runs}
         now = {name: read_sizes(programs[name].gm.graph, sizes) for name, sizes in noted.items()}
-        dtypes = {(p.gather_dtype, p.local.dtype) for p in model.parameters if p.dtensor.requires_grad}
         profile = build_profile(
             observed,
             isolated,
             schedules,
             isolated_schedules,
             world_size=model.ranks.shards,
-            hold_ratio=hold_ratio(dtypes),
+            hold_ratio=hold_ratio(model.gradient_dtypes),
             hosted=model.hosted_bytes,
             window_from=window_from,
             budget=budget,
@@ -345,7 +344,7 @@ class Measurement:
             profile, early_gathers=early, head_start=in_optimizer, between_seconds=min(between, default=0.0)
         )
         if capture.settings.reduce == "auto" and profile.micro_batches > 1 and profile.hold_seconds is None:
-            profile = replace(profile, hold_seconds=measure_holds(dtypes, device))
+            profile = replace(profile, hold_seconds=measure_holds(model.gradient_dtypes, device))
         if config.memory_budget is None:
             profile = leave_room(profile)
         if host_room is not None or states_travel:

@@ -23,6 +23,7 @@ def specs(draw: Callable[..., list[ParamSpec]]) -> list[ParamSpec]:
             dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64])),
             requires_grad=draw(st.booleans()),
             block=draw(st.sampled_from(["a", "b"])),
+            gather_dtype=torch.float32,
         )
         for k in range(count)
     ]

@@ -17,6 +17,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_deepcompile import CompileConfig, DeepCompilePrecision, DeepCompileStrategy
 from lightning_deepcompile.plan.offload import Offloading
+from lightning_deepcompile.sharding.wire_dtypes import WireDtypes
 from lightning_deepcompile.trainer.activation_checkpointing import checkpoint_activations
 
 
@@ -125,9 +126,9 @@ def test_no_shard_says_what_it_becomes() -> None:
 
 def test_mixed_precision_sets_the_dtypes_of_the_wire() -> None:
     plugin = DeepCompileStrategy().precision_plugin
-    assert plugin.gather_dtype is None and plugin.reduce_dtype is None
+    assert plugin.dtypes == WireDtypes()
     plugin.mixed_precision = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
-    assert plugin.gather_dtype is torch.bfloat16 and plugin.reduce_dtype is torch.float32
+    assert plugin.dtypes == WireDtypes(torch.bfloat16, torch.float32)
     module = nn.BatchNorm1d(2)
     plugin.convert_module(module)
     assert module.running_mean.dtype is torch.bfloat16 and module.weight.dtype is torch.float32

@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.ranks.mesh import sharing_groups, smallest_that_fits
+from lightning_deepcompile.sharding.wire_dtypes import WireDtypes
 from lightning_deepcompile.trainer import auto_mesh
 from lightning_deepcompile.trainer.auto_mesh import choose_mesh
 
@@ -72,7 +73,7 @@ def test_the_choice_follows_from_sizes(
         model,
         CompileConfig(memory_budget=f"{budget}B"),
         stage=stage,
-        gather_dtype=None,
+        dtypes=WireDtypes(),
         device_type="cpu",
         world_size=world,
         per_node=per_node,
@@ -89,7 +90,7 @@ def _told(caplog: pytest.LogCaptureFixture, world: int, per_node: int, **setting
             nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in range(3)),
             CompileConfig(**settings),
             stage=3,
-            gather_dtype=torch.bfloat16,
+            dtypes=WireDtypes(torch.bfloat16),
             device_type="cpu",
             world_size=world,
             per_node=per_node,
