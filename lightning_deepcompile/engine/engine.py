@@ -388,7 +388,7 @@ class Engine:
             facts=facts_of(self.module, self.model, self.config, self.stage, self.device),
             measured=self.tuner.measured,
             times=tuple(self.timeline.times.latest),
-            operations={f"{p.name}/{name}": p.region(name).info.operations for p in programs for name in p.regions()},
+            operations={f"{p.name}/{name}": one.info.operations for p in programs for name, one in p.regions.items()},
             peak=peak_rate(self.model, self.device),
             graphs=tuple(self.capture.graph_reasons()),
         )

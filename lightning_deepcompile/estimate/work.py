@@ -110,8 +110,7 @@ def seconds_of(program: Program, seconds: Callable[[Kernel], float]) -> dict[str
         seconds: Of one kernel.
     """
     found: dict[str, float] = {}
-    for name in program.regions():
-        run = program.region(name).run
-        assert isinstance(run, CountedRegion)
-        found[name] = sum(map(seconds, run.kernels))
+    for name, region in program.regions.items():
+        assert isinstance(region.run, CountedRegion)
+        found[name] = sum(map(seconds, region.run.kernels))
     return found

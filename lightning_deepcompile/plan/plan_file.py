@@ -25,7 +25,7 @@ __all__ = [
     "write_plan",
 ]
 
-PLAN_VERSION = 6
+PLAN_VERSION = 7
 _AS_WRITTEN = Tracing()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from dataclasses import replace
 
 from lightning_deepcompile.plan.settings import Rounding
 from lightning_deepcompile.program.schedule import REDUCTIONS, RELEASES, Instruction, Schedule
@@ -36,7 +37,9 @@ def merge_reductions(schedule: Schedule, first: int, second: int) -> Schedule:
     groups = schedule.reductions
     a, b = groups[first], groups[second]
     instructions = list(schedule.instructions)
-    instructions[second] = Instruction(b.op, a.ids + b.ids, a.sizes + b.sizes, made=a.made + b.made)
+    instructions[second] = replace(
+        b, ids=a.ids + b.ids, sizes=a.sizes + b.sizes, made=a.made + b.made, values=a.values + b.values
+    )
     del instructions[first]
     return schedule.with_instructions(instructions)
 
@@ -60,11 +63,9 @@ def split_reductions(schedule: Schedule) -> Schedule:
             place = position
             parts[place].append(instruction)
             continue
-        gradients = zip(instruction.ids, instruction.sizes, instruction.made, strict=True)
-        for maker, part in itertools.groupby(gradients, key=lambda gradient: gradient[2]):
+        for maker, places in itertools.groupby(range(len(instruction.ids)), key=instruction.made.__getitem__):
             place = max(place, behind[maker])
-            ids, sizes, made = zip(*part, strict=True)
-            parts[place].append(Instruction(instruction.op, ids, sizes, made=made))
+            parts[place].append(instruction.part(list(places)))
     result = []
     for position, instruction in enumerate(instructions):
         result += parts[position]

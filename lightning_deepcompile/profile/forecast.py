@@ -9,7 +9,6 @@ from lightning_deepcompile.plan.copy_placement import resize
 from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
 from lightning_deepcompile.program.live import live_bytes
 from lightning_deepcompile.program.program import Program
-from lightning_deepcompile.program.saved import read_saved
 from lightning_deepcompile.program.schedule import REDUCTIONS
 from lightning_deepcompile.program.sizes import Sizes
 
@@ -65,5 +64,5 @@ def forecast(
             key = f"{program.name}/{name}"
             there = standing + (arrived or {}).get(key, 0)
             regions[key] = RegionCost(0.0, 0.0, there + before, there + peak, there + after)
-    schedules = tuple(resize(one.schedule, read_saved(one.gm.graph, sizes)) for one in programs)
+    schedules = tuple(resize(one.schedule, one.saved(sizes)) for one in programs)
     return Profile(schedules=schedules, regions=regions, gather=_NO_TIME, reduce=_NO_TIME, **fields)

@@ -20,6 +20,6 @@ def labels_of(programs: Iterable[Program]) -> Labels:
     regions: dict[str, str] = {}
     for program in programs:
         parameters |= {str(ds_id & LOCAL_ID): info.block for ds_id, info in program.params.items()}
-        for name in program.regions():
-            regions[f"{program.name}/{name}"] = ", ".join(program.region(name).info.blocks)
+        for name, region in program.regions.items():
+            regions[f"{program.name}/{name}"] = ", ".join(region.info.blocks)
     return Labels(parameters, regions)

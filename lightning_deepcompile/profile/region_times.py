@@ -10,7 +10,7 @@ from lightning_deepcompile.profile.sizes import Curve, Sample, fit_curve
 from lightning_deepcompile.program.live import traffic
 from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.schedule import Schedule
-from lightning_deepcompile.program.sizes import Noted, read_sizes
+from lightning_deepcompile.program.sizes import Noted
 
 __all__ = ["RegionTimes"]
 
@@ -79,6 +79,6 @@ class RegionTimes:
             program = self._program(name)
             if program is None:
                 return None
-            sizes = read_sizes(program.gm.graph, noted)
+            sizes = program.sizes(noted)
             self._known[name, noted] = traffic(program, sizes), int(max(sizes.values.values(), default=1))
         return self._known[name, noted]

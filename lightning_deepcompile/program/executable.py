@@ -13,7 +13,7 @@ import torch
 from lightning_deepcompile import compat
 from lightning_deepcompile.program.codegen import Guard, Marks, generate
 from lightning_deepcompile.program.printer import format_program
-from lightning_deepcompile.program.program import Gathers, Program, RegionModule
+from lightning_deepcompile.program.program import CompiledRegion, Gathers, Program
 from lightning_deepcompile.program.program_graphs import ProgramGraphs
 
 __all__ = ["UNCHECKPOINTED", "Executable"]
@@ -118,7 +118,7 @@ class Executable:
         if self._with_names is None:
             guard = self._guard
 
-            def named(program: str, name: str, region: RegionModule) -> Callable[[list[Any]], Sequence[Any]]:
+            def named(program: str, name: str, region: CompiledRegion) -> Callable[[list[Any]], Sequence[Any]]:
                 run = region.run if guard is None else guard(program, name, region)
                 label = f"deepcompile: {program} {name} ({', '.join(region.info.blocks)})"
 

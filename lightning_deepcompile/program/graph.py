@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.program.sizes import Sizes
+from lightning_deepcompile.program.sizes import Sizes, bytes_of
 from lightning_deepcompile.runtime.lookups import looked_up, lookup_ops
 from lightning_deepcompile.runtime.ops import gather_op, reduce_op
 from lightning_deepcompile.runtime.pieces import take_piece_op
@@ -19,7 +19,6 @@ from lightning_deepcompile.runtime.statistics import statistics_ops
 __all__ = [
     "args_of",
     "attribute",
-    "gathers_of",
     "is_compute",
     "is_element",
     "is_gather",
@@ -27,13 +26,11 @@ __all__ = [
     "is_of_statistics",
     "is_piece",
     "is_random",
-    "is_read_between",
     "is_reduce",
     "is_scalar",
     "is_view",
     "looked_up_name",
     "nbytes",
-    "only_maker",
     "output_node",
     "source_gather",
 ]
@@ -125,28 +122,17 @@ def is_element(node: fx.Node) -> bool:
 def is_compute(node: fx.Node) -> bool:
     """Returns whether `node` belongs into a region: it is neither communication nor arithmetic of sizes.
 
-    Numbers that a region's tensors are needed for (flash attention's lengths, the size of an intermediate result) stay
-    with those tensors.
+    Numbers that a region's tensors, or parameters, are needed for (flash attention's lengths, the size of an
+    intermediate result) stay with those tensors.
     """
     if node.op != "call_function" or is_gather(node) or is_reduce(node):
         return False
-    return not is_scalar(node) or any(is_compute(source) for source in node.all_input_nodes)
+    return not is_scalar(node) or any(is_gather(source) or is_compute(source) for source in node.all_input_nodes)
 
 
 def nbytes(node: fx.Node, sizes: Sizes | None = None) -> int:
-    """Bytes of a node's tensor; 0 for anything else.
-
-    Args:
-        node: The node.
-        sizes: Values of symbolic sizes; None: they count with their hints.
-    """
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return 0
-    numel = value.numel()
-    if isinstance(numel, torch.SymInt):
-        numel = sizes(numel) if sizes is not None else numel.node.hint if numel.node.hint is not None else 0
-    return int(numel) * value.element_size()
+    """Bytes of a node's tensor; as `bytes_of`."""
+    return bytes_of(node.meta.get("val"), sizes)
 
 
 def source_gather(node: fx.Node) -> fx.Node | None:
@@ -159,33 +145,6 @@ def source_gather(node: fx.Node) -> fx.Node | None:
             return None
         current = current.args[0]
     return None
-
-
-def gathers_of(call: fx.Node) -> list[fx.Node]:
-    """The gathers that a program's call of a region reads."""
-    return [node for node in call.all_input_nodes if is_gather(node)]
-
-
-def is_read_between(gather: fx.Node) -> bool:
-    """Returns whether anything but calls of regions reads a parameter that a program gathers."""
-    return any(reader.op != "call_module" for reader in gather.users)
-
-
-def only_maker(reduction: fx.Node, kind: str) -> fx.Node | None:
-    """The region call that makes a gradient which the runtime can reduce and keep; None if there is none.
-
-    The runtime can in backward programs, where only the output reads the reduced gradient. A gradient that does not
-    depend on the loss's is computed, and saved, by the forward program: its reduction reaches ``.grad`` through
-    autograd.
-
-    Args:
-        reduction: The node that stands for the reduced gradient.
-        kind: The program's kind.
-    """
-    grad = args_of(reduction)[0]
-    if kind != "backward" or not is_element(grad) or any(reader.op != "output" for reader in reduction.users):
-        return None
-    return args_of(grad)[0] if args_of(grad)[0].op == "call_module" else None
 
 
 def output_node(graph: fx.Graph) -> fx.Node:

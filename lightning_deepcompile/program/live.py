@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from torch import fx
-
-from lightning_deepcompile.program.graph import (
-    args_of,
-    is_element,
-    is_gather,
-    is_read_between,
-    is_reduce,
-    nbytes,
-    only_maker,
-)
 from lightning_deepcompile.program.program import Program
-from lightning_deepcompile.program.sizes import Sizes
+from lightning_deepcompile.program.sizes import Sizes, bytes_of
 
 __all__ = ["live_bytes", "traffic"]
 
@@ -26,12 +15,14 @@ def traffic(program: Program, sizes: Sizes) -> dict[str, int]:
         program: The program.
         sizes: Values of its symbolic sizes.
     """
-    found = {}
-    for call in program.gm.graph.nodes:
-        if call.op == "call_module":
-            read = [node for node in call.all_input_nodes if not is_gather(node)]
-            found[str(call.target)] = sum(nbytes(node, sizes) for node in (*read, *call.users))
-    return found
+    return {
+        name: sum(
+            bytes_of(program.values[value].meta, sizes)
+            for value in (*region.inputs, *region.outputs)
+            if not program.values[value].communicated
+        )
+        for name, region in program.regions.items()
+    }
 
 
 def live_bytes(
@@ -49,32 +40,20 @@ def live_bytes(
         Bytes before, at the peak and after, by region name, as if no saved tensor left the device, and every gradient
         were reduced as soon as it is there.
     """
-    position = {node: index for index, node in enumerate(program.gm.graph.nodes)}
-    last_use = {}
-    shards = {args_of(node)[0] for node in position if is_gather(node)}  # forward returns them to backward, too
-    for node in position:
-        if node in shards:
-            continue
-        readers = [reader for reader in node.users if not _is_replaced(program, reader)]
-        if is_element(node) and args_of(node)[0].op == "call_module" or node.op == "placeholder" and readers:
-            last_use[node] = max(map(position.__getitem__, readers), default=position[node])
-    result, bytes_of = {}, {node: nbytes(node, sizes) for node in last_use}
-    for call, here in position.items():
-        if call.op != "call_module":
-            continue
-        made = [element for element in call.users if element in last_use]
-        earlier = [node for node in last_use if position[node] < here]
-        own = sum(bytes_of[node] for node in made)
-        before = sum(bytes_of[node] for node in earlier if last_use[node] >= here)
-        after = sum(bytes_of[node] for node in earlier if last_use[node] > here) + own
+    read = program.readers()
+    shards = {name for value in program.values.values() if value.communicated for name in value.reads}
+    inputs = [name for name in program.inputs if name in read and name not in shards]  # forward returns shards, too
+    made = {name: -2 for name in inputs}
+    made |= {name: 2 * place for place, region in enumerate(program.regions.values()) for name in region.outputs}
+    last_use = {name: max(read.get(name, [place])) for name, place in made.items()}
+    size_of = {name: bytes_of(program.values[name].meta, sizes) for name in made}
+    result = {}
+    for here, (name, region) in zip(range(0, 2 * len(program.regions), 2), program.regions.items(), strict=True):
+        own = sum(size_of[output] for output in region.outputs)
+        earlier = [value for value in made if made[value] < here]
+        before = sum(size_of[value] for value in earlier if last_use[value] >= here)
+        after = sum(size_of[value] for value in earlier if last_use[value] > here) + own
         if inside:
-            own = max(own, program.region(str(call.target)).info.memory.peak.at(sizes))
-        result[str(call.target)] = (before, before + own, after)
+            own = max(own, region.info.memory.peak.at(sizes))
+        result[name] = (before, before + own, after)
     return result
-
-
-def _is_replaced(program: Program, node: fx.Node) -> bool:
-    """Returns whether schedules replace `node` by instructions of their own."""
-    if is_gather(node):
-        return not is_read_between(node)
-    return is_reduce(node) and only_maker(node, program.kind) is not None

@@ -19,11 +19,10 @@ def format_program(program: Program) -> str:
     Returns:
         Text like ``gather   model.layers.3 (9 params, 416.0 MiB bfloat16)``.
     """
-    regions = program.regions()
-    keys = [program.region(name).info.key for name in regions]
+    keys = [region.info.key for region in program.regions.values()]
     shapes = {key: f"r{index}" for index, key in enumerate(dict.fromkeys(keys))}
     history = " -> ".join(program.history)
-    lines = [f"{program.name} [{history}]: {len(regions)} regions, {len(shapes)} distinct"]
+    lines = [f"{program.name} [{history}]: {len(keys)} regions, {len(shapes)} distinct"]
     for block in program.derived:
         lines.append(f"  {'derive':8} {_derived(program, block)}")
     for instruction in program.schedule.instructions:
@@ -43,7 +42,7 @@ def _rest(program: Program, instruction: Instruction, shapes: dict[str, str]) ->
             return f"optimizer states {numbers} ({format_bytes(instruction.bytes)})"
     if not instruction.region:
         return ""
-    info = program.region(instruction.region).info
+    info = program.regions[instruction.region].info
     blocks = ", ".join(info.blocks) or "no parameters"
     parts = [f"{part} {program.params[i].name}" for part, i in info.lookups if part.startswith("look")]
     return f"{instruction.region} = {shapes[info.key]} ({'; '.join([blocks, f'{info.nodes} ops', *parts])})"

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import fx, nn
 
 from lightning_deepcompile.program.instructions import AT_BOUNDARY
 from lightning_deepcompile.program.region_memory import RegionMemory
+from lightning_deepcompile.program.saved import Saved
 from lightning_deepcompile.program.schedule import Instruction, ProgramKind, Schedule, first_gather_positions
+from lightning_deepcompile.program.sizes import Noted, Sizes, bytes_of, read_sizes
+from lightning_deepcompile.program.values import Name, Value, names_in
 from lightning_deepcompile.ranks.order import EXCHANGES
 
 __all__ = [
     "DERIVE",
     "LOCAL_ID",
+    "CompiledRegion",
     "DerivedBlock",
     "DerivedValue",
     "Gathers",
     "ParamInfo",
     "Program",
     "RegionInfo",
-    "RegionModule",
     "collective_sequence",
 ]
 
@@ -129,22 +132,21 @@ class RegionInfo:
     operations: int = 0
 
 
-class RegionModule(nn.Module):
-    """A compiled region inside a program's graph module.
+@dataclass(frozen=True, eq=False)
+class CompiledRegion:
+    """A region of a program.
 
     Args:
         run: The compiled function, taking its inputs as one list that it empties.
         info: Its properties.
+        inputs: The values that it reads.
+        outputs: The values that it returns.
     """
 
-    def __init__(self, run: Callable[[list[Any]], Sequence[Any]], info: RegionInfo) -> None:
-        super().__init__()
-        self.run = run
-        self.info = info
-
-    def forward(self, *args: Any) -> Sequence[Any]:
-        """Runs the region; programs call `run` directly instead."""
-        return self.run(list(args))
+    run: Callable[[list[Any]], Sequence[Any]]
+    info: RegionInfo
+    inputs: tuple[Name, ...] = ()
+    outputs: tuple[Name, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -153,21 +155,24 @@ class Program:
 
     Args:
         graph_id: Runtime id of the graph.
-        gm: The graph that lowering wrote: how values are computed of each other. No pass changes it, and nothing runs
-            it. Its nodes are ``placeholder`` and ``output``, those of the graph that AOTAutograd handed over;
-            ``call_module region_k``, which returns a tuple; ``dc.gather`` and ``dc.reduce``, which stand for a
-            parameter and for what becomes of a gradient; arithmetic of sizes, constants, and ``operator.getitem``.
         params: Parameters by id, those of the whole model.
         schedule: The instructions, in order.
+        values: The values by name. No pass changes them.
+        regions: The regions by name, in order.
+        inputs: The values that its caller hands over.
+        results: What it returns, in which a `Name` stands for a value.
         history: Passes applied so far.
         members: Numbers of the graph's parameters, those of its forward and its backward program.
         derived: The values that it reads in place of parameters.
     """
 
     graph_id: int
-    gm: fx.GraphModule
     params: dict[int, ParamInfo]
     schedule: Schedule
+    values: Mapping[str, Value]
+    regions: Mapping[str, CompiledRegion]
+    inputs: tuple[Name, ...]
+    results: Sequence[Any]
     history: tuple[str, ...] = ()
     members: tuple[int, ...] = ()
     derived: tuple[DerivedBlock, ...] = ()
@@ -216,18 +221,57 @@ class Program:
         """The properties of parameters, by their numbers within the model."""
         return [self.params[ds_id] for ds_id in self.ids(numbers)]
 
-    def regions(self) -> list[str]:
-        """The names of the regions, in order."""
-        return [str(node.target) for node in self.gm.graph.nodes if node.op == "call_module"]
-
     @property
     def operations(self) -> int:
         """Floating-point operations of a run; see `count_flops`."""
-        return sum(self.region(name).info.operations for name in self.regions())
+        return sum(region.info.operations for region in self.regions.values())
 
-    def region(self, name: str) -> RegionModule:
-        """The region called `name`."""
-        return cast(RegionModule, self.gm.get_submodule(name))
+    def sizes(self, noted: Noted) -> Sizes:
+        """The values that symbolic sizes had in a run with these inputs."""
+        return read_sizes((self.values[name].meta for name in self.inputs), noted)
+
+    def saved(self, sizes: Sizes | None = None) -> tuple[Saved, ...]:
+        """Returns the saved tensors that may be offloaded, by number.
+
+        Args:
+            sizes: Values of symbolic sizes; None: they count with their hints.
+        """
+        uses: dict[str, list[str]] = {name: [] for name, value in self.values.items() if value.saved is not None}
+        for region, code in self.regions.items():
+            for name in uses.keys() & {*code.inputs, *code.outputs}:
+                uses[name].append(region)
+        found = []
+        for name, regions in uses.items():
+            value = self.values[name]
+            assert value.saved is not None
+            found.append(Saved(value.saved, bytes_of(value.meta, sizes), regions[0], regions[-1]))
+        return tuple(sorted(found, key=lambda saved: saved.number))
+
+    def readers(self) -> dict[str, list[int]]:
+        """Returns the places where each value is read, those where the runtime takes a parameter or gradient left out.
+
+        A place is twice the position of a region among the regions; one less is before the region, one more behind.
+        """
+        found: defaultdict[str, list[int]] = defaultdict(list)
+        computed: set[str] = set()
+
+        def read(names: Iterable[str], place: int, before: int) -> None:
+            for name in names:
+                found[name].append(place)
+                value = self.values[name]
+                if value.function is not None and not value.communicated and name not in computed:
+                    computed.add(name)
+                    read(value.reads, before, before)
+
+        results = (name for i in self.schedule.groups("reduce_now") if not i.made for name in i.values)
+        reduced = {gradient for name in results for gradient in self.values[name].reads}
+        place = 0
+        for region in self.regions.values():
+            read(region.inputs, place, place - 1)
+            read(reduced.intersection(region.outputs), place + 1, place + 1)
+            place += 2
+        read(names_in(self.results), place, place - 1)
+        return found
 
     def launch(self, instruction: Instruction) -> Gathers:
         """The arguments with which `instruction`, a gather, is launched."""
@@ -261,7 +305,7 @@ def collective_sequence(program: Program) -> list[tuple[str, tuple[int, ...]]]:
         sequence.append(("keep", tuple(sorted(program.kept))))
     for instruction in program.schedule.instructions:
         if instruction.op == "compute":
-            info = program.region(instruction.region).info
+            info = program.regions[instruction.region].info
             sequence += [(f"{EXCHANGES}{part}", (ds_id & LOCAL_ID,)) for part, ds_id in info.lookups]
             sequence += [(f"{EXCHANGES}statistics", ())] * info.statistics
         elif instruction.op == "end":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_deepcompile.program.program import Program
@@ -39,34 +40,32 @@ def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
             return False  # the first pass replaces one by the other
         return instruction.traits.fixed
 
-    def hands_over(instruction: Instruction) -> bool:
-        return instruction.traits.effect[1] == "gradients" and not stays(instruction)
+    def outline(instructions: Sequence[Instruction]) -> tuple[list[Instruction], list[tuple[str, int]]]:
+        """What stays as it is, and the gradients that are handed over, in order."""
+        fixed = [replace(i, sizes=()) for i in instructions if stays(i)]
+        handed = (i for i in instructions if i.traits.effect[1] == "gradients" and not stays(i))
+        return fixed, [pair for i in handed for pair in itertools.zip_longest(i.values, i.ids)]
 
-    fixed = [i for i in current.instructions if stays(i)]
-    groups = [i for i in current.instructions if hands_over(i)]
-    gradients = [g for group in groups for g in zip(group.ids, group.sizes, group.made, strict=True)]
-    same = [replace(i, sizes=()) for i in fixed] == [replace(i, sizes=()) for i in schedule.instructions if stays(i)]
-    if not same or [g[0] for g in gradients] != [k for i in schedule.instructions if hands_over(i) for k in i.ids]:
+    if outline(current.instructions) != outline(schedule.instructions):
         raise ScheduleError(
             f"The schedule of {schedule.name!r} computes or reduces other values than {program.name!r}."
         )
-    own, left = iter(fixed), iter(gradients)
+    gradients: dict[str, tuple[int, str]] = {}
+    for i in current.instructions:
+        gradients |= zip(i.values, zip(i.sizes, i.made or ("",) * len(i.ids), strict=True), strict=False)
     copied = {saved.number: saved.size for saved in current.saved}
     computed = {""}
     instructions = []
     for instruction in schedule.instructions:
         ids = instruction.ids
         computed.add(instruction.region)
-        if stays(instruction):
-            instruction = next(own)
-        elif hands_over(instruction):
-            group = list(itertools.islice(left, len(ids)))
-            if late := [(i, maker) for i, _, maker in group if maker not in computed]:
+        if instruction.values:
+            sizes, made = zip(*(gradients[name] for name in instruction.values), strict=True)
+            if late := [k for k, maker in enumerate(made) if maker not in computed]:
                 raise ScheduleError(
-                    f"{schedule.name}: the gradient of parameter {late[0][0]} is computed later, by {late[0][1]}."
+                    f"{schedule.name}: the gradient of parameter {ids[late[0]]} is computed later, by {made[late[0]]}."
                 )
-            sizes, made = (tuple(column) for column in list(zip(*group, strict=True))[1:])
-            instruction = replace(instruction, sizes=sizes, made=made)
+            instruction = replace(instruction, sizes=sizes, made=made if any(made) else ())
         elif instruction.traits.effect[1] == "parameters":
             instruction = replace(instruction, sizes=tuple(info.gathered_bytes for info in program.infos(ids)))
         elif instruction.op in COPIES:

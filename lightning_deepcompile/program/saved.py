@@ -14,10 +14,9 @@ from typing import TypeGuard
 import torch
 from torch import fx
 
-from lightning_deepcompile.program.graph import args_of, is_compute, is_view, nbytes, output_node
-from lightning_deepcompile.program.sizes import Sizes
+from lightning_deepcompile.program.graph import args_of, is_compute, is_view, output_node
 
-__all__ = ["Saved", "mark_saved", "number_saved", "read_saved"]
+__all__ = ["Saved", "mark_saved", "number_saved"]
 
 
 @dataclass(frozen=True)
@@ -99,22 +98,3 @@ def _hint(number: int | torch.SymInt) -> int:
     if isinstance(number, int):
         return number
     return number.node.hint if number.node.hint is not None else 0
-
-
-def read_saved(graph: fx.Graph, sizes: Sizes | None = None) -> tuple[Saved, ...]:
-    """The numbered tensors of a program, by number.
-
-    Args:
-        graph: The program's graph.
-        sizes: Values of symbolic sizes; None: they count with their hints.
-    """
-    position = {node: index for index, node in enumerate(graph.nodes)}
-    found = []
-    for node in graph.nodes:
-        if "saved" not in node.meta:
-            continue
-        made = [node.args[0]] if node.op != "placeholder" else []
-        readers = [reader for reader in node.users if reader.op == "call_module"]
-        ends = [*made, *sorted(readers, key=position.__getitem__)]
-        found.append(Saved(node.meta["saved"], nbytes(node, sizes), str(ends[0].target), str(ends[-1].target)))
-    return tuple(sorted(found, key=lambda saved: saved.number))

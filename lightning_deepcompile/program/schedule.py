@@ -55,9 +55,10 @@ class Instruction:
         ids: Parameters concerned, numbered within the model; of a ``compute``, those it reads; of copies, the saved
             tensors, or chunks of states in the order in which they step.
         sizes: Bytes per parameter: gathered, or of its whole gradient; of copies, per tensor or chunk.
-        region: Name of the region that a ``compute`` runs, or that a ``gather_now`` is for; "" if for none.
+        region: Name of the region that a ``compute`` runs, or that a ``gather_now`` is for.
         made: Of a group of gradients, the region that makes each; () means the last one before. Of a ``reduce_now``,
             () means that its result is read, too, so that the instruction stays.
+        values: Of a group of gradients, the names of the reduced ones among `Program.values`.
     """
 
     op: Operation
@@ -65,6 +66,7 @@ class Instruction:
     sizes: tuple[int, ...] = ()
     region: str = ""
     made: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
 
     @classmethod
     def group(cls, op: Operation, sizes: Mapping[int, int]) -> Instruction:
@@ -95,6 +97,12 @@ class Instruction:
         """Returns the same for those of its parameters that are not among `ids`."""
         some = {i: size for i, size in self.size_of.items() if i not in ids}
         return self if len(some) == len(self.ids) else Instruction.group(self.op, some)
+
+    def part(self, places: Sequence[int]) -> Instruction:
+        """Returns the same for those of its gradients that are at these places in it."""
+        ids, sizes = tuple(self.ids[k] for k in places), tuple(self.sizes[k] for k in places)
+        made, values = (tuple(column[k] for k in places if column) for column in (self.made, self.values))
+        return replace(self, ids=ids, sizes=sizes, made=made, values=values)
 
     @property
     def functional(self) -> bool:
@@ -278,8 +286,9 @@ def _check_reductions(schedule: Schedule) -> None:
         where = f"{schedule.name}, instruction {position} ({instruction.op} {instruction.ids})"
         if ended:
             raise ScheduleError(f"{where}: backward has ended before it.")
-        if instruction.made and len(instruction.made) != len(instruction.ids):
-            raise ScheduleError(f"{where}: {len(instruction.ids)} gradients cannot come from {instruction.made}.")
+        makers, names = instruction.made, instruction.values
+        if {len(makers), len(names)} - {0, len(instruction.ids)}:
+            raise ScheduleError(f"{where}: {len(instruction.ids)} gradients cannot come from {makers} as {names}.")
         if missing := set(instruction.made) - computed:
             raise ScheduleError(f"{where}: gradients are computed later, by {sorted(missing)}.")
 

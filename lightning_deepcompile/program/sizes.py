@@ -7,9 +7,8 @@ from typing import Any
 
 import sympy
 import torch
-from torch import fx
 
-__all__ = ["Noted", "Sizes", "note", "read_sizes"]
+__all__ = ["Noted", "Sizes", "bytes_of", "note", "read_sizes"]
 
 Noted = tuple[Any, ...]
 """The sizes of a program's arguments in one run: of a tensor its shape, of an integer its value, else False."""
@@ -47,16 +46,30 @@ class Sizes:
         return None if found < 0 else found
 
 
-def read_sizes(graph: fx.Graph, noted: Noted) -> Sizes:
+def bytes_of(value: object, sizes: Sizes | None = None) -> int:
+    """Bytes of a tensor; 0 for anything else.
+
+    Args:
+        value: The value, or its metadata.
+        sizes: Values of symbolic sizes; None: they count with their hints.
+    """
+    if not isinstance(value, torch.Tensor):
+        return 0
+    numel = value.numel()
+    if isinstance(numel, torch.SymInt):
+        numel = sizes(numel) if sizes is not None else numel.node.hint if numel.node.hint is not None else 0
+    return int(numel) * value.element_size()
+
+
+def read_sizes(inputs: Iterable[Any], noted: Noted) -> Sizes:
     """Returns the sizes of a run: an integer argument, or a dimension of a tensor, is a symbol's value.
 
     Args:
-        graph: The program's graph.
-        noted: The arguments' sizes, in the order of its placeholders.
+        inputs: The metadata of the program's inputs.
+        noted: The arguments' sizes, in the same order.
     """
     values: dict[Any, int] = {}
-    for node, known in zip((n for n in graph.nodes if n.op == "placeholder"), noted, strict=False):
-        value = node.meta.get("val")
+    for value, known in zip(inputs, noted, strict=False):
         pairs: Sequence[tuple[Any, Any]] = ()
         if isinstance(value, torch.SymInt):
             pairs = [(value, known)]

@@ -7,7 +7,7 @@ of gradients. So all ranks have gathered the same at any time, and every gradien
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from lightning_deepcompile.sharding.shards import ShardedModel
 
 __all__ = ["Participation"]
 
-_OPERATIONS = {row.collective: row.op for row in TABLE.values() if row.collective}
+_ROWS = {row.collective: row for row in TABLE.values() if row.collective}
 
 
 class Participation:
@@ -88,29 +88,21 @@ class Participation:
         if kind == DERIVE:
             self._model.derived.refresh_numbers(numbers)
             return
+        if kind == "keep":  # names what is not released
+            return
+        if kind not in _ROWS:
+            raise RuntimeError(f"This rank cannot take part in `{kind}`. This is a bug: please report it.")
+        traits = _ROWS[kind]
+        if traits.effect[0] == "launch and wait":
+            for parameter in self._parameters(numbers):
+                blocking = self._gather if traits.effect[1] == "parameters" else self._reduce
+                blocking(parameter, parameter.info.dtype)
+            return
         ids = self._ids(numbers)
-        dtypes = [self._model.derived.dtype_of(i) for i in ids]
-        match _OPERATIONS.get(kind):
-            case "gather":
-                torch.ops.dc.prefetch_params_fused(graph, [], ids, dtypes)
-            case "release":
-                torch.ops.dc.release_params_fused(graph, ids)
-            case "release_at_boundary":
-                torch.ops.dc.release_params_at_boundary(graph, ids)
-            case "reduce":
-                torch.ops.dc.reduce_grads_fused(graph, self._no_gradients(numbers), ids)
-            case "reduce_at_boundary":
-                torch.ops.dc.reduce_grads_fused(graph | AT_BOUNDARY, self._no_gradients(numbers), ids)
-            case "end":
-                torch.ops.dc.end_backward(graph)
-            case "gather_now":
-                for parameter in self._parameters(numbers):
-                    self._gather(parameter, parameter.info.dtype)
-            case "reduce_now":
-                for parameter in self._parameters(numbers):
-                    self._reduce(parameter, parameter.info.dtype)
-            case _ if kind != "keep":  # which names what is not released
-                raise RuntimeError(f"This rank cannot take part in `{kind}`. This is a bug: please report it.")
+        given: dict[str, Sequence[Any]] = {"shards": (), "ids": ids}
+        given["dtypes"] = [self._model.derived.dtype_of(i) for i in ids] if "dtypes" in traits.arguments else ()
+        given["tensors"] = self._no_gradients(numbers) if "tensors" in traits.arguments else ()
+        traits.overload(*traits.values(graph, **given))
 
     def _with_code(self, collectives: list[tuple[str, tuple[int, ...]]]) -> None:
         for text, numbers in collectives:

@@ -29,8 +29,7 @@ from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.program import LOCAL_ID, Program
-from lightning_deepcompile.program.saved import read_saved
-from lightning_deepcompile.program.sizes import Noted, Sizes, note, read_sizes
+from lightning_deepcompile.program.sizes import Noted, Sizes, note
 from lightning_deepcompile.ranks.exchange import maxima
 from lightning_deepcompile.tuning.retracing import Retracing
 from lightning_deepcompile.tuning.shortages import Shortage, room_after
@@ -157,7 +156,7 @@ class Foresight:
             Whether the plan in use must go, as the batch would not fit with it.
         """
         noted = list(self.largest.get(programs[0].name, ()))[-1:]
-        sizes = read_sizes(programs[0].gm.graph, noted[0]) if noted else None  # else as before, or as it was compiled
+        sizes = programs[0].sizes(noted[0]) if noted else None  # else as before, or as it was compiled
         self._memory.largest = max(self._memory.largest, self._largest(programs, sizes))
         plan, lean = self._decide_again(programs, sizes)
         if plan.fits and not plan.moved:
@@ -252,7 +251,7 @@ class Foresight:
     def _lean(self, programs: list[Program], profile: Profile, standing: Standing, sizes: Sizes | None = None) -> _Lean:
         """Returns the step with parameters gathered right before their use, and what it takes with further moves."""
         lean = self._capture.schedules([program.name for program in programs], self._lean_passes())
-        late = [without_copies(resize(lean[one.name], read_saved(one.gm.graph, sizes))) for one in programs]
+        late = [without_copies(resize(lean[one.name], one.saved(sizes))) for one in programs]
         saved = SavedTensors(late, profile, 0 if self._leaving.mode == "none" else self._leaving.host_bytes)
         if self._leaving.offloading.states != "none":
             standing = replace(standing, states=0)
@@ -339,7 +338,7 @@ class Foresight:
         """Bytes of the largest value that a region of `programs` makes; on CPUs it counts for no budget."""
         if self._leaving.device.type != "cuda":
             return 0
-        regions = [program.region(name) for program in programs for name in program.regions()]
+        regions = [region for program in programs for region in program.regions.values()]
         return max((region.info.memory.largest(sizes) for region in regions), default=0)
 
 

@@ -33,9 +33,9 @@ from lightning_deepcompile.profile.workload import Workload
 from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.live import live_bytes
 from lightning_deepcompile.program.program import Program
-from lightning_deepcompile.program.saved import Saved, read_saved
+from lightning_deepcompile.program.saved import Saved
 from lightning_deepcompile.program.schedule import Schedule
-from lightning_deepcompile.program.sizes import Noted, Sizes, read_sizes
+from lightning_deepcompile.program.sizes import Noted, Sizes
 from lightning_deepcompile.ranks.exchange import maxima, number_of
 
 __all__ = ["ISOLATED", "OBSERVED", "PLANNED", "TIMED", "VERIFIED", "Measurement", "agreed_profile"]
@@ -323,7 +323,7 @@ class Measurement:
         for probe, ran in self._observed + self._isolated:
             times.add(probe, ran)
         noted = {run.program: run.noted for run in isolated.runs}
-        now = {name: read_sizes(programs[name].gm.graph, sizes) for name, sizes in noted.items()}
+        now = {name: programs[name].sizes(sizes) for name, sizes in noted.items()}
         profile = build_profile(
             observed,
             isolated,
@@ -375,7 +375,7 @@ class Measurement:
             structure = programs[name].schedule.structure
             for sizes in self._sizes_of(name):
                 for region, found in live_bytes(
-                    programs[name], inside=inside, sizes=read_sizes(programs[name].gm.graph, sizes)
+                    programs[name], inside=inside, sizes=programs[name].sizes(sizes)
                 ).items():
                     key = structure, region
                     memory[key] = tuple(map(max, memory.get(key, found), found))
@@ -419,7 +419,7 @@ def _largest(program: Program, seen: Iterable[Noted]) -> list[Saved]:
     """Returns the program's saved tensors, each with the most bytes that it had."""
     found: dict[int, Saved] = {}
     for noted in seen:
-        for one in read_saved(program.gm.graph, read_sizes(program.gm.graph, noted)):
+        for one in program.saved(program.sizes(noted)):
             if one.number not in found or found[one.number].size < one.size:
                 found[one.number] = one
     return list(found.values())

@@ -25,7 +25,7 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.printer import format_bytes
-from lightning_deepcompile.program.program import RegionModule
+from lightning_deepcompile.program.program import CompiledRegion
 from lightning_deepcompile.program.replay import Replays, Run
 from lightning_deepcompile.program.schedule import Schedule
 
@@ -108,16 +108,16 @@ class MemoryRetry:
     _shortages: list[Shortage] = field(default_factory=list)
     _sent_away: int = 0
 
-    def guard(self, program: str, region: str, module: RegionModule) -> Run:
+    def guard(self, program: str, name: str, region: CompiledRegion) -> Run:
         """Returns the function that a planned program calls for a region: like the region's own, but it retries on OOM.
 
         Args:
             program: The program's name.
-            region: The region's name in it.
-            module: The region.
+            name: The region's name in it.
+            region: The region.
         """
-        run = module.run
-        if not module.info.repeatable:
+        run = region.run
+        if not region.info.repeatable:
             return run
         # Programs outlive the engine; see `held_weakly`.
         describe, call_again = compat.held_weakly(self._describe), compat.held_weakly(self._call_again)
@@ -127,7 +127,7 @@ class MemoryRetry:
             try:
                 return run(inputs)
             except torch.OutOfMemoryError as error:
-                shortage = describe(program, region, error)
+                shortage = describe(program, name, error)
             # Out of the handler: the error's frames, and what their variables hold, are gone.
             inputs.clear()
             return call_again(run, held, shortage)

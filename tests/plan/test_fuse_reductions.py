@@ -164,13 +164,13 @@ def test_gradients_cannot_travel_before_they_are_there() -> None:
     original = program.schedule
     first, second, third = original.at("reduce")
     parts = list(original.instructions)
-    group = replace(reduce(0, 1), made=("region_0", "region_1"))
+    group = replace(reduce(0, 1), made=("region_0", "region_1"), values=("gradient_0", "gradient_1"))
     for position, instruction, message in [
         (first, group, r"reduce \(0, 1\)\): gradients are computed later, by \['region_1'\]"),
         (first, replace(group, made=()), "the gradient of parameter 1 is computed later, by region_1"),
         (second, replace(group, made=("region_0",)), "2 gradients cannot come from"),
         (second, replace(group, ids=(1, 0)), "computes or reduces other values"),
-        (second, replace(reduce(1), made=("region_1",)), "computes or reduces other values"),
+        (second, replace(reduce(1), made=("region_1",), values=("gradient_1",)), "computes or reduces other values"),
     ]:
         changed = [*parts]
         changed[position] = instruction

@@ -19,7 +19,8 @@ from lightning_deepcompile.plan.pass_manager import DEFAULT_PASSES, apply_passes
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.program.functional import functional_program
 from lightning_deepcompile.program.printer import format_program
-from lightning_deepcompile.program.program import ParamInfo, Program, RegionInfo, RegionModule, collective_sequence
+from lightning_deepcompile.program.program import CompiledRegion, ParamInfo, Program, RegionInfo, collective_sequence
+from lightning_deepcompile.program.regions import Region
 from lightning_deepcompile.runtime import load_extension
 
 # Golden programs ------------------------------------------------------------------------------------------------------
@@ -188,9 +189,9 @@ def test_tied_weights_are_gathered_where_they_are_read_and_reduced_once() -> Non
 
 def test_a_pass_leaves_its_argument_as_it_is() -> None:
     program = _captured().lower("backward")
-    before = str(program.gm.graph), program.schedule
+    before = dict(program.values), dict(program.regions), program.schedule
     _schedule(program, prefetch=2, keep=True)
-    assert (str(program.gm.graph), program.schedule) == before
+    assert (program.values, program.regions, program.schedule) == before
 
 
 # Promises -------------------------------------------------------------------------------------------------------------
@@ -237,9 +238,12 @@ def _full() -> dict[int, Tensor]:
 def _program(shape: Shape) -> Program:
     """A program as of `lower`: a gather for every region that reads a parameter, reductions after their region."""
     load_extension()
-    graph, root = fx.Graph(), nn.Module()
+    graph = fx.Graph()
+    regions, compiled = [], []
     shards = [graph.placeholder(f"shard_{k}") for k in range(_PARAMS)]
     value = graph.placeholder("x")
+    gather = torch.ops.dc.gather.default
+    whole = [graph.call_function(gather, (shard, k, [2], torch.float32)) for k, shard in enumerate(shards)]
     outputs: list[fx.Node] = []
     for index, (reads, grads) in enumerate(zip(shape.reads, shape.grads, strict=True)):
 
@@ -250,19 +254,19 @@ def _program(shape: Shape) -> Program:
             x = x * 0.5 + sum((p * (i + 1) for i, p in enumerate(parameters)), torch.zeros(2))
             return [x, *(x * (index + k + 1) for k in grads)]
 
-        gathers = [graph.call_function(torch.ops.dc.gather.default, (shards[k], k, [2], torch.float32)) for k in reads]
-        for gather in gathers:
-            gather.meta["val"] = torch.zeros(2)
-        root.add_module(f"region_{index}", RegionModule(run, RegionInfo(str(index), (), 1)))
-        call = graph.call_module(f"region_{index}", (value, *gathers))
-        call.meta["val"] = (torch.zeros(2),) * (1 + len(grads))
-        value, *produced = [graph.call_function(operator.getitem, (call, i)) for i in range(1 + len(grads))]
+        gathers = [whole[k] for k in reads]
+        call = graph.call_function(run, ([value, *gathers],))
+        made = [graph.call_function(operator.getitem, (call, i)) for i in range(1 + len(grads))]
+        regions.append(Region([call, *made], inputs=[value, *gathers], outputs=made))
+        compiled.append(CompiledRegion(run, RegionInfo(str(index), (), 1)))
+        value, *produced = made
         for k, grad in zip(grads, produced, strict=True):
             outputs.append(graph.call_function(torch.ops.dc.reduce.default, (grad, k, [1], torch.float32)))
     graph.output((value, *outputs))
     params = {k: ParamInfo(k, f"p{k}", f"block{k // 2}", 8, torch.float32) for k in range(_PARAMS)}
-    gm = fx.GraphModule(root, graph)
-    return functional_program(gm, name="synthetic", kind=shape.kind, graph_id=7, params=params).with_kept(shape.kept)
+    gm = fx.GraphModule(nn.Module(), graph)
+    program = functional_program(gm, regions, compiled, name="synthetic", kind=shape.kind, graph_id=7, params=params)
+    return program.with_kept(shape.kept)
 
 
 def _run(program: Program, kept: tuple[int, ...] = (), boundary: bool = True) -> tuple[Tensor, Simulator]:

@@ -68,9 +68,10 @@ def test_bytes_and_memory_are_those_of_a_trace_with_the_sizes_themselves() -> No
     symbolic = traced(3, 20, "symbolic")
     nodes = [node for node in symbolic.graph.nodes if node.op == "call_function"]
     memory = region_memory(nodes, list(args_of(output_node(symbolic.graph))[0]), compiled=False)
+    metas = [node.meta["val"] for node in symbolic.graph.nodes if node.op == "placeholder"]
     for rows, length in ((3, 20), (7, 400)):
         fixed = traced(rows, length, "fake")
-        sizes = read_sizes(symbolic.graph, note([torch.ones(rows, length, WIDTH), torch.ones(WIDTH, WIDTH)]))
+        sizes = read_sizes(metas, note([torch.ones(rows, length, WIDTH), torch.ones(WIDTH, WIDTH)]))
         assert {rows, length} <= set(sizes.values.values())
         values = [nbytes(node, sizes) for node in symbolic.graph.nodes if nbytes(node)]
         assert values == [nbytes(node) for node in fixed.graph.nodes if nbytes(node)]

@@ -159,7 +159,7 @@ class Mixed(nn.Module):
 
 def _run(captured: Captured, program: Program, args: list[Any]) -> tuple[list[Any], Simulator]:
     simulator = Simulator(captured.full)
-    return list(simulator.interpret(program.gm, args)), simulator
+    return list(simulator.generate(program)(args[: len(program.inputs)])), simulator
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -198,7 +198,7 @@ def _backward_inputs(captured: Captured, outputs: list[Any], tangents: list[Tens
 def test_a_graph_without_parameters_and_one_without_compute() -> None:
     captured = capture(nn.Identity(), torch.arange(3.0), step=lambda module, x: (x + 1).sin())
     program = captured.lower("inference")
-    assert len(program.regions()) == 1 and collective_sequence(program) == []
+    assert len(program.regions) == 1 and collective_sequence(program) == []
     torch.testing.assert_close(_run(captured, program, [torch.arange(3.0)])[0], [(torch.arange(3.0) + 1).sin()])
 
     weight_only = capture(nn.Linear(2, 3), step=lambda module: module.weight)
@@ -299,7 +299,7 @@ def test_shared_values_move_out_of_the_first_layer() -> None:
     assert not shared.blocks and [n.target for n in shared.outputs] == [aten.cos.default]
     compiler = RegionCompiler("eager")
     program = captured.lower("forward", compiler)
-    assert [program.region(call).info.blocks for call in program.regions()] == [
+    assert [region.info.blocks for region in program.regions.values()] == [
         (), ("layers.0",), ("layers.1",), ("layers.2",), ("layers.3",),
     ]  # fmt: skip
 
