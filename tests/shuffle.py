@@ -42,8 +42,8 @@ class Shuffle(pl.Callback):
             self.swap(trainer.strategy.engine.capture)
 
     def swap(self, capture: Capture) -> list[Schedule]:
-        capture.replan()
-        step = [e.program.schedule for e in capture.executables]
+        capture.scheduling.replan()
+        step = [e.program.schedule for e in capture.frames.executables]
         for pair, group in unshard_candidates(step):
             choice = self.random.random()
             if choice < 0.3:
@@ -53,8 +53,8 @@ class Shuffle(pl.Callback):
         placements = [Placement.of(s) for s in step]
         step = [p.at(sorted(self.random.randint(0, g.need) for g in p.groups)) for p in placements]
         step = [merge_some(s, lambda: self.random.random() < 0.5) for s in self.copy(step)]
-        capture.replan(plan=step)
-        swapped = [e.program.schedule for e in capture.executables]
+        capture.scheduling.replan(plan=step)
+        swapped = [e.program.schedule for e in capture.frames.executables]
         assert [s.instructions for s in swapped] == [s.instructions for s in step]
         return swapped
 
@@ -87,14 +87,14 @@ class TravelStates(pl.Callback):
         sizes = memory.chunks(memory.away)
         assert len(sizes) > 1, "too few chunks for a test"
         engine.residency.set_slots(self.random.randint(1, len(sizes) + 2))
-        step = [e.program.schedule for e in engine.capture.executables]
+        step = [e.program.schedule for e in engine.capture.frames.executables]
         self.chunks.append(self.random.choice([0, 1, 2, len(sizes) - 1, len(sizes), len(sizes) + 3]))
         fetched = list(range(self.chunks[-1]))
         left = self.random.sample(range(len(sizes)), self.random.randint(0, len(sizes)))
         travel = {"forward": ("wait_states", sorted(left)), "backward": ("reload_states", fetched)}
         plan = [self._with(s, *travel[s.kind]) if s.kind in travel else s for s in step]
-        engine.capture.replan(plan=plan)
-        swapped = [e.program.schedule for e in engine.capture.executables]
+        engine.capture.scheduling.replan(plan=plan)
+        swapped = [e.program.schedule for e in engine.capture.frames.executables]
         # Of frames that were compiled again, those that are alike get one plan.
         assert len(plan) > 2 or [s.instructions for s in swapped] == [s.instructions for s in plan]
 

@@ -140,16 +140,16 @@ class Engine:
                 self._steps.forget(name)
             self.uncompiled.hands_out_plain = self.mentions(name).transforms
             uneven = self.timeline.evaluation.behind is not None
-            self.capture.step_code = code_of(method)
+            self.capture.entry.step_code = code_of(method)
             if first := not self._steps.has_run(name):
                 self._inputs.mark(method, args, kwargs)
-            captured = self.capture.captured
+            captured = self.capture.frames.captured
             try:
                 with (
                     self._steps.running(name, compiled=not uneven) as step,
                     self.timeline.prefetch.watching(),
                     self.uncompiled.in_step(),
-                    self.capture.preparing(self.uncompiled.settle),
+                    self.capture.entry.preparing(self.uncompiled.settle),
                 ):
                     return step(*args, **kwargs)
             except StepRetracedError:  # on all ranks
@@ -160,7 +160,7 @@ class Engine:
                 raise explained from error
             finally:
                 if not first:
-                    self._inputs.captured(self.capture.captured - captured)
+                    self._inputs.captured(self.capture.frames.captured - captured)
 
     def mentions(self, name: str) -> Mentions:
         """The names that the code of the step `name` mentions."""
@@ -317,7 +317,7 @@ class Engine:
         self.timeline.backward()
         try:
             # Code under activation checkpointing runs, and gathers, again.
-            with self.uncompiled.in_step(), self.capture.preparing(self.uncompiled.settle):
+            with self.uncompiled.in_step(), self.capture.entry.preparing(self.uncompiled.settle):
                 result = run()
         except BaseException as error:
             self.timeline.abort()
@@ -352,7 +352,7 @@ class Engine:
 
     def replan(self, settings: PlanSettings) -> None:
         """Swaps all programs for ones planned with `settings`; call on all ranks, between optimizer steps."""
-        self.capture.replan(settings)
+        self.capture.scheduling.replan(settings)
 
     def report(self) -> list[Round]:
         """The rounds of profiling and planning."""
@@ -363,7 +363,7 @@ class Engine:
         profile = self.tuner.profile
         if profile is None:
             return None
-        labels = labels_of(executable.program for executable in self.capture.executables)
+        labels = labels_of(executable.program for executable in self.capture.frames.executables)
         states = sum(state_bytes(optimizer, self.device) for optimizer in self._local_shards)
         rows = {str(p.ds_id & LOCAL_ID): p.layout.spec.shape[0] for p in self.model.parameters}
         return replace(profile, labels=labels, rows=rows, resident=Resident(self.model.device_bytes, states))
@@ -373,12 +373,12 @@ class Engine:
         profile = self.profile()
         schedules: tuple[Schedule, ...] = ()
         if profile is not None:
-            current = {e.program.name: e.program.schedule for e in self.capture.executables}
+            current = {e.program.name: e.program.schedule for e in self.capture.frames.executables}
             # If the step was retraced since, it has other programs: then the measured ones are shown.
             schedules = tuple(current.get(schedule.name, schedule) for schedule in profile.schedules)
             if not all(map(profile.covers, schedules)):
                 schedules = profile.schedules
-        programs = [executable.base for executable in self.capture.executables]
+        programs = [executable.base for executable in self.capture.frames.executables]
         return StepRecord(
             profile,
             schedules,
@@ -390,12 +390,12 @@ class Engine:
             times=tuple(self.timeline.times.latest),
             operations={f"{p.name}/{name}": one.info.operations for p in programs for name, one in p.regions.items()},
             peak=peak_rate(self.model, self.device),
-            graphs=tuple(self.capture.graph_reasons()),
+            graphs=tuple(self.capture.frames.reasons()),
         )
 
     def programs(self) -> dict[str, str]:
         """The current programs, printed, by name."""
-        return {e.program.name: format_program(e.program) for e in self.capture.executables}
+        return {e.program.name: format_program(e.program) for e in self.capture.frames.executables}
 
     def summary(self) -> Summary:
         """Counters; see `Summary`."""
@@ -405,8 +405,8 @@ class Engine:
             world_size=self.model.ranks.shards,
             replicas=self.model.ranks.replicas,
             communicator=self.runtime.communicator,
-            graphs=self.capture.frames,
-            programs=len(self.capture.executables),
+            graphs=len(self.capture.frames.all),
+            programs=len(self.capture.frames.executables),
             regions_compiled=self.capture.regions.compiled,
             regions_total=self.capture.regions.requested,
             gathers_per_step=last.get("gathers", 0),
@@ -420,8 +420,8 @@ class Engine:
             causal_masks=self.capture.causal_masks,
             derived_parameters=self.model.derived.count,
             exchanged_lookups=self.capture.exchanged,
-            chunked_losses=self.capture.chunked("losses"),
-            chunked_mlps=self.capture.chunked("mlps"),
+            chunked_losses=self.capture.frames.chunked("losses"),
+            chunked_mlps=self.capture.frames.chunked("mlps"),
             size_graphs=tuple(self._inputs.describe()),
             compile_seconds=self.capture.seconds,
             region_compile_seconds=self.capture.regions.seconds,

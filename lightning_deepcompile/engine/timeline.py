@@ -92,7 +92,7 @@ class Timeline:
             Whether the training step is to be compiled again.
         """
         if name == TRAINING:
-            self.times.begin(self.capture.captured)
+            self.times.begin(self.capture.frames.captured)
         else:
             self.times.interrupt()
         if name == TRAINING and self.order.compares_end:  # else one of the questions below exchanges the place
@@ -107,24 +107,24 @@ class Timeline:
             if (replays := self.capture.replays) is not None:
                 replays.begin_step(self.tuner.settled)  # before the hosts are asked
             if self.residency is not None:  # before gathers, which use the memory that states leave
-                self.residency.begin_step(self.capture.waits_for_states)
+                self.residency.begin_step(self.capture.entry.waits_for_states)
             new = self._is_new(name, sizes)
             larger = new and self._largest.grows(sizes)
             self.tuner.largest = self._largest.most
             self.prefetch.begin_training_step(self._ask(new, larger, sizes))  # drops what is out of date
-            self.capture.begin_step()  # after `prefetch`, which asks what the last step began with
+            self.capture.entry.begin_step()  # after `prefetch`, which asks what the last step began with
         elif self.evaluation.behind is None:  # else nothing is gathered ahead
             self.prefetch.begin(name)
             met = self.meetings.meet(Where.EVALUATION, HostReport(new=self._is_new(name, sizes)))
             self.order.compare_all(lambda: met().most.new)
         self.uncompiled.clear()  # parameters may have changed between steps, which nothing reports
         self.gradients.follow_requires_grad()  # before guards of the compiled step read it
-        self._began = time.perf_counter(), self.capture.program_seconds
+        self._began = time.perf_counter(), self.capture.frames.seconds
         return anew
 
     def _is_new(self, name: str, sizes: Hashable) -> bool:
         """Returns whether this rank may run what it has not run in such a step: of other sizes, or by a newer graph."""
-        return self.order.is_new((name, sizes, self.capture.captured))
+        return self.order.is_new((name, sizes, self.capture.frames.captured))
 
     def _ask(self, new: bool, larger: bool, sizes: Hashable) -> bool:
         """Asks the other hosts; returns whether the training step that begins may use gathered parameters.
@@ -195,7 +195,7 @@ class Timeline:
         self.tuner.end_backward()
         self.uncompiled.clear()  # after `gradients`, which reduce those of uncompiled code
         seconds = time.perf_counter() - self._began[0]
-        self.uncompiled_share = 1 - (self.capture.program_seconds - self._began[1]) / seconds
+        self.uncompiled_share = 1 - (self.capture.frames.seconds - self._began[1]) / seconds
         self.prefetch.after_backward(last=self.gradients.update)
         counts, before, so_far = self.runtime.stats(), self.prefetch.before, self._counted
         self._counted = {key: so_far.get(key, 0) + value - before.get(key, 0) for key, value in counts.items()}
@@ -245,7 +245,7 @@ class Timeline:
 
     def end(self) -> None:
         """Call when the optimizer's step has ended: the parameters may be gathered for the next training step."""
-        if self.residency is not None and not self.capture.waits_for_states:
+        if self.residency is not None and not self.capture.entry.waits_for_states:
             self.runtime.states.release()  # first: new gathers must not wait for states that leave the device
         self.prefetch.launch()
 

@@ -60,8 +60,8 @@ from lightning_deepcompile.sharding.wire_dtypes import WireDtypes
 from lightning_deepcompile.step.state_sizes import predict_state_bytes
 from lightning_deepcompile.step.ways import is_elementwise
 from lightning_deepcompile.tuning.foresight import Foresight
+from lightning_deepcompile.tuning.pass_entries import pass_schedule
 from lightning_deepcompile.tuning.retracing import Retracing
-from lightning_deepcompile.tuning.tuner import pass_schedule
 
 __all__ = ["MOST_RANKS", "PER_NODE", "Request", "StepEstimate", "estimate_step", "parse_memory"]
 
@@ -315,7 +315,7 @@ class _Estimate:
         step, request, config = self._step, self._request, self._config
         capture, model = step.capture, step.model
         entries = pass_schedule(config, request.stage, self._ranks.shards)
-        capture.passes = entries[0][1]
+        capture.scheduling.passes = entries[0][1]
         passes: Sequence[Pass] = entries[-1][1] if len(entries) > 1 else ()
         offloading = self._hosted.offloading
         leaving = ActivationOffload(offloading, model, self._device, request.stage, NO_LIMIT)
@@ -347,9 +347,11 @@ class _Estimate:
         arrived = foresight.arrived(programs)
         lasting = standing.total - (0 if arrived is None else standing.gradients)
         profile = self._profile(programs, lasting, arrived, sum(sizes), offloads=leaving.needed)
-        start = [capture.schedules([p.name for p in programs], capture.passes)[p.name] for p in programs]
+        scheduling = capture.scheduling
+        start = [scheduling.start([p.name for p in programs], scheduling.passes)[p.name] for p in programs]
         profile = replace(profile, schedules=tuple(start))
-        settings = replace(capture.settings, offload_activations="auto") if leaving.needed else capture.settings
+        settings = scheduling.settings
+        settings = replace(settings, offload_activations="auto") if leaving.needed else settings
 
         def plan(profile: Profile) -> Planned:
             if passes:
@@ -389,7 +391,7 @@ class _Estimate:
             seconds=prediction.seconds,
             compute_seconds=prediction.compute_seconds,
             exposed_seconds=prediction.exposed_seconds,
-            operations=capture.flops_done,
+            operations=capture.frames.flops_done,
             notes=tuple(notes),
             programs={program.name: format_program(program) for program in programs},
         )

@@ -95,7 +95,7 @@ class _TracedCapture(Capture):
         nodes = args_of(output_node(gm.graph))[0]
         results = [node.meta["val"] if isinstance(node, fx.Node) else node for node in nodes]
         super()._compile(frame, kind, gm, inputs)
-        self.executables[-1].calls = 1  # which is what is counted of a step
+        self.frames.executables[-1].calls = 1  # which is what is counted of a step
 
         return _NotRun(results)
 
@@ -288,7 +288,7 @@ class TracedStep:
         module.__dict__["log"] = _nothing  # there is no trainer that would log
         # As Lightning passes them: by position, whatever their names.
         numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-        capture.begin_step()
+        capture.entry.begin_step()
         try:
             with self._tracing(), self._steps.running("training_step") as step:
                 loss = step(self._batch, *(0,) * numbered)
@@ -303,8 +303,8 @@ class TracedStep:
 
     def executables(self) -> list[Executable]:
         """Returns the training step's, in the order in which they run."""
-        forwards = [e for e in self.capture.executables if e.program.kind == "forward"]
-        backwards = [e for e in self.capture.executables if e.program.kind == "backward"]
+        forwards = [e for e in self.capture.frames.executables if e.program.kind == "forward"]
+        backwards = [e for e in self.capture.frames.executables if e.program.kind == "backward"]
         return [*forwards, *reversed(backwards)]
 
     @contextlib.contextmanager

@@ -103,7 +103,7 @@ class EarlyGathers:
         # is derived of parameters, of all of them together, as checksums of all would cost as much as deriving.
         model = self._capture.model
         early = {ds_id for ds_id, parameter in model.by_id.items() if parameter.host is None}
-        groups = [group for group in self._capture.first_gathers() if early.issuperset(group[1])]
+        groups = [group for group in self._capture.entry.first_gathers() if early.issuperset(group[1])]
         if groups != self._groups:
             names = {model.by_id[i].name for _, ids, _ in groups for i in ids}
             self._groups = groups

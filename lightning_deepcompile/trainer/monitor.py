@@ -118,7 +118,7 @@ class DeepCompileMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Records the start of a batch."""
-        self._graphs = _strategy(trainer).engine.capture.captured
+        self._graphs = _strategy(trainer).engine.capture.frames.captured
         self._began = time.perf_counter()
 
     def on_train_batch_end(
@@ -126,7 +126,7 @@ class DeepCompileMonitor(pl.Callback):
     ) -> None:
         """Counts a batch, and logs if it is time."""
         now, interval, engine = time.perf_counter(), self._interval, _strategy(trainer).engine
-        if new := engine.capture.captured - self._graphs:
+        if new := engine.capture.frames.captured - self._graphs:
             if trainer.global_step > 1:
                 self._recompilations += new
             self._restart(trainer)
@@ -151,7 +151,7 @@ class DeepCompileMonitor(pl.Callback):
         self._interval.paused += time.perf_counter() - self._stopped
 
     def _restart(self, trainer: pl.Trainer) -> None:
-        done = _strategy(trainer).engine.capture.flops_done
+        done = _strategy(trainer).engine.capture.frames.flops_done
         self._interval = _Interval(time.perf_counter(), done, trainer.global_step)
 
     def _figures(self, trainer: pl.Trainer, engine: Engine, steps: int, seconds: float) -> dict[str, float]:
@@ -172,7 +172,7 @@ class DeepCompileMonitor(pl.Callback):
         if device.type == "cuda":
             figures["peak_gib"] = summary.peak_bytes / _GIB
             figures["reserved_gib"] = torch.cuda.memory_reserved(device) / _GIB
-        if flops := engine.capture.flops_done - interval.flops:
+        if flops := engine.capture.frames.flops_done - interval.flops:
             figures["tflops"] = flops / seconds / 1e12
             if self._available:
                 figures["mfu"] = flops / seconds / self._available

@@ -84,7 +84,7 @@ class CompileProgress:
             self._finish()
             self._name = name
         capture.progress = self._show
-        programs, regions = capture.programs_compiled, capture.regions
+        programs, regions = capture.frames.compiled, capture.regions
         requested, compiled, start = regions.requested, regions.compiled, time.perf_counter()
         if first:
             self._begin(again=False)
@@ -97,7 +97,7 @@ class CompileProgress:
                 self._bar.describe(self._description)
                 self._bar = None
         done = self._compilation
-        made = capture.programs_compiled - programs
+        made = capture.frames.compiled - programs
         if done is not None and (made or first):
             done.seconds += time.perf_counter() - start
             done.graphs += made

@@ -74,6 +74,7 @@ class Foresight:
         group: dist.ProcessGroup,
     ) -> None:
         self._capture, self._retracing, self._leaving = capture, retracing, leaving
+        self._scheduling = capture.scheduling
         self._memory, self._group = memory, group
         self.largest: dict[str, dict[Noted, None]] = {}
         self.plan: MemoryPlan | None = None
@@ -143,7 +144,7 @@ class Foresight:
         plan = fit(Need({"passes": peaks[0]}, _moves(_PARTS, peaks)), profile.budget or 0, "same")
         if plan.moved:
             say(f"A larger batch: {plan}", logging.INFO)
-            self._capture.offload(saved.fewest(plan.room, COPY_AHEAD), alone=True)
+            self._scheduling.offload(saved.fewest(plan.room, COPY_AHEAD), alone=True)
 
     def look_at_larger(self, programs: list[Program], say: Callable[[str, int], None]) -> bool:
         """Decides for a batch that is larger than all before, on some rank; call on all ranks, before it runs.
@@ -212,7 +213,7 @@ class Foresight:
 
     def _replace_plan(self, plan: MemoryPlan, lean: _Lean, say: Callable[[str, int], None]) -> None:
         self.plan, self.need, self._host_is_short = plan, lean.need, lean.saved.host_is_short
-        self._capture.plan, self._capture.passes = {}, self._lean_passes()
+        self._scheduling.plan, self._scheduling.passes = {}, self._lean_passes()
         if not plan.fits:
             say(self.shortfall(), logging.WARNING)
         self._do(plan, lean)
@@ -237,20 +238,20 @@ class Foresight:
         """Changes the programs, which have not run, as a decision says."""
         kinds = {one.move.kind for one in plan.moved}
         if "gathers" in kinds:
-            self._capture.passes = self._lean_passes()
+            self._scheduling.passes = self._lean_passes()
         chosen = {}
         if self._leaving.mode == "auto" and (kinds & {"activations", "copies"} or not plan.fits):
             self._leaving.needed = True
-            self._capture.ahead = 0 if "copies" in kinds or not plan.fits else COPY_AHEAD
-            chosen = lean.saved.fewest(plan.room, self._capture.ahead)  # which of them concerns no other rank
-        self._capture.offload(chosen)
+            self._scheduling.ahead = 0 if "copies" in kinds or not plan.fits else COPY_AHEAD
+            chosen = lean.saved.fewest(plan.room, self._scheduling.ahead)  # which of them concerns no other rank
+        self._scheduling.offload(chosen)
 
     def _lean_passes(self) -> tuple[Pass, ...]:
-        return tuple(one for one in self._capture.passes if one.name != "prefetch")
+        return tuple(one for one in self._scheduling.passes if one.name != "prefetch")
 
     def _lean(self, programs: list[Program], profile: Profile, standing: Standing, sizes: Sizes | None = None) -> _Lean:
         """Returns the step with parameters gathered right before their use, and what it takes with further moves."""
-        lean = self._capture.schedules([program.name for program in programs], self._lean_passes())
+        lean = self._scheduling.start([program.name for program in programs], self._lean_passes())
         late = [without_copies(resize(lean[one.name], one.saved(sizes))) for one in programs]
         saved = SavedTensors(late, profile, 0 if self._leaving.mode == "none" else self._leaving.host_bytes)
         if self._leaving.offloading.states != "none":

@@ -119,14 +119,14 @@ class Measurement:
             capture: Has the programs.
         """
         capture.measures = None
-        for executable in capture.executables:
+        for executable in capture.frames.executables:
             executable.watch = None
         if not (-2 <= moment < PLANNED or TIMED <= moment < VERIFIED):
             return None
         # Of the round it may know nothing: programs with marks outlive a training that ends during one.
         drain = functools.partial(runtime.gradients.free, []) if moment == ISOLATED else None
         probe = self._probes[moment] = StepProbe(device, memory, drain)
-        training = [e for e in capture.executables if e.program.kind != "inference"]
+        training = capture.frames.training
         if moment in (OBSERVED, ISOLATED, MARKED):
             schedules = instrument(training, probe)
         if moment == MARKED:
@@ -316,10 +316,10 @@ class Measurement:
         between = [second.seconds_since(first) for first, second in self._successive()]
         config, model = capture.config, capture.model
         names = list(dict.fromkeys(run.program for run in isolated.runs))
-        start = capture.schedules(names, passes)
-        programs = {e.program.name: e.program for e in capture.executables}
+        start = capture.scheduling.start(names, passes)
+        programs = {e.program.name: e.program for e in capture.frames.executables}
         self._larger = larger
-        self._times = times = RegionTimes(capture.program)
+        self._times = times = RegionTimes(capture.frames.program)
         for probe, ran in self._observed + self._isolated:
             times.add(probe, ran)
         noted = {run.program: run.noted for run in isolated.runs}
@@ -343,7 +343,7 @@ class Measurement:
         profile = replace(
             profile, early_gathers=early, head_start=in_optimizer, between_seconds=min(between, default=0.0)
         )
-        if capture.settings.reduce == "auto" and profile.micro_batches > 1 and profile.hold_seconds is None:
+        if capture.scheduling.settings.reduce == "auto" and profile.micro_batches > 1 and profile.hold_seconds is None:
             profile = replace(profile, hold_seconds=measure_holds(model.gradient_dtypes, device))
         if config.memory_budget is None:
             profile = leave_room(profile)

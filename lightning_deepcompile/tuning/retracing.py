@@ -42,6 +42,7 @@ class Retracing:
 
     def __init__(self, capture: Capture, states: StateTrade, group: dist.ProcessGroup) -> None:
         self._capture, self._states, self._group = capture, states, group
+        self._frames = capture.frames
         self._decided = capture.config.rounding != "any"
         self._useless: set[Kind] = set()
 
@@ -62,7 +63,7 @@ class Retracing:
         tracing = self._capture.tracing
         kinds: list[Kind] = []
         for what in _NAMES:
-            if self._may_chunk(what) and on_any(self._capture.whole(what) > 0, self._group):
+            if self._may_chunk(what) and on_any(self._frames.whole(what) > 0, self._group):
                 kinds.append(what)
         if tracing.uncheckpointed:
             kinds.append("checkpoints")
@@ -104,7 +105,7 @@ class Retracing:
 
     def note(self) -> str:
         """Returns advice for a step that does not fit into memory; "" if there is none."""
-        unchunked = [name for what, name in _NAMES.items() if self._may_chunk(what) and self._capture.whole(what)]
+        unchunked = [name for what, name in _NAMES.items() if self._may_chunk(what) and self._frames.whole(what)]
         if not unchunked:
             return ""
         return (
@@ -122,7 +123,7 @@ class Retracing:
         Args:
             schedules: Those of a micro-batch.
         """
-        return [self._capture.checkpoints(schedule.frame) for schedule in schedules if schedule.kind == "forward"]
+        return [self._frames.checkpoints(schedule.frame) for schedule in schedules if schedule.kind == "forward"]
 
     def spare(self, step: int, profile: Profile, least: int) -> Round | None:
         """Has the step traced once more where no plan of it fits.

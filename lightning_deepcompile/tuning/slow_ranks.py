@@ -7,15 +7,15 @@ in a round's measured steps, with equal work, several more steps are compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+from lightning_deepcompile.capture.frames import Frames
 from lightning_deepcompile.profile.instrument import instrument
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.profile.probe import StepProbe
-from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import maxima, number_of
 
@@ -34,7 +34,7 @@ class SlowRanks:
         group: The ranks.
         device: Where programs run.
         memory: Of that device.
-        training: The programs of a training step.
+        frames: The captured graphs.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class SlowRanks:
         group: dist.ProcessGroup,
         device: torch.device,
         memory: PeakMemory,
-        training: Callable[[], list[Executable]],
+        frames: Frames,
     ) -> None:
-        self._group, self._device, self._memory, self._training = group, device, memory, training
+        self._group, self._device, self._memory, self._frames = group, device, memory, frames
         self._steps: list[tuple[StepProbe, dict[str, Schedule]]] | None = None
 
     @property
@@ -65,9 +65,9 @@ class SlowRanks:
         assert self._steps is not None
         if len(self._steps) < _STEPS:
             probe = StepProbe(self._device, self._memory)
-            self._steps.append((probe, instrument(self._training(), probe)))
+            self._steps.append((probe, instrument(self._frames.training, probe)))
             return probe, ""
-        for executable in self._training():
+        for executable in self._frames.training:
             executable.swap(executable.program)
         steps, self._steps = self._steps, None
         contents = [[schedules[run.program].content for run in probe.runs] for probe, schedules in steps]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.backend import Capture
-from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.plan.admit import admitted
@@ -29,11 +28,11 @@ from lightning_deepcompile.plan.report import PassReport, Round, shortage_note
 from lightning_deepcompile.plan.state_trade import Planned
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.profile.probe import StepProbe
-from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import attempt, exchange, maxima, on_any
+from lightning_deepcompile.tuning.coverage import Coverage
 from lightning_deepcompile.tuning.foresight import Foresight, StepRetracedError
 from lightning_deepcompile.tuning.measuring import (
     ISOLATED,
@@ -44,6 +43,7 @@ from lightning_deepcompile.tuning.measuring import (
     Measurement,
     agreed_profile,
 )
+from lightning_deepcompile.tuning.pass_entries import pass_schedule
 from lightning_deepcompile.tuning.plan_store import PlanStore
 from lightning_deepcompile.tuning.retracing import Retracing
 from lightning_deepcompile.tuning.shared_step import share_step
@@ -51,13 +51,12 @@ from lightning_deepcompile.tuning.shortages import MemoryRetry
 from lightning_deepcompile.tuning.slow_ranks import SlowRanks
 from lightning_deepcompile.tuning.together import Seen, put_together
 
-__all__ = ["Coverage", "Tuner", "pass_schedule"]
+__all__ = ["Tuner"]
 
 _log = logging.getLogger(__name__)
 
 _NOISE = 0.03  # how much slower than before a plan may measure
 _NOTHING = "The step was measured, and there was nothing to plan: parameters are gathered once a step, or on one rank."
-_FAR = 1.25  # how many times as large, or as small, batches are for which a plan is made anew
 _ATTEMPTS = 3  # at most, so that a model with ever new shapes does not plan for ever
 
 
@@ -109,13 +108,14 @@ class Tuner:
         host_room: Callable[[], int] | None = None,
     ) -> None:
         self._capture, self._runtime, self._group = capture, runtime, group
+        self._frames, self._scheduling = capture.frames, capture.scheduling
         self._device, self._memory = device, memory
         self._retry, self._states = retry, states
-        self._slow_ranks = SlowRanks(group, device, memory, self._training)
+        self._slow_ranks = SlowRanks(group, device, memory, capture.frames)
         self._retracing = Retracing(capture, states, group)
         self._foresight = Foresight(capture, self._retracing, leaving, memory, group)
-        capture.before_first_run = compat.held_weakly(self.before_first_run)
-        capture.before_larger = compat.held_weakly(self.before_larger)
+        capture.entry.before_first_run = compat.held_weakly(self.before_first_run)
+        capture.entry.before_larger = compat.held_weakly(self.before_larger)
         self._config = capture.config
         ranks = capture.model.ranks
         self._world = ranks.shards
@@ -129,7 +129,7 @@ class Tuner:
         )
         self._store = PlanStore(self._config.plan, setting, group)
         first, *self._entries = pass_schedule(self._config, capture.stage, self._world)
-        capture.passes = self._start = first[1]
+        capture.scheduling.passes = self._start = first[1]
         self._passes: tuple[Pass, ...] = self._entries[-1][1] if self._entries else ()
         self._host_room = host_room if leaving.mode == "all" or config.memory_budget else None
         self._leaving, self._room_if_needed = leaving, host_room
@@ -143,11 +143,11 @@ class Tuner:
         self._boundary = False  # the optimizer has stepped since the last micro-batch
         self._round: Measurement | None = None  # the one under way, or the next one if it is known when that begins
         self._recheck: int | None = None  # when to look for programs that no plan covers
-        self._coverage = Coverage(self._training)
+        self._coverage = Coverage(capture.frames)
         self._attempts = 0
         self._searched = False  # whether programs that no plan covers were found
         self._probe: StepProbe | None = None
-        self._previous: tuple[tuple[Pass, ...], tuple[Schedule, ...]] = (capture.passes, ())
+        self._previous: tuple[tuple[Pass, ...], tuple[Schedule, ...]] = (capture.scheduling.passes, ())
         self._ran: tuple[Schedule, ...] = ()  # those of the last profiled steps
         self._planned: tuple[Schedule, ...] = ()  # those of the plan in use, in the order in which they run
         self._excess = 0  # bytes that steps took beyond the budget, which their plan had kept
@@ -195,7 +195,7 @@ class Tuner:
             return
         if self._planned:
             return  # a plan that was read knows
-        restartable = self._capture.runs_first()
+        restartable = self._capture.entry.runs_first()
         retraced = self._foresight.look(self._step, self._in_order(), self._say, restartable=restartable)
         if retraced is not None:
             self.rounds.append(retraced)
@@ -212,13 +212,13 @@ class Tuner:
             on_any_rank: Returns whether that of any rank is; the same on all ranks.
             elements: Returns the number of elements of this rank's batch.
         """
-        self._capture.larger = on_any_rank
+        self._capture.entry.larger = on_any_rank
         if self._round is not None and self._probe is not None:
             self._round.elements.append(elements())
         elif self._step + 1 == self._recheck:
             self._coverage.last = elements()
         if larger:
-            self._foresight.note(self._training())
+            self._foresight.note(self._frames.training)
 
     def before_larger(self, frame: int) -> None:
         """Call on all ranks at the same place, before a batch runs that is larger than all before on a rank.
@@ -236,15 +236,15 @@ class Tuner:
 
     def _in_order(self) -> list[Program]:
         """Returns the programs of a micro-batch, in the order in which they run."""
-        programs = [e.program for e in self._training()]
+        programs = [e.program for e in self._frames.training]
         forwards = [p for p in programs if p.kind == "forward"]
         return [*forwards, *(p for p in reversed(programs) if p.kind == "backward")]
 
     def _plan_copies(self) -> None:
         """Lets plans decide which saved tensors are offloaded."""
         self._host_room = self._room_if_needed
-        if self._capture.settings.offload_activations == "none":
-            self._capture.settings = replace(self._capture.settings, offload_activations="auto")
+        if self._scheduling.settings.offload_activations == "none":
+            self._scheduling.settings = replace(self._scheduling.settings, offload_activations="auto")
         if self._config.schedule == "auto" and self._capture.stage == 3 and not self._passes:
             self._passes = resolve_passes(DEFAULT_SCHEDULE[-1]["passes"], profiled=True)
 
@@ -322,11 +322,8 @@ class Tuner:
         if found:
             self._say(found, logging.WARNING)
 
-    def _training(self) -> list[Executable]:
-        return [e for e in self._capture.executables if e.program.kind != "inference"]
-
     def _plan(self, measurement: Measurement) -> None:
-        for executable in self._training():
+        for executable in self._frames.training:
             executable.swap(executable.program)
         if on_any(not measurement.complete, self._group) and measurement.repeat():
             return
@@ -388,7 +385,7 @@ class Tuner:
             )
         )
         self._coverage.add(measurement.programs, measurement.elements)
-        self._previous = (self._capture.passes, self._planned)
+        self._previous = (self._scheduling.passes, self._planned)
         before = self._capture_schedules()
         self._run_plan(planned, self._passes)
         self._memory.restart()
@@ -398,19 +395,19 @@ class Tuner:
 
     def _run_plan(self, schedules: Iterable[Schedule], passes: Sequence[Pass] | None = None) -> None:
         self._planned, self._swapped = tuple(schedules), True
-        self._capture.replan(passes=passes, plan=self._planned)
+        self._scheduling.replan(passes=passes, plan=self._planned)
         self._runtime.memory.free_buffers()  # other groups may travel
         self._forget_shortages()
 
     def _optimized(self, profile: Profile) -> Planned:
-        return optimize(profile.schedules, self._passes or self._start, PlanContext(self._capture.settings, profile))
+        return optimize(profile.schedules, self._passes or self._start, PlanContext(self._scheduling.settings, profile))
 
     def _retrace(self, done: Round) -> None:
         self.rounds.append(done)
         self._say(done.headline(), logging.INFO if not done.reason else logging.WARNING)
         self._say(str(done), logging.DEBUG)
         self._runtime.memory.free_buffers()
-        self._capture.passes = self._start  # it is decided again what they may take
+        self._scheduling.passes = self._start  # it is decided again what they may take
         self._retraces = True
         self._planned, self._swapped = (), True
         if self._passes or self._retracing.pending:  # else programs keep what they are compiled with, as at step 0
@@ -457,7 +454,7 @@ class Tuner:
         self._end_round(retry=True)
 
     def _capture_schedules(self) -> list[Schedule]:
-        return [e.program.schedule for e in self._training()]
+        return [e.program.schedule for e in self._frames.training]
 
     def _measured(self, measurement: Measurement) -> Seen:
         profile, start = measurement.profile(
@@ -485,7 +482,7 @@ class Tuner:
     def _verify(self) -> None:
         assert self._round is not None
         under_plan = share_step(self._round.marked, self._group, planned=True)
-        for executable in self._training():
+        for executable in self._frames.training:
             executable.swap(executable.program)  # without marks
         after = self._fastest(TIMED, VERIFIED)
         after, most = maxima([after, -1 if (mine := self._peak()) is None else mine], self._group)
@@ -544,7 +541,7 @@ class Tuner:
 
     def _end_round(self, retry: bool = False) -> None:
         self._round = self._capture.measures = None
-        for executable in self._capture.executables:
+        for executable in self._frames.executables:
             executable.watch = None  # a kept plan swaps nothing, and what is noted would grow with every step
         if retry and self._attempts < _ATTEMPTS:
             self._recheck = self._step + 10
@@ -599,114 +596,10 @@ class Tuner:
         self._states.expect(plan.states)
         self._retracing.adopt(plan.tracing)
         schedules = plan.schedules.values()
-        self._run_plan(admitted(schedules, self._capture.settings, self._world, self._device.type))
+        self._run_plan(admitted(schedules, self._scheduling.settings, self._world, self._device.type))
         self._coverage.adopt(plan.schedules)
         self._coverage.measured = plan.batches.fewest, plan.batches.most
         self.largest = plan.batches.largest, plan.batches.longest
         self._entries.clear()  # for programs that the file does not have, a round follows the look at them
         self._recheck = 2
         return True
-
-
-PassEntry = tuple[int, tuple[Pass, ...]]
-"""Optimizer steps since the start or the resuming, and the passes from then on; none where a step is measured then and
-nothing is planned, but it may be decided how the step is traced."""
-
-
-def pass_schedule(config: CompileConfig, stage: int, shards: int) -> list[PassEntry]:
-    """Resolves `CompileConfig.schedule`.
-
-    Args:
-        config: The settings.
-        stage: ZeRO stage.
-        shards: Ranks that share the parameters.
-
-    Returns:
-        The entries; the first is of step 0.
-
-    Raises:
-        PassError: If the configured passes do not exist or do not fit together.
-        ValueError: If the configured schedule plans for a stage at which nothing is gathered twice.
-    """
-    schedule = config.schedule
-    measures = False
-    if schedule is None or schedule == "auto":
-        schedule = list(DEFAULT_SCHEDULE)
-        # One rank has nothing to wait for, but a budget is held to.
-        nothing_travels = shards == 1 and config.offloading.activations != "all" and config.memory_budget is None
-        nothing_to_plan = nothing_travels or stage != 3  # there parameters stay whole anyway
-        measures = nothing_to_plan and config.schedule == "auto"
-        if nothing_to_plan or config.schedule is None:
-            schedule = schedule[:1]
-    if stage != 3 and len(schedule) > 1:
-        raise ValueError(
-            f"CompileConfig(schedule=...) plans at step {schedule[1]['step']}, but at stage {stage} "
-            "parameters stay whole between uses: there is nothing to plan. Use stage 3, or step 0 alone."
-        )
-    entries = [(entry["step"], resolve_passes(entry["passes"], profiled=entry["step"] > 0)) for entry in schedule]
-    return [*entries, (DEFAULT_SCHEDULE[-1]["step"], ())] if measures else entries
-
-
-class Coverage:
-    """Tracks which programs and batches of a training step were measured for a plan, and whether others run.
-
-    Knows programs by their contents, as plan files do.
-
-    Ranks may meet other shapes: what it answers must be exchanged before anything follows from it.
-
-    Args:
-        training: The programs of a training step.
-
-    Attributes:
-        last: The elements of this rank's latest batch before a look; 0 if unknown.
-        measured: Elements of the smallest and of the largest measured batch; zeros if unknown.
-    """
-
-    def __init__(self, training: Callable[[], list[Executable]]) -> None:
-        self._training = training
-        self.last = 0
-        self.measured = 0, 0
-        self._known: set[str] = set()
-        self._calls: dict[str, int] = {}  # at the last look or plan, by the program's name
-
-    def adopt(self, contents: Iterable[str]) -> None:
-        """Sets which programs the loaded plan covers."""
-        self._known = set(contents)
-
-    def look(self) -> bool:
-        """Returns whether a program that was not measured has run since the last look, or the last batch is far off."""
-        before, self._calls = self._calls, self._count()
-        ran = {name for name, count in self._calls.items() if count > before.get(name, 0)}
-        return not self._contents(ran) <= self._known or self._far_off([self.last] if self.last else [])
-
-    def adds(self, names: Collection[str], elements: Sequence[int]) -> bool:
-        """Returns whether measured steps ran what was not measured before.
-
-        Args:
-            names: The programs that most of them ran.
-            elements: Of this rank's batches.
-        """
-        return not self._contents(names) <= self._known or self._far_off(elements)
-
-    def add(self, names: Collection[str], elements: Sequence[int]) -> None:
-        """Marks programs that measured steps ran as covered by a plan, which is made for these steps' batches.
-
-        Args:
-            names: The programs.
-            elements: Of this rank's batches.
-        """
-        self._known |= self._contents(names)
-        self.measured, self._calls = (min(elements, default=0), max(elements, default=0)), self._count()
-
-    def _count(self) -> dict[str, int]:
-        return {executable.program.name: executable.calls for executable in self._training()}
-
-    def _far_off(self, elements: Sequence[int]) -> bool:
-        """Returns whether all batches are much larger, or all much smaller, than those that the plan is made for."""
-        fewest, most = self.measured
-        if not elements or not most:
-            return False
-        return min(elements) > most * _FAR or max(elements) < fewest / _FAR
-
-    def _contents(self, names: Collection[str]) -> set[str]:
-        return {e.program.schedule.content for e in self._training() if e.program.name in names}

@@ -53,5 +53,5 @@ def test_flops_are_the_models(mesh: DeviceMesh, again: bool, fresh_dynamo: None)
     engine = Engine(Net(again), mesh, CompileConfig(region_backend="eager", schedule=None))
     for steps in (1, 2):
         engine.backward(engine.run_step("training_step", x).backward)
-        assert engine.capture.flops_done == steps * counter.get_total_flops()
+        assert engine.capture.frames.flops_done == steps * counter.get_total_flops()
     engine.close()

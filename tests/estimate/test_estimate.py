@@ -44,7 +44,7 @@ def _trained(folder: str) -> tuple[dict[str, str], MemoryNeed | None, float]:
     strategy = trainer.strategy
     assert isinstance(strategy, DeepCompileStrategy)
     engine = strategy.engine
-    return strategy.programs(), engine.tuner._foresight.need, engine.capture.flops_done
+    return strategy.programs(), engine.tuner._foresight.need, engine.capture.frames.flops_done
 
 
 def test_an_estimate_has_the_programs_and_the_needs_of_two_ranks_that_train(tmp_path: Path) -> None:

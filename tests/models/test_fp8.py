@@ -124,7 +124,7 @@ class RankDependent(Fp8):
 def figures(trainer: Any) -> dict[str, Any]:
     engine = trainer.strategy.engine
     model, capture = engine.model, engine.capture
-    blocks = [block for executable in capture.executables for block in executable.program.derived]
+    blocks = [block for executable in capture.frames.executables for block in executable.program.derived]
     model.derived.refresh(blocks)
     values = {value.id: value for block in blocks for value in block.values}.values()
     return {

@@ -214,7 +214,7 @@ def _with_one_rank_short() -> list[str]:
     ]
     engine = make_engine(mesh, offload="auto", schedule=schedule)
     if dist.get_rank() == 1:
-        engine.capture.choose_activations = lambda forward: frozenset(one.number for one in forward.saved)
+        engine.capture.scheduling.choose_activations = lambda forward: frozenset(one.number for one in forward.saved)
     optimizer = sgd(engine)
     for _ in range(12):
         one_step(engine, torch.arange(12).view(2, 6), optimizer)

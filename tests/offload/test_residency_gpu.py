@@ -26,10 +26,10 @@ class KeepWhole(pl.Callback):
 
         if batch_idx == ACCUMULATE:
             capture = trainer.strategy.engine.capture
-            plan = [executable.program.schedule for executable in capture.executables]
+            plan = [executable.program.schedule for executable in capture.frames.executables]
             for group in [i for i in plan[0].instructions if i.op == "gather"]:
                 plan = keep_until_boundary(plan, 0, 1, group)
-            capture.replan(plan=plan)
+            capture.scheduling.replan(plan=plan)
 
 
 class MoveStates(pl.Callback):

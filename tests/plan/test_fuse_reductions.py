@@ -198,9 +198,9 @@ def test_plan_files_say_what_makes_gradients() -> None:
 def test_profiled_programs_reduce_every_gradient_at_once(mesh: DeviceMesh) -> None:
     engine = make_engine(mesh, memory_budget=1 << 40)
     one_step(engine, TOKENS, sgd(engine))
-    executables = engine.capture.executables
+    executables = engine.capture.frames.executables
     original = [e.program.schedule for e in executables]
-    engine.capture.replan(plan=[merge_some(s, lambda: True) for s in original])
+    engine.capture.scheduling.replan(plan=[merge_some(s, lambda: True) for s in original])
     assert len(_groups(original)) > len(_groups([e.program.schedule for e in executables])) == 1
     isolated = instrument(executables, StepProbe(torch.device("cpu"), PeakMemory(torch.device("cpu")), lambda: None))
     assert _groups(list(isolated.values())) == _groups(original)
@@ -214,8 +214,8 @@ class _Merge(Shuffle):
     """Reduces all gradients of a program at once from the second step on."""
 
     def swap(self, capture: Capture) -> list[Schedule]:
-        step = [merge_some(e.program.schedule, lambda: True) for e in capture.executables]
-        capture.replan(plan=step)
+        step = [merge_some(e.program.schedule, lambda: True) for e in capture.frames.executables]
+        capture.scheduling.replan(plan=step)
         return step
 
 

@@ -143,7 +143,7 @@ def test_a_plan_file_is_followed_as_far_as_the_user_lets_it(mesh: DeviceMesh, tm
     path = tmp_path / "plan.json"
     engine = make_engine(mesh, rounding="any")
     one_step(engine, TOKENS, sgd(engine))
-    step = [e.program.schedule for e in engine.capture.executables]
+    step = [e.program.schedule for e in engine.capture.frames.executables]
     engine.close()
     ids = step[1].instructions[step[1].at("reduce")[0]].ids
     found = {}
@@ -153,7 +153,7 @@ def test_a_plan_file_is_followed_as_far_as_the_user_lets_it(mesh: DeviceMesh, tm
         path.write_text(write_plan(place_reductions(step, "reduce_at_boundary", ids), setting))
         engine = make_engine(mesh, **chosen, plan=str(path))
         one_step(engine, TOKENS, sgd(engine))
-        backward = engine.capture.executables[1].program
+        backward = engine.capture.frames.executables[1].program
         assert "plan" in backward.history
         found[wanted] = [len(backward.schedule.at(op)) for op in ("reduce", "reduce_at_boundary")]
         engine.close()

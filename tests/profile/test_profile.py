@@ -74,7 +74,7 @@ def test_unprofiled_steps_run_the_code_that_they_always_ran(mesh: Any) -> None: 
     for _ in range(ROUND + 1):
         one_step(engine, TOKENS, optimizer)
         isolated.append(engine.tuner.isolates)
-        code = [e._run.__code__.co_names for e in engine.capture.executables]
+        code = [e._run.__code__.co_names for e in engine.capture.frames.executables]
         marked.append(any("mark" in names for names in code))
     assert marked == [step in (3, 4, 8) for step in range(ROUND + 1)], "the last one for the report"
     # What was gathered for the old programs is not the new one's. (A plan that turns out slower is taken back later.)
@@ -188,9 +188,9 @@ def test_other_shapes_have_the_plan_of_the_nearest_program_at_once(mesh: Any, le
         if step == 5:
             _force_another_plan(engine)
         one_step(engine, TOKENS, optimizer)
-    planned = bool(engine.capture.plan)  # a busy machine may have taken the plan back
+    planned = bool(engine.capture.scheduling.plan)  # a busy machine may have taken the plan back
     one_step(engine, torch.arange(2 * length).reshape(2, length) % 16, optimizer)
-    assert ("plan" in engine.capture.executables[-1].program.history) == planned
+    assert ("plan" in engine.capture.frames.executables[-1].program.history) == planned
     engine.close()
 
 
@@ -241,7 +241,7 @@ def test_plan_files(  # noqa: F811
         patch.setattr(Net, "__init__", with_another)
         changed, optimizer = make_planner(mesh, plan=str(path))
         one_step(changed, TOKENS, optimizer)
-        assert not any("plan" in executable.program.history for executable in changed.capture.executables)
+        assert not any("plan" in executable.program.history for executable in changed.capture.frames.executables)
         changed.close()
 
     # Damaged and foreign plans are refused with the reason, and training goes on.
@@ -317,10 +317,10 @@ def test_what_is_kept_until_the_boundary_travels_once_a_step(mesh: Any) -> None:
         optimizer = sgd(engine)
         for step in range(3):
             if step == 1 and keep:
-                plan = [e.program.schedule for e in engine.capture.executables]
+                plan = [e.program.schedule for e in engine.capture.frames.executables]
                 for group in [i for i in plan[0].instructions if i.op == "gather"]:
                     plan = keep_until_boundary(plan, 0, 1, group)
-                engine.capture.replan(plan=plan)
+                engine.capture.scheduling.replan(plan=plan)
             optimizer.zero_grad()
             for last in (False, False, True):
                 before = engine.runtime.stats()["gathers"]
@@ -391,10 +391,10 @@ def _lengths_that_differ() -> tuple[list[list[float]], list[int]]:
         optimizer = sgd(engine)
         for step, lengths in enumerate([(12, 12), (12, 9), (7, 12), (12, 7), (5, 12), (11, 4)]):
             if step == 2 and planned:
-                plan = [e.program.schedule for e in engine.capture.executables[:2]]
+                plan = [e.program.schedule for e in engine.capture.frames.executables[:2]]
                 for pair, group in unshard_candidates(plan):
                     plan = keep_gathered(plan, *pair, group.ids)
-                engine.capture.replan(plan=plan)
+                engine.capture.scheduling.replan(plan=plan)
             losses[planned].append(one_step(engine, TOKENS[:, : lengths[rank]], optimizer))
         gathers.append(engine.runtime.stats()["gathers"])
         engine.close()

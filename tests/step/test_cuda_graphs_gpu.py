@@ -63,7 +63,7 @@ class KeepsNothing(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
         engine = trainer.strategy.engine
-        engine.replan(replace(engine.capture.settings, keep_last_block=False))
+        engine.replan(replace(engine.capture.scheduling.settings, keep_last_block=False))
 
 
 class Scheduled(Dropped):
@@ -146,7 +146,7 @@ class Meanwhile(pl.Callback):
             graph.replay()
             assert x.eq(1).all()
         elif batch_idx == 7:
-            trainer.strategy.engine.capture.replan()
+            trainer.strategy.engine.capture.scheduling.replan()
         elif batch_idx == 13:
             torch.cuda.empty_cache()
 

@@ -86,7 +86,8 @@ class Replay(pl.Callback):
                 super().launch_alone(graph, name)
                 callback.replayed[name] += 1
 
-        engine.capture.replays = replays = OnCpu(engine.runtime, torch.device("cpu"), True)
+        replays = OnCpu(engine.runtime, torch.device("cpu"), True)
+        engine.capture.replays = engine.capture.entry.replays = replays
         engine.clipping = Clipping(engine.model, engine.device, replays)
         for optimizer, shards in engine._local_shards.items():
             shards._direct = DirectStep.of(optimizer, engine.model, engine.timeline.prefetch, replays)

@@ -175,7 +175,7 @@ def test_no_more_is_offloaded_than_is_missing(
     engine.close()
     missing = int(part * (plan.needed - plan.least))
     losses, moved, engine = train(plan.needed - missing)
-    largest = max(one.size for each in engine.tuner._training() for one in each.program.schedule.saved)
+    largest = max(one.size for each in engine.capture.frames.training for one in each.program.schedule.saved)
     assert losses == expected
     assert 0 < moved[0] <= missing + largest
     assert moved[-1] <= moved[0]
@@ -193,7 +193,7 @@ def test_gathers_move_ahead_again_where_a_retrace_frees_enough(
         engine = Engine(Saving(2), mesh, config)
         optimizer = sgd(engine)
         one_step(engine, batch, optimizer)
-        assert [one.name for one in engine.capture.passes] == passes
+        assert [one.name for one in engine.capture.scheduling.passes] == passes
         plan = engine.tuner._foresight.plan
         assert plan is not None
         budget = plan.needed - 1
@@ -205,7 +205,7 @@ def test_gathers_move_ahead_again_where_a_retrace_frees_enough(
     for _ in range(6):
         one_step(engine, batch, optimizer)
     assert engine.capture.tracing.chunked_losses and [done.outcome for done in engine.report()] == ["retraced"]
-    assert [one.name for one in engine.capture.passes] == ahead
+    assert [one.name for one in engine.capture.scheduling.passes] == ahead
     engine.close()
 
 

@@ -102,7 +102,7 @@ def _trains(folder: Path, backend: str) -> None:
     # There is memory for whole logits.
     losses, values, strategy = _fit(region_backend=backend, rounding="needed")
     assert losses == plain and all(map(torch.equal, values, expected))
-    assert strategy.summary().chunked_losses == 0 and strategy.engine.capture.whole("losses") == 1
+    assert strategy.summary().chunked_losses == 0 and strategy.engine.capture.frames.whole("losses") == 1
     assert [done.outcome for done in strategy.report()] in (["kept"], ["unchanged"], ["measured"])
     # No plan fits into less, but one with the loss in pieces does.
     least, logits = _least(region_backend=backend), 4 * ROWS * LENGTH * CLASSES
@@ -117,7 +117,7 @@ def _trains(folder: Path, backend: str) -> None:
     assert anew.reason.endswith(" too much memory, so losses are computed in 8 chunks from step 0 on."), anew.reason
     assert done.outcome in ("kept", "unchanged") and done.passes[-1].peak_bytes <= budget, str(done)
     summary = strategy.summary()
-    assert (summary.chunked_losses, summary.graphs, strategy.engine.capture.whole("losses")) == (1, 1, 0)
+    assert (summary.chunked_losses, summary.graphs, strategy.engine.capture.frames.whole("losses")) == (1, 1, 0)
     tracing = json.loads(path.read_text())["tracing"]
     assert tracing == {"uncheckpointed": 0, "sparing": False, "chunked_losses": 8, "chunked_mlps": 0}
     # The next run begins with it, and is traced once.

@@ -18,7 +18,8 @@ from test_profile import EARLY
 from test_slow_ranks import Heard
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_deepcompile.tuning.tuner import Coverage
+from lightning_deepcompile.capture.frames import Frames
+from lightning_deepcompile.tuning.coverage import Coverage
 
 STEPS, CHANGE, NEAR = 10_000, 5_000, 12
 
@@ -93,7 +94,7 @@ def test_ten_thousand_steps_take_few_rounds_and_few_words() -> None:
 
 
 def test_batches_are_far_off_if_all_of_them_are() -> None:
-    coverage = Coverage(list)
+    coverage = Coverage(Frames({}))
     assert not coverage.adds([], [1]), "no batches are known that another plan was made for"
     coverage.add([], [10, 20, 15])
     found = [coverage.adds([], elements) for elements in ([8, 3], [7, 3], [25, 40], [26, 40], [15, 400], [])]

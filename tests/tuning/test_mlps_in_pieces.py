@@ -54,7 +54,7 @@ def _trains(folder: Path, backend: str) -> None:
     # There is memory for whole layers.
     losses, values, strategy = _fit(module=Wide(), region_backend=backend, rounding="needed")
     assert losses == plain and all(map(torch.equal, values, expected))
-    assert strategy.summary().chunked_mlps == 0 and strategy.engine.capture.whole("mlps") == 3
+    assert strategy.summary().chunked_mlps == 0 and strategy.engine.capture.frames.whole("mlps") == 3
     # No plan fits into less, but one with layers in pieces does.
     tracings = Tracing(), Tracing(sparing=True), SPARING
     whole, cheap, least = (_least(Wide(), tracing, region_backend=backend) for tracing in tracings)
@@ -69,7 +69,7 @@ def _trains(folder: Path, backend: str) -> None:
     assert "cheap operators" in first.reason
     assert anew.outcome == "retraced" and anew.reason.endswith("so MLPs are computed in 8 chunks from step 0 on.")
     assert done.outcome in ("kept", "unchanged") and done.passes[-1].peak_bytes <= budget, str(done)
-    assert (strategy.summary().chunked_mlps, strategy.engine.capture.whole("mlps")) == (3, 0)
+    assert (strategy.summary().chunked_mlps, strategy.engine.capture.frames.whole("mlps")) == (3, 0)
     assert json.loads(path.read_text())["tracing"]["chunked_mlps"] == 8
     # The next run begins with it, and is traced once.
     again, _, strategy = _fit(6, Wide(), **settings)

@@ -56,7 +56,7 @@ def _ragged() -> tuple[list[Round], list[str], list[float], list[float]]:
             losses[-1].append(one_step(engine, torch.randint(0, 16, (rows, length), generator=generator), optimizer))
         rounds = list(engine.report())
         if rounds and engine.tuner._round is None:
-            left = [watch for executable in engine.capture.executables if (watch := executable.watch) is not None]
+            left = [one.watch for one in engine.capture.frames.executables if one.watch is not None]
             # Where a batch was larger than all before, each program notes the sizes of one run.
             assert all((one.func, one.args[1]) == (engine.tuner._foresight._note, None) for one in left), left
         engine.close()

@@ -219,7 +219,7 @@ def test_lists_that_steps_append_to_stay_in_the_graph() -> None:
     module = run(strategy, None, Collects)
     assert len(module.outputs) == STEPS
     assert not [one for one in strategy.summary().uncompiled if ".training_step (" in one]
-    calls = [e.calls for e in strategy.engine.capture.executables if e.program.kind == "forward"]
+    calls = [e.calls for e in strategy.engine.capture.frames.executables if e.program.kind == "forward"]
     assert sum(calls) == STEPS and len(calls) <= 2, "one graph in every step, compiled once, or twice with a symbol"
 
 
