@@ -41,6 +41,7 @@ from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.participation import Participation
 from lightning_deepcompile.sharding.shards import ReadRows, ShardedModel, shard_module
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
+from lightning_deepcompile.sharding.whole_blocks import WholeBlocks
 from lightning_deepcompile.sharding.wire_dtypes import WireDtypes
 from lightning_deepcompile.step.evaluation import Evaluation
 from lightning_deepcompile.step.prefetch import StepPrefetch
@@ -193,14 +194,15 @@ class Assembly:
         prefetch = StepPrefetch(capture, runtime, self.host_group, device, stage)
         watch = Watch(store, rank, self._ranks.world_size, meeting[-1])
         meetings = Meetings(self._ranks.new_host_group(alone=True, timeout=self._timeout), watch)
-        uncompiled = model.state.path = Uncompiled(
+        blocks = WholeBlocks(
             model.parameters,
             stays=stage < 3,
             compare=compat.held_weakly(order.check_uncompiled),
             written=prefetch.rewritten,
             noticed=self.fallbacks.noticed,
-            outside=lambda: meetings.meet(Where.OUTSIDE)(),
         )
+        uncompiled = Uncompiled(model.parameters, blocks, outside=lambda: meetings.meet(Where.OUTSIDE)())
+        model.state.path = uncompiled
         order.take_part = Participation(
             model, runtime, stage, compat.held_weakly(capture.new_graph_id), compat.held_weakly(gradients.begin)
         )

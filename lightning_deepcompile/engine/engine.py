@@ -149,7 +149,7 @@ class Engine:
                     self._steps.running(name, compiled=not uneven) as step,
                     self.timeline.prefetch.watching(),
                     self.uncompiled.in_step(),
-                    self.capture.entry.preparing(self.uncompiled.settle),
+                    self.capture.entry.preparing(self.uncompiled.blocks.settle),
                 ):
                     return step(*args, **kwargs)
             except StepRetracedError:  # on all ranks
@@ -317,11 +317,11 @@ class Engine:
         self.timeline.backward()
         try:
             # Code under activation checkpointing runs, and gathers, again.
-            with self.uncompiled.in_step(), self.capture.entry.preparing(self.uncompiled.settle):
+            with self.uncompiled.in_step(), self.capture.entry.preparing(self.uncompiled.blocks.settle):
                 result = run()
         except BaseException as error:
             self.timeline.abort()
-            if (explained := unsupported_step_error(error) or self.uncompiled.anomaly_error(error)) is None:
+            if (explained := unsupported_step_error(error) or self.uncompiled.anomalies.error(error)) is None:
                 raise
             raise explained from error
         self.timeline.backward_done()

@@ -68,7 +68,7 @@ class Evaluation:
 
     def forget(self) -> None:
         """Call after an evaluation that has failed."""
-        self.behind = self._uncompiled.uneven = None
+        self.behind = self._uncompiled.blocks.uneven = None
         self._loader = 0
 
     def _come_to(self, place: int, where: Where) -> None:
@@ -89,7 +89,7 @@ class Evaluation:
         self._prefetch.forget()
         self._uncompiled.clear()
         self.behind = behind
-        self._uncompiled.uneven = None if behind is None else self._gather
+        self._uncompiled.blocks.uneven = None if behind is None else self._gather
         if behind is not None and self._rank == 0 and not self._told:
             self._told = True
             _log.info("Some ranks have fewer batches to evaluate. The others run their remaining batches uncompiled.")
@@ -100,4 +100,4 @@ class Evaluation:
     def _gather_until(self, wanted: int, where: Where) -> None:
         """Gathers blocks that other ranks want, as long as they come before `wanted`."""
         while (chosen := self._meetings.meet(where, HostReport(block=wanted))().most.block) != wanted:
-            self._uncompiled.take_part(chosen)
+            self._uncompiled.blocks.take_part(chosen)

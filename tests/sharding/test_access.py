@@ -59,9 +59,9 @@ def test_a_call_outside_of_a_step_gathers_for_hooks_and_forward(engine: Engine) 
         seen.append(module.weight)
 
     handles = [first.register_forward_pre_hook(look), first.register_forward_hook(look)]
-    before = engine.uncompiled.gathered
+    before = engine.uncompiled.blocks.gathered
     torch.testing.assert_close(first(X), Net().first(X))
-    assert engine.uncompiled.gathered > before
+    assert engine.uncompiled.blocks.gathered > before
     assert not any(isinstance(weight, DTensor) for weight in seen) and len(seen) == 2
     for handle in handles:
         handle.remove()
