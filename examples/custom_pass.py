@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.plan.context import PlanContext
-from lightning_deepcompile.plan.pass_manager import step_pass
 from lightning_deepcompile.plan.placement import Placement
+from lightning_deepcompile.plan.step_pass import step_pass
 from lightning_deepcompile.program.schedule import Schedule
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.plan.budget import parse_budget
-from lightning_deepcompile.plan.pass_manager import BUILTIN_PASSES, PassError, step_pass
+from lightning_deepcompile.plan.known_passes import BUILTIN_PASSES
+from lightning_deepcompile.plan.step_pass import PassError, step_pass
 
 _FIRST = {"step": 0, "passes": ["zero3"]}
 

@@ -132,7 +132,8 @@ def predict(text: str, run: Run, options: argparse.Namespace, measured_inside: b
     """Seconds of a step before planning and after it, from the profile of another run."""
     from lightning_deepcompile.plan.context import PlanContext
     from lightning_deepcompile.plan.costs import Profile
-    from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, optimize, resolve_passes
+    from lightning_deepcompile.plan.known_passes import DEFAULT_SCHEDULE, resolve_passes
+    from lightning_deepcompile.plan.optimize import optimize
     from lightning_deepcompile.plan.settings import PlanSettings
     from lightning_deepcompile.plan.topology import Topology
 

@@ -8,8 +8,10 @@ from typing import Any
 
 from lightning_deepcompile.capture.frames import Frame, Frames
 from lightning_deepcompile.plan.copy_placement import COPY_AHEAD, fit_copies, offload_saved
-from lightning_deepcompile.plan.pass_manager import DEFAULT_PASSES, Pass, apply_passes
+from lightning_deepcompile.plan.known_passes import DEFAULT_PASSES
+from lightning_deepcompile.plan.optimize import apply_passes
 from lightning_deepcompile.plan.settings import PlanSettings
+from lightning_deepcompile.plan.step_pass import Pass
 from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.reschedule import reschedule
 from lightning_deepcompile.program.schedule import Schedule

@@ -30,18 +30,14 @@ from lightning_deepcompile.plan.budget import parse_budget
 from lightning_deepcompile.plan.context import NO_LIMIT, PlanContext
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.devices import Device
+from lightning_deepcompile.plan.known_passes import DEFAULT_SCHEDULE, resolve_passes
 from lightning_deepcompile.plan.memory_need import MemoryNeed, memory_need
 from lightning_deepcompile.plan.offload import chunk_bytes, leaving_order
-from lightning_deepcompile.plan.pass_manager import (
-    DEFAULT_SCHEDULE,
-    Pass,
-    PassEffect,
-    optimize,
-    resolve_passes,
-)
+from lightning_deepcompile.plan.optimize import PassEffect, optimize
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.plan.state_copies import LEAST_SLOTS
 from lightning_deepcompile.plan.state_trade import Planned, StateMemory, trade_states
+from lightning_deepcompile.plan.step_pass import Pass
 from lightning_deepcompile.plan.topology import Topology
 from lightning_deepcompile.profile.build import leave_room
 from lightning_deepcompile.profile.forecast import forecast

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.offload import StatePlaces
-from lightning_deepcompile.plan.pass_manager import PassEffect
+from lightning_deepcompile.plan.optimize import PassEffect
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.plan.state_trade import Planned, StateMemory, Trade, trade_states, with_away
 from lightning_deepcompile.program.printer import format_bytes

@@ -9,35 +9,28 @@ from dataclasses import dataclass
 
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.simulate import Estimate, estimate, first_excess, simulate
-from lightning_deepcompile.program.schedule import Instruction, Schedule
+from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["MARGINS", "Candidate", "Keep", "choose_by_gain", "fastest_that_fits"]
+__all__ = ["MARGINS", "Choice", "choose_by_gain", "fastest_that_fits"]
 
 MARGINS = (1.0, 1.5, 2.5)
 """How many times as long as it should a transfer takes in the placements that are simulated."""
 
-Candidate = tuple[tuple[int, int], Instruction]
-"""Indices of a forward and its backward schedule, and a group of gathers that may stay gathered.
-
-Or twice the index of a backward schedule, and a group of gradients that may wait for the boundary.
-"""
-
-Keep = Callable[[list[Schedule], int, int, Instruction], list[Schedule]]
-"""Gives the schedules with a group kept; arguments as of `Candidate`."""
+Choice = tuple[int, Callable[[list[Schedule]], list[Schedule]]]
+"""Bytes that a change takes, and the change, such as keeping a group of parameters gathered."""
 
 
 def choose_by_gain(
-    schedules: list[Schedule], candidates: Sequence[Candidate], keep: Keep, profile: Profile, budget: int
+    schedules: list[Schedule], choices: Sequence[Choice], profile: Profile, budget: int
 ) -> list[Schedule]:
-    """Keeps groups in order of simulated time saved per byte, until none fits or none helps.
+    """Makes changes in order of simulated time saved per byte, until none fits or none helps.
 
-    Groups can also help only together: each of many saves too little to count, or a transfer that is dropped lets
-    the others start at a worse time. So keeping as many as fit, in the given order, is simulated as well.
+    Changes can also help only together: each of many saves too little to count, or a transfer that is dropped lets
+    the others start at a worse time. So making as many as fit, in the given order, is simulated as well.
 
     Args:
         schedules: The programs of a micro-batch.
-        candidates: The groups that may be kept; of equally good ones the first is kept first.
-        keep: Returns the schedules with a candidate kept.
+        choices: The changes; of equally good ones the first is made first.
         profile: Used to simulate.
         budget: Bytes that may be allocated, unless the schedules need more already.
 
@@ -45,7 +38,7 @@ def choose_by_gain(
         The schedules.
     """
     start = simulate(schedules, profile).estimate
-    search = _Search(candidates, keep, profile, budget)
+    search = _Search(choices, profile, budget)
     one_by_one, predicted = search.one_by_one(schedules, start)
     together, prediction = search.as_many_as_fit(schedules, start)
     return together if _counts(predicted, prediction) else one_by_one
@@ -68,27 +61,26 @@ def fastest_that_fits(trials: Sequence[list[Schedule]], profile: Profile, limit:
 class _Search:
     """The inputs of both ways of choosing; arguments as of `choose_by_gain`."""
 
-    candidates: Sequence[Candidate]
-    keep: Keep
+    choices: Sequence[Choice]
     profile: Profile
     budget: int
 
     def one_by_one(self, schedules: list[Schedule], best: Estimate) -> tuple[list[Schedule], Estimate]:
         result = list(schedules)
-        # As a rule, the gain of a group shrinks as more groups are kept: a gain from an earlier round is an upper
-        # bound, so only the group that leads has to be simulated again.
-        queue = [(-math.inf, order) for order in range(len(self.candidates))]
-        fresh: dict[int, tuple[list[Schedule], Estimate]] = {}  # of groups simulated since the last choice
+        # As a rule, the gain of a change shrinks as more are made: a gain from an earlier round is an upper bound, so
+        # only the change that leads has to be simulated again.
+        queue = [(-math.inf, order) for order in range(len(self.choices))]
+        fresh: dict[int, tuple[list[Schedule], Estimate]] = {}  # of changes simulated since the last one was made
         while queue:
             _, order = heapq.heappop(queue)
             if order not in fresh:
-                (forward, backward), group = self.candidates[order]
-                trial = self.keep(result, forward, backward, group)
+                size, change = self.choices[order]
+                trial = change(result)
                 predicted = estimate(trial, self.profile, max(best.peak_bytes, self.budget))
                 if predicted is None or not _counts(best, predicted):
                     continue
                 fresh[order] = trial, predicted
-                gain = (best.seconds - predicted.seconds) / max(group.bytes, 1)
+                gain = (best.seconds - predicted.seconds) / max(size, 1)
                 if queue and (-gain, order) > queue[0]:
                     heapq.heappush(queue, (-gain, order))
                     continue
@@ -98,8 +90,8 @@ class _Search:
 
     def as_many_as_fit(self, schedules: list[Schedule], start: Estimate) -> tuple[list[Schedule], Estimate]:
         result, limit = list(schedules), max(start.peak_bytes, self.budget)
-        for (forward, backward), group in self.candidates:
-            trial = self.keep(result, forward, backward, group)
+        for _, change in self.choices:
+            trial = change(result)
             if first_excess(trial, self.profile, limit) is None:
                 result = trial
         return result, simulate(result, self.profile).estimate

@@ -13,15 +13,17 @@ from lightning_deepcompile.plan.command_line import fail, read_profile
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.copy_placement import offload_all
 from lightning_deepcompile.plan.costs import Profile, ProfileError
+from lightning_deepcompile.plan.known_passes import DEFAULT_SCHEDULE, resolve_passes
 from lightning_deepcompile.plan.least import least_budget
 from lightning_deepcompile.plan.link_options import add_link_options, rank_counts, with_links
 from lightning_deepcompile.plan.offload import OffloadMode
-from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, PassError, optimize, resolve_passes
+from lightning_deepcompile.plan.optimize import optimize
 from lightning_deepcompile.plan.passes.reduce_late import place_reductions
 from lightning_deepcompile.plan.report import PassReport, format_passes
 from lightning_deepcompile.plan.scaling import format_scaling, scaling
 from lightning_deepcompile.plan.settings import PlanSettings, Reduction, Rounding
 from lightning_deepcompile.plan.simulate import simulate
+from lightning_deepcompile.plan.step_pass import PassError
 from lightning_deepcompile.program.printer import exact_bytes, format_bytes, format_count
 from lightning_deepcompile.program.schedule import Operation
 

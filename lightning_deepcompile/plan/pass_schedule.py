@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_deepcompile.options import Rule, did_you_mean
-from lightning_deepcompile.plan.pass_manager import BUILTIN_PASSES, Pass
+from lightning_deepcompile.plan.known_passes import BUILTIN_PASSES
+from lightning_deepcompile.plan.step_pass import Pass
 
 __all__ = ["PassSchedule"]
 

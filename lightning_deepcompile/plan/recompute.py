@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_deepcompile.plan.costs import Profile
-from lightning_deepcompile.plan.pass_manager import PassEffect
+from lightning_deepcompile.plan.optimize import PassEffect
 from lightning_deepcompile.plan.state_trade import Planned
 from lightning_deepcompile.program.printer import format_bytes
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_deepcompile.plan.pass_manager import NO_CHANGE, PassEffect
+from lightning_deepcompile.plan.difference import NO_CHANGE
+from lightning_deepcompile.plan.optimize import PassEffect
 from lightning_deepcompile.program.printer import format_bytes
 
 __all__ = ["PassReport", "Round", "format_passes", "shortage_note", "split_idle"]

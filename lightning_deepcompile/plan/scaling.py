@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Profile
-from lightning_deepcompile.plan.pass_manager import Pass, optimize
+from lightning_deepcompile.plan.optimize import optimize
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.simulate import Prediction
+from lightning_deepcompile.plan.step_pass import Pass
 from lightning_deepcompile.program.printer import format_bytes
 
 __all__ = ["ScalingPoint", "format_scaling", "scaling", "scaling_rows"]

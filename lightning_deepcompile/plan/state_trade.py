@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from lightning_deepcompile.plan.context import NO_LIMIT
 from lightning_deepcompile.plan.costs import Profile
-from lightning_deepcompile.plan.pass_manager import PassEffect
+from lightning_deepcompile.plan.optimize import PassEffect
 from lightning_deepcompile.plan.simulate import arena_bytes, first_gather_bytes, window_bytes
 from lightning_deepcompile.plan.state_copies import LEAST_SLOTS
 from lightning_deepcompile.program.schedule import Schedule

@@ -22,6 +22,7 @@ __all__ = [
     "RELEASES",
     "STATE_COPIES",
     "TABLE",
+    "Count",
     "Operation",
     "Stream",
     "Traits",
@@ -55,6 +56,19 @@ AT_BOUNDARY = 1 << 31
 
 
 @dataclass(frozen=True)
+class Count:
+    """A number by which a change of schedules is described.
+
+    Args:
+        of: What is counted of the instructions.
+        text: What it is the number of.
+    """
+
+    of: Literal["groups", "items", "bytes"]
+    text: str
+
+
+@dataclass(frozen=True)
 class Traits:
     """A row of the table.
 
@@ -70,6 +84,7 @@ class Traits:
         at_boundary: Whether it happens only in the last micro-batch before the optimizer steps.
         in_forward: Whether only forward programs contain it (True) or never (False); None if either may.
         fixed: Whether no schedule may move it.
+        counts: Numbers that it counts in.
     """
 
     op: Operation
@@ -82,6 +97,7 @@ class Traits:
     at_boundary: bool = False
     in_forward: bool | None = None
     fixed: bool = False
+    counts: tuple[Count, ...] = ()
 
     @property
     def exposes(self) -> bool:
@@ -109,6 +125,8 @@ class Traits:
         return tuple(graphs[name] if name in graphs else list(given[name]) for name in self.arguments)
 
 
+_REDUCTIONS = Count("groups", "groups of reductions")
+
 _ROWS = (
     # Launches one group; parameters that are gathered already are not sent again.
     Traits(
@@ -119,6 +137,7 @@ _ROWS = (
         label="gather",
         stream="gather",
         collective="gather",
+        counts=(Count("groups", "groups of gathers"),),
     ),
     # Makes the compute stream wait for gathers, and returns the parameters.
     Traits("wait", ("wait", "parameters"), "wait_allgather_fused", ("graph", "ids"), label="wait", fixed=True),
@@ -141,6 +160,7 @@ _ROWS = (
         collective="release at the boundary",
         at_boundary=True,
         in_forward=False,
+        counts=(Count("items", "parameters kept for the next micro-batch"),),
     ),
     # Launches the reduction of one group of gradients, which the runtime owns from then on.
     Traits(
@@ -151,6 +171,7 @@ _ROWS = (
         label="reduce",
         stream="reduce",
         collective="reduce",
+        counts=(_REDUCTIONS,),
     ),
     # Adds the group to sums of whole gradients, and launches their reduction at the boundary. The time of reduction is
     # a property of a graph in the runtime, so the operator is the same and names another graph.
@@ -163,6 +184,7 @@ _ROWS = (
         stream="reduce",
         collective="reduce at the boundary",
         at_boundary=True,
+        counts=(_REDUCTIONS, Count("items", "gradients reduced at the boundary")),
     ),
     # At the boundary, also reduces held gradients of the graph if no group of it has come.
     Traits(
@@ -205,6 +227,7 @@ _ROWS = (
         label="offload",
         stream="out",
         in_forward=True,
+        counts=(Count("bytes", "activations in host memory"),),
     ),
     Traits(
         "reload",
@@ -226,6 +249,7 @@ _ROWS = (
         stream="states in",
         at_boundary=True,
         in_forward=False,
+        counts=(Count("items", "chunks of optimizer states fetched in backward"),),
     ),
     # Makes the compute stream wait until the states that the optimizer has stepped have left the device.
     Traits("wait_states", ("wait", "states"), "wait_states", ("graph", "ids", "sizes"), label="wait", in_forward=True),

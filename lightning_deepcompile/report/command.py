@@ -10,9 +10,10 @@ from pathlib import Path
 
 from lightning_deepcompile.plan.command_line import fail, read_profile
 from lightning_deepcompile.plan.costs import ProfileError
+from lightning_deepcompile.plan.known_passes import DEFAULT_SCHEDULE, resolve_passes
 from lightning_deepcompile.plan.link_options import add_link_options, rank_counts, with_links
-from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, PassError, resolve_passes
 from lightning_deepcompile.plan.scaling import scaling
+from lightning_deepcompile.plan.step_pass import PassError
 from lightning_deepcompile.report.comparison import compare
 from lightning_deepcompile.report.figures import can_draw
 from lightning_deepcompile.report.page import NO_CHARTS, write_page

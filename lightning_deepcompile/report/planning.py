@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 
-from lightning_deepcompile.plan.pass_manager import BUILTIN_PASSES
+from lightning_deepcompile.plan.known_passes import BUILTIN_PASSES
 from lightning_deepcompile.plan.report import PassReport, Round, split_idle
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.report import figures

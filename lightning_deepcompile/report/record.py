@@ -9,11 +9,12 @@ from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.limits import Limit, limits
 from lightning_deepcompile.plan.measured import MeasuredStep, StepTime
-from lightning_deepcompile.plan.pass_manager import Pass, optimize
+from lightning_deepcompile.plan.optimize import optimize
 from lightning_deepcompile.plan.report import PassReport, Round
 from lightning_deepcompile.plan.scaling import ScalingPoint
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.simulate import Prediction, simulate
+from lightning_deepcompile.plan.step_pass import Pass
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.summary import Summary
 

@@ -33,7 +33,7 @@ from lightning_deepcompile.estimate.estimate import MOST_RANKS, Request, StepEst
 from lightning_deepcompile.options import checked
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.devices import device_named
-from lightning_deepcompile.plan.pass_manager import resolve_passes
+from lightning_deepcompile.plan.known_passes import resolve_passes
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.ranks.exchange import raise_together
 from lightning_deepcompile.ranks.failures import Failures, shorten

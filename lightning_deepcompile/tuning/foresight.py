@@ -18,10 +18,10 @@ from lightning_deepcompile.plan.copy_placement import COPY_AHEAD, resize, withou
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.fit import Kind, MemoryPlan, Move, Need, fit
 from lightning_deepcompile.plan.memory_need import MemoryNeed, Standing, memory_need, would_fit
-from lightning_deepcompile.plan.pass_manager import Pass
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.plan.saved_tensors import PARTS, SavedTensors
 from lightning_deepcompile.plan.simulate import peak_bytes
+from lightning_deepcompile.plan.step_pass import Pass
 from lightning_deepcompile.plan.tracing import Tracing
 from lightning_deepcompile.profile.forecast import arrived_gradients, forecast
 from lightning_deepcompile.profile.holds import hold_ratio

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.plan.copy_placement import resize
 from lightning_deepcompile.plan.costs import Profile, RegionCost
-from lightning_deepcompile.plan.pass_manager import Pass
+from lightning_deepcompile.plan.step_pass import Pass
 from lightning_deepcompile.profile.build import build_profile, leave_room, limit_memory, reconcile
 from lightning_deepcompile.profile.copies import measure_copies
 from lightning_deepcompile.profile.holds import hold_ratio, measure_holds

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, Pass, resolve_passes
+from lightning_deepcompile.plan.known_passes import DEFAULT_SCHEDULE, resolve_passes
+from lightning_deepcompile.plan.step_pass import Pass
 
 __all__ = ["PassEntry", "pass_schedule"]
 

@@ -19,13 +19,15 @@ from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.copy_placement import offload_all
 from lightning_deepcompile.plan.costs import Profile, ProfileError
 from lightning_deepcompile.plan.fit import Need, fit
+from lightning_deepcompile.plan.known_passes import DEFAULT_SCHEDULE, resolve_passes
 from lightning_deepcompile.plan.least import least_budget
 from lightning_deepcompile.plan.limits import limits
 from lightning_deepcompile.plan.measured import MeasuredStep
-from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE, Pass, optimize, resolve_passes
+from lightning_deepcompile.plan.optimize import optimize
 from lightning_deepcompile.plan.plan_file import Batches, Setting
 from lightning_deepcompile.plan.report import PassReport, Round, shortage_note
 from lightning_deepcompile.plan.state_trade import Planned
+from lightning_deepcompile.plan.step_pass import Pass
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.printer import format_bytes

@@ -23,7 +23,7 @@ from tracing import Simulator, capture
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.plan.budget import MemoryBudgetError
 from lightning_deepcompile.plan.copy_placement import CopyPlacement, offload_all
-from lightning_deepcompile.plan.pass_manager import apply_passes
+from lightning_deepcompile.plan.optimize import apply_passes
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.reschedule import reschedule

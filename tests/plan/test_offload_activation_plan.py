@@ -15,11 +15,13 @@ from test_simulate import compute
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.copy_placement import fit_copies, offload_all
 from lightning_deepcompile.plan.costs import Contention, Link, Profile, RegionCost
+from lightning_deepcompile.plan.known_passes import resolve_passes
 from lightning_deepcompile.plan.least import just_in_time
-from lightning_deepcompile.plan.pass_manager import PassError, optimize, resolve_passes, step_pass
+from lightning_deepcompile.plan.optimize import optimize
 from lightning_deepcompile.plan.passes.offload_activation import offload_activation
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.simulate import arena_bytes, simulate
+from lightning_deepcompile.plan.step_pass import PassError, step_pass
 from lightning_deepcompile.program.saved import Saved
 from lightning_deepcompile.program.schedule import Instruction, Schedule, ScheduleError, check_schedule
 
@@ -202,6 +204,6 @@ def test_the_pass_is_among_the_defaults() -> None:
 
 
 def _default_schedule() -> Any:
-    from lightning_deepcompile.plan.pass_manager import DEFAULT_SCHEDULE
+    from lightning_deepcompile.plan.known_passes import DEFAULT_SCHEDULE
 
     return DEFAULT_SCHEDULE

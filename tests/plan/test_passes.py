@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from tracing import Captured, Simulator, capture
 
-from lightning_deepcompile.plan.pass_manager import DEFAULT_PASSES, apply_passes
+from lightning_deepcompile.plan.known_passes import DEFAULT_PASSES
+from lightning_deepcompile.plan.optimize import apply_passes
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.program.functional import functional_program
 from lightning_deepcompile.program.printer import format_program

@@ -16,16 +16,9 @@ from tracing import capture
 
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Contention, Link, Profile, RegionCost
+from lightning_deepcompile.plan.known_passes import BUILTIN_PASSES, resolve_passes
 from lightning_deepcompile.plan.least import just_in_time, least_budget
-from lightning_deepcompile.plan.pass_manager import (
-    BUILTIN_PASSES,
-    Pass,
-    PassError,
-    apply_passes,
-    optimize,
-    resolve_passes,
-    step_pass,
-)
+from lightning_deepcompile.plan.optimize import apply_passes, optimize
 from lightning_deepcompile.plan.passes.fuse import fuse
 from lightning_deepcompile.plan.passes.keep_whole import keep_until_boundary, keep_whole
 from lightning_deepcompile.plan.passes.proactive_prefetch import proactive_prefetch
@@ -33,6 +26,7 @@ from lightning_deepcompile.plan.passes.unshard import unshard
 from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.simulate import simulate
+from lightning_deepcompile.plan.step_pass import Pass, PassError, step_pass
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.reschedule import reschedule
 from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Schedule, ScheduleError, check_schedule

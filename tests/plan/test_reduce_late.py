@@ -27,7 +27,8 @@ from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.plan.arena import ArenaModel
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Contention, Link, Profile
-from lightning_deepcompile.plan.pass_manager import apply_passes, resolve_passes
+from lightning_deepcompile.plan.known_passes import resolve_passes
+from lightning_deepcompile.plan.optimize import apply_passes
 from lightning_deepcompile.plan.passes.reduce_late import place_reductions, reduce_late
 from lightning_deepcompile.plan.plan_file import Setting, write_plan
 from lightning_deepcompile.plan.settings import PlanSettings

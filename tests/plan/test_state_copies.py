@@ -14,7 +14,7 @@ from tracing import capture
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Link, Profile, ProfileError
 from lightning_deepcompile.plan.least import just_in_time
-from lightning_deepcompile.plan.pass_manager import apply_passes
+from lightning_deepcompile.plan.optimize import apply_passes
 from lightning_deepcompile.plan.passes.offload_optimizer import offload_optimizer
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.simulate import simulate

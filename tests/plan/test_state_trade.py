@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.plan.costs import Contention, Link, Profile, RegionCost
-from lightning_deepcompile.plan.pass_manager import PassEffect
+from lightning_deepcompile.plan.optimize import PassEffect
 from lightning_deepcompile.plan.simulate import Prediction
 from lightning_deepcompile.plan.state_trade import Planned, StateMemory, trade_states, with_away
 from lightning_deepcompile.program.schedule import Instruction, Schedule

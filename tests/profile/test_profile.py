@@ -25,12 +25,13 @@ from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.engine.engine import Engine
 from lightning_deepcompile.plan.budget import MemoryBudgetError
 from lightning_deepcompile.plan.costs import Profile
-from lightning_deepcompile.plan.pass_manager import resolve_passes, step_pass
+from lightning_deepcompile.plan.known_passes import resolve_passes
 from lightning_deepcompile.plan.passes.keep_whole import keep_until_boundary
 from lightning_deepcompile.plan.passes.unshard import keep_gathered, unshard_candidates
 from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.plan.plan_file import PLAN_VERSION
 from lightning_deepcompile.plan.simulate import arena_bytes
+from lightning_deepcompile.plan.step_pass import step_pass
 from lightning_deepcompile.tuning.tuner import Tuner
 
 PLANNED = ["zero3", "prefetch", "fuse", "unshard", "keep_whole", "proactive_prefetch"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from tracing import Simulator, capture
 
-from lightning_deepcompile.plan.pass_manager import apply_passes
+from lightning_deepcompile.plan.optimize import apply_passes
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.program.codegen import generate
 from lightning_deepcompile.program.functional import functional_program

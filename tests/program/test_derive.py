@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tracing import Captured, Simulator, capture
 
-from lightning_deepcompile.plan.pass_manager import BUILTIN_PASSES, apply_passes
+from lightning_deepcompile.plan.known_passes import BUILTIN_PASSES
+from lightning_deepcompile.plan.optimize import apply_passes
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.program.derive import derive
 from lightning_deepcompile.program.graph import args_of, is_gather

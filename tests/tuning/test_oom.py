@@ -27,11 +27,11 @@ from torch.nn import functional as F
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.engine.engine import Engine
 from lightning_deepcompile.plan.context import PlanContext
-from lightning_deepcompile.plan.pass_manager import step_pass
 from lightning_deepcompile.plan.passes.keep_whole import keep_until_boundary
 from lightning_deepcompile.plan.passes.unshard import keep_gathered, unshard_candidates
 from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.plan.simulate import simulate
+from lightning_deepcompile.plan.step_pass import step_pass
 from lightning_deepcompile.program.extract import ExtractedRegion
 from lightning_deepcompile.program.lower import RegionCompiler
 from lightning_deepcompile.program.repeatable import is_repeatable

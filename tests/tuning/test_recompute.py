@@ -23,7 +23,7 @@ from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.plan import recompute
 from lightning_deepcompile.plan.budget import MemoryBudgetError
 from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
-from lightning_deepcompile.plan.pass_manager import PassEffect
+from lightning_deepcompile.plan.optimize import PassEffect
 from lightning_deepcompile.plan.recompute import Checkpoint, choose_recompute
 from lightning_deepcompile.plan.simulate import Prediction
 from lightning_deepcompile.plan.state_trade import Planned

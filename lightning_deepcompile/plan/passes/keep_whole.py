@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
-from lightning_deepcompile.plan.choose import Candidate, choose_by_gain
+from lightning_deepcompile.plan.choose import Choice, choose_by_gain
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.passes.unshard import keep_gathered
 from lightning_deepcompile.program.schedule import Instruction, Schedule
@@ -38,16 +39,16 @@ def keep_whole(schedules: list[Schedule], context: PlanContext) -> list[Schedule
     profile = context.require_profile("keep_whole")
     if profile.micro_batches < 2 or not profile.accumulates:
         return list(schedules)
-    return choose_by_gain(schedules, _candidates(schedules), keep_until_boundary, profile, context.budget)
+    return choose_by_gain(schedules, _choices(schedules), profile, context.budget)
 
 
-def _candidates(schedules: list[Schedule]) -> list[Candidate]:
-    """Groups of forward schedules, with the indices of the forward and the backward schedule, in order.
+def _choices(schedules: list[Schedule]) -> list[Choice]:
+    """The groups of forward schedules, in order.
 
     The gathers that open a forward program come first: no compute runs beside them, so they are the least hidden.
     """
     backwards = {s.frame: k for k, s in enumerate(schedules) if s.kind == "backward"}
-    found: list[Candidate] = []
+    found: list[Choice] = []
     seen: set[int] = set()
     for k, schedule in enumerate(schedules):
         if schedule.kind != "forward" or schedule.frame not in backwards:
@@ -56,7 +57,9 @@ def _candidates(schedules: list[Schedule]) -> list[Candidate]:
             group = gather.without(seen)
             seen.update(gather.ids)
             if group.ids:
-                found.append(((k, backwards[schedule.frame]), group))
+                backward = backwards[schedule.frame]
+                keep = functools.partial(keep_until_boundary, forward=k, backward=backward, group=group)
+                found.append((group.bytes, keep))
     return found
 
 

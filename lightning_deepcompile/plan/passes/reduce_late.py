@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from lightning_deepcompile.plan.choose import Candidate, choose_by_gain
+from lightning_deepcompile.plan.choose import choose_by_gain
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Operation, Schedule
 
@@ -46,12 +47,11 @@ def reduce_late(schedules: list[Schedule], context: PlanContext) -> list[Schedul
     profile = context.require_profile("reduce_late", micro_batches=_MICRO_BATCHES)
     if profile.micro_batches < 2 or not profile.accumulates or profile.hold_seconds is None:
         return list(schedules)
-
-    def hold(step: list[Schedule], first: int, second: int, group: Instruction) -> list[Schedule]:
-        return place_reductions(step, "reduce_at_boundary", group.ids)
-
-    # The last reductions of a backward pass are hidden the least.
-    return choose_by_gain(schedules, _candidates(schedules)[::-1], hold, profile, context.budget)
+    choices = [
+        (sum(sizes.values()), functools.partial(place_reductions, op="reduce_at_boundary", ids=sizes.keys()))
+        for sizes in reversed(_groups(schedules))  # the last reductions of a backward pass are hidden the least
+    ]
+    return choose_by_gain(schedules, choices, profile, context.budget)
 
 
 def place_reductions(
@@ -72,16 +72,15 @@ def place_reductions(
     return [schedule.with_instructions(map(placed, schedule.instructions)) for schedule in schedules]
 
 
-def _candidates(schedules: list[Schedule]) -> list[Candidate]:
-    """Groups that every micro-batch reduces, in order; those that share a parameter count as one."""
-    found: list[Candidate] = []
-    for k, schedule in enumerate(schedules):
-        for group in schedule.groups("reduce"):
-            sizes, apart = group.size_of, []
-            for place, other in found:
-                if sizes.keys().isdisjoint(other.ids):
-                    apart.append((place, other))
-                else:
-                    sizes = {**other.size_of, **sizes}
-            found = [*apart, ((k, k), Instruction.group("reduce", sizes))]
+def _groups(schedules: list[Schedule]) -> list[dict[int, int]]:
+    """Bytes by parameter of groups that every micro-batch reduces, in order; those that share a parameter are one."""
+    found: list[dict[int, int]] = []
+    for group in (group for schedule in schedules for group in schedule.groups("reduce")):
+        sizes, apart = group.size_of, []
+        for other in found:
+            if sizes.keys().isdisjoint(other):
+                apart.append(other)
+            else:
+                sizes = {**other, **sizes}
+        found = [*apart, sizes]
     return found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from dataclasses import replace
 
-from lightning_deepcompile.plan.choose import Candidate, choose_by_gain
+from lightning_deepcompile.plan.choose import choose_by_gain
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 
@@ -33,14 +34,14 @@ def unshard(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
         The schedules; ``kept`` of a forward and its backward schedule names the parameters that stay.
     """
     profile = context.require_profile("unshard")
+    choices = [
+        (group.bytes, functools.partial(keep_gathered, forward=forward, backward=backward, ids=group.ids))
+        for (forward, backward), group in reversed(unshard_candidates(schedules))
+    ]
+    return choose_by_gain(schedules, choices, profile, context.budget)
 
-    def keep(step: list[Schedule], forward: int, backward: int, group: Instruction) -> list[Schedule]:
-        return keep_gathered(step, forward, backward, group.ids)
 
-    return choose_by_gain(schedules, unshard_candidates(schedules)[::-1], keep, profile, context.budget)
-
-
-def unshard_candidates(schedules: list[Schedule]) -> list[Candidate]:
+def unshard_candidates(schedules: list[Schedule]) -> list[tuple[tuple[int, int], Instruction]]:
     """Groups that both forward and backward gather, the last first: it is kept for the shortest time.
 
     Args:
@@ -50,7 +51,7 @@ def unshard_candidates(schedules: list[Schedule]) -> list[Candidate]:
         Indices of the forward and the backward schedule, and the part of the forward's group that both gather.
     """
     backwards = {s.frame: k for k, s in enumerate(schedules) if s.kind == "backward"}
-    found: list[Candidate] = []
+    found = []
     for k, schedule in enumerate(schedules):
         if schedule.kind != "forward" or schedule.frame not in backwards:
             continue
