@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, replace
 from typing import Any
 
 from lightning_deepcompile.plan.records import RecordError, kind_of, parse, read_record
@@ -15,6 +15,7 @@ from lightning_deepcompile.program.schedule import Instruction, Schedule, Schedu
 __all__ = [
     "PROFILE_VERSION",
     "REDUCE_WINDOW",
+    "WORST",
     "Contention",
     "Labels",
     "Link",
@@ -31,6 +32,20 @@ REDUCE_WINDOW = 2
 while the next one is computed. Each costs the memory of one block's gradients."""
 
 
+WORST = "worst"
+"""Metadata of a field: the sign with which the largest of the ranks' numbers counts, and the number's type."""
+
+
+def _most(default: Any = MISSING, kind: type | None = None) -> Any:
+    """A field of which the largest of the ranks' numbers counts; of an object's numbers, those that it names."""
+    return field(default=default, metadata={WORST: (1, kind or type(default))})
+
+
+def _least(default: Any = MISSING, kind: type | None = None) -> Any:
+    """The same, of which the smallest counts."""
+    return field(default=default, metadata={WORST: (-1, kind or type(default))})
+
+
 class ProfileError(ValueError):
     """A profile that cannot be read, or does not cover the program that is planned."""
 
@@ -44,8 +59,8 @@ class Link:
         bandwidth: Bytes per second and rank that a ring moves (NCCL's bus bandwidth).
     """
 
-    latency: float
-    bandwidth: float
+    latency: float = _most(kind=float)
+    bandwidth: float = _least(kind=float)
 
     def seconds(self, size: int, world_size: int) -> float:
         """Seconds to gather, or to reduce, `size` bytes (of the whole tensors) over `world_size` ranks."""
@@ -72,10 +87,10 @@ class Contention:
         duplex: Factor on copies to host memory while others come from there, and on those.
     """
 
-    compute: float = 1.0
+    compute: float = _most(1.0)
     communication: float = 1.0
     shared_link: float = 2.0
-    duplex: float = 1.0
+    duplex: float = _most(1.0)
 
 
 @dataclass(frozen=True)
@@ -90,11 +105,11 @@ class RegionCost:
         after: Bytes when it is over, likewise.
     """
 
-    seconds: float
-    host: float = 0.0
-    before: int = 0
-    peak: int = 0
-    after: int = 0
+    seconds: float = _most(kind=float)
+    host: float = _most(0.0)
+    before: int = _most(0)
+    peak: int = _most(0)
+    after: int = _most(0)
 
     def with_less(self, size: int) -> RegionCost:
         """Returns the cost with `size` bytes less allocated around it."""
@@ -190,31 +205,31 @@ class Profile:
     world_size: int
     device_type: str
     schedules: tuple[Schedule, ...]
-    regions: dict[str, RegionCost]
-    gather: Link
-    reduce: Link
-    contention: Contention = field(default_factory=Contention)
-    micro_batches: int = 1
-    accumulates: bool = True
-    optimizer_seconds: float = 0.0
-    launch_seconds: float = 0.0
-    hold_seconds: float | None = None
-    hold_ratio: float = 1.0
-    early_gathers: bool = False
-    head_start: bool = False
-    between_seconds: float = 0.0
+    regions: dict[str, RegionCost] = _most()
+    gather: Link = _least()  # a rank that comes late makes all others wait: the shortest time is the transfer's own
+    reduce: Link = _least()
+    contention: Contention = _most(Contention())
+    micro_batches: int = _most(1)
+    accumulates: bool = _least(True)
+    optimizer_seconds: float = _most(0.0)
+    launch_seconds: float = _most(0.0)
+    hold_seconds: float | None = _most(None, float)
+    hold_ratio: float = _most(1.0)
+    early_gathers: bool = _least(False)
+    head_start: bool = _least(False)
+    between_seconds: float = _least(0.0)
     reduce_window: int = REDUCE_WINDOW
-    budget: int | None = None
-    room: int = 0
-    host_budget: int | None = None
+    budget: int | None = _least(None, int)
+    room: int = _most(0)
+    host_budget: int | None = _least(None, int)
     state_chunks: tuple[int, ...] = ()
     state_share: float = 1.0
     state_slots: int = 3
     states_away: int | None = None
-    copy_out: Link = Link(0.0, 1e12)
-    copy_in: Link = Link(0.0, 1e12)
-    step_seconds: float = 0.0
-    exposed_seconds: float = 0.0
+    copy_out: Link = _most(Link(0.0, 1e12))
+    copy_in: Link = _most(Link(0.0, 1e12))
+    step_seconds: float = _most(0.0)
+    exposed_seconds: float = _most(0.0)
     unexplained_seconds: float = 0.0
     labels: Labels = field(default_factory=Labels)
     resident: Resident = field(default_factory=Resident)

@@ -6,74 +6,60 @@ counts. Ranks with equal frames need not exchange them.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from lightning_deepcompile.plan.costs import Contention, Link, Profile, ProfileError, RegionCost
-from lightning_deepcompile.program.schedule import Schedule
+from lightning_deepcompile.plan.costs import WORST, Profile, ProfileError
 
 __all__ = ["frame_of", "merge_profiles", "numbers_of", "with_numbers"]
-
-_MOST = ("optimizer_seconds", "launch_seconds", "hold_ratio", "step_seconds", "exposed_seconds")
-_MOST_BYTES = ("room", "micro_batches")
-_ALL = ("accumulates", "early_gathers", "head_start")
-_LEAST_BYTES = ("budget", "host_budget")
-_COSTS = tuple(field.name for field in fields(RegionCost))
-_SECONDS = ("seconds", "host")
 
 
 def numbers_of(profile: Profile) -> list[float]:
     """The numbers of one rank's profile, with signs such that the largest over all ranks counts."""
-    regions = [getattr(profile.cost(*key), name) for key in _regions(profile) for name in _COSTS]
-    links: list[float] = []
-    for link in (profile.gather, profile.reduce):
-        # A rank that comes late makes all others wait: the shortest time that any rank measured is the transfer's own.
-        links += [-link.latency, link.bandwidth]
-    for link in (profile.copy_out, profile.copy_in):
-        links += [link.latency, -link.bandwidth]
-    least = [-math.inf if (size := getattr(profile, name)) is None else -size for name in _LEAST_BYTES]
-    return [
-        *regions,
-        *links,
-        profile.contention.compute,
-        profile.contention.duplex,
-        *(getattr(profile, name) for name in (*_MOST, *_MOST_BYTES)),
-        *(-float(getattr(profile, name)) for name in _ALL),
-        *least,
-        -profile.between_seconds,
-        -1.0 if profile.hold_seconds is None else profile.hold_seconds,
-    ]
+    numbers: list[float] = []
+
+    def note(number: float) -> float:
+        numbers.append(number)
+        return number
+
+    _mapped(_in_order(profile), 1, note)
+    return numbers
 
 
 def with_numbers(profile: Profile, numbers: Sequence[float]) -> Profile:
     """Returns the frame of `profile` with other numbers, in the order of `numbers_of`."""
     left = iter(numbers)
-    regions = {}
-    for schedule, region in _regions(profile):
-        cost: dict[str, Any] = {name: next(left) if name in _SECONDS else int(next(left)) for name in _COSTS}
-        regions[f"{schedule.name}/{region}"] = RegionCost(**cost)
-    gather, reduce = (Link(-next(left), next(left)) for _ in range(2))
-    copy_out, copy_in = (Link(next(left), -next(left)) for _ in range(2))
-    contention = Contention(compute=next(left), duplex=next(left))
-    others: dict[str, Any] = {name: next(left) for name in _MOST}
-    others |= {name: int(next(left)) for name in _MOST_BYTES}
-    others |= {name: next(left) < 0 for name in _ALL}
-    others |= {name: None if (size := -next(left)) == math.inf else int(size) for name in _LEAST_BYTES}
-    between, hold = -next(left), next(left)
-    return replace(
-        profile,
-        regions=regions,
-        gather=gather,
-        reduce=reduce,
-        copy_out=copy_out,
-        copy_in=copy_in,
-        contention=contention,
-        between_seconds=between,
-        hold_seconds=None if hold < 0 else hold,
-        **others,
-    )
+    merged: Profile = _mapped(_in_order(profile), 1, lambda _: next(left))
+    return merged
+
+
+def _mapped(record: Any, sign: int, change: Callable[[float], float]) -> Any:
+    """Returns a dataclass with other numbers in the fields that have a worst one."""
+    changed = {}
+    for one in dataclasses.fields(record):
+        if WORST in one.metadata:
+            own, kind = one.metadata[WORST]
+            changed[one.name] = _changed(getattr(record, one.name), sign * own, kind, change)
+    return replace(record, **changed)
+
+
+def _changed(value: Any, sign: int, kind: type, change: Callable[[float], float]) -> Any:
+    if dataclasses.is_dataclass(value):
+        return _mapped(value, sign, change)
+    if isinstance(value, dict):
+        return {key: _mapped(one, sign, change) for key, one in value.items()}
+    number = change(-math.inf if value is None else sign * float(value))
+    return None if number == -math.inf else kind(sign * number)
+
+
+def _in_order(profile: Profile) -> Profile:
+    """Returns the profile with regions in the order of its schedules, which is that of all ranks."""
+    regions = ((schedule, call.region) for schedule in profile.schedules for call in schedule.groups("compute"))
+    costs = {f"{schedule.name}/{region}": profile.cost(schedule, region) for schedule, region in regions}
+    return replace(profile, regions=costs)
 
 
 def frame_of(profile: Profile) -> str:
@@ -101,11 +87,3 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
                 f"{[s.name for s in other.schedules]}, which communicate differently."
             )
     return with_numbers(first, [max(column) for column in zip(*map(numbers_of, profiles), strict=True)])
-
-
-def _regions(profile: Profile) -> list[tuple[Schedule, str]]:
-    return [
-        (schedule, schedule.instructions[position].region)
-        for schedule in profile.schedules
-        for position in schedule.at("compute")
-    ]
