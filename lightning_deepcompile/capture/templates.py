@@ -228,7 +228,7 @@ def _read(
         return Template(forward, outputs)
     reads = _placeholders(backward)
     tangents = tuple(place for place, needed in enumerate(needs_gradient) if needed)
-    saved = [node.name for node in reads if not node.name.startswith("tangents")]
+    saved = [node.name for node in reads if not compat.is_tangent(node)]
     gradients = _outputs(backward)
     if len(reads) - len(saved) != len(tangents) or len(gradients) != inputs:
         raise UnsuitableBlockError("its gradients do not follow its outputs and inputs one by one")

@@ -90,7 +90,10 @@ from lightning_deepcompile.compat.fx import (
     UNSAFE_VIEW,
     OpOverload,
     graph_module,
+    is_inductor_random,
     is_of_forward,
+    is_seed,
+    is_tangent,
     schema_of,
 )
 from lightning_deepcompile.compat.inductor import (
@@ -167,7 +170,10 @@ __all__ = [
     "unrecorded",
     "is_checkpoint",
     "mark_dynamic",
+    "is_inductor_random",
     "is_of_forward",
+    "is_seed",
+    "is_tangent",
     "is_tracing",
     "keeping_graphs",
     "full_tensor",

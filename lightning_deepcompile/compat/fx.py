@@ -12,7 +12,17 @@ from torch import fx, nn
 from torch._ops import OpOverload
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-__all__ = ["GPU_ATTENTION", "UNSAFE_VIEW", "OpOverload", "graph_module", "is_of_forward", "schema_of"]
+__all__ = [
+    "GPU_ATTENTION",
+    "UNSAFE_VIEW",
+    "OpOverload",
+    "graph_module",
+    "is_inductor_random",
+    "is_of_forward",
+    "is_seed",
+    "is_tangent",
+    "schema_of",
+]
 
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 """A view that autograd does not track as one."""
@@ -34,6 +44,21 @@ def schema_of(operator: OpOverload) -> Any:
 def is_of_forward(node: fx.Node) -> bool:
     """Returns whether a node was traced in the forward pass: in a backward graph, such a node is recomputed."""
     return node.meta.get("partitioner_tag") == "is_forward"
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Returns whether a backward graph is handed a gradient there: AOTAutograd itself tells by the name."""
+    return node.op == "placeholder" and "tangents" in node.name
+
+
+def is_inductor_random(operator: OpOverload) -> bool:
+    """Returns whether an operator stands for random numbers since Inductor's passes have run."""
+    return operator._schema.name.startswith("prims::inductor_")
+
+
+def is_seed(node: fx.Node) -> bool:
+    """Returns whether a node reads the seed of one random operator, as Inductor's passes write it."""
+    return isinstance(node.target, OpOverload) and node.target._schema.name == "prims::inductor_lookup_seed"
 
 
 def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:

@@ -101,9 +101,9 @@ def is_random(node: fx.Node) -> bool:
     """Returns whether `node` draws random numbers."""
     if node.op != "call_function" or not isinstance(node.target, compat.OpOverload):
         return False
-    schema = compat.schema_of(node.target)
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return schema.name.startswith("prims::inductor_")  # Inductor's replacements for random operators
+        return compat.is_inductor_random(node.target)
+    schema = compat.schema_of(node.target)
     arguments = {argument.name: argument.default_value for argument in schema.arguments}
     arguments |= {a.name: value for a, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
     return arguments.get("dropout_p") != 0.0  # attention is tagged as random even without dropout

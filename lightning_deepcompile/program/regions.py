@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from lightning_deepcompile import compat
 from lightning_deepcompile.program.graph import (
     args_of,
     is_compute,
@@ -35,7 +36,6 @@ __all__ = ["Region", "cut_regions"]
 # layers would be alive at once.
 _MAX_SHARED_BY_TWO = 1 << 20
 _MAX_SHARED_BY_MANY = 128 << 20
-_LOOKUP_SEED = "inductor_lookup_seed"
 _CAST = torch.ops.prims.convert_element_type.default
 _ATEN = torch.ops.aten
 # Element-wise operators, which are fused into their readers.
@@ -241,7 +241,7 @@ def _shared_by_regions(pieces: list[list[fx.Node]], label_of: Mapping[fx.Node, s
         if node in wanted:
             continue
         readers = {region_of[user] for user in node.users if user in region_of} - {region_of[node]}
-        is_seed = _LOOKUP_SEED in str(node.target)
+        is_seed = compat.is_seed(node)
         if not readers and not is_seed:
             continue
         others = set().union(*(blocks_of[k] for k in readers)) - blocks_of[region_of[node]]
@@ -269,7 +269,7 @@ def _with_sources(node: fx.Node, among: set[fx.Node]) -> set[fx.Node]:
 def _is_free(source: fx.Node, independent: set[fx.Node]) -> bool:
     """Returns whether `source` exists before the first region: no parameter, no gradient, nor computed from one."""
     if source.op == "placeholder":
-        return "tangents" not in source.name
+        return not compat.is_tangent(source)
     return source.op == "get_attr" or source in independent or (is_scalar(source) and not is_compute(source))
 
 
