@@ -15,6 +15,7 @@ from typing import Any
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.offload.residency import Residency
+from lightning_deepcompile.plan.costs import FirstGathers
 from lightning_deepcompile.ranks.exchange import Asked
 from lightning_deepcompile.ranks.host_report import HostReport, HostReports
 from lightning_deepcompile.ranks.meetings import Meetings, RanksDivergedError, Where
@@ -102,7 +103,7 @@ class Timeline:
         anew = False
         if name == TRAINING:
             self.stops()  # keeps the answers of the step before
-            launched = {"early_gathers": self.prefetch.early, "head_start": self.prefetch.in_optimizer}
+            launched = FirstGathers(self.prefetch.early, self.prefetch.in_optimizer)
             anew = self.tuner.begin_micro_batch(launched)  # before all that depends on the programs, which it may swap
             if (replays := self.capture.replays) is not None:
                 replays.begin_step(self.tuner.settled)  # before the hosts are asked

@@ -17,15 +17,17 @@ __all__ = [
     "REDUCE_WINDOW",
     "WORST",
     "Contention",
+    "FirstGathers",
     "Labels",
     "Link",
     "Profile",
     "ProfileError",
     "RegionCost",
     "Resident",
+    "StatesInHost",
 ]
 
-PROFILE_VERSION = 3
+PROFILE_VERSION = 4
 
 REDUCE_WINDOW = 2
 """Groups of full gradients that may be on their way to their shards before compute waits for the oldest: one travels
@@ -156,6 +158,40 @@ class Resident:
 
 
 @dataclass(frozen=True)
+class FirstGathers:
+    """When the gathers that open a step are launched.
+
+    Args:
+        early: Whether when the optimizer has stepped.
+        in_optimizer: Whether while the optimizer steps, once it has stepped on their inputs.
+        between_seconds: From the end of the optimizer's step to the next step, while the trainer is busy.
+    """
+
+    early: bool = _least(False)
+    in_optimizer: bool = _least(False)
+    between_seconds: float = _least(0.0)
+
+
+@dataclass(frozen=True)
+class StatesInHost:
+    """Optimizer states that wait in host memory.
+
+    Args:
+        chunks: Bytes of each chunk of them, which steps by itself. Then `Profile.optimizer_seconds` is without their
+            copies, which are simulated.
+        share: The share of that time that the chunks take.
+        slots: Chunks that may be on the device while the optimizer steps.
+        away: Bytes of them that `Profile.regions` and `Profile.host_budget` expect there; None as measured: those that
+            were there, but a host that computes has counted activations alone.
+    """
+
+    chunks: tuple[int, ...] = ()
+    share: float = 1.0
+    slots: int = 3
+    away: int | None = None
+
+
+@dataclass(frozen=True)
 class Profile:
     """A measured training step.
 
@@ -175,19 +211,12 @@ class Profile:
         hold_seconds: The time in which compute adds a byte of a whole gradient to a sum that is reduced with the last
             micro-batch; None if that is not known.
         hold_ratio: Bytes of such a sum per byte of the gradient: a sum has the parameter's dtype.
-        early_gathers: Whether the gathers that open a step are launched when the optimizer has stepped.
-        head_start: Whether they are launched while the optimizer steps, once it has stepped on their inputs.
-        between_seconds: From the end of the optimizer's step to the next step, while the trainer is busy.
+        first_gathers: When the gathers that open a step are launched.
         reduce_window: Groups of gradients that may be on their way before compute waits for the oldest.
         budget: Bytes that may be allocated; None if there is no limit.
         room: Bytes that were taken off the budget for larger batches; they are no reason to offload anything.
         host_budget: Bytes of host memory for saved tensors; None if there is no limit.
-        state_chunks: Bytes of each chunk of optimizer states that waits in host memory and steps by itself. Then
-            `optimizer_seconds` is without their copies, which are simulated.
-        state_share: The share of that time that the chunks take.
-        state_slots: Chunks that may be on the device while the optimizer steps.
-        states_away: Bytes of optimizer states that `regions` and `host_budget` expect in host memory; None as measured:
-            those that were there, but a host that computes has counted activations alone.
+        states: Optimizer states that wait in host memory.
         copy_out: Model of copies to host memory.
         copy_in: Model of copies from host memory.
         step_seconds: Duration of ordinary steps before this profile was taken; 0 if unknown.
@@ -215,17 +244,12 @@ class Profile:
     launch_seconds: float = _most(0.0)
     hold_seconds: float | None = _most(None, float)
     hold_ratio: float = _most(1.0)
-    early_gathers: bool = _least(False)
-    head_start: bool = _least(False)
-    between_seconds: float = _least(0.0)
+    first_gathers: FirstGathers = _most(FirstGathers())
     reduce_window: int = REDUCE_WINDOW
     budget: int | None = _least(None, int)
     room: int = _most(0)
     host_budget: int | None = _least(None, int)
-    state_chunks: tuple[int, ...] = ()
-    state_share: float = 1.0
-    state_slots: int = 3
-    states_away: int | None = None
+    states: StatesInHost = StatesInHost()
     copy_out: Link = _most(Link(0.0, 1e12))
     copy_in: Link = _most(Link(0.0, 1e12))
     step_seconds: float = _most(0.0)
@@ -314,7 +338,7 @@ class Profile:
         less = 0 if self.host_computes else self.resident.total - resident.total
         changes: dict[str, Any] = {
             "optimizer_seconds": optimizer,
-            "state_chunks": tuple(map(shrunk, self.state_chunks)),
+            "states": replace(self.states, chunks=tuple(map(shrunk, self.states.chunks))),
             "resident": resident,
             "hosted": {ds_id: shrunk(size) for ds_id, size in self.hosted.items()},
             "regions": {key: cost.with_less(less) for key, cost in self.regions.items()},
@@ -402,18 +426,21 @@ class Profile:
             raise ProfileError(f"The profile's world_size is {self.world_size!r}; expected a positive integer.")
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
             raise ProfileError(f"The profile's micro_batches is {self.micro_batches!r}; expected a positive integer.")
-        for name in ("optimizer_seconds", "launch_seconds", "between_seconds", "step_seconds", "exposed_seconds"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ProfileError(f"The profile's {name} is {getattr(self, name)!r}; expected seconds, at least 0.")
+        names = ("optimizer_seconds", "launch_seconds", "step_seconds", "exposed_seconds")
+        seconds = {name: getattr(self, name) for name in names}
+        for name, value in (*seconds.items(), ("between_seconds", self.first_gathers.between_seconds)):
+            if not 0 <= value < math.inf:
+                raise ProfileError(f"The profile's {name} is {value!r}; expected seconds, at least 0.")
         for name in ("gather", "reduce", "copy_out", "copy_in"):
             link = getattr(self, name)
             if not (link.bandwidth > 0 and 0 <= link.latency < math.inf):
                 raise ProfileError(f"The profile's model of {name} is {link}: bandwidth must be positive.")
         if min(asdict(self.contention).values()) < 1:
             raise ProfileError(f"The profile's {self.contention} has a factor below 1.")
-        if min(self.state_chunks, default=0) < 0 or self.state_slots < 1 or not 0 <= self.state_share <= 1:
+        states = self.states
+        if min(states.chunks, default=0) < 0 or states.slots < 1 or not 0 <= states.share <= 1:
             raise ProfileError(
-                f"The profile's states are {self.state_chunks}, in {self.state_slots} slots, for {self.state_share} of "
+                f"The profile's states are {states.chunks}, in {states.slots} slots, for {states.share} of "
                 "the optimizer's time: none can be negative, and there is a slot at least."
             )
         for key, cost in self.regions.items():

@@ -308,7 +308,7 @@ class _Simulation:
         last_backward = max((k for k, s in enumerate(schedules) if s.kind == "backward"), default=len(schedules) - 1)
         self._expect_gradients(schedules)
         self._states.begin(schedules, self._add)
-        if self._profile.early_gathers and schedules and schedules[0].kind == "forward":
+        if self._profile.first_gathers.early and schedules and schedules[0].kind == "forward":
             self._begin_step(schedules)
         costs = [
             [self._profile.cost(schedule, one.region) if one.region else None for one in schedule.instructions]
@@ -342,8 +342,8 @@ class _Simulation:
     def _begin_step(self, schedules: Sequence[Schedule]) -> None:
         """Adds the launches at the end of the previous step, and the time until this one begins."""
         self.launch_first_gathers(schedules[0], _left(schedules[-1], self._profile))
-        seconds = self._profile.between_seconds
-        if self._profile.head_start:
+        seconds = self._profile.first_gathers.between_seconds
+        if self._profile.first_gathers.in_optimizer:
             seconds += self._profile.optimizer_seconds * (1 - first_gathers_part(schedules[0]))
         self._begin = self._add("trainer", seconds, [], "between steps")
         self._barrier.append(self._begin)

@@ -56,7 +56,7 @@ class StateCopyModel:
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._sizes = profile.state_chunks
+        self._sizes = profile.states.chunks
         self._leaving: dict[int, int] = {}  # copies out of the step before, of chunks that take memory
         self._coming: dict[int, int] = {}  # copies in
         self._left: dict[int, int] = {}  # all of them: a host buffer holds what left before it is read
@@ -74,8 +74,8 @@ class StateCopyModel:
         """
         self._add = add
         ahead = {k for s in schedules for copy in s.groups("reload_states") for k in copy.ids}
-        self._ring = round_slots(self._profile.state_slots, len(ahead))
-        for k in still_there(len(self._sizes), ahead, self._profile.state_slots):
+        self._ring = round_slots(self._profile.states.slots, len(ahead))
+        for k in still_there(len(self._sizes), ahead, self._profile.states.slots):
             self._leaving[k] = add("states out", self._profile.copy_out.copy_seconds(self._sizes[k]), [], "states")
         self._left = dict(self._leaving)
         # Where nothing waits for them, torch's allocator takes their memory back by and by.
@@ -109,7 +109,7 @@ class StateCopyModel:
         """
         total = self._profile.optimizer_seconds
         away = sum(self._sizes)
-        share = self._profile.state_share if away else 0.0
+        share = self._profile.states.share if away else 0.0
         yield total * (1 - share), []
         for k, size in enumerate(self._sizes):
             if k not in self._coming:

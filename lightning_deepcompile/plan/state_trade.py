@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_deepcompile.plan.context import NO_LIMIT
-from lightning_deepcompile.plan.costs import Profile
+from lightning_deepcompile.plan.costs import Profile, StatesInHost
 from lightning_deepcompile.plan.optimize import PassEffect
 from lightning_deepcompile.plan.simulate import arena_bytes, first_gather_bytes, window_bytes
 from lightning_deepcompile.plan.state_copies import LEAST_SLOTS
@@ -120,28 +120,25 @@ def with_away(profile: Profile, states: StateMemory, away: int, slots: int = LEA
         away: Bytes of states in host memory.
         slots: Chunks of them that may be on the device while the optimizer steps.
     """
-    counted = profile.states_away is not None or not profile.host_computes
-    before = states.away if profile.states_away is None else profile.states_away
+    counted = profile.states.away is not None or not profile.host_computes
+    before = states.away if profile.states.away is None else profile.states.away
     moved = away - before
     more = -moved if counted else states.stepping + states.total - away
     regions = {
         key: replace(cost, **{name: max(getattr(cost, name) + more, 0) for name in ("before", "peak", "after")})
         for key, cost in profile.regions.items()
     }
-    seconds = profile.optimizer_seconds - (0.0 if profile.state_chunks else _travel(profile, before))
+    seconds = profile.optimizer_seconds - (0.0 if profile.states.chunks else _travel(profile, before))
     chunks = () if profile.host_computes else states.chunks(away)
     if not chunks:
         seconds += _travel(profile, away)
-    host = profile.host_budget
+    host, first = profile.host_budget, profile.first_gathers
     return replace(
         profile,
         regions=regions,
         optimizer_seconds=max(seconds, 0.0),
-        state_chunks=chunks,
-        state_share=away / max(states.total, 1),
-        head_start=profile.head_start and away == 0,
-        state_slots=slots,
-        states_away=away,
+        states=StatesInHost(chunks, away / max(states.total, 1), slots, away),
+        first_gathers=replace(first, in_optimizer=first.in_optimizer and away == 0),
         host_budget=None if host is None else max(host - moved, 0),
     )
 

@@ -198,7 +198,7 @@ def _host(record: StepRecord) -> str:
             tensors = sum(len(i.ids) for i in away)
             rows.append((f"activations of {schedule.name}", format_count(tensors, "tensor"),
                          format_bytes(sum(i.bytes for i in away)), "from forward to backward"))  # fmt: skip
-    chunks = () if record.profile is None else record.profile.state_chunks
+    chunks = () if record.profile is None else record.profile.states.chunks
     if chunks:
         reason = "" if record.summary is None else record.summary.offload_reason
         rows.append(("optimizer states", format_count(len(chunks), "chunk"), format_bytes(sum(chunks)),

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.plan.copy_placement import resize
-from lightning_deepcompile.plan.costs import Profile, RegionCost
+from lightning_deepcompile.plan.costs import FirstGathers, Profile, RegionCost
 from lightning_deepcompile.plan.step_pass import Pass
 from lightning_deepcompile.profile.build import build_profile, leave_room, limit_memory, reconcile
 from lightning_deepcompile.profile.copies import measure_copies
@@ -291,7 +291,7 @@ class Measurement:
         passes: Sequence[Pass],
         *,
         step_seconds: float,
-        launched: Mapping[str, bool],
+        launched: FirstGathers,
         window_from: int,
         budget: int,
         host_room: Callable[[], int] | None,
@@ -305,7 +305,7 @@ class Measurement:
             device: Where they ran.
             passes: What planning uses.
             step_seconds: Duration of an ordinary step.
-            launched: When a step's first gathers are launched, as fields of a `Profile`.
+            launched: When a step's first gathers are launched.
             window_from: Bytes of the smallest group of parameters that is gathered to a window.
             budget: Bytes that may be allocated.
             host_room: Bytes of host memory that saved tensors may take; None where none may leave.
@@ -339,10 +339,8 @@ class Measurement:
         )
         if self._varied or larger:
             profile = replace(profile, regions=self._of_all_steps(profile, programs, now))
-        early, in_optimizer = (launched.get(name, False) for name in ("early_gathers", "head_start"))
-        profile = replace(
-            profile, early_gathers=early, head_start=in_optimizer, between_seconds=min(between, default=0.0)
-        )
+        launched = replace(launched, between_seconds=min(between, default=0.0))
+        profile = replace(profile, first_gathers=launched)
         if capture.scheduling.settings.reduce == "auto" and profile.micro_batches > 1 and profile.hold_seconds is None:
             profile = replace(profile, hold_seconds=measure_holds(model.gradient_dtypes, device))
         if config.memory_budget is None:

@@ -17,7 +17,7 @@ from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.plan.admit import admitted
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.copy_placement import offload_all
-from lightning_deepcompile.plan.costs import Profile, ProfileError
+from lightning_deepcompile.plan.costs import FirstGathers, Profile, ProfileError
 from lightning_deepcompile.plan.fit import Need, fit
 from lightning_deepcompile.plan.known_passes import DEFAULT_SCHEDULE, resolve_passes
 from lightning_deepcompile.plan.least import least_budget
@@ -135,7 +135,7 @@ class Tuner:
         self._passes: tuple[Pass, ...] = self._entries[-1][1] if self._entries else ()
         self._host_room = host_room if leaving.mode == "all" or config.memory_budget else None
         self._leaving, self._room_if_needed = leaving, host_room
-        self._launched: dict[str, bool] = {}
+        self._launched = FirstGathers()
         self._retraces = False  # whether the training step is to be retraced
         self.rounds: list[Round] = []
         self.profile: Profile | None = None
@@ -161,11 +161,11 @@ class Tuner:
 
     # What the engine calls --------------------------------------------------------------------------------------------
 
-    def begin_micro_batch(self, launched: dict[str, bool]) -> bool:
+    def begin_micro_batch(self, launched: FirstGathers) -> bool:
         """Call before a training step's forward pass, on all ranks.
 
         Args:
-            launched: When the last step's first gathers were launched, as fields of a `Profile`.
+            launched: When the last step's first gathers were launched.
 
         Returns:
             Whether the training step is to be retraced.

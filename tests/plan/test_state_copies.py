@@ -12,7 +12,7 @@ from test_simulate import compute, profile, schedule
 from tracing import capture
 
 from lightning_deepcompile.plan.context import PlanContext
-from lightning_deepcompile.plan.costs import Link, Profile, ProfileError
+from lightning_deepcompile.plan.costs import Link, Profile, ProfileError, StatesInHost
 from lightning_deepcompile.plan.least import just_in_time
 from lightning_deepcompile.plan.optimize import apply_passes
 from lightning_deepcompile.plan.passes.offload_optimizer import offload_optimizer
@@ -43,11 +43,11 @@ def step(forward: dict[int, Instruction], backward: dict[int, Instruction]) -> l
     ]
 
 
-def measured(**fields: Any) -> Profile:
+def measured(chunks: tuple[int, ...] = CHUNKS, share: float = 0.5, slots: int = 3, **fields: Any) -> Profile:
     """Regions take 1 s and 30 bytes; the optimizer 2 s, half of it for chunks that come in 1 s and leave in 0.5 s."""
     links = {"copy_in": Link(0.0, 10.0), "copy_out": Link(0.0, 20.0)}
-    states = {"state_chunks": CHUNKS, "state_share": 0.5, "state_slots": 3}
-    return profile(step({}, {}), optimizer_seconds=2.0, **{**links, **states, **fields})
+    states = StatesInHost(chunks, share, slots)
+    return profile(step({}, {}), optimizer_seconds=2.0, states=states, **{**links, **fields})
 
 
 @pytest.mark.parametrize(
@@ -59,16 +59,16 @@ def measured(**fields: Any) -> Profile:
         # Those of the step before leave until 6 s.
         ({}, {}, {"copy_out": Link(0.0, 5.0)}, 12.5),
         # Half of them come while backward runs; the third arrives at 9 s, and the fourth at 10 s.
-        ({}, {0: reload(0, 1)}, {"state_slots": 5}, 10.25),
+        ({}, {0: reload(0, 1)}, {"slots": 5}, 10.25),
         # All of them do.
-        ({}, {0: reload(0, 1, 2, 3)}, {"state_slots": 4}, 10.0),
+        ({}, {0: reload(0, 1, 2, 3)}, {"slots": 4}, 10.0),
         # They may come a second later, as the optimizer steps on the others first; then the last is late.
-        ({}, {1: reload(0, 1, 2, 3)}, {"state_slots": 4}, 10.0),
-        ({}, {2: reload(0, 1, 2, 3)}, {"state_slots": 4}, 10.25),
+        ({}, {1: reload(0, 1, 2, 3)}, {"slots": 4}, 10.0),
+        ({}, {2: reload(0, 1, 2, 3)}, {"slots": 4}, 10.25),
         # Only in the last of two micro-batches: 16 s and the optimizer.
-        ({}, {0: reload(0, 1, 2, 3)}, {"state_slots": 4, "micro_batches": 2}, 18.0),
+        ({}, {0: reload(0, 1, 2, 3)}, {"slots": 4, "micro_batches": 2}, 18.0),
         # Compute waits half a second for the first, and finds the second gone.
-        ({0: left(0), 1: left(1)}, {0: reload(0, 1, 2, 3)}, {"state_slots": 4}, 10.5),
+        ({0: left(0), 1: left(1)}, {0: reload(0, 1, 2, 3)}, {"slots": 4}, 10.5),
     ],
 )
 def test_steps_worked_out_by_hand(
@@ -82,7 +82,7 @@ def test_steps_worked_out_by_hand(
 
 def test_states_take_memory_until_forward_has_waited_and_from_when_they_come() -> None:
     schedules = step({1: left(0), 2: left(1, 2, 3)}, {3: reload(0), 1: reload(1)})
-    points = simulate(schedules, measured(state_slots=4)).memory
+    points = simulate(schedules, measured(slots=4)).memory
     computes = [p for p in points if schedules[p.schedule].instructions[p.instruction].op == "compute"]
     assert [p.bytes for p in computes] == [70, 60, 30, 30, 30, 40, 40, 50]
     # What no program waits for is given back by torch's allocator, as it leaves.
@@ -128,21 +128,21 @@ def planned(start: list[Schedule], **fields: Any) -> tuple[list[Schedule], float
 
 
 def test_states_come_just_in_time_and_are_waited_for_when_they_have_left() -> None:
-    (forward, backward), seconds, peak = planned(step({}, {}), state_slots=4)
+    (forward, backward), seconds, peak = planned(step({}, {}), slots=4)
     assert seconds == pytest.approx(10.0) and peak == 70
     assert places(backward, "reload_states") == {0: 0, 1: 1, 2: 2, 3: 3}
     assert places(forward, "wait_states") == {0: 1, 1: 1, 2: 2, 3: 2}
     # What an earlier plan did is forgotten.
-    assert planned([forward, backward], state_slots=4)[0] == [forward, backward]
+    assert planned([forward, backward], slots=4)[0] == [forward, backward]
     # The device holds four while the optimizer steps: three of them go round.
-    (_, backward), seconds, _ = planned(step({}, {}), state_slots=4, state_chunks=(10,) * 5)
+    (_, backward), seconds, _ = planned(step({}, {}), slots=4, chunks=(10,) * 5)
     assert places(backward, "reload_states") == {0: 3}
     # Nothing waits in host memory.
-    assert planned([forward, backward], state_chunks=())[0] == step({}, {})
+    assert planned([forward, backward], chunks=())[0] == step({}, {})
 
 
 def test_states_come_later_and_are_waited_for_sooner_where_memory_is_short() -> None:
-    (forward, backward), seconds, peak = planned(step({}, {}), state_slots=4, budget=50)
+    (forward, backward), seconds, peak = planned(step({}, {}), slots=4, budget=50)
     assert peak <= 50
     assert places(backward, "reload_states") == {0: 0, 1: 1}  # two fit beside backward
     assert places(forward, "wait_states") == {0: 0, 1: 0, 2: 2, 3: 2}
@@ -158,13 +158,13 @@ def test_chunks_and_slots_of_states() -> None:
     assert states.slots(25, 480) == 3 and states.slots(10, 480) == 1 and states.slots(0, 0) == 3
     assert states.while_stepping(0) == 47 and states.while_stepping(37) == 10 + 32
     assert states.while_stepping(37, 4) == 10 + 42 and replace(states, chunk=0).while_stepping(37) == 15
-    before = measured(state_chunks=(), state_share=1.0)
+    before = measured(chunks=(), share=1.0)
     after = with_away(before, states, 25, slots=4)
-    assert (after.state_chunks, after.state_slots, after.optimizer_seconds) == ((10, 10, 10), 4, 2.0)
-    assert after.state_share == pytest.approx(25 / 37)
-    assert after.for_ranks(4).state_chunks == (5, 5, 5) and Profile.from_json(after.to_json()) == after
+    assert (after.states.chunks, after.states.slots, after.optimizer_seconds) == ((10, 10, 10), 4, 2.0)
+    assert after.states.share == pytest.approx(25 / 37)
+    assert after.for_ranks(4).states.chunks == (5, 5, 5) and Profile.from_json(after.to_json()) == after
     with pytest.raises(ProfileError, match="a slot at least"):
-        replace(after, state_slots=0).check()
+        replace(after, states=replace(after.states, slots=0)).check()
     # A host that computes copies in between.
     host = with_away(replace(before, device_type="cpu"), states, 25)
-    assert host.state_chunks == () and host.optimizer_seconds == pytest.approx(2 + 25 / 10 + 25 / 20)
+    assert host.states.chunks == () and host.optimizer_seconds == pytest.approx(2 + 25 / 10 + 25 / 20)

@@ -17,7 +17,7 @@ from test_offload_states import CASES, ROWS, WORLD, Model
 from torch.utils.data import DataLoader
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
-from lightning_deepcompile.plan.costs import Contention, Link, Profile, RegionCost
+from lightning_deepcompile.plan.costs import Contention, Link, Profile, RegionCost, StatesInHost
 from lightning_deepcompile.plan.optimize import PassEffect
 from lightning_deepcompile.plan.simulate import Prediction
 from lightning_deepcompile.plan.state_trade import Planned, StateMemory, trade_states, with_away
@@ -118,10 +118,10 @@ def test_states_come_back_as_far_as_the_step_in_which_they_do_has_memory(budget:
     assert [mixed.while_stepping(60, slots) for slots in (0, 1, 2, 3)] == [10, 40, 50, 60]
 
     def planned(profile: Profile) -> Planned:  # the fewer are away, the faster
-        seconds = 7.0 + sum(profile.state_chunks)
+        seconds = 7.0 + sum(profile.states.chunks)
         return [], [PassEffect("stub", "", Prediction(seconds, 0.0, 0.0, 0.0, 0.0, 5, (), ()))]
 
-    profile = replace(PROFILE, budget=budget, state_chunks=states.chunks(100), states_away=100)
+    profile = replace(PROFILE, budget=budget, states=StatesInHost(states.chunks(100), away=100))
     now, best = trade_states(profile, states, planned)
     assert (now.away, best.away) == (100, away)
 

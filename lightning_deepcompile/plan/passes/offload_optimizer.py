@@ -49,7 +49,7 @@ def offload_optimizer(schedules: list[Schedule], context: PlanContext) -> list[S
     start = [s.with_instructions(i for i in s.instructions if i.op not in STATE_COPIES) for s in schedules]
     forward = next((k for k, s in enumerate(start) if s.kind == "forward"), None)
     backward = next((k for k in reversed(range(len(start))) if start[k].kind == "backward"), None)
-    if not profile.state_chunks or forward is None or backward is None:
+    if not profile.states.chunks or forward is None or backward is None:
         return start
     limit = context.whole_budget
     rows = memory_bytes(start, profile)
@@ -66,8 +66,8 @@ def offload_optimizer(schedules: list[Schedule], context: PlanContext) -> list[S
 
 def _fetches(schedule: Schedule, memory: Sequence[int], profile: Profile, limit: int, margin: float) -> dict[int, int]:
     """The places before which copies of the first chunks to the device start, by chunk."""
-    sizes, clock = profile.state_chunks, profile.clock(schedule)
-    fitting = len(sizes) if len(sizes) <= profile.state_slots else max(profile.state_slots - LEAST_SLOTS, 0)
+    sizes, clock = profile.states.chunks, profile.clock(schedule)
+    fitting = len(sizes) if len(sizes) <= profile.states.slots else max(profile.states.slots - LEAST_SLOTS, 0)
     most = [*memory, *memory[-1:]]  # bytes from each place to the end
     for place in reversed(range(len(memory))):
         most[place] = max(memory[place], most[place + 1])
@@ -89,8 +89,8 @@ def _waits(
     schedule: Schedule, memory: Sequence[int], profile: Profile, limit: int, margin: float, fetched: int
 ) -> dict[int, int]:
     """The places before which forward waits for copies to the host, by chunk, if `fetched` chunks are fetched early."""
-    sizes, clock = profile.state_chunks, profile.clock(schedule)
-    leaving = still_there(len(sizes), range(fetched), profile.state_slots)
+    sizes, clock = profile.states.chunks, profile.clock(schedule)
+    leaving = still_there(len(sizes), range(fetched), profile.states.slots)
     present = sum(sizes[k] for k in leaving)
     places: dict[int, int] = {}
     done = 0.0
@@ -111,6 +111,6 @@ def _written(schedule: Schedule, op: Operation, places: Mapping[int, int], profi
     result: list[Instruction] = []
     for place in range(len(schedule.instructions) + 1):
         if place in at:
-            result.append(Instruction(op, tuple(at[place]), tuple(profile.state_chunks[k] for k in at[place])))
+            result.append(Instruction(op, tuple(at[place]), tuple(profile.states.chunks[k] for k in at[place])))
         result.extend(schedule.instructions[place : place + 1])
     return schedule.with_instructions(result)

@@ -74,7 +74,7 @@ def _placements(schedule: Schedule, profile: Profile) -> Iterator[Schedule]:
     for margin in MARGINS:
         yield placement.at(_latest(placement, profile, margin))
     needs = [group.need for group in placement.groups]
-    if profile.head_start and schedule.kind == "forward":
+    if profile.first_gathers.in_optimizer and schedule.kind == "forward":
         latest = _latest(placement, profile, 1.0)
         for count in _AHEAD:
             yield placement.at([0 if k < count else max(p, needs[0] + 1) for k, p in enumerate(latest)])
