@@ -42,7 +42,7 @@ def assert_trains_alike(
     engine.attach_optimizer(optimizer)
     for step, parts in enumerate(steps):
         expected = sum(reference.training_step(part) for part in parts) / world
-        engine.drop_stale_gradients()
+        engine.timeline.drop_stale_gradients()
         actual = engine.run_step("training_step", parts[rank])
         optimizer.zero_grad()
         expected_optimizer.zero_grad()

@@ -124,7 +124,7 @@ frame0.forward [lower -> zero3 -> prefetch]: 5 regions, 3 distinct
 
 def test_programs_read_as_they_run(mesh: DeviceMesh) -> None:
     engine = make_engine(mesh, memory_budget=1 << 40)  # without one, a rank alone cuts nothing
-    engine.replan(PlanSettings(prefetch_blocks=1))
+    engine.capture.scheduling.replan(PlanSettings(prefetch_blocks=1))
     one_step(engine, TOKENS, sgd(engine))
     programs = engine.programs()
     assert re.sub(r"\d+ ops", "N ops", programs["frame0.forward"]) == FORWARD
@@ -162,7 +162,7 @@ def test_nothing_is_cut_where_nothing_moves(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("ahead", [0, 1, 2, 9])
 def test_launches_stay_within_the_distance(mesh: DeviceMesh, ahead: int) -> None:
     engine = make_engine(mesh, memory_budget=1 << 40)
-    engine.replan(PlanSettings(prefetch_blocks=ahead))
+    engine.capture.scheduling.replan(PlanSettings(prefetch_blocks=ahead))
     one_step(engine, TOKENS, sgd(engine))
     for text in engine.programs().values():
         alive, most, waited = set(), 0, set()
@@ -191,7 +191,7 @@ def test_swapping_schedules_changes_nothing_but_the_schedule(mesh: DeviceMesh) -
         losses[swap] = [one_step(engine, TOKENS, optimizer) for _ in range(2)]
         compiled, graphs, before = engine.capture.regions.compiled, len(engine.capture.frames.all), engine.programs()
         if swap:
-            engine.replan(PlanSettings(prefetch_blocks=0, keep_last_block=False))
+            engine.capture.scheduling.replan(PlanSettings(prefetch_blocks=0, keep_last_block=False))
             assert engine.programs() != before
         losses[swap] += [one_step(engine, TOKENS, optimizer) for _ in range(2)]
         assert (engine.capture.regions.compiled, len(engine.capture.frames.all)) == (compiled, graphs)
@@ -269,7 +269,7 @@ def test_a_gradient_that_someone_keeps_keeps_its_values(mesh: DeviceMesh) -> Non
     kept = engine.module.head.weight.grad
     value = kept.full_tensor().clone()
     for _ in range(2):
-        engine.drop_stale_gradients()
+        engine.timeline.drop_stale_gradients()
         one_step(engine, TOKENS.flip(1), optimizer)
     assert torch.equal(kept.full_tensor(), value)
     assert not torch.equal(engine.module.head.weight.grad.full_tensor(), value)

@@ -25,7 +25,6 @@ from lightning_deepcompile.offload.chunks import Parts
 from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.plan.costs import Profile, Resident
 from lightning_deepcompile.plan.report import Round
-from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.profile.labels import labels_of
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import LOCAL_ID
@@ -36,7 +35,6 @@ from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.report.record import StepRecord
 from lightning_deepcompile.sharding.access import uninstall_access
 from lightning_deepcompile.sharding.checks import check_module, check_same_model
-from lightning_deepcompile.sharding.mentions import Mentions
 from lightning_deepcompile.sharding.shards import ReadRows, ShardedModel
 from lightning_deepcompile.sharding.successors import Successors
 from lightning_deepcompile.sharding.wire_dtypes import AS_STORED, WireDtypes
@@ -111,7 +109,7 @@ class Engine:
         self.capture, self.tuner = self.timeline.capture, self.timeline.tuner
         self.residency, self.uncompiled = self.timeline.residency, self.timeline.uncompiled
         self.clipping = Clipping(self.model, self.device, self.capture.replays)
-        self._steps = CompiledSteps(module, config, self.capture, self.fallbacks)
+        self.steps = CompiledSteps(module, config, self.capture, self.fallbacks)
         self._inputs = InputSizes()
         self._local_shards: weakref.WeakKeyDictionary[Optimizer, LocalShards] = weakref.WeakKeyDictionary()
         self.ended = False
@@ -137,23 +135,23 @@ class Engine:
         self._inputs.begin(name, method, args, kwargs)
         while True:
             if self.timeline.begin(name, sizes_of((args, kwargs))):
-                self._steps.forget(name)
-            self.uncompiled.hands_out_plain = self.mentions(name).transforms
+                self.steps.forget(name)
+            self.uncompiled.hands_out_plain = self.steps.mentions(name).transforms
             uneven = self.timeline.evaluation.behind is not None
             self.capture.entry.step_code = code_of(method)
-            if first := not self._steps.has_run(name):
+            if first := not self.steps.has_run(name):
                 self._inputs.mark(method, args, kwargs)
             captured = self.capture.frames.captured
             try:
                 with (
-                    self._steps.running(name, compiled=not uneven) as step,
+                    self.steps.running(name, compiled=not uneven) as step,
                     self.timeline.prefetch.watching(),
                     self.uncompiled.in_step(),
                     self.capture.entry.preparing(self.uncompiled.blocks.settle),
                 ):
                     return step(*args, **kwargs)
             except StepRetracedError:  # on all ranks
-                self._steps.forget(name)
+                self.steps.forget(name)
             except RuntimeError as error:
                 if (explained := unsupported_step_error(error)) is None:
                     raise
@@ -161,14 +159,6 @@ class Engine:
             finally:
                 if not first:
                     self._inputs.captured(self.capture.frames.captured - captured)
-
-    def mentions(self, name: str) -> Mentions:
-        """The names that the code of the step `name` mentions."""
-        return self._steps.mentions(name)
-
-    def has_run(self, name: str) -> bool:
-        """Returns whether the step `name` was called before."""
-        return self._steps.has_run(name)
 
     def finish_step(self) -> None:
         """Call when an optimizer step has ended and the next training step uses its parameters; may gather them."""
@@ -345,14 +335,6 @@ class Engine:
     def parameters_changed(self) -> None:
         """Call when parameters were written to: gathered copies are out of date, and gradients may be dropped."""
         self.timeline.stepped()
-
-    def drop_stale_gradients(self) -> None:
-        """Frees gradients that an optimizer step has consumed, before a forward pass needs the memory."""
-        self.timeline.drop_stale_gradients()
-
-    def replan(self, settings: PlanSettings) -> None:
-        """Swaps all programs for ones planned with `settings`; call on all ranks, between optimizer steps."""
-        self.capture.scheduling.replan(settings)
 
     def report(self) -> list[Round]:
         """The rounds of profiling and planning."""

@@ -39,12 +39,12 @@ WORST = "worst"
 
 
 def _most(default: Any = MISSING, kind: type | None = None) -> Any:
-    """A field of which the largest of the ranks' numbers counts; of an object's numbers, those that it names."""
+    """A field of which the largest of the ranks' numbers counts; an object's own fields say it of its numbers."""
     return field(default=default, metadata={WORST: (1, kind or type(default))})
 
 
 def _least(default: Any = MISSING, kind: type | None = None) -> Any:
-    """The same, of which the smallest counts."""
+    """A field of which the smallest of the ranks' numbers counts; an object's numbers count the other way round."""
     return field(default=default, metadata={WORST: (-1, kind or type(default))})
 
 
@@ -159,11 +159,11 @@ class Resident:
 
 @dataclass(frozen=True)
 class FirstGathers:
-    """When the gathers that open a step are launched.
+    """The time at which the gathers that open a step are launched.
 
     Args:
-        early: Whether when the optimizer has stepped.
-        in_optimizer: Whether while the optimizer steps, once it has stepped on their inputs.
+        early: Whether they are launched when the optimizer has stepped, before the step begins.
+        in_optimizer: Whether they are launched while the optimizer steps, once it has stepped on their inputs.
         between_seconds: From the end of the optimizer's step to the next step, while the trainer is busy.
     """
 

@@ -41,7 +41,7 @@ def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
         return instruction.traits.fixed
 
     def outline(instructions: Sequence[Instruction]) -> tuple[list[Instruction], list[tuple[str, int]]]:
-        """What stays as it is, and the gradients that are handed over, in order."""
+        """Returns what stays as it is, and the gradients that are handed over, in order."""
         fixed = [replace(i, sizes=()) for i in instructions if stays(i)]
         handed = (i for i in instructions if i.traits.effect[1] == "gradients" and not stays(i))
         return fixed, [pair for i in handed for pair in itertools.zip_longest(i.values, i.ids)]

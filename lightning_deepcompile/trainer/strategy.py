@@ -374,8 +374,8 @@ class DeepCompileStrategy(ProcessStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the compiled training step."""
-        if may_drop_gradients(self.lightning_module) and not self.engine.mentions("training_step").gradients:
-            self.engine.drop_stale_gradients()
+        if may_drop_gradients(self.lightning_module) and not self.engine.steps.mentions("training_step").gradients:
+            self.engine.timeline.drop_stale_gradients()
         assert self.lightning_module is not None
         trainer, timeline = self.lightning_module.trainer, self.engine.timeline
         timeline.told_to_stop = trainer.received_sigterm
@@ -397,7 +397,7 @@ class DeepCompileStrategy(ProcessStrategy):
     def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
         assert self._sharded is not None
         log, host_calls = self._sharded.log, self._sharded.host_calls
-        appends = self._sharded.appends.deferred(self.engine.mentions(name).only_appended)
+        appends = self._sharded.appends.deferred(self.engine.steps.mentions(name).only_appended)
         context = {
             "training_step": self.precision_plugin.train_step_context,
             "validation_step": self.precision_plugin.val_step_context,
@@ -405,7 +405,7 @@ class DeepCompileStrategy(ProcessStrategy):
             "predict_step": self.precision_plugin.predict_step_context,
         }[name]
         deferred = nullcontext() if name == "predict_step" else log.deferred()
-        first, ends = not self.engine.has_run(name), name != "training_step"
+        first, ends = not self.engine.steps.has_run(name), name != "training_step"
         shown = self._progress.shown(self.engine.capture, name, first=first, ends=ends)
         with context(), deferred, host_calls.outside_graphs(), appends, shown:
             return self.engine.run_step(name, *args, **kwargs)

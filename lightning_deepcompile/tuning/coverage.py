@@ -1,4 +1,4 @@
-"""Which programs and batches a plan was made for."""
+"""The programs and batches that a plan was made for."""
 
 from __future__ import annotations
 

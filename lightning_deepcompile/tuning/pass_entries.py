@@ -1,4 +1,4 @@
-"""When a training step is planned, and with which passes."""
+"""The steps at which a training step is planned, and the passes."""
 
 from __future__ import annotations
 

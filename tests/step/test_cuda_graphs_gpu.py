@@ -63,7 +63,7 @@ class KeepsNothing(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
         engine = trainer.strategy.engine
-        engine.replan(replace(engine.capture.scheduling.settings, keep_last_block=False))
+        engine.capture.scheduling.replan(replace(engine.capture.scheduling.settings, keep_last_block=False))
 
 
 class Scheduled(Dropped):

@@ -30,7 +30,7 @@ class _RankDependentPlan(Mlp):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
             kept = PlanSettings(keep_last_block=os.environ["RANK"] == "0")
-            self.trainer.strategy.engine.replan(kept)
+            self.trainer.strategy.engine.capture.scheduling.replan(kept)
 
 
 class _Parting(Mlp):

@@ -118,7 +118,7 @@ def optimizer_step(engine: Engine, rows: Tensor, optimizer: torch.optim.Optimize
     """One optimizer step of `MICRO_BATCHES`; returns the losses."""
     losses = []
     optimizer.zero_grad()
-    engine.drop_stale_gradients()
+    engine.timeline.drop_stale_gradients()
     for index in range(MICRO_BATCHES):
         loss = engine.run_step("training_step", rows.roll(index, 1))
         if index < MICRO_BATCHES - 1:

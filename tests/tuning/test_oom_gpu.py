@@ -79,7 +79,7 @@ def _twice(graphs: bool, short: bool) -> dict[str, Any]:
     for step in range(STEPS):
         engine.capture.regions.before = before if step == LIMITED * 2 else lambda kind: None
         optimizer.zero_grad()
-        engine.drop_stale_gradients()
+        engine.timeline.drop_stale_gradients()
         passes = 2 if step == LIMITED * 2 else 1
         loss = sum(engine.run_step("training_step", rows.roll(index, 1)) for index in range(passes))
         engine.backward(loss.backward)

@@ -105,7 +105,7 @@ def test_a_pass_that_needs_no_profile_is_applied_once(mesh: DeviceMesh) -> None:
     passes = ["zero3", "prefetch", early_ends]
     for schedule in ([{"step": 0, "passes": passes}], [{"step": 0, "passes": passes}, {"step": 3, "passes": passes}]):
         engine = make_engine(mesh, schedule=schedule)
-        engine.replan(PlanSettings(prefetch_blocks=1))
+        engine.capture.scheduling.replan(PlanSettings(prefetch_blocks=1))
         optimizer = sgd(engine)
         for _ in range(ROUND):
             one_step(engine, TOKENS, optimizer)
