@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 from test_simulate import SIZE, compute, gather, profile, reduce, release, schedule, wait
 
-from lightning_deepcompile.plan.costs import Contention, Link, Profile, ProfileError
+from lightning_deepcompile.plan.costs import WORST, Contention, Link, Profile, ProfileError
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.profile.build import build_profile, reconcile
 from lightning_deepcompile.profile.fit import fit_link
-from lightning_deepcompile.profile.merge import merge_profiles
+from lightning_deepcompile.profile.merge import merge_profiles, numbers_of, with_numbers
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.profile.probe import Mark, ProgramRun, StepProbe
 from lightning_deepcompile.program.schedule import Schedule
@@ -43,6 +43,16 @@ def test_ranks_plan_with_the_slowest_times_and_the_least_budget() -> None:
     assert (merged.budget, merged.step_seconds) == (50, 2.0)
     with pytest.raises(ProfileError, match="Rank 0 ran .* and rank 1"):
         merge_profiles([fast, profile([replace(forward, structure="other")])])
+
+
+def test_every_number_of_a_profile_says_which_rank_counts() -> None:
+    """A number that does not is that of rank 0, which is right only where all ranks have the same."""
+    equal = {"world_size", "reduce_window", "window_from", "unexplained_seconds", "topology"}
+    plain = profile([schedule("forward", compute(0))])
+    numbers = [f for f in fields(Profile) if isinstance(getattr(plain, f.name), int | float | None)]
+    assert {f.name for f in numbers if WORST not in f.metadata} == equal
+    everything = numbers_of(plain)
+    assert with_numbers(plain, everything) == plain and len(everything) > len(numbers)
 
 
 def _step(program: str, *seconds: float) -> StepProbe:

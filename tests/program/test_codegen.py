@@ -15,11 +15,14 @@ from torch import Tensor, fx, nn
 from tracing import Simulator, capture
 
 from lightning_deepcompile.plan.optimize import apply_passes
+from lightning_deepcompile.plan.reductions import merge_reductions
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.program.codegen import generate
 from lightning_deepcompile.program.functional import functional_program
-from lightning_deepcompile.program.program import CompiledRegion, Program, RegionInfo
+from lightning_deepcompile.program.program import CompiledRegion, ParamInfo, Program, RegionInfo
 from lightning_deepcompile.program.regions import Region
+from lightning_deepcompile.program.reschedule import reschedule
+from lightning_deepcompile.program.schedule import ProgramKind, ScheduleError
 from lightning_deepcompile.runtime import load_extension
 
 
@@ -44,10 +47,11 @@ class Builder:
     def gm(self) -> fx.GraphModule:
         return fx.GraphModule(nn.Module(), self.graph)
 
-    def program(self, *outputs: Any) -> Program:
+    def program(self, *outputs: Any, kind: ProgramKind = "forward") -> Program:
         self.graph.output(outputs)
         parts = self.gm, self.regions, self.compiled
-        return functional_program(*parts, name="test", kind="forward", graph_id=7, params={})
+        params = {0: ParamInfo(0, "weight", "block", 8, torch.float32)}
+        return functional_program(*parts, name="test", kind=kind, graph_id=7, params=params)
 
 
 def adding(weight: float) -> Callable[[list[Any]], Sequence[Any]]:
@@ -157,6 +161,32 @@ def test_values_die_before_their_last_consumer_runs() -> None:
     alive.update(x=weakref.ref(arguments[0]), unused=weakref.ref(arguments[1]))
     run(arguments)
     assert seen == [set(), {"a", "b"}, {"b", "c"}, {"c"}]
+
+
+def test_gradients_of_one_parameter_are_told_apart_by_name() -> None:
+    """Two of one region, one of another, and one whose result the program reads: names tell them apart in any order."""
+    builder = Builder()
+    x = builder.graph.placeholder("x")
+    first, second, _ = builder.region(adding(2), x, outputs=3)
+    reduce = torch.ops.dc.reduce.default
+    early = [builder.graph.call_function(reduce, (value, 0, [2], torch.float32)) for value in (first, second)]
+    third, *_ = builder.region(adding(10), first, outputs=3)
+    late, read = (builder.graph.call_function(reduce, (third, 0, [2], torch.float32)) for _ in range(2))
+    used, *_ = builder.region(adding(3), read, outputs=3)
+    base = builder.program(*early, late, used, kind="backward")
+    scheduled = apply_passes(base, PlanSettings())
+    merged = merge_reductions(scheduled.schedule, *scheduled.schedule.at("reduce"))
+    for program in (scheduled, reschedule(scheduled, merged, "merged")):
+        names = [name for group in program.schedule.groups("reduce") for name in group.values]
+        assert len(names) == len(set(names)) == 3
+        simulator = Simulator({0: torch.zeros(2)})
+        results = simulator.generate(program)([torch.ones(2)])
+        assert simulator.grads[0].tolist() == [2 + 3 + 20 + 20] * 2 and simulator.reductions == {0: 4}
+        assert [value is None for value in results] == [True, True, True, False]
+    with pytest.raises(ScheduleError, match="computes or reduces other values"):
+        turned = scheduled.schedule.groups("reduce")[0].part([1, 0])
+        parts = [turned if i.op == "reduce" and len(i.ids) == 2 else i for i in scheduled.schedule.instructions]
+        reschedule(scheduled, scheduled.schedule.with_instructions(parts), "turned")
 
 
 def test_an_unknown_kind_of_node_is_refused() -> None:
