@@ -220,7 +220,7 @@ class Assembly:
             gradients=gradients,
         )
         gradients.around_hooks = compat.held_weakly(uncompiled.outside)
-        gradients.after_hooks = compat.held_weakly(timeline.hooks_called)
+        gradients.after_hooks = compat.held_weakly(timeline.written)
         return timeline, Failures(store, rank, self._ranks.world_size, meeting[-1])
 
     def _room_for_activations(self, residency: Residency | None) -> Callable[[], int] | None:

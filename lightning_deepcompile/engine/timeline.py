@@ -203,11 +203,6 @@ class Timeline:
         if self.gradients.update:
             self.communicated, self._counted = self._counted, {}
 
-    def hooks_called(self) -> None:
-        """Call after a backward pass has called hooks of parameters, which may have written to them."""
-        self.uncompiled.clear()
-        self.prefetch.rewritten()
-
     def before_optimizer(self, *, follows: bool) -> None:
         """Call before an optimizer steps.
 
@@ -218,7 +213,7 @@ class Timeline:
         self.prefetch.follows = follows
 
     def written(self) -> None:
-        """Call when an optimizer has written to parameters before gradients may be dropped: gathers are out of date."""
+        """Call when hooks of parameters, or an optimizer whose gradients stay, may have written to parameters."""
         self.uncompiled.clear()
         self.prefetch.rewritten()
 

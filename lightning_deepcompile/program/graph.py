@@ -33,6 +33,7 @@ __all__ = [
     "nbytes",
     "output_node",
     "source_gather",
+    "storage_node",
 ]
 
 aten = torch.ops.aten
@@ -95,6 +96,13 @@ def _target_is_view(target: Any) -> bool:
         return False
     returns = compat.schema_of(target).returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def storage_node(node: fx.Node) -> fx.Node:
+    """The node whose memory `node` is, or is a view of."""
+    while is_view(node):
+        node = args_of(node)[0]
+    return node
 
 
 def is_random(node: fx.Node) -> bool:

@@ -78,7 +78,7 @@ class Traits:
         operator: Operator of ``torch.ops.dc`` in programs; a ``compute`` is a call of a region instead.
         arguments: The operator's arguments. ``ids`` are parameters' (or one's), or chunks' of states; saved
             tensors have their numbers in the metadata of ``tensors``.
-        label: Its label in a printed program.
+        printed: Its label in a printed program, if that is not its name.
         stream: The stream that executes it.
         collective: The name by which ranks compare it; empty if it involves no other rank.
         at_boundary: Whether it happens only in the last micro-batch before the optimizer steps.
@@ -91,13 +91,18 @@ class Traits:
     effect: tuple[Verb, Subject]
     operator: str = ""
     arguments: tuple[Argument, ...] = ()
-    label: str = ""
+    printed: str = ""
     stream: Stream = "host"
     collective: str = ""
     at_boundary: bool = False
     in_forward: bool | None = None
     fixed: bool = False
     counts: tuple[Count, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Its label in a printed program."""
+        return self.printed or self.op.replace("_", " ")
 
     @property
     def exposes(self) -> bool:
@@ -134,29 +139,20 @@ _ROWS = (
         ("launch", "parameters"),
         "prefetch_params_fused",
         ("graph", "shards", "ids", "dtypes"),
-        label="gather",
         stream="gather",
         collective="gather",
         counts=(Count("groups", "groups of gathers"),),
     ),
     # Makes the compute stream wait for gathers, and returns the parameters.
-    Traits("wait", ("wait", "parameters"), "wait_allgather_fused", ("graph", "ids"), label="wait", fixed=True),
-    Traits("compute", ("compute", ""), label="compute", stream="compute", fixed=True),
-    Traits(
-        "release",
-        ("free", "parameters"),
-        "release_params_fused",
-        ("graph", "ids"),
-        label="release",
-        collective="release",
-    ),
+    Traits("wait", ("wait", "parameters"), "wait_allgather_fused", ("graph", "ids"), fixed=True),
+    Traits("compute", ("compute", ""), stream="compute", fixed=True),
+    Traits("release", ("free", "parameters"), "release_params_fused", ("graph", "ids"), collective="release"),
     # No-op in micro-batches before the last one, so that the next one finds the parameters gathered.
     Traits(
         "release_at_boundary",
         ("free", "parameters"),
         "release_params_at_boundary",
         ("graph", "ids"),
-        label="release at boundary",
         collective="release at the boundary",
         at_boundary=True,
         in_forward=False,
@@ -168,7 +164,6 @@ _ROWS = (
         ("launch", "gradients"),
         "reduce_grads_fused",
         ("graph", "tensors", "ids"),
-        label="reduce",
         stream="reduce",
         collective="reduce",
         counts=(_REDUCTIONS,),
@@ -180,7 +175,6 @@ _ROWS = (
         ("launch", "gradients"),
         "reduce_grads_fused",
         ("boundary graph", "tensors", "ids"),
-        label="reduce at boundary",
         stream="reduce",
         collective="reduce at the boundary",
         at_boundary=True,
@@ -192,7 +186,7 @@ _ROWS = (
         ("end", ""),
         "end_backward",
         ("graph",),
-        label="end of backward",
+        printed="end of backward",
         collective="end of backward",
         fixed=True,
     ),
@@ -202,7 +196,7 @@ _ROWS = (
         ("launch and wait", "parameters"),
         "gather",
         ("shards", "ids", "size", "dtypes"),
-        label="gather",
+        printed="gather",
         stream="gather",
         collective="dc.gather.default",
         fixed=True,
@@ -212,7 +206,7 @@ _ROWS = (
         ("launch and wait", "gradients"),
         "reduce",
         ("tensors", "ids", "size", "dtypes"),
-        label="reduce",
+        printed="reduce",
         stream="reduce",
         collective="dc.reduce.default",
         fixed=True,
@@ -224,7 +218,6 @@ _ROWS = (
         ("launch", "saved tensors"),
         "offload_tensors_fused",
         ("graph", "tensors"),
-        label="offload",
         stream="out",
         in_forward=True,
         counts=(Count("bytes", "activations in host memory"),),
@@ -234,25 +227,26 @@ _ROWS = (
         ("launch", "saved tensors"),
         "reload_tensors_fused",
         ("graph", "tensors"),
-        label="reload",
         stream="in",
         in_forward=False,
     ),
-    Traits("wait_copy", ("wait", "saved tensors"), "wait_copies_fused", ("graph", "tensors"), label="wait copy"),
+    Traits("wait_copy", ("wait", "saved tensors"), "wait_copies_fused", ("graph", "tensors")),
     # Starts copying optimizer states from the host.
     Traits(
         "reload_states",
         ("launch", "states"),
         "reload_states",
         ("graph", "ids", "sizes"),
-        label="reload",
+        printed="reload",
         stream="states in",
         at_boundary=True,
         in_forward=False,
         counts=(Count("items", "chunks of optimizer states fetched in backward"),),
     ),
     # Makes the compute stream wait until the states that the optimizer has stepped have left the device.
-    Traits("wait_states", ("wait", "states"), "wait_states", ("graph", "ids", "sizes"), label="wait", in_forward=True),
+    Traits(
+        "wait_states", ("wait", "states"), "wait_states", ("graph", "ids", "sizes"), printed="wait", in_forward=True
+    ),
 )
 
 TABLE: dict[Operation, Traits] = {row.op: row for row in _ROWS}

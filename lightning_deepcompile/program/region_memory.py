@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.program.graph import args_of, is_element, is_view, nbytes
+from lightning_deepcompile.program.graph import args_of, is_element, is_view, nbytes, storage_node
 from lightning_deepcompile.program.sizes import Sizes
 
 __all__ = ["ByteSize", "RegionMemory", "region_memory", "values_in_memory"]
@@ -157,7 +157,7 @@ class _Values:
 
     def __post_init__(self) -> None:
         position = {node: place for place, node in enumerate(self.nodes)}
-        leaving = {_storage(node) for node in self.outputs}
+        leaving = {storage_node(node) for node in self.outputs}
         fused: set[fx.Node] = set()
         kernels: dict[fx.Node, bool] = {}  # whether a kernel of a library reads it
         readers: dict[fx.Node, int] = {}
@@ -178,13 +178,6 @@ class _Values:
             elif not is_view(node) and nbytes(node):
                 self.made.append(node)
                 self.made_at[args_of(node)[0] if is_element(node) else node].append(node)
-
-
-def _storage(node: fx.Node) -> fx.Node:
-    """The node whose memory `node` is a view of."""
-    while is_view(node):
-        node = args_of(node)[0]
-    return node
 
 
 def _name(node: fx.Node) -> str:

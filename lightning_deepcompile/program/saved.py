@@ -14,7 +14,7 @@ from typing import TypeGuard
 import torch
 from torch import fx
 
-from lightning_deepcompile.program.graph import args_of, is_compute, is_view, output_node
+from lightning_deepcompile.program.graph import args_of, is_compute, output_node, storage_node
 
 __all__ = ["Saved", "mark_saved", "number_saved"]
 
@@ -52,12 +52,12 @@ def number_saved(forward: fx.GraphModule, num_outputs: int, computed: Collection
         The numbers by name; `mark_saved` marks the backward graph with them.
     """
     (outputs,) = args_of(output_node(forward.graph))
-    bases = Counter(_base(value) for value in outputs if isinstance(value, fx.Node))
+    bases = Counter(storage_node(value) for value in outputs if isinstance(value, fx.Node))
     numbers = {}
     for number, value in enumerate(outputs[num_outputs:], num_outputs):
         if not isinstance(value, fx.Node) or value.name not in computed or not is_compute(value):
             continue
-        base, tensor = _base(value), value.meta.get("val")
+        base, tensor = storage_node(value), value.meta.get("val")
         if base.op == "placeholder" or bases[base] > 1 or not _is_dense(tensor) or tensor.dim() == 0:
             continue
         value.meta["saved"] = numbers[value.name] = number
@@ -69,13 +69,6 @@ def mark_saved(backward: fx.GraphModule, numbers: Mapping[str, int]) -> None:
     for node in backward.graph.nodes:
         if node.op == "placeholder" and node.name in numbers:
             node.meta["saved"] = numbers[node.name]
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """The node whose memory `node` is (a part of)."""
-    while is_view(node):
-        node = args_of(node)[0]
-    return node
 
 
 def _is_dense(value: object) -> TypeGuard[torch.Tensor]:
