@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_deepcompile.program.instructions import TABLE, Count
+from lightning_deepcompile.program.instructions import TABLE, Tally
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule
 
@@ -31,6 +31,6 @@ def difference(before: Sequence[Schedule], after: Sequence[Schedule]) -> str:
     return "; ".join(parts) or NO_CHANGE
 
 
-def _counted(count: Count, step: Sequence[Schedule]) -> int:
+def _counted(count: Tally, step: Sequence[Schedule]) -> int:
     found = [i for schedule in step for i in schedule.instructions if count in i.traits.counts]
     return sum({"groups": 1, "items": len(i.ids), "bytes": i.bytes}[count.of] for i in found)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.program.sizes import bytes_of
+from lightning_deepcompile.program.sizes import tensor_bytes
 from lightning_deepcompile.runtime.lookups import looked_up, lookup_ops
 from lightning_deepcompile.runtime.ops import gather_op, reduce_op
 from lightning_deepcompile.runtime.pieces import take_piece_op
@@ -140,7 +140,7 @@ def is_compute(node: fx.Node) -> bool:
 
 def nbytes(node: fx.Node) -> int:
     """Bytes of a node's tensor; 0 for anything else. Symbolic sizes count with their hints."""
-    return bytes_of(node.meta.get("val"))
+    return tensor_bytes(node.meta.get("val"))
 
 
 def source_gather(node: fx.Node) -> fx.Node | None:

@@ -22,7 +22,7 @@ __all__ = [
     "RELEASES",
     "STATE_COPIES",
     "TABLE",
-    "Count",
+    "Tally",
     "Operation",
     "Stream",
     "Traits",
@@ -56,7 +56,7 @@ AT_BOUNDARY = 1 << 31
 
 
 @dataclass(frozen=True)
-class Count:
+class Tally:
     """A number by which a change of schedules is described.
 
     Args:
@@ -97,7 +97,7 @@ class Traits:
     at_boundary: bool = False
     in_forward: bool | None = None
     fixed: bool = False
-    counts: tuple[Count, ...] = ()
+    counts: tuple[Tally, ...] = ()
 
     @property
     def label(self) -> str:
@@ -130,7 +130,7 @@ class Traits:
         return tuple(graphs[name] if name in graphs else list(given[name]) for name in self.arguments)
 
 
-_REDUCTIONS = Count("groups", "groups of reductions")
+_REDUCTIONS = Tally("groups", "groups of reductions")
 
 _ROWS = (
     # Launches one group; parameters that are gathered already are not sent again.
@@ -141,7 +141,7 @@ _ROWS = (
         ("graph", "shards", "ids", "dtypes"),
         stream="gather",
         collective="gather",
-        counts=(Count("groups", "groups of gathers"),),
+        counts=(Tally("groups", "groups of gathers"),),
     ),
     # Makes the compute stream wait for gathers, and returns the parameters.
     Traits("wait", ("wait", "parameters"), "wait_allgather_fused", ("graph", "ids"), fixed=True),
@@ -156,7 +156,7 @@ _ROWS = (
         collective="release at the boundary",
         at_boundary=True,
         in_forward=False,
-        counts=(Count("items", "parameters kept for the next micro-batch"),),
+        counts=(Tally("items", "parameters kept for the next micro-batch"),),
     ),
     # Launches the reduction of one group of gradients, which the runtime owns from then on.
     Traits(
@@ -178,7 +178,7 @@ _ROWS = (
         stream="reduce",
         collective="reduce at the boundary",
         at_boundary=True,
-        counts=(_REDUCTIONS, Count("items", "gradients reduced at the boundary")),
+        counts=(_REDUCTIONS, Tally("items", "gradients reduced at the boundary")),
     ),
     # At the boundary, also reduces held gradients of the graph if no group of it has come.
     Traits(
@@ -220,7 +220,7 @@ _ROWS = (
         ("graph", "tensors"),
         stream="out",
         in_forward=True,
-        counts=(Count("bytes", "activations in host memory"),),
+        counts=(Tally("bytes", "activations in host memory"),),
     ),
     Traits(
         "reload",
@@ -241,7 +241,7 @@ _ROWS = (
         stream="states in",
         at_boundary=True,
         in_forward=False,
-        counts=(Count("items", "chunks of optimizer states fetched in backward"),),
+        counts=(Tally("items", "chunks of optimizer states fetched in backward"),),
     ),
     # Makes the compute stream wait until the states that the optimizer has stepped have left the device.
     Traits(

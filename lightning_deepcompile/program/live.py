@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_deepcompile.program.program import Program
-from lightning_deepcompile.program.sizes import Sizes, bytes_of
+from lightning_deepcompile.program.sizes import Sizes, tensor_bytes
 
 __all__ = ["live_bytes", "traffic"]
 
@@ -17,7 +17,7 @@ def traffic(program: Program, sizes: Sizes) -> dict[str, int]:
     """
     return {
         name: sum(
-            bytes_of(program.values[value].meta, sizes)
+            tensor_bytes(program.values[value].meta, sizes)
             for value in (*region.inputs, *region.outputs)
             if not program.values[value].communicated
         )
@@ -46,7 +46,7 @@ def live_bytes(
     made = {name: -2 for name in inputs}
     made |= {name: 2 * place for place, region in enumerate(program.regions.values()) for name in region.outputs}
     last_use = {name: max(read.get(name, [place])) for name, place in made.items()}
-    size_of = {name: bytes_of(program.values[name].meta, sizes) for name in made}
+    size_of = {name: tensor_bytes(program.values[name].meta, sizes) for name in made}
     result = {}
     for here, (name, region) in zip(range(0, 2 * len(program.regions), 2), program.regions.items(), strict=True):
         own = sum(size_of[output] for output in region.outputs)

@@ -14,7 +14,7 @@ from lightning_deepcompile.program.instructions import AT_BOUNDARY
 from lightning_deepcompile.program.region_memory import RegionMemory
 from lightning_deepcompile.program.saved import Saved
 from lightning_deepcompile.program.schedule import Instruction, ProgramKind, Schedule, first_gather_positions
-from lightning_deepcompile.program.sizes import Noted, Sizes, bytes_of, read_sizes
+from lightning_deepcompile.program.sizes import Noted, Sizes, read_sizes, tensor_bytes
 from lightning_deepcompile.program.values import Name, Value, names_in
 from lightning_deepcompile.ranks.order import EXCHANGES
 
@@ -244,7 +244,7 @@ class Program:
         for name, regions in uses.items():
             value = self.values[name]
             assert value.saved is not None
-            found.append(Saved(value.saved, bytes_of(value.meta, sizes), regions[0], regions[-1]))
+            found.append(Saved(value.saved, tensor_bytes(value.meta, sizes), regions[0], regions[-1]))
         return tuple(sorted(found, key=lambda saved: saved.number))
 
     def readers(self) -> dict[str, list[int]]:

@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 import torch
 
-__all__ = ["Noted", "Sizes", "bytes_of", "note", "read_sizes"]
+__all__ = ["Noted", "Sizes", "tensor_bytes", "note", "read_sizes"]
 
 Noted = tuple[Any, ...]
 """The sizes of a program's arguments in one run: of a tensor its shape, of an integer its value, else False."""
@@ -46,7 +46,7 @@ class Sizes:
         return None if found < 0 else found
 
 
-def bytes_of(value: object, sizes: Sizes | None = None) -> int:
+def tensor_bytes(value: object, sizes: Sizes | None = None) -> int:
     """Bytes of a tensor; 0 for anything else.
 
     Args:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from lightning_deepcompile.profile.sizes import Curve, Sample, fit_curve
 from lightning_deepcompile.program.graph import args_of, nbytes, output_node
 from lightning_deepcompile.program.region_memory import region_memory
-from lightning_deepcompile.program.sizes import bytes_of, note, read_sizes
+from lightning_deepcompile.program.sizes import note, read_sizes, tensor_bytes
 
 WIDTH = 16
 
@@ -73,7 +73,7 @@ def test_bytes_and_memory_are_those_of_a_trace_with_the_sizes_themselves() -> No
         fixed = traced(rows, length, "fake")
         sizes = read_sizes(metas, note([torch.ones(rows, length, WIDTH), torch.ones(WIDTH, WIDTH)]))
         assert {rows, length} <= set(sizes.values.values())
-        values = [bytes_of(node.meta["val"], sizes) for node in symbolic.graph.nodes if nbytes(node)]
+        values = [tensor_bytes(node.meta["val"], sizes) for node in symbolic.graph.nodes if nbytes(node)]
         assert values == [nbytes(node) for node in fixed.graph.nodes if nbytes(node)]
         again = [node for node in fixed.graph.nodes if node.op == "call_function"]
         outputs = list(args_of(output_node(fixed.graph))[0])
