@@ -12,6 +12,7 @@ time, rounds of planning, rank skew, and the peak that was predicted and measure
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import time
@@ -67,18 +68,26 @@ class Model(pl.LightningModule):
         )
         self.net = LlamaForCausalLM(config)
         self.ends: list[End] = []
+        self.began, self.seconds = time.perf_counter(), options.seconds
 
     def training_step(self, batch: Tensor, batch_idx: int = 0) -> Tensor:
         return self.net(input_ids=batch, labels=batch).loss
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-        self.took(batch)
+        self.trainer.should_stop = self.took(batch)
 
-    def took(self, batch: Tensor) -> None:
-        """Notes the end of a step."""
+    def took(self, batch: Tensor) -> bool:
+        """Notes the end of a step; returns whether it is the last one, for want of time."""
         if batch.is_cuda:
             torch.cuda.synchronize()
         self.ends.append(End(time.perf_counter(), time.process_time(), batch.numel()))
+        if len(self.ends) % 20:
+            return False
+        spent = torch.tensor(self.ends[-1].time - self.began, device=batch.device)
+        dist.all_reduce(spent, dist.ReduceOp.MAX)  # all ranks stop after the same step
+        if dist.get_rank() == 0:
+            print(f"{len(self.ends)} steps, {float(spent):.0f} s", flush=True)
+        return float(spent) > self.seconds
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=torch.cuda.is_available())
@@ -129,7 +138,8 @@ def run_fsdp2(options: argparse.Namespace, rank: int, world: int) -> tuple[list[
         optimizer.zero_grad()
         model.training_step(batch).backward()
         optimizer.step()
-        model.took(batch)
+        if model.took(batch):
+            break
     peak = f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB" if on_gpu else "not counted"
     return model.ends, [f"peak {peak}"]
 
@@ -140,6 +150,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="tiny")
     parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor", help="eager: nothing is fused")
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="ends training early, after so many seconds")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--shortest", type=int, default=5)
     parser.add_argument("--longest", type=int, default=2000)

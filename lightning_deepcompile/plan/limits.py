@@ -110,7 +110,7 @@ def _costs(
         (
             "the optimizer",
             saved("optimizer", optimizer_seconds=0.0),
-            "a fused optimizer (fused=True), or gradient accumulation.",
+            "gradient accumulation, a fused optimizer (fused=True) if it is not, or states of fewer bits.",
         ),
         (
             "copies to and from host memory",

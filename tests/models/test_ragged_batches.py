@@ -135,10 +135,14 @@ def test_a_dimension_of_one_makes_another_graph() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_product_over_a_dimension_of_one_is_another_operator(device_type: str) -> None:
-    """Inductor multiplies instead, on the rank with a single row: on GPUs always, on CPUs if tensors are small."""
+    """Inductor multiplies instead, on the rank with a single row: on GPUs always, on CPUs if tensors are small.
+
+    On CPUs ranks take turns then. On GPUs their programs still communicate alike, and they do not.
+    """
     ranks = run_ranks(_a_product_over_one, 2, device_type, timeout=280)
     for error, turns, _ in ranks:
-        assert not error and turns > 0, error
+        assert not error, error
+        assert turns > 0 or device_type == "cuda"
     assert any(decomposed for *_, decomposed in ranks)
 
 
