@@ -11,11 +11,14 @@ import torch
 import torchao.optim
 from cases import VOCAB, Base
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
 from multiprocess import run_ranks
 from test_checkpoint import SAVED_AFTER, SaveAt, fit, ours
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
+from torchao.optim.subclass_8bit import OptimState8bit
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
@@ -62,6 +65,31 @@ class Rounded(Net):
     def __init__(self) -> None:
         super().__init__()
         self.to(torch.bfloat16)
+
+
+class Divided(EightBits):
+    """FSDP2 divides the states of its layers into whole blocks of two ranks."""
+
+    fsdp2 = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, WIDTH), nn.Linear(WIDTH, 64, bias=False)  # it cannot step on odd rows
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
+
+    def configure_model(self) -> None:
+        for module in (self.embed, self.head, *self.layers) if self.fsdp2 else ():
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)).unflatten(-1, (2, WIDTH)).sum(-2)
+        return self.head(x)
+
+
+class DividedByFsdp2(Divided):
+    fsdp2 = True
 
 
 class SaveAtStart(pl.Callback):
@@ -144,6 +172,23 @@ def test_states_keep_their_bits_on_any_number_of_ranks(tmp_path: Path, nets: lis
     for net in nets:
         states = torch.load(tmp_path / f"{net.__name__}.full", weights_only=True)["optimizer_states"][0]
         net().configure_optimizers().load_state_dict(states)  # as one process would have written it
+
+
+def save_by_fsdp2(folder: Path) -> list[float]:
+    """Trains under FSDP2, saving sharded."""
+    theirs = ModelParallelStrategy(2, 1, save_distributed_checkpoint=True)
+    record = fit(theirs, SaveAt(folder / "Divided.sharded", SAVED_AFTER), build=DividedByFsdp2)[0]
+    return record.losses
+
+
+@pytest.mark.extensive
+def test_states_that_fsdp2_divided_are_quantised_as_whole_tensors(tmp_path: Path) -> None:
+    losses = run_ranks(save_by_fsdp2, 2, tmp_path)[0]
+    for (resumed,) in run_ranks(resume, 3, tmp_path, [(Divided, "sharded")]):
+        assert resumed == pytest.approx(losses[SAVED_AFTER:], rel=1e-3)
+    state = torch.load(tmp_path / "Divided.sharded.again", weights_only=True)["optimizer_states"][0]["state"]
+    for number in (2, 3):
+        assert all(type(state[number][name]) is OptimState8bit for name in ("exp_avg", "exp_avg_sq"))
 
 
 def test_quantised_states_stay_on_the_device() -> None:
