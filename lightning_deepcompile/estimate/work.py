@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
 
-from lightning_deepcompile import compat
 from lightning_deepcompile.plan.devices import Kernel
 from lightning_deepcompile.program.extract import ExtractedRegion
 from lightning_deepcompile.program.flops import flops_of
-from lightning_deepcompile.program.graph import is_element, is_view, nbytes
+from lightning_deepcompile.program.graph import is_element, is_view, named_args, nbytes
 from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.region_memory import values_in_memory
 from lightning_deepcompile.program.schedule import ProgramKind
 
 __all__ = ["CountedRegion", "CountedRegions", "seconds_of"]
+
+_OF_ATTENTION = frozenset(["is_causal", "custom_mask_type"])
+"""Arguments that operators of attention have, and no others."""
 
 
 class CountedRegion:
@@ -86,16 +88,10 @@ def _kernels(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], *, compiled: 
         moved = sum(map(nbytes, sources(node))) + sum(map(nbytes, results))
         operand = next((one.meta["val"] for one in node.all_input_nodes if _is_tensor(one)), None)
         dtype = "" if operand is None else str(operand.dtype).removeprefix("torch.")
-        attends = "attention" in str(node.target)
-        if attends and _is_causal(node):
+        arguments = named_args(node)
+        if arguments.get("is_causal", False):
             operations //= 2  # the formula counts what is masked, too
-        yield Kernel(moved, operations, dtype, attends)
-
-
-def _is_causal(node: fx.Node) -> bool:
-    """Returns whether a call of attention masks what comes later."""
-    names = [argument.name for argument in compat.schema_of(cast(compat.OpOverload, node.target)).arguments]
-    return bool((dict(zip(names, node.args, strict=False)) | node.kwargs).get("is_causal", False))
+        yield Kernel(moved, operations, dtype, attends=not _OF_ATTENTION.isdisjoint(arguments))
 
 
 def _is_tensor(node: fx.Node) -> bool:

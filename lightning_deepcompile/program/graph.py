@@ -30,6 +30,7 @@ __all__ = [
     "is_scalar",
     "is_view",
     "looked_up_name",
+    "named_args",
     "nbytes",
     "output_node",
     "source_gather",
@@ -42,6 +43,15 @@ aten = torch.ops.aten
 def args_of(node: fx.Node) -> tuple[Any, ...]:
     """The arguments of `node`; the operator knows their types, torch's annotation is a union of all possible ones."""
     return node.args
+
+
+def named_args(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an operator's call, by name, those that it leaves to their defaults included."""
+    if not isinstance(node.target, compat.OpOverload):
+        return {}
+    known = compat.schema_of(node.target).arguments
+    given = {argument.name: value for argument, value in zip(known, node.args, strict=False)} | node.kwargs
+    return {argument.name: argument.default_value for argument in known} | given
 
 
 def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
@@ -111,10 +121,7 @@ def is_random(node: fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return compat.is_inductor_random(node.target)
-    schema = compat.schema_of(node.target)
-    arguments = {argument.name: argument.default_value for argument in schema.arguments}
-    arguments |= {a.name: value for a, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
-    return arguments.get("dropout_p") != 0.0  # attention is tagged as random even without dropout
+    return named_args(node).get("dropout_p") != 0.0  # attention is tagged as random even without dropout
 
 
 def is_scalar(node: fx.Node) -> bool:

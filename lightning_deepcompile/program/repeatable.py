@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import fx
 
 from lightning_deepcompile import compat
+from lightning_deepcompile.program.graph import named_args
 from lightning_deepcompile.runtime.pieces import piece_ops
 
 __all__ = ["is_repeatable"]
@@ -34,15 +36,10 @@ def _only_computes(node: fx.Node) -> bool:
     if isinstance(target, compat.OpOverload):
         if target.namespace not in ("aten", "prims") or compat.schema_of(target).is_mutable:
             return False
-        return torch.Tag.nondeterministic_seeded not in target.tags or _without_dropout(node, target)
+        return torch.Tag.nondeterministic_seeded not in target.tags or _without_dropout(named_args(node))
     return getattr(target, "__module__", "") in _PLAIN_PYTHON
 
 
-def _without_dropout(node: fx.Node, target: compat.OpOverload) -> bool:
+def _without_dropout(arguments: Mapping[str, Any]) -> bool:
     """Returns whether an attention operator draws no random numbers: it has no dropout, or reuses forward's mask."""
-    names = [argument.name for argument in compat.schema_of(target).arguments]
-    if "dropout_p" not in names:
-        return False
-    defaults = {argument.name: argument.default_value for argument in compat.schema_of(target).arguments}
-    given = defaults | dict(zip(names, node.args, strict=False)) | node.kwargs
-    return "philox_seed" in names or given["dropout_p"] == 0
+    return "dropout_p" in arguments and ("philox_seed" in arguments or arguments["dropout_p"] == 0)
