@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lightning_deepcompile.plan.choose import Choice, choose_by_gain
 from lightning_deepcompile.plan.context import PlanContext
-from lightning_deepcompile.plan.passes.unshard import keep_gathered
+from lightning_deepcompile.plan.passes.unshard import keep_gathered, pairs
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 
 __all__ = ["keep_until_boundary", "keep_whole"]
@@ -47,18 +47,14 @@ def _choices(schedules: list[Schedule]) -> list[Choice]:
 
     The gathers that open a forward program come first: no compute runs beside them, so they are the least hidden.
     """
-    backwards = {s.frame: k for k, s in enumerate(schedules) if s.kind == "backward"}
     found: list[Choice] = []
     seen: set[int] = set()
-    for k, schedule in enumerate(schedules):
-        if schedule.kind != "forward" or schedule.frame not in backwards:
-            continue
-        for gather in schedule.groups():
+    for forward, backward in pairs(schedules):
+        for gather in schedules[forward].groups():
             group = gather.without(seen)
             seen.update(gather.ids)
             if group.ids:
-                backward = backwards[schedule.frame]
-                keep = functools.partial(keep_until_boundary, forward=k, backward=backward, group=group)
+                keep = functools.partial(keep_until_boundary, forward=forward, backward=backward, group=group)
                 found.append((group.bytes, keep))
     return found
 

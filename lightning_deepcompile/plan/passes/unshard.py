@@ -10,7 +10,7 @@ from lightning_deepcompile.plan.choose import choose_by_gain
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 
-__all__ = ["keep_gathered", "unshard", "unshard_candidates"]
+__all__ = ["keep_gathered", "pairs", "unshard", "unshard_candidates"]
 
 
 def unshard(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
@@ -50,19 +50,21 @@ def unshard_candidates(schedules: list[Schedule]) -> list[tuple[tuple[int, int],
     Returns:
         Indices of the forward and the backward schedule, and the part of the forward's group that both gather.
     """
-    backwards = {s.frame: k for k, s in enumerate(schedules) if s.kind == "backward"}
     found = []
-    for k, schedule in enumerate(schedules):
-        if schedule.kind != "forward" or schedule.frame not in backwards:
-            continue
-        backward = backwards[schedule.frame]
-        again = {i for gather in schedules[backward].groups() for i in gather.ids} - set(schedule.kept)
-        for gather in reversed(schedule.groups()):
+    for forward, backward in pairs(schedules):
+        again = {i for gather in schedules[backward].groups() for i in gather.ids} - set(schedules[forward].kept)
+        for gather in reversed(schedules[forward].groups()):
             group = gather.only(again)
             again.difference_update(group.ids)  # a parameter that is gathered twice counts with its last group
             if group.ids:
-                found.append(((k, backward), group))
+                found.append(((forward, backward), group))
     return found
+
+
+def pairs(schedules: list[Schedule]) -> list[tuple[int, int]]:
+    """Indices of each forward schedule that has a backward schedule, and of that one."""
+    backwards = {s.frame: k for k, s in enumerate(schedules) if s.kind == "backward"}
+    return [(k, backwards[s.frame]) for k, s in enumerate(schedules) if s.kind == "forward" and s.frame in backwards]
 
 
 def keep_gathered(schedules: list[Schedule], forward: int, backward: int, ids: Collection[int]) -> list[Schedule]:
