@@ -91,6 +91,8 @@ class Comparison:
     def _unable(self, system: System) -> str | None:
         if system.kind == "fsdp" and self._arguments.device == "cpu":
             return "Lightning's FSDPStrategy needs GPUs"
+        if system.kind == "fsdp2-graphs" and self._arguments.device == "cpu":
+            return "CUDA graphs need GPUs"
         if self._arguments.device == "cuda" and (
             reason := too_large(system, self._arguments.shape, report.gpu_bytes())
         ):

@@ -23,6 +23,8 @@ SYSTEMS = {
     "fsdp2-fp8": "as fsdp2, with the same FP8 layers, `enable_fsdp_float8_all_gather`, and scales computed for all "
     "weights together after the optimizer's step, as torchao says",
     "fsdp2-fp8-wide": "as fsdp2, with the same FP8 layers, without that",
+    "fsdp2-graphs": "as fsdp2, forward and backward of a step in one CUDA graph, gradients kept, the optimizer behind "
+    "it; with @reshard=false parameters stay gathered as in fsdp2-noreshard",
     "fsdp2-noreshard": "as fsdp2, parameters stay gathered until the step's last backward, gradients reduced once a "
     "step (FSDP2's fastest setting, at the price of memory)",
     "fsdp2-pieces": "as fsdp2, with a loss that the model computes in 8 pieces of tokens, as its user would write it "
@@ -41,7 +43,7 @@ OPTIMIZERS = {
 }
 DEEPSPEED = ("deepspeed", "deepspeed-deepcompile")
 FP8 = ("deepcompile-fp8", "deepcompile-fp8-wide", "fsdp2-fp8", "fsdp2-fp8-wide")
-WITH_OPTIONS = ("deepcompile", "deepcompile-uncompiled", "fsdp2-pieces", *FP8, *DEEPSPEED)
+WITH_OPTIONS = ("deepcompile", "deepcompile-uncompiled", "fsdp2-graphs", "fsdp2-pieces", *FP8, *DEEPSPEED)
 
 
 @dataclass(frozen=True)
@@ -154,10 +156,10 @@ class System:
     def case_by_case(self) -> bool:
         """True if each case gets processes of its own.
 
-        What is planned with measurements of the first steps is for one case, and DeepSpeed's engines are told when they
-        are made how many micro-batches a step has.
+        What is planned with measurements of the first steps is for one case, DeepSpeed's engines are told when they are
+        made how many micro-batches a step has, and what FSDP2 keeps from a captured step cannot be used outside of it.
         """
-        return self.kind in DEEPSPEED or (
+        return self.kind in (*DEEPSPEED, "fsdp2-graphs") or (
             self.kind.startswith("deepcompile") and self.options.get("schedule", "auto") is not None
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from captured import CapturedStep
 from jobs import Job
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.environments import LightningEnvironment
@@ -167,7 +169,8 @@ def run_fsdp2(job: Job, rank: int, recorder: Recorder) -> None:
     """Trains all cases with ``fully_shard``, one model for all of them; leaves a process group that was there."""
     joined = dist.is_initialized()
     device = start_process_group(job, rank)
-    keep = job.system.kind == "fsdp2-noreshard"
+    captured = job.system.kind == "fsdp2-graphs"
+    keep = job.system.kind == "fsdp2-noreshard" or job.system.options.get("reshard") is False
     dtype = COMPUTE_DTYPE[job.precision]
     in_pieces = job.system.kind == "fsdp2-pieces"
     model: Any = build_model(job.shape, device)
@@ -186,6 +189,21 @@ def run_fsdp2(job: Job, rank: int, recorder: Recorder) -> None:
         fully_shard(block, reshard_after_forward=not keep, **sharding)
     fully_shard(model, **sharding)
     optimizer = make_optimizer(model, job.shape, job.optimizer)
+
+    def compute(micro_batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        losses = []
+        for micro, tokens in enumerate(micro_batches):
+            last = micro == len(micro_batches) - 1
+            model.set_is_last_backward(last)
+            if keep:
+                model.set_reshard_after_backward(last)
+                model.set_requires_gradient_sync(last)
+            output = model(input_ids=tokens, labels=tokens)
+            loss = (output if in_pieces else output.loss) / len(micro_batches)
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
     for case in job.cases:
         if recorder.out_of_time(device):
             break
@@ -193,17 +211,12 @@ def run_fsdp2(job: Job, rank: int, recorder: Recorder) -> None:
         batches = iter(Batches(job.shape, case, meter.total * case.accumulation, rank, device))
         recorder.start(case)
         meter.begin()
+        step = None if captured else compute
         for _ in range(meter.total):
-            for micro in range(case.accumulation):
-                last = micro == case.accumulation - 1
-                model.set_is_last_backward(last)
-                if keep:
-                    model.set_reshard_after_backward(last)
-                    model.set_requires_gradient_sync(last)
-                tokens = next(batches)
-                output = model(input_ids=tokens, labels=tokens)
-                loss = (output if in_pieces else output.loss) / case.accumulation
-                loss.backward()
+            micro_batches = [next(batches) for _ in range(case.accumulation)]
+            if step is None:
+                step = CapturedStep(model, compute, micro_batches)
+            for loss in step(micro_batches):
                 meter.add_loss(loss)
             meter.begin_optimizer()
             optimizer.step()
@@ -212,7 +225,8 @@ def run_fsdp2(job: Job, rank: int, recorder: Recorder) -> None:
 
                 precompute_float8_dynamic_scale_for_fsdp(model)
             meter.end_optimizer(optimizer)
-            optimizer.zero_grad()
+            if not captured:
+                optimizer.zero_grad()
             meter.end_step()
         record = meter.record()
         record["dynamo_graphs"] = torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)

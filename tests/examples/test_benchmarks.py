@@ -15,6 +15,7 @@ sys.path.append(str(BENCHMARKS))
 
 import compare  # noqa: E402
 import deepspeed_setup  # noqa: E402
+import page  # noqa: E402
 import plot  # noqa: E402
 import report  # noqa: E402
 from jobs import DEEPSPEED, SHAPES, Case, Job, System  # noqa: E402
@@ -280,7 +281,7 @@ def test_budgets_are_drawn_as_a_curve(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_compare_measures_every_system_that_runs_without_gpus(tmp_path: Path) -> None:
     options = (
         "--systems",
-        "ddp,fsdp,fsdp2,fsdp2-pieces@pieces=3,roofline",
+        "ddp,fsdp,fsdp2,fsdp2-graphs,fsdp2-pieces@pieces=3,roofline",
         "--cases",
         "16x1x1,16x1x2",
         "--profile",
@@ -290,7 +291,7 @@ def test_compare_measures_every_system_that_runs_without_gpus(tmp_path: Path) ->
     assert code == 0, printed
     for case in ("16x1x1", "16x1x2"):
         found = by_system(results, case)
-        assert found["fsdp"]["status"] == "skipped"
+        assert found["fsdp"]["status"] == found["fsdp2-graphs"]["status"] == "skipped"
         for name in ("fsdp2", "fsdp2-pieces@pieces=3"):
             assert found[name]["losses"] == pytest.approx(found["ddp"]["losses"], rel=1e-5)
         assert len(found["fsdp2"]["losses"]) == 3
@@ -455,3 +456,30 @@ def test_ragged_batches_are_measured_with_both_systems(system: str) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert re.search(rf"{system} tiny \(eager\), 2 ranks, 12 steps: [\d.]+ ms per 1000 tokens", run.stdout)
+
+
+def test_pages_show_the_results_that_are_kept(tmp_path: Path) -> None:
+    assert page.main(["--check"]) == 0
+    ok = {"case": "8x1x1", "status": "ok", "ms": 2.0, "min_ms": 1.5, "peak_gib": 3.0}
+    record = {
+        "commit": "abc",
+        "date": "2026-01-02",
+        "device": "NVIDIA H200",
+        "torch": "2.11.0",
+        "world": 2,
+        "layers": 8,
+        "results": [{"system": "a", **ok}, {"system": "b", **ok, "ms": 4.0}, {"system": "c", **ok, "status": "failed"}],
+    }
+    (tmp_path / "one.json").write_text(json.dumps(record))
+    text = page.written("x\n<!-- results: one -->\nold\n<!-- end of results -->\ny", tmp_path)
+    assert "old" not in text and text.startswith("x\n") and text.endswith("\ny")
+    assert "| 8×1×1 | **2.0** (1.5), 3.0 GiB | 4.0 (1.5), 3.0 GiB | failed |" in text
+    assert page.written(text, tmp_path) == text
+
+
+def test_results_of_other_settings_make_no_table() -> None:
+    file = {"settings": dict.fromkeys(page._SETTINGS, 1), "environment": {"device": "", "torch": ""}, "results": []}
+    other = {**file, "settings": {**file["settings"], "layers": 2}}
+    assert page.kept([file, file], "abc", "2026-01-02")["layers"] == 1
+    with pytest.raises(ValueError, match="other settings"):
+        page.kept([file, other], "abc", "2026-01-02")

@@ -1,0 +1,50 @@
+"""Forward and backward of a whole optimizer step in one CUDA graph, as torchtitan's trainer records FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+_WARM_UP = 3
+"""Steps before the capture: blocks compile, FSDP2 learns its order, libraries allocate their workspaces."""
+
+
+class CapturedStep:
+    """Replays the forward and backward passes of all micro-batches of a step.
+
+    Gradients are kept: a replay writes them where the capture did, so they must not be set to None between steps.
+
+    Args:
+        model: The sharded model. Its parameters do not change here.
+        compute: Computes the losses of all micro-batches, and their gradients.
+        batches: The batches of a step; later ones have the same shapes.
+
+    Raises:
+        RuntimeError: If something compiles while the graph is captured, or cannot be captured.
+    """
+
+    def __init__(
+        self, model: nn.Module, compute: Callable[[Sequence[Tensor]], list[Tensor]], batches: Sequence[Tensor]
+    ) -> None:
+        self._batches = [batch.clone() for batch in batches]
+        self._graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP):
+                compute(self._batches)
+                model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        # NCCL's watchdog asks for events in a thread of its own, which may not end the capture.
+        capture = torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local")
+        with torch.compiler.set_stance("fail_on_recompile"), capture:
+            self._losses = compute(self._batches)
+
+    def __call__(self, batches: Sequence[Tensor]) -> list[Tensor]:
+        """Computes the gradients of a step; returns the losses of its micro-batches, valid until the next call."""
+        for mine, batch in zip(self._batches, batches, strict=True):
+            mine.copy_(batch)
+        self._graph.replay()
+        return self._losses
