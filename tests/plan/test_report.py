@@ -120,6 +120,22 @@ def test_gpus_that_a_cpu_build_of_pytorch_does_not_see_are_told(
         assert any("CPU build, which does not see them" in one for one in said) == told
 
 
+@pytest.mark.parametrize(
+    ("build", "gpus", "said"),
+    [
+        ({"state": "not usable"}, 1, "no: the extension is not usable"),
+        ({"state": "loaded", "mode": "cpu", "reason": "missing: nccl.h"}, 1, "built without NCCL (missing: nccl.h)"),
+        ({"state": "loaded", "mode": "cuda", "nccl found": "none"}, 1, "no: libnccl.so.2 is not found"),
+        ({"state": "loaded", "mode": "cuda", "nccl found": "2.28.9"}, 0, "no: no CUDA device"),
+        ({"state": "loaded", "mode": "cuda", "nccl found": "2.28.9"}, 1, "yes"),
+    ],
+    ids=["no extension", "CPU build", "no NCCL", "no GPU", "all there"],
+)
+def test_what_keeps_nccl_from_use_is_one_line(build: dict[str, str], gpus: int, said: str) -> None:
+    found = report._communicators(build, {f"cuda:{index}": "H100" for index in range(gpus)}, {"nccl": "2.28.9"})
+    assert said in found["nccl"] and "\n" not in found["nccl"]
+
+
 def test_switched_off_autoload_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     assert any("TORCH_DEVICE_BACKEND_AUTOLOAD" in sentence for sentence in report.collect()["missing"])
