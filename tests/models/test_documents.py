@@ -402,6 +402,7 @@ SIMILAR = [
     "padded left",
     "function",
     "mask function",
+    "nested",
     "flex, mask outside",
     "llama, padded left",
     "llama, padded, eager",

@@ -85,7 +85,7 @@ PARTS = 15
 def test_they_train_as_without_sharding(world_size: int, part: int) -> None:
     models = specs(300)[part::PARTS]
     if "TEST_ALL" not in os.environ:
-        models = models[::10]
+        models = models[0 if world_size == 2 else 10 :: 20]  # each on one number of ranks
     backend = "inductor" if part % 5 == 1 else "eager"
     for failed in run_ranks(_train_all, world_size, models, backend, timeout=1150):
         texts = [f"{models[number]}\n{error}" for number, error in failed.items()]

@@ -123,11 +123,11 @@ def _train_layers(layers: list[int], cache: str) -> tuple[list[Record], dict[str
 @pytest.mark.xdist_group("inductor")
 def test_inductor_compiles_equal_layers_once(tmp_path: Path) -> None:
     """The number of compiled regions does not grow with depth, and the compiled step computes the same."""
-    layers = [4, 5, 8]
+    layers = [4, 8]
     records, _ = run_ranks(_train_layers, 2, layers, str(tmp_path), timeout=800)[0]
     summaries = [record.extra["summary"] for record in records]
     assert len({summary.regions_compiled for summary in summaries}) == 1
-    assert [summary.regions_total - summaries[0].regions_total for summary in summaries] == [0, 2 * 1, 2 * 4]
+    assert [summary.regions_total - summaries[0].regions_total for summary in summaries] == [0, 2 * 4]
     for count, record in zip(layers, records, strict=True):
         expected = train(gpt(layers=count), "auto", world_size=1, rank=0, data_world=2, steps=2)
         assert_same_training(record, expected, params=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -66,11 +67,13 @@ def _when(early: bool) -> list[pl.Callback]:
     return [] if early else [_Late()]
 
 
-def _train(callbacks: list[pl.Callback], world_size: int = 2, strategy: Any = "auto", **arguments: Any) -> Record:
+def _train(
+    callbacks: list[pl.Callback], world_size: int = 2, strategy: Any = "auto", case: str = "mlp", **arguments: Any
+) -> Record:
     rank = int(os.environ.get("RANK", "0"))
     data = {} if world_size > 1 else {"data_world": 2}
     return train(
-        CASES["gpt_tied"],
+        CASES[case],
         strategy,
         world_size=world_size,
         rank=rank,
@@ -98,35 +101,45 @@ def _early(trainer: pl.Trainer) -> Any:
     return trainer.strategy.engine.timeline.prefetch._early
 
 
-@pytest.mark.parametrize(
-    ("way", "first", "inside", "verdict"),
-    [
-        ("no_grad", 0, False, (None, True)),  # never looked at with equal counts
-        ("no_grad", 3, False, (True, True)),
-        ("data", 0, False, (None, True)),
-        ("uncounted", 0, False, (False, True)),
-        ("data", STEPS, False, (True, True)),
-        ("permuted", 0, False, (False, True)),
-        ("no_grad", 0, True, (True, False)),
-        ("no_grad", 3, True, (True, True)),
-        ("data", 0, True, (True, False)),
-    ],
-)
-def test_what_is_written_between_steps_is_not_lost(
-    way: str, first: int, inside: bool, verdict: tuple[bool | None, bool]
-) -> None:
-    """`verdict`: whether the ranks launch gathers when the optimizer has stepped, and even while it steps."""
-    expected = _train([_Writes(way, first, inside)], world_size=1)
-    for record in run_ranks(_sharded, 2, way, first, inside):
-        assert_same_training(record, expected, params=True)
-        assert record.extra == verdict
+WRITES: dict[tuple[str, int, bool], tuple[bool | None, bool]] = {
+    ("no_grad", 0, False): (None, True),  # never looked at with equal counts
+    ("no_grad", 3, False): (True, True),
+    ("data", 0, False): (None, True),
+    ("uncounted", 0, False): (False, True),
+    ("data", STEPS, False): (True, True),
+    ("permuted", 0, False): (False, True),
+    ("no_grad", 0, True): (True, False),
+    ("no_grad", 3, True): (True, True),
+    ("data", 0, True): (True, False),
+}
+"""The way to write, the first step, whether inside of the optimizer's step: whether the ranks launch gathers when the
+optimizer has stepped, and even while it steps."""
+
+
+def _all_writes() -> list[Record]:
+    return [_sharded(*writes) for writes in WRITES]
+
+
+@functools.cache
+def _written() -> list[list[Record]]:
+    return run_ranks(_all_writes, 2)
+
+
+@pytest.mark.xdist_group("writes")
+@pytest.mark.parametrize("number", range(len(WRITES)), ids=[f"{w}-{first}-{inside}" for w, first, inside in WRITES])
+def test_what_is_written_between_steps_is_not_lost(number: int) -> None:
+    writes, verdict = [*WRITES.items()][number]
+    expected = _train([_Writes(*writes)], world_size=1)
+    for records in _written():
+        assert_same_training(records[number], expected, params=True)
+        assert records[number].extra == verdict
 
 
 @pytest.mark.parametrize("inside", [pytest.param(False, marks=pytest.mark.extensive), True])
 def test_one_rank_may_write_alone(inside: bool) -> None:
     """Gathers are then out of date on all ranks, also between the micro-batches of a step."""
     for accumulate, kinds in ((1, [{}]), (3, [{"stage": 1}, {"stage": 2}])):
-        options = {"accumulate": accumulate, "timeout": 90}
+        options = {"accumulate": accumulate, "case": "gpt_tied", "timeout": 90}
         expected = run_ranks(_sharded, 2, "first rank", 2, inside, early=False, **options)
         for kind in kinds:
             for record, other in zip(
@@ -188,7 +201,12 @@ def _counted(early: bool) -> tuple[Any, list[tuple[str, int]]]:
 
     config = CompileConfig(region_backend="eager", schedule=None)
     strategy = DeepCompileStrategy(compile=config)
-    record = _train([Starts(), *_when(early)], strategy=strategy, inspect=lambda trainer: trainer.strategy.summary())
+    record = _train(
+        [Starts(), *_when(early)],
+        strategy=strategy,
+        case="gpt_tied",
+        inspect=lambda trainer: trainer.strategy.summary(),
+    )
     return record.extra, starts
 
 
@@ -234,6 +252,7 @@ def _in_parts(accelerator: str) -> dict[tuple[str, bool], tuple[Record, list[int
             record = _train(
                 [Steps()],
                 strategy=strategy,
+                case="gpt_tied",
                 optimizer=optimizer,
                 accumulate=2,
                 gradient_clip_val=0.5,

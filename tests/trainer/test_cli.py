@@ -6,7 +6,10 @@ import contextlib
 import importlib
 import io
 import json
+import logging
 import re
+import runpy
+import sys
 import typing
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
@@ -17,6 +20,7 @@ import pytest
 import torch
 from interpreters import declare_entry_points, run_python
 from lightning.pytorch.demos.boring_classes import BoringModel
+from multiprocess import run_ranks
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.console import show_messages
@@ -47,6 +51,26 @@ def run_cli(folder: Path, *arguments: str) -> str:
     return run_python(str(CLI / "main.py"), "fit", *arguments, paths=(metadata,))
 
 
+class Messages(logging.Handler):
+    """Keeps the texts of log records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _fit(*arguments: str) -> list[str]:
+    """What ``main.py fit`` logs on a rank, as torchrun would start it."""
+    messages = Messages()
+    logging.getLogger("lightning.pytorch").addHandler(messages)
+    sys.argv = [str(CLI / "main.py"), "fit", *arguments]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    return messages.texts
+
+
 def read(path: Path) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=True)
 
@@ -63,15 +87,15 @@ def test_pretrain_resume_finetune(tmp_path: Path) -> None:
 
     run_cli(tmp_path, *pretrain, "--trainer.max_steps=2")
     assert read(last)["global_step"] == 2
-    printed = run_cli(tmp_path, *pretrain, f"--config={CLI}/resume.yaml", "--trainer.max_steps=4")
-    assert f"Restored all states from the checkpoint at {last}" in printed
+    logged, _ = run_ranks(_fit, 2, *pretrain, f"--config={CLI}/resume.yaml", "--trainer.max_steps=4")
+    assert f"Restored all states from the checkpoint at {last}" in logged
     pretrained = read(last)
     # The steps that AdamW has counted tell a resumed training from one that began anew.
     assert pretrained["global_step"] == 4 and pretrained["optimizer_states"][0]["state"][0]["step"] == 4
 
     finetune = [f"--config={CLI}/finetune.yaml", f"--config={small}", EAGER, f"--model.pretrained={last}"]
     finetune += [f"--trainer.default_root_dir={tmp_path / 'finetune'}", "--trainer.limit_train_batches=2"]
-    run_cli(tmp_path, *finetune)
+    run_ranks(_fit, 2, *finetune)
     before = pretrained["state_dict"]
     for epoch in (0, 1):
         after = read(tmp_path / "finetune" / "checkpoints" / f"epoch={epoch}.ckpt")["state_dict"]
