@@ -28,7 +28,17 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-__all__ = ["GPU_RANKS", "GPU_TEST", "RankError", "devices", "join", "own_environment", "run_ranks", "said"]
+__all__ = [
+    "GPU_RANKS",
+    "GPU_TEST",
+    "RankError",
+    "devices",
+    "join",
+    "own_environment",
+    "rank_context",
+    "run_ranks",
+    "said",
+]
 
 GPU_RANKS = int(os.environ.get("GPU_RANKS", "2"))
 """Ranks of tests on GPUs that say no other number."""
@@ -72,11 +82,7 @@ def run_ranks(
     Raises:
         RankError: If a rank raises, dies or runs too long. The first failure ends all ranks within seconds.
     """
-    # CUDA does not work in what is forked from a process that has asked for devices, as imports may do.
-    fresh = fresh or torch.cuda.is_available()
-    context = mp.get_context("spawn" if fresh else "forkserver")
-    if not fresh:
-        context.set_forkserver_preload(_IMPORTED)
+    context = rank_context(fresh)
     with tempfile.TemporaryDirectory() as folder:
         # The server has the environment of its own start.
         environment = {**os.environ, **_environment(world_size)}
@@ -116,6 +122,16 @@ def run_ranks(
         if errors:
             raise RankError("\n".join(errors))
         return [pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def rank_context(fresh: bool = False) -> Any:
+    """What starts ranks: a server that forks them, or one interpreter after another (`fresh`, and with GPUs)."""
+    # CUDA does not work in what is forked from a process that has asked for devices, as imports may do.
+    if fresh or torch.cuda.is_available():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    return context
 
 
 def devices(world_size: int) -> dict[str, int]:

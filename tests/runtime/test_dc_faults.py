@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from multiprocess import _free_port, join, own_environment, run_ranks
+from multiprocess import _free_port, join, own_environment, rank_context, run_ranks
 
 TIMEOUT = 6.0
 MOMENTS = [0.0, 0.002, 0.007, 0.013, 0.029, 0.053, 0.107, 0.211, 0.401, 0.809]
@@ -79,7 +79,7 @@ def _answer(process: Any, answers: Any, limit: float) -> Any:
 
 
 def _kill_one(world: int, backend: str, delay: float) -> dict[int, tuple[str, str]]:
-    context = mp.get_context("spawn")
+    context = rank_context()
     # One for each rank: who is killed may hold the lock of its own.
     results, port = [context.Queue() for _ in range(world)], _free_port()
     processes = [
