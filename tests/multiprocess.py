@@ -125,7 +125,7 @@ def run_ranks(
 
 
 def rank_context(fresh: bool = False) -> Any:
-    """What starts ranks: a server that forks them, or one interpreter after another (`fresh`, and with GPUs)."""
+    """Starts ranks: forks them from a server, or starts interpreters (`fresh`, and with GPUs)."""
     # CUDA does not work in what is forked from a process that has asked for devices, as imports may do.
     if fresh or torch.cuda.is_available():
         return mp.get_context("spawn")

@@ -63,7 +63,7 @@ class Messages(logging.Handler):
 
 
 def _fit(*arguments: str) -> list[str]:
-    """What ``main.py fit`` logs on a rank, as torchrun would start it."""
+    """Runs ``main.py fit`` on a rank, as torchrun would start it; returns what Lightning logs."""
     messages = Messages()
     logging.getLogger("lightning.pytorch").addHandler(messages)
     sys.argv = [str(CLI / "main.py"), "fit", *arguments]
