@@ -55,8 +55,8 @@ from lightning_deepcompile.sharding.shards import ShardedModel
 from lightning_deepcompile.sharding.wire_dtypes import WireDtypes
 from lightning_deepcompile.step.state_sizes import predict_state_bytes
 from lightning_deepcompile.step.ways import is_elementwise
+from lightning_deepcompile.tuning.agenda import pass_schedule
 from lightning_deepcompile.tuning.foresight import Foresight
-from lightning_deepcompile.tuning.pass_entries import pass_schedule
 from lightning_deepcompile.tuning.retracing import Retracing
 
 __all__ = ["MOST_RANKS", "PER_NODE", "Request", "StepEstimate", "estimate_step", "parse_memory"]

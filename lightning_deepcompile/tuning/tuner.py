@@ -34,6 +34,7 @@ from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import attempt, exchange, maxima, on_any
+from lightning_deepcompile.tuning.agenda import Agenda, pass_schedule
 from lightning_deepcompile.tuning.coverage import Coverage
 from lightning_deepcompile.tuning.foresight import Foresight, StepRetracedError
 from lightning_deepcompile.tuning.measuring import (
@@ -45,7 +46,6 @@ from lightning_deepcompile.tuning.measuring import (
     Measurement,
     agreed_profile,
 )
-from lightning_deepcompile.tuning.pass_entries import pass_schedule
 from lightning_deepcompile.tuning.plan_store import PlanStore
 from lightning_deepcompile.tuning.retracing import Retracing
 from lightning_deepcompile.tuning.shared_step import share_step
@@ -59,7 +59,6 @@ _log = logging.getLogger(__name__)
 
 _NOISE = 0.03  # how much slower than before a plan may measure
 _NOTHING = "The step was measured, and there was nothing to plan: parameters are gathered once a step, or on one rank."
-_ATTEMPTS = 3  # at most, so that a model with ever new shapes does not plan for ever
 
 
 class Tuner:
@@ -130,9 +129,9 @@ class Tuner:
             config.rounding,
         )
         self._store = PlanStore(self._config.plan, setting, group)
-        first, *self._entries = pass_schedule(self._config, capture.stage, self._world)
+        first, *entries = pass_schedule(self._config, capture.stage, self._world)
+        self._agenda = Agenda(entries)
         capture.scheduling.passes = self._start = first[1]
-        self._passes: tuple[Pass, ...] = self._entries[-1][1] if self._entries else ()
         self._host_room = host_room if leaving.mode == "all" or config.memory_budget else None
         self._leaving, self._room_if_needed = leaving, host_room
         self._launched = FirstGathers()
@@ -144,9 +143,7 @@ class Tuner:
         self._step = 0  # optimizer steps done
         self._boundary = False  # the optimizer has stepped since the last micro-batch
         self._round: Measurement | None = None  # the one under way, or the next one if it is known when that begins
-        self._recheck: int | None = None  # when to look for programs that no plan covers
         self._coverage = Coverage(capture.frames)
-        self._attempts = 0
         self._searched = False  # whether programs that no plan covers were found
         self._probe: StepProbe | None = None
         self._previous: tuple[tuple[Pass, ...], tuple[Schedule, ...]] = (capture.scheduling.passes, ())
@@ -157,7 +154,7 @@ class Tuner:
         self.largest = 0, 0
         self.told_short = False
         if not self._load():
-            self._next_entry()
+            self._begin_round(self._agenda.next(0))
 
     # What the engine calls --------------------------------------------------------------------------------------------
 
@@ -171,7 +168,7 @@ class Tuner:
             Whether the training step is to be retraced.
         """
         self._swapped = self._retraces = False
-        if self.settled and self._recheck is None and not self._planned:
+        if self.settled and self._agenda.recheck is None and not self._planned:
             return False
         self._launched = launched
         if self._boundary:
@@ -217,7 +214,7 @@ class Tuner:
         self._capture.entry.larger = on_any_rank
         if self._round is not None and self._probe is not None:
             self._round.elements.append(elements())
-        elif self._step + 1 == self._recheck:
+        elif self._step + 1 == self._agenda.recheck:
             self._coverage.last = elements()
         if larger:
             self._foresight.note(self._frames.training)
@@ -247,8 +244,8 @@ class Tuner:
         self._host_room = self._room_if_needed
         if self._scheduling.settings.offload_activations == "none":
             self._scheduling.settings = replace(self._scheduling.settings, offload_activations="auto")
-        if self._config.schedule == "auto" and self._capture.stage == 3 and not self._passes:
-            self._passes = resolve_passes(DEFAULT_SCHEDULE[-1]["passes"], profiled=True)
+        if self._config.schedule == "auto" and self._capture.stage == 3 and not self._agenda.passes:
+            self._agenda.passes = resolve_passes(DEFAULT_SCHEDULE[-1]["passes"], profiled=True)
 
     def begin_backward(self, update: bool) -> None:
         """Call before a backward pass; `update` says whether the optimizer may step behind it."""
@@ -299,7 +296,7 @@ class Tuner:
     def _at_boundary(self) -> None:
         if self.told_short:
             self._answer_shortages()
-        if self._step == self._recheck:
+        if self._step == self._agenda.recheck:
             self._look_for_new_programs()
         if self._round is None:
             if self._slow_ranks.compares:
@@ -333,15 +330,15 @@ class Tuner:
         try:
             seen = put_together(mine, error, measurement.unknown, self._group)
         except ProfileError as failure:
-            self._attempts += 1
-            level = logging.WARNING if self._passes or self._retracing.pending else logging.INFO
+            self._agenda.attempts += 1
+            level = logging.WARNING if self._agenda.passes or self._retracing.pending else logging.INFO
             self._say(f"No plan was made at step {self._step}, and training goes on as before: {failure}", level)
             self._end_round(retry=True)
             return
         if measurement.searching and not seen.new:
             self._end_round()  # the steps ran what is planned already: others may find what was looked for
             return
-        self._attempts += 1
+        self._agenda.attempts += 1
         chosen = self._config.memory_budget
         self.measured = share_step(measurement.observed, self._group, planned=False)
         assert seen.workload is not None
@@ -363,16 +360,15 @@ class Tuner:
         if (retraced := self._retracing.choose(self._step, profile, seen.checkpoints, self._optimized)) is not None:
             self._retrace(retraced)
             return
-        if not self._passes:
+        if not self._agenda.passes:
             times = profile.step_seconds, profile.exposed_seconds
             self.rounds.append(Round(self._step, (), budget, *times, outcome="measured", reason=_NOTHING))
             self._say_limit()
             self._end_round()
             return
         self.profile, (planned, effects) = self._states.plan(profile, self._optimized)
-        note = (
-            f" The passes {[p.name for p in self._passes]} planned it. Add 'proactive_prefetch', or raise the budget."
-        )
+        passes = [one.name for one in self._agenda.passes]
+        note = f" The passes {passes} planned it. Add 'proactive_prefetch', or raise the budget."
         fit(Need({"step": effects[-1].prediction.peak_bytes}), budget, "same").check(chosen, note)
         reports = [PassReport.of(effect) for effect in effects]
         times = profile.step_seconds, profile.exposed_seconds
@@ -389,7 +385,7 @@ class Tuner:
         self._coverage.add(measurement.programs, measurement.elements)
         self._previous = (self._scheduling.passes, self._planned)
         before = self._capture_schedules()
-        self._run_plan(planned, self._passes)
+        self._run_plan(planned, self._agenda.passes)
         self._memory.restart()
         same = self._capture_schedules() == before and not self._states.movement
         if not on_any(not same, self._group):  # which of its activations leave is decided by each rank
@@ -402,7 +398,8 @@ class Tuner:
         self._forget_shortages()
 
     def _optimized(self, profile: Profile) -> Planned:
-        return optimize(profile.schedules, self._passes or self._start, PlanContext(self._scheduling.settings, profile))
+        context = PlanContext(self._scheduling.settings, profile)
+        return optimize(profile.schedules, self._agenda.passes or self._start, context)
 
     def _retrace(self, done: Round) -> None:
         self.rounds.append(done)
@@ -412,8 +409,9 @@ class Tuner:
         self._scheduling.passes = self._start  # it is decided again what they may take
         self._retraces = True
         self._planned, self._swapped = (), True
-        if self._passes or self._retracing.pending:  # else programs keep what they are compiled with, as at step 0
-            self._entries.insert(0, (self._step + 3, self._passes))
+        # Else programs keep what they are compiled with, as at step 0.
+        if self._agenda.passes or self._retracing.pending:
+            self._agenda.again(self._step)
         self._end_round()
 
     def _answer_shortages(self) -> None:
@@ -462,7 +460,7 @@ class Tuner:
         profile, start = measurement.profile(
             self._capture,
             self._device,
-            self._passes or self._start,
+            self._agenda.passes or self._start,
             # The steps before may still have grown memory or tuned kernels; marks, too, only make a step longer.
             step_seconds=self._fastest(-2, OBSERVED + 1),
             launched=self._launched,
@@ -506,12 +504,12 @@ class Tuner:
         else:
             self.measured = under_plan or self.measured
         excess = (peak or 0) - (self.rounds[-1].budget or 0)
-        if excess > 0 and not slower and self._config.memory_budget is not None and self._attempts < _ATTEMPTS:
+        if excess > 0 and not slower and self._config.memory_budget is not None and self._agenda.goes_on:
             self._excess += excess  # memory that no model knows of: the next plan leaves it free
             self._say(
                 f"Steps take {format_bytes(excess)} more than the memory budget: planning again.", logging.WARNING
             )
-            self._entries.insert(0, (self._step + 3, self._passes))
+            self._agenda.again(self._step)
         self._finish_round(
             before_seconds=before,
             after_seconds=after,
@@ -545,25 +543,15 @@ class Tuner:
         self._round = self._capture.measures = None
         for executable in self._frames.executables:
             executable.watch = None  # a kept plan swaps nothing, and what is noted would grow with every step
-        if retry and self._attempts < _ATTEMPTS:
-            self._recheck = self._step + 10
-        elif not self._next_entry() and self._attempts < _ATTEMPTS:
-            # New programs are looked for ever more rarely: the look is a collective, and late ones pay off less.
-            self._recheck = max(2 * self._step, self._step + 10)
-        else:
-            self._recheck = None
+        self._begin_round(self._agenda.ended(self._step, retry=retry))
 
-    def _next_entry(self, searching: bool = False) -> bool:
-        """Sets the round of the next entry of the schedule, if there is one."""
-        if not self._entries:
-            return False
-        step, self._passes = self._entries.pop(0)
-        self._round = Measurement(max(step, self._step + 3 if self._step else step), searching)
-        return True
+    def _begin_round(self, first: int | None, searching: bool = False) -> None:
+        """Sets the next round, which begins at the optimizer step `first`, if there is one."""
+        self._round = None if first is None else Measurement(first, searching)
 
     def _look_for_new_programs(self) -> None:
-        self._recheck = None
-        if not self._passes and not self._retracing.pending:
+        self._agenda.recheck = None
+        if not self._agenda.passes and not self._retracing.pending:
             if any(done.outcome != "measured" for done in self.rounds):
                 self._save()  # nothing is planned for what was retraced
             return
@@ -571,10 +559,10 @@ class Tuner:
             level = logging.DEBUG if self._searched else logging.INFO  # looks repeat until a measured step runs them
             self._searched = True
             self._say("The training step has programs or batch sizes that no plan covers: measuring.", level)
-            self._entries.insert(0, (self._step + 3, self._passes))
-            self._next_entry(searching=True)
-        elif self._attempts < _ATTEMPTS:
-            self._recheck = 2 * self._step
+            self._agenda.again(self._step)
+            self._begin_round(self._agenda.next(self._step), searching=True)
+        elif self._agenda.goes_on:
+            self._agenda.recheck = 2 * self._step
 
     # Between ranks and files ------------------------------------------------------------------------------------------
 
@@ -602,6 +590,5 @@ class Tuner:
         self._coverage.adopt(plan.schedules)
         self._coverage.measured = plan.batches.fewest, plan.batches.most
         self.largest = plan.batches.largest, plan.batches.longest
-        self._entries.clear()  # for programs that the file does not have, a round follows the look at them
-        self._recheck = 2
+        self._agenda.follow_file()
         return True

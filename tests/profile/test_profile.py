@@ -119,7 +119,7 @@ def _force_another_plan(engine: Engine) -> None:
         placements = [Placement.of(s) for s in schedules]
         return [p.at([g.need for g in p.groups]) for p in placements]
 
-    engine.tuner._passes = resolve_passes(["zero3", "prefetch", late], profiled=True)
+    engine.tuner._agenda.passes = resolve_passes(["zero3", "prefetch", late], profiled=True)
 
 
 def test_a_profile_that_fails_is_reported_and_tried_again_a_few_times(

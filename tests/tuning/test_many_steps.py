@@ -59,7 +59,7 @@ def _play(sizes: Sizes) -> tuple[list[int], list[tuple[int, str]], list[int]]:
     said: list[tuple[int, str]] = []
     measured = []
     for step in range(STEPS):
-        near = tuner._recheck is not None and tuner._recheck - step <= NEAR
+        near = tuner._agenda.recheck is not None and tuner._agenda.recheck - step <= NEAR
         if step < 3 or not tuner.settled or near:
             one_step(engine, torch.randint(0, 16, sizes(step, draw), generator=generator), optimizer)
             if tuner._probe is not None:

@@ -51,8 +51,8 @@ def test_a_single_odd_batch_uses_up_no_attempt(mesh: DeviceMesh) -> None:
     optimizer = sgd(engine)
     for step in range(90):
         one_step(engine, TOKENS[:, :6] if step == 12 else TOKENS, optimizer)
-    assert [done.step for done in engine.report()] == [5] and engine.tuner._attempts == 1
-    looks = engine.tuner._recheck
+    assert [done.step for done in engine.report()] == [5] and engine.tuner._agenda.attempts == 1
+    looks = engine.tuner._agenda.recheck
     assert looks is not None
     while engine.tuner._step < looks + 5:  # what comes to stay is found at the next look
         one_step(engine, TOKENS[:1], optimizer)
@@ -74,7 +74,7 @@ def _lengths_that_return() -> tuple[list[int], int, list[float], list[float]]:
         optimizer = sgd(engine)
         lengths = [6 if rank == 1 and step % 16 >= 8 else 12 for step in range(112)]
         losses.append([one_step(engine, TOKENS[:, :length], optimizer) for length in lengths])
-        steps, attempts = [done.step for done in engine.report()], engine.tuner._attempts
+        steps, attempts = [done.step for done in engine.report()], engine.tuner._agenda.attempts
         engine.close()
     return steps, attempts, *losses
 
