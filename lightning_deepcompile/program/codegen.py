@@ -161,7 +161,7 @@ class _Writer:
             case verb, "parameters" | "gradients":
                 given["ids"] = program.ids(numbers)
                 given["dtypes"] = [info.dtype for info in program.infos(numbers)]
-                given["tensors"] = [name for value in instruction.values for name in program.values[value].reads]
+                given["tensors"] = [program.values[value].args[0] for value in instruction.values]
                 makes = list(map(parameter_name, numbers)) if verb == "wait" else []
                 self._kept.update(instruction.values)
             case verb, "saved tensors":

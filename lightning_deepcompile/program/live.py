@@ -41,7 +41,7 @@ def live_bytes(
         were reduced as soon as it is there.
     """
     read = program.readers()
-    shards = {name for value in program.values.values() if value.communicated for name in value.reads}
+    shards = {value.args[0] for value in program.values.values() if value.communicated}
     inputs = [name for name in program.inputs if name in read and name not in shards]  # forward returns shards, too
     made = {name: -2 for name in inputs}
     made |= {name: 2 * place for place, region in enumerate(program.regions.values()) for name in region.outputs}

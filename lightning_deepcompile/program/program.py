@@ -264,7 +264,7 @@ class Program:
                     read(value.reads, before, before)
 
         results = (name for i in self.schedule.groups("reduce_now") if not i.made for name in i.values)
-        reduced = {gradient for name in results for gradient in self.values[name].reads}
+        reduced = {self.values[name].args[0] for name in results}  # other arguments are sizes
         place = 0
         for region in self.regions.values():
             read(region.inputs, place, place - 1)

@@ -166,10 +166,10 @@ def test_values_die_before_their_last_consumer_runs() -> None:
 def test_gradients_of_one_parameter_are_told_apart_by_name() -> None:
     """Two of one region, one of another, and one whose result the program reads: names tell them apart in any order."""
     builder = Builder()
-    x = builder.graph.placeholder("x")
+    x, size = builder.graph.placeholder("x"), builder.graph.placeholder("size")  # a symbolic size of the shard
     first, second, _ = builder.region(adding(2), x, outputs=3)
     reduce = torch.ops.dc.reduce.default
-    early = [builder.graph.call_function(reduce, (value, 0, [2], torch.float32)) for value in (first, second)]
+    early = [builder.graph.call_function(reduce, (value, 0, [size], torch.float32)) for value in (first, second)]
     third, *_ = builder.region(adding(10), first, outputs=3)
     late, read = (builder.graph.call_function(reduce, (third, 0, [2], torch.float32)) for _ in range(2))
     used, *_ = builder.region(adding(3), read, outputs=3)
@@ -180,7 +180,7 @@ def test_gradients_of_one_parameter_are_told_apart_by_name() -> None:
         names = [name for group in program.schedule.groups("reduce") for name in group.values]
         assert len(names) == len(set(names)) == 3
         simulator = Simulator({0: torch.zeros(2)})
-        results = simulator.generate(program)([torch.ones(2)])
+        results = simulator.generate(program)([torch.ones(2), 2])
         assert simulator.grads[0].tolist() == [2 + 3 + 20 + 20] * 2 and simulator.reductions == {0: 4}
         assert [value is None for value in results] == [True, True, True, False]
     with pytest.raises(ScheduleError, match="computes or reduces other values"):
