@@ -26,6 +26,11 @@ FP8 layers of torchao, with weights that travel as FP8 and with weights that do 
     python examples/benchmarks/compare.py --shape llama3-8b --layers 8 --cases 4096x1x1,8192x1x1,16384x1x1 \
         --systems deepcompile,deepcompile-fp8,deepcompile-fp8-wide,fsdp2,fsdp2-fp8,fsdp2-fp8-wide --out results
 
+Nodes that sockets connect, on the GPUs of one host: FSDP2 over all ranks and as HSDP, and what is chosen by itself:
+
+    NCCL_SOCKET_NTHREADS=4 python examples/benchmarks/compare.py --nodes 2 --shape llama3-1b --cases 2048x1x1,2048x1x8 \
+        --systems deepcompile,deepcompile@device_mesh=auto,fsdp2,fsdp2-hsdp --out results
+
 ``--optimizer muon`` compares Muon on owner ranks with Muon on FSDP2's DTensors:
 
     python examples/benchmarks/compare.py --optimizer muon --shape llama3-8b --layers 8 --cases 1024x1x1,4096x1x4 \
@@ -158,6 +163,7 @@ class Comparison:
             profile=profile,
             memory=self._arguments.memory,
             optimizer=self._arguments.optimizer,
+            nodes=self._arguments.nodes,
         )
 
     def _run_group(self, job: Job, label: str, keep: Callable[[report.Result], None]) -> tuple[WorkerGroup, str | None]:
@@ -247,6 +253,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for results.json, table.md, log.txt, profiles")
     parser.add_argument("--device", choices=("cuda", "cpu"))
     parser.add_argument("--world", type=_positive, help="ranks (default: all GPUs, 2 on CPU)")
+    parser.add_argument(
+        "--nodes", type=_positive, default=1, help="let NCCL believe in so many hosts, which sockets connect (of GPUs)"
+    )
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 on GPUs, fp32 on CPU")
     parser.add_argument("--time-budget", type=float, default=3600.0, help="seconds after which no case is started")
     parser.add_argument("--case-limit", type=float, default=240.0, help="seconds without progress that end a group")
@@ -265,6 +274,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--world {arguments.world}: this machine shows {gpus} GPUs; lower it or use --device cpu")
     shape = SHAPES[arguments.shape]
     arguments.shape = replace(shape, layers=arguments.layers or shape.layers, checkpointing=arguments.checkpointing)
+    if arguments.world % arguments.nodes:
+        parser.error(f"--nodes {arguments.nodes}: {arguments.world} ranks are no multiple of it")
     try:
         arguments.profile = [_profiled(text, arguments) for text in arguments.profile]
     except ValueError as error:

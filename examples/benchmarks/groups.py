@@ -144,7 +144,12 @@ class WorkerGroup:
         }
         if self._job.system.kind in DEEPSPEED:
             base |= deepspeed_setup.environment(self._job, cache)
-        return [base | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self._job.world)]
+        ranks = [base | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self._job.world)]
+        if self._job.nodes == 1:
+            return ranks
+        # NCCL believes them to be of several hosts, and connects those by sockets.
+        node = {"NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo")}
+        return [env | node | {"NCCL_HOSTID": f"node{rank // self._job.per_node}"} for rank, env in enumerate(ranks)]
 
     def _spawn(self, rank: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
         command = [sys.executable, str(HERE / "worker.py"), str(self._folder / "job.json")]

@@ -25,6 +25,7 @@ SYSTEMS = {
     "fsdp2-fp8-wide": "as fsdp2, with the same FP8 layers, without that",
     "fsdp2-graphs": "as fsdp2, forward and backward of a step in one CUDA graph, gradients kept, the optimizer behind "
     "it; with @reshard=false parameters stay gathered as in fsdp2-noreshard",
+    "fsdp2-hsdp": "as fsdp2, sharded inside of a node, with a replica on each node (with --nodes)",
     "fsdp2-noreshard": "as fsdp2, parameters stay gathered until the step's last backward, gradients reduced once a "
     "step (FSDP2's fastest setting, at the price of memory)",
     "fsdp2-pieces": "as fsdp2, with a loss that the model computes in 8 pieces of tokens, as its user would write it "
@@ -218,6 +219,12 @@ class Job:
     profile: Case | None = None
     memory: bool = False
     optimizer: str = "adamw"
+    nodes: int = 1
+
+    @property
+    def per_node(self) -> int:
+        """Ranks of a node."""
+        return self.world // self.nodes
 
     def save(self, path: Path) -> None:
         """Writes the job as JSON."""

@@ -28,7 +28,7 @@ _KEPT = (
     "system", "case", "status", "reason", "ms", "min_ms", "max_ms", "peak_gib", "reserved_gib", "states_gib",
     "optimizer_step_ms", "host_ms", "first_step_s", "tflops_per_gpu", "tokens_per_s_per_gpu", "losses", "predicted",
 )  # fmt: skip
-_SETTINGS = ("layers", "checkpointing", "steps", "warmup", "world", "precision", "optimizer")
+_SETTINGS = ("layers", "checkpointing", "steps", "warmup", "world", "precision", "optimizer", "nodes")
 _MARK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 
@@ -43,7 +43,7 @@ def kept(files: Sequence[dict[str, Any]], commit: str, date: str) -> dict[str, A
     Raises:
         ValueError: If their settings differ.
     """
-    settings = [{key: file["settings"][key] for key in _SETTINGS} for file in files]
+    settings = [{key: file["settings"][key] for key in _SETTINGS if key in file["settings"]} for file in files]
     if any(other != settings[0] for other in settings):
         raise ValueError(f"the files are of runs with other settings, and make no table: {settings}")
     environment = files[0]["environment"]

@@ -34,11 +34,12 @@ def make_strategy(job: Job) -> Strategy:
         uncompiled = job.system.kind == "deepcompile-uncompiled"
         options = {"fallback": "warn" if uncompiled else "error", **job.system.options}
         options.pop("recipe", None)
+        mesh = options.pop("device_mesh", None)
         if job.system.kind == "deepcompile-fp8-wide":
             from lightning_deepcompile.capture import backend
 
             backend.derive = lambda *_: ()
-        return DeepCompileStrategy(compile=CompileConfig(**options), timeout=TIMEOUT)
+        return DeepCompileStrategy(compile=CompileConfig(**options), device_mesh=mesh, timeout=TIMEOUT)
     if job.system.kind == "fsdp":
         # The remaining fast settings are defaults: full shard, backward prefetch, limited gathers, original parameters.
         return FSDPStrategy(auto_wrap_policy={block_class(job.shape)}, forward_prefetch=True, timeout=TIMEOUT)
@@ -179,8 +180,12 @@ def run_fsdp2(job: Job, rank: int, recorder: Recorder) -> None:
         convert_to_fp8(model, job.system.recipe, job.device, gathers=narrow)
     if in_pieces:
         model = LossInPieces(model, int(job.system.options.get("pieces", 8)))
+    if job.system.kind == "fsdp2-hsdp":
+        mesh = init_device_mesh(job.device, (job.nodes, job.per_node), mesh_dim_names=("replicas", "shards"))
+    else:
+        mesh = init_device_mesh(job.device, (job.world,))
     sharding = {
-        "mesh": init_device_mesh(job.device, (job.world,)),
+        "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype),
     }
     for block in model.model.layers:

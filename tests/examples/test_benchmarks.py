@@ -123,6 +123,7 @@ def test_a_model_that_cannot_fit_is_refused_with_its_size() -> None:
         ["--steps", "0"],
         ["--profile", "fsdp2:4x1x1"],
         ["--device", "cuda", "--world", "1000"],
+        ["--nodes", "3"],
     ],
 )
 def test_bad_command_lines_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,7 +282,9 @@ def test_budgets_are_drawn_as_a_curve(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_compare_measures_every_system_that_runs_without_gpus(tmp_path: Path) -> None:
     options = (
         "--systems",
-        "ddp,fsdp,fsdp2,fsdp2-graphs,fsdp2-pieces@pieces=3,roofline",
+        "ddp,fsdp,fsdp2,fsdp2-graphs,fsdp2-hsdp,fsdp2-pieces@pieces=3,roofline",
+        "--nodes",
+        "2",
         "--cases",
         "16x1x1,16x1x2",
         "--profile",
@@ -292,7 +295,7 @@ def test_compare_measures_every_system_that_runs_without_gpus(tmp_path: Path) ->
     for case in ("16x1x1", "16x1x2"):
         found = by_system(results, case)
         assert found["fsdp"]["status"] == found["fsdp2-graphs"]["status"] == "skipped"
-        for name in ("fsdp2", "fsdp2-pieces@pieces=3"):
+        for name in ("fsdp2", "fsdp2-hsdp", "fsdp2-pieces@pieces=3"):
             assert found[name]["losses"] == pytest.approx(found["ddp"]["losses"], rel=1e-5)
         assert len(found["fsdp2"]["losses"]) == 3
         assert all(len(rank["ms"]) == 2 for name in ("ddp", "fsdp2") for rank in found[name]["ranks"])
@@ -483,3 +486,18 @@ def test_results_of_other_settings_make_no_table() -> None:
     assert page.kept([file, file], "abc", "2026-01-02")["layers"] == 1
     with pytest.raises(ValueError, match="other settings"):
         page.kept([file, other], "abc", "2026-01-02")
+
+
+@pytest.mark.slow
+@pytest.mark.extensive
+def test_curves_of_both_systems_are_one(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    options = ["--shape=tiny", "--steps=20", "--rows=2", "--length=32", "--device=cpu", f"--out={tmp_path}"]
+    systems = "--systems=fsdp2,deepcompile@stage=1+schedule=null"
+    script = str(BENCHMARKS / "curves.py")
+    run = subprocess.run([*command, script, *options, systems], capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr
+    assert "20 steps equal to fsdp2's to 1e-5" in run.stdout
+    if plot.can_draw():
+        subprocess.run([sys.executable, script, "--plot", str(tmp_path)], check=True, timeout=100)
+        assert (tmp_path / "curves.png").is_file()
