@@ -9,7 +9,8 @@ cannot:
 where
 
 - ``forward_backward`` is a micro-batch through the same model in the compute dtype without any process group in use:
-  every block compiled, head and loss compiled together;
+  every block compiled, head and loss compiled together. A GPU computes for some seconds before it is timed: under load
+  its clock falls, and a step that trains never has the clock of a burst;
 - ``gather`` and ``reduce`` are one all-gather and one reduce-scatter of all parameters in the compute dtype, one flat
   collective per block, nothing else running;
 - ``optimizer`` is fused AdamW over this rank's share of the parameters in fp32; with ``--optimizer muon``, Muon on its
@@ -26,6 +27,7 @@ Each is the median of the measured steps on the slowest rank, since the ranks of
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -37,6 +39,9 @@ from meter import Recorder, StepMeter
 from models import COMPUTE_DTYPE, Batches, build_model, make_optimizer
 from runners import start_process_group
 from transformers import PreTrainedModel
+
+LOAD_S = 5.0
+"""Seconds for which a GPU computes before it is timed."""
 
 
 def run_roofline(job: Job, rank: int, recorder: Recorder) -> None:
@@ -77,7 +82,14 @@ def measure_compute(
     rank: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Times forward and backward of one micro-batch."""
+    """Times forward and backward of one micro-batch, on GPUs under sustained load."""
+    (first,) = Batches(job.shape, case, 1, rank, device)
+    until = math.inf  # not before it is compiled
+    while device.type == "cuda" and time.perf_counter() < until:
+        step(first).backward()
+        model.zero_grad()
+        torch.cuda.synchronize(device)
+        until = min(until, time.perf_counter() + LOAD_S)
     meter = StepMeter(job, case, device, rank)
     meter.begin()
     for tokens in Batches(job.shape, case, meter.total, rank, device):
