@@ -25,6 +25,7 @@ from lightning_deepcompile.ranks.exchange import exchange, from_first, maxima, o
 from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.sharding.checks import check_same_model
+from lightning_deepcompile.sharding.wire_dtypes import AS_STORED
 from lightning_deepcompile.tuning.together import Seen, put_together
 
 BLOCKS = 24
@@ -45,7 +46,7 @@ def _set_up(world: int) -> dict[str, int]:
     seen = Seen(profile([forward, backward]), (forward, backward), True, [[]], NO_STEPS)
     mesh = init_device_mesh("cpu", (world,))
     ranks = Ranks(mesh)
-    assembly = Assembly(mesh, ranks, CompileConfig(region_backend="eager"), 3, timedelta(minutes=1), None, None)
+    assembly = Assembly(mesh, ranks, CompileConfig(region_backend="eager"), 3, timedelta(minutes=1), AS_STORED)
     runtime = assembly.runtime(model)
 
     def nothing_fails() -> None:
