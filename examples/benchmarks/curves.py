@@ -26,7 +26,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from jobs import SHAPES, Shape, System
-from models import adamw, build_model, convert_to_fp8
+from models import adamw, build_model, convert_to_fp8, shard_with_fsdp2
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -97,19 +97,12 @@ def _train_deepcompile(module: Module, system: System, options: argparse.Namespa
 
 
 def _train_fsdp2(module: Module, options: argparse.Namespace, rank: int, world: int) -> None:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     device = torch.device(options.device, rank) if options.device == "cuda" else torch.device("cpu")
-    narrow = torch.bfloat16 if options.device == "cuda" else None
-    sharding = {
-        "mesh": dist.init_device_mesh(options.device, (world,)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=narrow),
-    }
     module.to(device)
-    for block in module.model.model.layers:
-        block.compile(dynamic=False)
-        fully_shard(block, **sharding)
-    fully_shard(module.model, **sharding)
+    mesh = dist.init_device_mesh(options.device, (world,))
+    shard_with_fsdp2(
+        module.model, module.model.model.layers, mesh, torch.bfloat16 if options.device == "cuda" else None
+    )
     optimizer = module.configure_optimizers()
     for batch in Text(options, rank):
         batch = batch.to(device)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from jobs import Case, Shape
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -78,6 +80,35 @@ def convert_to_fp8(model: PreTrainedModel, recipe: str, device: str, *, gathers:
     config = Float8LinearConfig.from_recipe_name(recipe)
     config = replace(config, emulate=device == "cpu", enable_fsdp_float8_all_gather=gathers)
     convert_to_float8_training(model.model.layers, config=config)
+
+
+def shard_with_fsdp2(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    dtype: torch.dtype | None,
+    *,
+    compiled: bool = True,
+    dynamic: bool = False,
+    keep: bool = False,
+) -> None:
+    """Shards every block and the rest with ``fully_shard``, as its users do.
+
+    Args:
+        model: The model; changed in place.
+        blocks: Its blocks.
+        mesh: Of the ranks that share parameters; of two dimensions with replicas.
+        dtype: Computes and reduces in it; None: in the parameters'.
+        compiled: Whether blocks are compiled, one by one.
+        dynamic: Whether for all sizes at once.
+        keep: Whether parameters stay gathered after the forward pass.
+    """
+    sharding = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)}
+    for block in blocks:
+        if compiled:
+            block.compile(dynamic=dynamic)
+        fully_shard(block, reshard_after_forward=not keep, **sharding)
+    fully_shard(model, **sharding)
 
 
 class LossInPieces(nn.Module):

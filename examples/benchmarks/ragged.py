@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from models import shard_with_fsdp2
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -117,21 +118,21 @@ def run_deepcompile(options: argparse.Namespace, rank: int, world: int) -> tuple
 
 def run_fsdp2(options: argparse.Namespace, rank: int, world: int) -> tuple[list[End], list[str]]:
     """Trains with FSDP2 in a plain loop."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     model = Model(options).to(device)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if on_gpu else MixedPrecisionPolicy()
     mesh = dist.init_device_mesh(device.type, (world,))
-    for block in model.net.model.layers:
-        if options.backend == "inductor":
-            block.compile(dynamic=True)
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model.net, mesh=mesh, mp_policy=policy)
+    shard_with_fsdp2(
+        model.net,
+        model.net.model.layers,
+        mesh,
+        torch.bfloat16 if on_gpu else None,
+        compiled=options.backend == "inductor",
+        dynamic=True,
+    )
     optimizer = model.configure_optimizers()
     for batch in Ragged(options, rank):
         batch = batch.to(device)

@@ -16,9 +16,17 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, Strategy
 from meter import Recorder, StepMeter
-from models import COMPUTE_DTYPE, Batches, LossInPieces, block_class, build_model, convert_to_fp8, make_optimizer
+from models import (
+    COMPUTE_DTYPE,
+    Batches,
+    LossInPieces,
+    block_class,
+    build_model,
+    convert_to_fp8,
+    make_optimizer,
+    shard_with_fsdp2,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 TIMEOUT = timedelta(seconds=240)
@@ -184,15 +192,7 @@ def run_fsdp2(job: Job, rank: int, recorder: Recorder) -> None:
         mesh = init_device_mesh(job.device, (job.nodes, job.per_node), mesh_dim_names=("replicas", "shards"))
     else:
         mesh = init_device_mesh(job.device, (job.world,))
-    sharding = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype),
-    }
-    for block in model.model.layers:
-        if job.system.kind != "fsdp2-eager":
-            block.compile(dynamic=False)
-        fully_shard(block, reshard_after_forward=not keep, **sharding)
-    fully_shard(model, **sharding)
+    shard_with_fsdp2(model, model.model.layers, mesh, dtype, compiled=job.system.kind != "fsdp2-eager", keep=keep)
     optimizer = make_optimizer(model, job.shape, job.optimizer)
 
     def compute(micro_batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
