@@ -11,6 +11,8 @@ that they gather.
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -135,7 +137,7 @@ def _modes(graph: fx.Graph) -> dict[fx.Node, _Modes] | None:
     for node in graph.nodes:
         modes[node] = _Modes(autocast, gradients)
         known = node.meta.get("example_value") is not None or isinstance(node.target, compat.OpOverload)
-        if node.op != "call_function" or known:
+        if node.op != "call_function" or known or _makes_record(node):
             continue
         if node.target is compat.ENTER_AUTOCAST:
             autocast += 1
@@ -146,6 +148,12 @@ def _modes(graph: fx.Graph) -> dict[fx.Node, _Modes] | None:
         elif node.target is not compat.LOG_USE:
             return None
     return modes
+
+
+def _makes_record(node: fx.Node) -> bool:
+    """Returns whether `node` only puts values together, as an argument of functions that Dynamo does not look into."""
+    kind = node.target
+    return isinstance(kind, type) and (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"))
 
 
 def _runs(gm: fx.GraphModule, block_of: Callable[[int], str]) -> Iterator[list[fx.Node]]:
@@ -263,7 +271,7 @@ def _line(gm: fx.GraphModule, node: fx.Node, names: dict[fx.Node, Any], ids: dic
         if (id_ := gathered_id(node)) is None:
             raise _Unequal
         args = (args[0], ("id", ids.setdefault(id_, len(ids))), *args[2:])
-    target = None if node.op in ("output", "placeholder") else node.target
+    target = None if node.op in ("output", "placeholder") else compat.called_by(node)
     return node.op, target, _plain(gm, args, names, ids), _plain(gm, node.kwargs, names, ids)
 
 
@@ -281,6 +289,8 @@ def _plain(gm: fx.GraphModule, value: Any, names: dict[fx.Node, Any], ids: dict[
         return ("dict", *((key, _plain(gm, item, names, ids)) for key, item in value.items()))
     if isinstance(value, slice):
         return ("slice", *(_plain(gm, item, names, ids) for item in (value.start, value.stop, value.step)))
+    if isinstance(value, enum.Enum):
+        return type(value), value.name
     if type(value) in CONSTANTS:  # compared by type and text: 1 == 1.0 == True, and 0.0 == -0.0
         return type(value).__name__, repr(value)
     raise _Unequal

@@ -23,6 +23,7 @@ __all__ = [
     "LOG_USE",
     "SET_GRADIENTS",
     "INNER_CALL",
+    "called_by",
     "compile_failures",
     "describe_error",
     "held_weakly",
@@ -264,3 +265,14 @@ LOG_USE = torch._C._log_api_usage_once
 def is_checkpoint(node: fx.Node) -> bool:
     """Returns whether `node` of a Dynamo graph is an activation checkpoint: ``(subgraph, *operands)``."""
     return node.op == "call_function" and node.target is torch.ops.higher_order.tag_activation_checkpoint
+
+
+def called_by(node: fx.Node) -> Any:
+    """Returns the function, or the name of the method, that `node` of a Dynamo graph calls; equal for equal calls.
+
+    Dynamo wraps an autograd function that is allowed in graphs in a new function for each call.
+    """
+    target = node.target
+    if getattr(target, "_origin", None) is torch._dynamo.variables.misc.produce_trampoline_autograd_apply:
+        return inspect.getclosurevars(cast(types.FunctionType, target)).nonlocals["fn_cls"].apply
+    return target

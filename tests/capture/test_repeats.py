@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -90,6 +92,74 @@ def _gpt() -> nn.Module:
     return Step()
 
 
+class Kind(enum.Enum):
+    """Its members mean the same number."""
+
+    HALF, ALSO_HALF = 0.5, (0.5,)
+
+    @property
+    def number(self) -> float:
+        return 0.5
+
+
+class Limit(NamedTuple):
+    most: float
+
+
+@dataclass(frozen=True)
+class Options:
+    kind: Kind
+    limit: Limit
+
+
+@torch.compiler.allow_in_graph
+class Limited(torch.autograd.Function):
+    """A product that Dynamo leaves to AOTAutograd, with options that are no numbers, as in torchao's FP8 layers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, options: Options, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.options = options
+        return (x @ weight.t()).clamp(max=options.limit.most) * options.kind.number
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
+        x, weight = ctx.saved_tensors
+        gradient = gradient * ctx.options.kind.number
+        return gradient @ weight, None, gradient.flatten(0, 1).t() @ x.flatten(0, 1)
+
+
+@torch.compiler.allow_in_graph
+class LimitedLess(Limited):
+    """Another class."""
+
+
+class WithOptions(nn.Module):
+    def __init__(self, options: Options, function: type[Limited] = Limited) -> None:
+        super().__init__()
+        self.options, self.function = options, function
+        self.weight, self.inner = nn.Parameter(torch.randn(WIDTH, WIDTH)), Layer()
+
+    def forward(self, x: Tensor, side: Tensor) -> Tensor:
+        return x + self.inner(self.function.apply(x, self.options, self.weight), side)
+
+
+def _with_options(last: Options, function: type[Limited] = Limited) -> Net:
+    """Layers of which the last one may differ."""
+    options = [Options(Kind.HALF, Limit(2.0)) for _ in range(LAYERS - 1)]
+    functions = [Limited] * (LAYERS - 1)
+    return Net(lambda index: WithOptions([*options, last][index], [*functions, function][index]))
+
+
+def _fp8(kind: type[Net] = Net) -> nn.Module:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), emulate=True)
+    net = kind()
+    convert_to_float8_training(net.layers, config=config)
+    return net
+
+
 # What is built, and how many of its blocks share a trace.
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "equal": (Net, LAYERS),
@@ -99,6 +169,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "one frozen": (lambda: Net(frozen=1), LAYERS - 1),
     "one constant differs": (lambda: Net(lambda index: Layer(0.5 + (index == 2))), LAYERS - 1),
     "zeros of two signs": (lambda: Net(lambda index: Layer(-0.0 if index < 2 else 0.0)), 0),
+    "options": (lambda: _with_options(Options(Kind.HALF, Limit(2.0))), LAYERS),
+    "a number in the options differs": (lambda: _with_options(Options(Kind.HALF, Limit(0.1))), LAYERS - 1),
+    "a name in the options differs": (lambda: _with_options(Options(Kind.ALSO_HALF, Limit(2.0))), LAYERS - 1),
+    "another function": (lambda: _with_options(Options(Kind.HALF, Limit(2.0)), LimitedLess), LAYERS - 1),
+    "FP8": (_fp8, LAYERS),
+    "FP8, checkpointed": (lambda: _fp8(Checkpointed), LAYERS),
     "random": (lambda: Net(lambda index: Layer(dropout=0.5)), 0),
     "in place": (lambda: Net(lambda index: _InPlace()), 0),
     "buffers": (lambda: Net(lambda index: Layer(norm=_BatchNorm)), 0),

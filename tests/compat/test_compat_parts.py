@@ -252,6 +252,30 @@ def test_functions_for_global_state_are_those_that_graphs_call() -> None:
     assert callable(compat.LOG_USE)
 
 
+@torch.compiler.allow_in_graph
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+def test_calls_of_an_autograd_function_are_equal() -> None:
+    nodes: list[fx.Node] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        nodes.extend(node for node in gm.graph.nodes if node.op.startswith("call_"))
+        return gm
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: Doubled.apply(Doubled.apply(x)).sum(), backend=backend)(torch.ones(2, requires_grad=True))
+    assert nodes[0].target != nodes[1].target
+    assert list(map(compat.called_by, nodes)) == [Doubled.apply, Doubled.apply, "sum"]
+
+
 def test_code_of_its_own_is_compiled_apart() -> None:
     compiled: list[Any] = []
 
