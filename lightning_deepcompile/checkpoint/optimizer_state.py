@@ -27,7 +27,7 @@ from lightning_deepcompile.sharding.composite import Form, copied, is_composite,
 from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.shards import ShardedModel
 from lightning_deepcompile.step.counters import counters
-from lightning_deepcompile.step.state_sizes import pack_states
+from lightning_deepcompile.step.state_sizes import convert_states
 
 __all__ = ["OwnerOf", "full_optimizer_state", "load_optimizer_state", "sharded_optimizer_state", "whole_for_owners"]
 
@@ -160,7 +160,7 @@ def load_optimizer_state(
                     rows = compat.full_tensor(value) if isinstance(value, DTensor) else value
                 else:
                     rows = _rows(value, parameter if owner is None else None)
-                if offload is not None and offload.takes(held[index], rows):
+                if offload is not None and offload.takes(held[index], rows := unpacked(rows)):
                     # The optimizer decides on the dtype, from a tensor without memory.
                     waiting[index, name], rows = rows, rows.new_empty(0)
                 elif isinstance(rows, Tensor):
@@ -174,8 +174,8 @@ def load_optimizer_state(
         for index, (_, parameter) in enumerate(parameters)
         if parameter is not None and (owner_of(held[index]) is not None or model.ranks.shards == 1)
     }
-    if (count := pack_states(optimizer, whole)) > 0:
-        _log.info("%d states of %s were loaded as plain numbers, and are packed.", count, type(optimizer).__name__)
+    if (count := convert_states(optimizer, whole)) > 0:
+        _log.info("%d states of %s were quantised anew, or unpacked.", count, type(optimizer).__name__)
     if offload is not None:
         offload.forget()
     for (index, name), rows in waiting.items():
@@ -396,5 +396,15 @@ def _matching_groups(optimizer: Optimizer, saved: list[dict[str, Any]], names: l
                 f"Parameter group {number} of the checkpoint's {type(optimizer).__name__} has {len(params)} "
                 f"parameters, yours {len(mine)}. Resume with the optimizer that the checkpoint was saved with."
             )
-        groups.append({**theirs, "params": params})
+        values = {name: _in_form_of(ours.get(name), value) for name, value in theirs.items()}
+        groups.append({**values, "params": params})
     return groups
+
+
+def _in_form_of(own: Any, saved: Any) -> Any:
+    """Returns a saved hyperparameter as a tensor, or as a number, as the optimizer's own is."""
+    if isinstance(own, Tensor) and type(saved) in (int, float):
+        return torch.full_like(own, saved)
+    if type(own) in (int, float) and isinstance(saved, Tensor) and saved.numel() == 1:
+        return saved.item()
+    return saved

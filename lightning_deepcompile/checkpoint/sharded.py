@@ -48,6 +48,7 @@ from lightning_deepcompile.checkpoint.staging import (
 from lightning_deepcompile.compat.checkpoint import FsspecReader
 from lightning_deepcompile.ranks.exchange import from_first, raise_together
 from lightning_deepcompile.ranks.ranks import Ranks
+from lightning_deepcompile.sharding.composite import unpacked
 
 __all__ = ["ShardedCheckpoint", "save_sharded"]
 
@@ -312,10 +313,11 @@ class ShardedCheckpoint:
             if owner is not None and (ranks is None or owner != ranks.shard_rank):
                 continue
             rows_only = shape.numel() > 0 and len(shape) > 0 and is_sharded(name, shape) and owner is None
-            if rows_only and ranks is not None and ranks.shards > 1:
-                flat[key] = _empty_rows(shape, dtype, ranks)
-            elif path[1] == "state" and len(stored.chunks) == 1:
-                flat[key] = _AsStored.of(shape, dtype)
+            divided = ranks if rows_only and ranks is not None and ranks.shards > 1 else None
+            if path[1] == "state" and len(stored.chunks) == 1:  # one rank wrote all of it
+                flat[key] = _AsStored.of(shape, dtype, divided)
+            elif divided is not None:
+                flat[key] = _empty_rows(shape, dtype, divided)
             else:
                 flat[key] = torch.empty(shape, dtype=dtype)
         try:
@@ -336,15 +338,20 @@ class ShardedCheckpoint:
 
 
 class _AsStored(Tensor):
-    """Stands for a state while it is read, and takes it in the form in which it was stored, such as quantised."""
+    """Stands for a state while it is read, and takes it in the form in which it was stored, such as quantised.
+
+    Of a sharded state it takes this rank's rows as plain numbers: blocks of quantisation need not end between rows.
+    """
 
     stored: Tensor
+    ranks: Ranks | None
 
     __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment] # PyTorch says what to assign
 
     @staticmethod
-    def of(shape: torch.Size, dtype: torch.dtype) -> _AsStored:
+    def of(shape: torch.Size, dtype: torch.dtype, ranks: Ranks | None) -> _AsStored:
         made: _AsStored = compat.stand_in(_AsStored, shape, dtype, torch.device("cpu"))
+        made.ranks = ranks
         return made
 
     @classmethod
@@ -354,11 +361,19 @@ class _AsStored(Tensor):
         if func is torch.ops.aten.detach.default:
             return args[0]
         if func is torch.ops.aten.copy_.default:
-            args[0].stored = args[1]
+            args[0].receive(args[1])
             return args[0]
         raise NotImplementedError(
             f"While a checkpoint is read, {func} cannot be applied to its tensors. This is a bug."
         )
+
+    def receive(self, whole: Tensor) -> None:
+        """Takes the state, or this rank's rows of it."""
+        self.stored = whole
+        if self.ranks is not None:
+            self.stored = _empty_rows(self.shape, self.dtype, self.ranks)
+            local, low = compat.local_of(self.stored), _first_row(self.shape, self.ranks)
+            local.copy_(unpacked(whole)[low : low + local.shape[0]])
 
 
 def _invalid(path: str | os.PathLike[str], reason: str) -> ValueError:
@@ -370,13 +385,20 @@ def _invalid(path: str | os.PathLike[str], reason: str) -> ValueError:
 
 def _empty_rows(shape: torch.Size, dtype: torch.dtype, ranks: Ranks) -> DTensor:
     """Returns a DTensor of global `shape`, sharded on dim 0, on the CPU."""
-    rows_padded = -(-shape[0] // ranks.shards)
-    low = min(ranks.shard_rank * rows_padded, shape[0])
-    rows = torch.empty(min(rows_padded, shape[0] - low), *shape[1:], dtype=dtype, device="meta")
+    count = min(_rows_padded(shape, ranks), shape[0] - _first_row(shape, ranks))
+    rows = torch.empty(count, *shape[1:], dtype=dtype, device="meta")
     strides = torch.empty(shape, device="meta").stride()
     # `from_local` would move real memory to the mesh's device.
     sharded = ranks.distribute(rows, shape, strides)
     return cast(DTensor, torch.empty_like(sharded, device="cpu"))
+
+
+def _rows_padded(shape: torch.Size, ranks: Ranks) -> int:
+    return -(-shape[0] // ranks.shards)
+
+
+def _first_row(shape: torch.Size, ranks: Ranks) -> int:
+    return min(ranks.shard_rank * _rows_padded(shape, ranks), shape[0])
 
 
 def _insert(root: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:

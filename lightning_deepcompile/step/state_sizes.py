@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_deepcompile.sharding.composite import is_composite
+from lightning_deepcompile.sharding.composite import is_composite, unpacked
 from lightning_deepcompile.step.optimizers import bytes_of_states
 from lightning_deepcompile.step.specimens import Copy, OperationRecord, watched
 from lightning_deepcompile.step.ways import is_elementwise
 
-__all__ = ["makes_composites", "pack_states", "predict_state_bytes"]
+__all__ = ["convert_states", "makes_composites", "predict_state_bytes"]
 
 _log = logging.getLogger(__name__)
 
@@ -44,10 +44,11 @@ def makes_composites(optimizer: Optimizer) -> bool:
     )
 
 
-def pack_states(optimizer: Optimizer, shapes: Mapping[Tensor, tuple[int, ...]]) -> int:
-    """Gives states that were loaded as plain numbers the form in which the class keeps them, such as quantised.
+def convert_states(optimizer: Optimizer, shapes: Mapping[Tensor, tuple[int, ...]]) -> int:
+    """Gives loaded states the form in which the class keeps them: plain numbers, or quantised in its way.
 
-    Checkpoints hold plain numbers where other strategies saved states of ranks' rows, or a tool converted them.
+    Checkpoints hold plain numbers where other strategies saved states of ranks' rows, or a tool converted them; and
+    what another class has quantised.
 
     Args:
         optimizer: Its states are replaced.
@@ -56,24 +57,29 @@ def pack_states(optimizer: Optimizer, shapes: Mapping[Tensor, tuple[int, ...]]) 
     Returns:
         The number of states that were replaced.
     """
-    shapes = {p: shape for p, shape in shapes.items() if optimizer.state.get(p)}
-    loaded = [value for p in shapes for value in optimizer.state[p].values()]
-    if is_elementwise(optimizer) or any(map(is_composite, loaded)):  # the latter are of this class
-        return 0
-    stepped, count = _step_without_memory(optimizer, shapes), 0
-    for parameter, shape in shapes.items() if stepped is not None else ():
-        assert stepped is not None
+    shapes, count = {p: shape for p, shape in shapes.items() if optimizer.state.get(p)}, 0
+    stepped = None if is_elementwise(optimizer) else _step_without_memory(optimizer, shapes)
+    for parameter, shape in shapes.items() if stepped is not None or is_elementwise(optimizer) else ():
         entries = optimizer.state[parameter]
-        names = [
-            name
-            for name, form in _made(stepped, parameter).items()
-            if is_composite(form) and isinstance(value := entries.get(name), Tensor) and value.shape == form.shape
-        ]
-        if names:
-            made = _made(_step(optimizer, {parameter: shape}, entries[names[0]].device), parameter)
-            entries.update({name: made[name].copy_(entries[name]) for name in names})
-            count += len(names)
+        if stepped is not None:
+            forms = dict(_made(stepped, parameter))
+        else:  # PyTorch's own classes keep plain numbers
+            forms = {name: unpacked(value) for name, value in entries.items()}
+        names = [name for name, value in entries.items() if name in forms and _differ(value, forms[name])]
+        if any(is_composite(forms[name]) for name in names):
+            forms |= _made(_step(optimizer, {parameter: shape}, entries[names[0]].device), parameter)
+        for name in names:
+            plain = unpacked(entries[name])
+            entries[name] = forms[name].copy_(plain) if is_composite(forms[name]) else plain
+        count += len(names)
     return count
+
+
+def _differ(value: Any, form: Any) -> bool:
+    """Returns whether two tensors of one shape are quantised in different ways, or only one of them is."""
+    if not isinstance(value, Tensor) or not isinstance(form, Tensor) or value.shape != form.shape:
+        return False
+    return (is_composite(value) or is_composite(form)) and type(value) is not type(form)
 
 
 def _made(stepped: Copy, parameter: Tensor) -> dict[str, Any]:

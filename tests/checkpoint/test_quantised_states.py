@@ -18,6 +18,7 @@ from test_checkpoint import SAVED_AFTER, SaveAt, fit, ours
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
+from torchao.optim.subclass_4bit import OptimState4bit
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
@@ -189,6 +190,62 @@ def test_states_that_fsdp2_divided_are_quantised_as_whole_tensors(tmp_path: Path
     state = torch.load(tmp_path / "Divided.sharded.again", weights_only=True)["optimizer_states"][0]["state"]
     for number in (2, 3):
         assert all(type(state[number][name]) is OptimState8bit for name in ("exp_avg", "exp_avg_sq"))
+
+
+class Unquantised(Net):
+    """Keeps fp32 states, and steps on shards."""
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def save_both(folder: Path, net: type[Net]) -> list[float]:
+    """Trains twice, saving sharded and full."""
+    fit(ours("sharded"), SaveAt(folder / "sharded", SAVED_AFTER), build=net)
+    return fit(ours(), SaveAt(folder / "full", SAVED_AFTER), build=net)[0].losses
+
+
+def resume_both(folder: Path, net: type[Net]) -> list[list[float]]:
+    """Resumes from both, and saves what was loaded."""
+    return [
+        fit(ours(), SaveAtStart(folder / f"{kind}.again"), resume=folder / kind, build=net)[0].losses
+        for kind in ("full", "sharded")
+    ]
+
+
+def values_of(path: Path) -> dict[tuple[int, str], Tensor]:
+    states = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
+    return {
+        (number, name): torch.empty(value.shape).copy_(value)
+        for number, entries in states.items()
+        for name, value in entries.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"), [(EightBits, Unquantised), (Unquantised, EightBits), (EightBits, FourBits)]
+)
+@pytest.mark.parametrize(
+    "worlds", [(2, 3), *(pytest.param(worlds, marks=pytest.mark.extensive) for worlds in ((1, 2), (2, 1)))], ids=str
+)
+def test_another_class_resumes_with_the_same_values(
+    saved: type[Net], resumed: type[Net], worlds: tuple[int, int], tmp_path: Path
+) -> None:
+    """Classes step on shards where states were on owner ranks, or the other way round."""
+    losses = run_ranks(save_both, worlds[0], tmp_path, saved)[0]
+    results = run_ranks(resume_both, worlds[1], tmp_path, resumed)[0]
+    expected = values_of(tmp_path / "full")
+    # What is not quantised again has the same bits; a code of four bits is one of 16.
+    off = {Unquantised: 0.0, EightBits: 0.01, FourBits: 0.12}[resumed]
+    form = {Unquantised: Tensor, EightBits: OptimState8bit, FourBits: OptimState4bit}[resumed]
+    for kind, its in zip(("full", "sharded"), results, strict=True):
+        actual = values_of(tmp_path / f"{kind}.again")
+        for key, value in expected.items():
+            torch.testing.assert_close(actual[key], value, rtol=0, atol=off * float(value.abs().max()))
+        if resumed is not FourBits:
+            assert its == pytest.approx(losses[SAVED_AFTER:], rel=1e-4), kind
+        states = torch.load(tmp_path / f"{kind}.again", weights_only=True)["optimizer_states"][0]["state"]
+        assert all(type(states[number]["exp_avg"]) is form for number in (2, 3))
 
 
 def test_quantised_states_stay_on_the_device() -> None:
