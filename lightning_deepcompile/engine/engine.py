@@ -228,17 +228,13 @@ class Engine:
 
     def _parts_of(self, optimizer: Optimizer, ways: OptimizerWays, *, has_stepped: bool) -> Parts | None:
         """Returns the object that divides the steps of `optimizer`, if they are divided."""
-        alone = self.model.ranks.shards == 1
-        stay = set(ways.ways()) != {Way.SHARDS} or (
-            self.residency is not None and (makes_composites(optimizer) or (alone and couples_tensors(optimizer)))
-        )
-        if stay and self.config.offloading.states == "all":
+        staying = self._staying(optimizer, ways)
+        if staying and self.config.offloading.states == "all":
             raise ValueError(
-                f"CompileConfig(offload={self.config.offload!r}): {type(optimizer).__name__} steps on unsharded "
-                "tensors, or on all together, or keeps quantised states, so its states stay on the device. Use "
-                "offload='auto' or 'none', or an element-wise optimizer."
+                f"CompileConfig(offload={self.config.offload!r}): states of {staying} stay on the device. Use "
+                "offload='auto', 'none' or a list without 'states', or an element-wise optimizer."
             )
-        if self.residency is not None and not stay:
+        if self.residency is not None and not staying:
             otherwise = HeadStart.of(optimizer, self.timeline.prefetch)
             if (offload := self.residency.attach(optimizer, otherwise, has_stepped=has_stepped)) is not None:
                 return offload
@@ -247,6 +243,17 @@ class Engine:
         return OwnerStep(
             optimizer, self.model, self.gradients, self.host_group, ways, self.timeline.order.check_exchange
         )
+
+    def _staying(self, optimizer: Optimizer, ways: OptimizerWays) -> str:
+        """Names an optimizer whose states cannot be offloaded, with the reason; "" for others."""
+        if set(ways.ways()) != {Way.SHARDS}:
+            return ways.describe()
+        reason = ""
+        if self.residency is not None and makes_composites(optimizer):
+            reason = "it keeps quantised states"
+        elif self.residency is not None and self.model.ranks.shards == 1 and couples_tensors(optimizer):
+            reason = "it steps on all tensors together"
+        return f"{type(optimizer).__name__} ({reason})" if reason else ""
 
     def owner_of(self, optimizer: Optimizer, parameter: Tensor) -> int | None:
         """Returns the shard rank that has all states of a parameter of `optimizer`; None: each rank has its rows'."""

@@ -250,5 +250,7 @@ def test_another_class_resumes_with_the_same_values(
 
 def test_quantised_states_stay_on_the_device() -> None:
     strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager", offload=["states"]))
-    with pytest.raises(ValueError, match="AdamW8bit .* keeps quantised states"):
+    with pytest.raises(
+        ValueError, match=r"offload=.'states'.*AdamW8bit \(it keeps quantised states\) stay on the device"
+    ):
         fit(strategy, build=EightBits)

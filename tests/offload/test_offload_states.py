@@ -354,6 +354,36 @@ def _refused() -> None:
             raise AssertionError(f"nothing was raised instead of {message!r}")
 
 
+class Begun(pl.Callback):
+    """Notes that a first step has begun."""
+
+    batches = 0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.batches += 1
+
+
+def _owners_refused() -> None:
+    """States of tensors that owner ranks step on cannot leave: an error before the first step says so."""
+
+    def muon(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Muon([p for p in parameters if p.dim() == 2 and p.numel() > 0])
+
+    for setting in ("all", ["states"]):
+        begun = Begun()
+        try:
+            fit("adamw_loop", {"offload": setting}, build=partial(Model, muon), watch=begun)
+        except ValueError as error:
+            assert f"CompileConfig(offload={setting!r}): states of Muon on owner ranks (" in str(error), str(error)
+            assert "stay on the device. Use offload='auto', 'none' or a list without 'states'" in str(error)
+        else:
+            raise AssertionError(f"offload={setting!r} was not refused")
+        assert begun.batches == 0
+    begun = Begun()
+    fit("adamw_loop", {"offload": ["activations", "parameters"]}, build=partial(Model, muon), watch=begun)
+    assert begun.batches > 0
+
+
 def _roomy() -> None:
     """States that fit stay on the device, and nothing is copied."""
     _, trainer = fit("adamw_loop", {"offload": "auto"}, strategy={"cpu_offload": True})
@@ -424,7 +454,7 @@ def _reset() -> None:
 
 def _others() -> dict[str, str]:
     failures = {}
-    for check in (_manual, _refused, _roomy, _again, _meddled, _reset):
+    for check in (_manual, _refused, _owners_refused, _roomy, _again, _meddled, _reset):
         try:
             check()
         except Exception:
