@@ -1,8 +1,8 @@
 """Runs a test function on several ranks: starts them, times out, and shows every rank's traceback, of hanging ones too.
 
-Without GPUs, ranks are forked from a server that has imported what all tests need and started nothing: importing it
-takes longer than most tests do. Forked ranks share the seed of hashes, which ranks do not in life: `test_launch.py` and
-others start interpreters of their own.
+Without GPUs, ranks are forked from a server that has imported what all tests need and compiled a function, without
+starting a thread: that takes longer than most tests do. Forked ranks share the seed of hashes, which ranks do not in
+life: `test_launch.py` and others start interpreters of their own.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, TextIO
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -51,6 +53,7 @@ _IMPORTED = [
     "lightning_deepcompile.trainer.strategy",
     "transformers.modeling_utils",
     "cases",
+    "warmed",
 ]
 
 
@@ -131,6 +134,10 @@ def rank_context(fresh: bool = False) -> Any:
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    # Python 3.11's server does not take over sys.path, and ignores modules that it does not find.
+    with mock.patch.dict(os.environ, PYTHONPATH=path):
+        forkserver.ensure_running()
     return context
 
 

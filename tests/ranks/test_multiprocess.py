@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 import pytest
+import torch
 from multiprocess import RankError, run_ranks
 
 
@@ -17,6 +19,18 @@ def _fails_or_waits() -> None:
 
 def _waits() -> None:
     time.sleep(60)
+
+
+def _imported() -> set[str]:
+    assert not torch._dynamo.utils.counters, "tests count their own compilations"
+    return {"cases", "warmed", "torch._inductor.codegen.cpp"} & set(sys.modules)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Ranks with GPUs are interpreters of their own")
+def test_forked_ranks_begin_with_what_a_first_compilation_imports() -> None:
+    path = os.environ.get("PYTHONPATH")
+    assert run_ranks(_imported, 2) == [{"cases", "warmed", "torch._inductor.codegen.cpp"}] * 2
+    assert run_ranks(os.getenv, 1, "PYTHONPATH") == [path] and os.environ.get("PYTHONPATH") == path
 
 
 def test_a_ranks_exception_ends_the_others_soon() -> None:
