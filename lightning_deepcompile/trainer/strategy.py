@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -31,19 +30,14 @@ from lightning_deepcompile.console import show_messages
 from lightning_deepcompile.engine.engine import Engine
 from lightning_deepcompile.estimate.estimate import MOST_RANKS, Request, StepEstimate, estimate_step, parse_memory
 from lightning_deepcompile.options import checked
-from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.devices import device_named
 from lightning_deepcompile.plan.known_passes import resolve_passes
-from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.ranks.exchange import raise_together
 from lightning_deepcompile.ranks.failures import Failures, shorten
 from lightning_deepcompile.ranks.meetings import Where
 from lightning_deepcompile.ranks.mesh import MeshArgument, check_mesh
-from lightning_deepcompile.report.page import write_page
-from lightning_deepcompile.report.trace import write_trace
 from lightning_deepcompile.sharding.errors import explain_mixing
 from lightning_deepcompile.sharding.shards import ReadRows
-from lightning_deepcompile.summary import Summary
 from lightning_deepcompile.trainer.activation_checkpointing import CheckpointingPolicy, checkpoint_activations
 from lightning_deepcompile.trainer.averaging import distribute_states, is_averaged, shard_averages
 from lightning_deepcompile.trainer.batch_loop import let_host_run_ahead
@@ -58,8 +52,8 @@ from lightning_deepcompile.trainer.fsdp_arguments import (
     stage_for,
     warn_about_ignored,
 )
+from lightning_deepcompile.trainer.inspected import InspectedStrategy
 from lightning_deepcompile.trainer.precision import DeepCompilePrecision
-from lightning_deepcompile.trainer.processes import ProcessStrategy
 from lightning_deepcompile.trainer.progress import CompileProgress
 from lightning_deepcompile.trainer.reuse import ShardedModule, TrainerSetting
 from lightning_deepcompile.user_code.host_calls import HostOptimizer
@@ -68,7 +62,7 @@ __all__ = ["DeepCompileStrategy"]
 
 
 @checked
-class DeepCompileStrategy(ProcessStrategy):
+class DeepCompileStrategy(InspectedStrategy):
     """Trains an unmodified LightningModule with sharded parameters, gradients and optimizer states (ZeRO).
 
     The step is captured with ``torch.compile`` and run as a program in which every gather, release and reduction is an
@@ -635,52 +629,6 @@ class DeepCompileStrategy(ProcessStrategy):
         """
         return self.engine.clipping.total_norm((module or self.engine.module).parameters())
 
-    def summary(self) -> Summary:
-        """Counters of what was compiled and what a step communicates; print it for a table."""
-        return self.engine.summary()
-
-    def print_summary(self) -> None:
-        """Prints `summary` as a table, on rank 0 alone; call it on any rank."""
-        if self.is_global_zero:
-            print(self.summary())
-
-    def report(self) -> list[Round]:
-        """The rounds of profiling and planning: their changes, with predictions and measurements."""
-        return self.engine.report()
-
-    def profile(self) -> Profile | None:
-        """The profile of the last round; its `to_json` is for ``python -m lightning_deepcompile simulate``."""
-        return self.engine.profile()
-
-    def save_report(self, path: str | Path) -> Path | None:
-        """Writes a report of compilation, measurement and planning as one page for a browser, which needs no network.
-
-        Call it on any rank, at any time after the first step; rank 0 writes. Before a step was measured, the page says
-        so, and shows what is known.
-
-        Args:
-            path: The file, such as ``"report.html"``.
-
-        Returns:
-            The file; None on other ranks. Without Plotly (``pip install 'lightning-deepcompile[report]'``) it has its
-            tables and no charts.
-        """
-        return write_page(self.engine.record(), path) if self.is_global_zero else None
-
-    def save_trace(self, path: str | Path) -> Path | None:
-        """Writes the predicted step as a file for https://ui.perfetto.dev or Chrome's ``about:tracing``.
-
-        Args:
-            path: The file, such as ``"trace.json"``.
-
-        Returns:
-            The file; None on other ranks than 0.
-
-        Raises:
-            ValueError: If no step was measured.
-        """
-        return write_trace(self.engine.record(), path) if self.is_global_zero else None
-
     def estimate(
         self, module: pl.LightningModule, batch: Any, *, ranks: int, device: str = "H100", device_memory: int | str = ""
     ) -> StepEstimate:
@@ -731,7 +679,3 @@ class DeepCompileStrategy(ProcessStrategy):
             plugin.train_step_context,
         )
         return estimate_step(module, plugin.convert_input(batch), request)
-
-    def programs(self) -> dict[str, str]:
-        """The current programs, printed, by name."""
-        return self.engine.programs()
