@@ -49,6 +49,7 @@ from lightning_deepcompile.compat.checkpoint import FsspecReader
 from lightning_deepcompile.ranks.exchange import from_first, raise_together
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.sharding.composite import unpacked
+from lightning_deepcompile.sharding.layout import rows_of
 
 __all__ = ["ShardedCheckpoint", "save_sharded"]
 
@@ -372,8 +373,7 @@ class _AsStored(Tensor):
         self.stored = whole
         if self.ranks is not None:
             self.stored = _empty_rows(self.shape, self.dtype, self.ranks)
-            local, low = compat.local_of(self.stored), _first_row(self.shape, self.ranks)
-            local.copy_(unpacked(whole)[low : low + local.shape[0]])
+            compat.local_of(self.stored).copy_(unpacked(whole)[slice(*_own_rows(self.shape, self.ranks))])
 
 
 def _invalid(path: str | os.PathLike[str], reason: str) -> ValueError:
@@ -385,20 +385,16 @@ def _invalid(path: str | os.PathLike[str], reason: str) -> ValueError:
 
 def _empty_rows(shape: torch.Size, dtype: torch.dtype, ranks: Ranks) -> DTensor:
     """Returns a DTensor of global `shape`, sharded on dim 0, on the CPU."""
-    count = min(_rows_padded(shape, ranks), shape[0] - _first_row(shape, ranks))
-    rows = torch.empty(count, *shape[1:], dtype=dtype, device="meta")
+    low, high = _own_rows(shape, ranks)
+    rows = torch.empty(high - low, *shape[1:], dtype=dtype, device="meta")
     strides = torch.empty(shape, device="meta").stride()
     # `from_local` would move real memory to the mesh's device.
     sharded = ranks.distribute(rows, shape, strides)
     return cast(DTensor, torch.empty_like(sharded, device="cpu"))
 
 
-def _rows_padded(shape: torch.Size, ranks: Ranks) -> int:
-    return -(-shape[0] // ranks.shards)
-
-
-def _first_row(shape: torch.Size, ranks: Ranks) -> int:
-    return min(ranks.shard_rank * _rows_padded(shape, ranks), shape[0])
+def _own_rows(shape: torch.Size, ranks: Ranks) -> tuple[int, int]:
+    return rows_of(shape[0], -(-shape[0] // ranks.shards), ranks.shard_rank)
 
 
 def _insert(root: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ["ChunkLayout", "ParamSpec", "ShardLayout", "assign_blocks", "plan_chunks"]
+__all__ = ["ChunkLayout", "ParamSpec", "ShardLayout", "assign_blocks", "plan_chunks", "rows_of"]
 
 ALIGNMENT = 128
 """Elements: shards start on multiples of it, which aligns every start to 16 bytes (vector loads, NCCL) in any dtype."""
@@ -40,6 +40,11 @@ class ParamSpec:
     requires_grad: bool
     block: str
     gather_dtype: torch.dtype
+
+
+def rows_of(rows: int, rows_padded: int, rank: int) -> tuple[int, int]:
+    """Returns the half-open range of `rows` rows that `rank` holds where each rank has room for `rows_padded`."""
+    return min(rank * rows_padded, rows), min((rank + 1) * rows_padded, rows)
 
 
 @dataclass(frozen=True)
@@ -73,8 +78,7 @@ class ShardLayout:
 
     def rows_of(self, rank: int) -> tuple[int, int]:
         """The half-open range of the parameter's rows that `rank` holds; empty where ranks outnumber rows."""
-        rows = self.spec.shape[0]
-        return min(rank * self.rows_padded, rows), min((rank + 1) * self.rows_padded, rows)
+        return rows_of(self.spec.shape[0], self.rows_padded, rank)
 
 
 @dataclass(frozen=True)

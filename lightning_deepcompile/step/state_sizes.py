@@ -58,8 +58,11 @@ def convert_states(optimizer: Optimizer, shapes: Mapping[Tensor, tuple[int, ...]
         The number of states that were replaced.
     """
     shapes, count = {p: shape for p, shape in shapes.items() if optimizer.state.get(p)}, 0
-    stepped = None if is_elementwise(optimizer) else _step_without_memory(optimizer, shapes)
-    for parameter, shape in shapes.items() if stepped is not None or is_elementwise(optimizer) else ():
+    plain_class = is_elementwise(optimizer)
+    stepped = None if plain_class else _step_without_memory(optimizer, shapes)
+    if stepped is None and not plain_class:
+        return 0
+    for parameter, shape in shapes.items():
         entries = optimizer.state[parameter]
         if stepped is not None:
             forms = dict(_made(stepped, parameter))
