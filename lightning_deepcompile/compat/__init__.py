@@ -7,6 +7,7 @@ changes what the function uses. Nothing here knows of parameters, programs or pl
 
 from __future__ import annotations
 
+from lightning_deepcompile.compat.allocator import grow_segments
 from lightning_deepcompile.compat.aot import (
     BoxedCallable,
     FakeTensor,
@@ -156,6 +157,7 @@ __all__ = [
     "dispatches",
     "fake_tensor",
     "graph_module",
+    "grow_segments",
     "functional_step",
     "has_functional_step",
     "has_hooks",

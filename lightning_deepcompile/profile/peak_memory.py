@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from lightning_deepcompile.compat import grow_segments
 from lightning_deepcompile.profile.memory import memory_limit
 
 __all__ = ["PeakMemory"]
@@ -53,6 +54,14 @@ class PeakMemory:
     def highest(self) -> int:
         """The most bytes allocated since this object was made."""
         return max(self._before, self.latest)
+
+    def gather_pieces(self) -> None:
+        """Keeps free memory from falling into pieces from now on; for steps that need nearly all of it.
+
+        Of 137.7 GiB that an H200's allocator had taken, 17 GiB were in pieces when it found no 3.5 GiB.
+        """
+        if self._device.type == "cuda" and grow_segments():
+            torch.cuda.empty_cache()  # free segments of fixed sizes go back to the device
 
     def restart(self) -> int:
         """Begins an interval; returns the most bytes that PyTorch's allocator had handed out before."""

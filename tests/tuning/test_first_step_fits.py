@@ -157,26 +157,33 @@ def test_no_more_is_offloaded_than_is_missing(
     """The first step fits already; where steps have run, no round has the step traced again."""
     batch = torch.arange(64).view(1, 64)
     monkeypatch.setattr(Tuner, "_fastest", lambda *_: 0.001)
+    steps_before: list[int] = []
+    gather = peak_memory.PeakMemory.gather_pieces
+    monkeypatch.setattr(
+        peak_memory.PeakMemory, "gather_pieces", lambda memory: (steps_before.append(len(losses)), gather(memory))
+    )
+    losses: list[float] = []
 
     def train(budget: int) -> tuple[list[float], list[int], Engine]:
         torch._dynamo.reset()
         monkeypatch.setattr(peak_memory, "memory_limit", lambda *_: budget)
         engine = Engine(Saving(), mesh, CompileConfig(region_backend="eager"))
-        optimizer, losses, moved = sgd(engine), [], []
+        optimizer, moved = sgd(engine), []
         optimizer.param_groups[0]["lr"] = 1e-3
+        losses.clear()
         for _ in range(10):
             losses.append(one_step(engine, batch, optimizer))
             moved.append(engine.summary().offloaded_activation_bytes)
-        return losses, moved, engine
+        return [*losses], moved, engine
 
     expected, moved, engine = train(1 << 40)
     plan = engine.tuner._foresight.plan
-    assert plan is not None and set(moved) == {0}
+    assert plan is not None and set(moved) == {0} and steps_before == []
     engine.close()
     missing = int(part * (plan.needed - plan.least))
-    losses, moved, engine = train(plan.needed - missing)
+    found, moved, engine = train(plan.needed - missing)
     largest = max(one.size for each in engine.capture.frames.training for one in each.program.schedule.saved)
-    assert losses == expected
+    assert found == expected and steps_before[0] == 0
     assert 0 < moved[0] <= missing + largest
     assert moved[-1] <= moved[0]
     assert [done.outcome for done in engine.report()] in (["kept"], ["unchanged"]), engine.report()
