@@ -75,6 +75,7 @@ class StepProbe:
         device: Where the programs run.
         memory: Of that device.
         drain: Makes the compute stream wait for all reductions; None lets them overlap as usual.
+        order: Makes the next gather wait for the compute stream; None lets it begin as soon as there is memory for it.
 
     Attributes:
         runs: Runs of programs, in order.
@@ -91,6 +92,7 @@ class StepProbe:
     device: torch.device
     memory: PeakMemory
     drain: Callable[[], None] | None = None
+    order: Callable[[], None] | None = None
     runs: list[ProgramRun] = field(default_factory=list)
     start: Mark | None = None
     reduced: Mark | None = None
@@ -186,6 +188,8 @@ class ProgramMarks:
         """Call when an instruction was issued."""
         # Another program may run within this one's backward pass, but not between two of its instructions.
         self.probe.runs[-1].marks.append(self.probe.mark(memory=self.probe.drain is not None))
+        if self.probe.order is not None:  # else it would begin before the mark, if the host is ahead of the device
+            self.probe.order()
 
     def drain(self) -> None:
         """Call when a reduction was launched."""

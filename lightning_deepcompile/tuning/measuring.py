@@ -115,7 +115,7 @@ class Measurement:
             moment: The step.
             device: Where it runs.
             memory: Of that device.
-            runtime: ``_C.Runtime``; in the isolated step it waits for every collective at once.
+            runtime: ``_C.Runtime``; in the isolated step every collective waits for compute, and compute for it.
             capture: Has the programs.
         """
         capture.measures = None
@@ -124,8 +124,9 @@ class Measurement:
         if not (-2 <= moment < PLANNED or TIMED <= moment < VERIFIED):
             return None
         # Of the round it may know nothing: programs with marks outlive a training that ends during one.
-        drain = functools.partial(runtime.gradients.free, []) if moment == ISOLATED else None
-        probe = self._probes[moment] = StepProbe(device, memory, drain)
+        drain, order = functools.partial(runtime.gradients.free, []), runtime.parameters.order_gathers
+        isolates = (drain, order) if moment == ISOLATED else ()
+        probe = self._probes[moment] = StepProbe(device, memory, *isolates)
         training = capture.frames.training
         if moment in (OBSERVED, ISOLATED, MARKED):
             schedules = instrument(training, probe)
