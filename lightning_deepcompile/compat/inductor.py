@@ -5,7 +5,6 @@ Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -63,14 +62,23 @@ def compile_region(
 
     from torch._inductor import config
 
-    rounding = contextlib.nullcontext()
+    settings: dict[str, bool] = {}
+    if any(map(_is_symbolic, inputs)) and hasattr(config.triton, "mix_order_reduction"):
+        # It pays from certain numbers of rows on, three of them, and Inductor would guard on each. The norms' gradients
+        # read their inputs once more instead.
+        settings["triton.mix_order_reduction"] = False
     if rounds:
-        rounding = config.patch(emulate_precision_casts=True)
+        settings["emulate_precision_casts"] = True
         for node in gm.graph.nodes:
             if node.op == "call_function" and any(map(_is_narrow, (node, *node.all_input_nodes))):
                 node.meta["low_precision_pointwise_barrier"] = True  # as tracing under that setting leaves it
-    with tracing(TracingContext(current_fake_mode())), rounding:
+    with tracing(TracingContext(current_fake_mode())), config.patch(settings):
         return compile_fx_inner(gm, inputs, is_backward=is_backward, is_inference=is_inference, static_input_idxs=())
+
+
+def _is_symbolic(value: Any) -> bool:
+    sizes = value.shape if isinstance(value, Tensor) else (value,)
+    return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _is_narrow(node: fx.Node) -> bool:

@@ -21,6 +21,7 @@ from lightning_deepcompile.capture.sync_batchnorm import trace_sync_batchnorm
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.engine.assembly import Assembly
 from lightning_deepcompile.engine.facts import facts_of, peak_rate
+from lightning_deepcompile.engine.timeline import TRAINING
 from lightning_deepcompile.offload.chunks import Parts
 from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.plan.costs import Profile, Resident
@@ -139,8 +140,9 @@ class Engine:
             self.uncompiled.hands_out_plain = self.steps.mentions(name).transforms
             uneven = self.timeline.evaluation.behind is not None
             self.capture.entry.step_code = code_of(method)
-            if first := not self.steps.has_run(name):
-                self._inputs.mark(method, args, kwargs)
+            if (first := not self.steps.has_run(name)) and name == TRAINING:
+                self._inputs.compare(name, self.host_group)
+            self._inputs.mark(method, args, kwargs, first=first)
             captured = self.capture.frames.captured
             try:
                 with (

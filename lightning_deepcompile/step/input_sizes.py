@@ -1,4 +1,4 @@
-"""The sizes that inputs of steps have had: which vary, and what new ones cost."""
+"""The sizes that inputs of steps have had, on all ranks: which vary, and what new ones cost."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.program.printer import format_count
+from lightning_deepcompile.ranks.exchange import alike, maxima
 
 __all__ = ["InputSizes"]
 
@@ -28,7 +30,11 @@ class InputSizes:
     """Finds the inputs whose sizes vary, and counts the graphs that new sizes cost.
 
     A dimension that varied in one step is symbolic from the first graph of another step on, such as validation, and if
-    a step is traced again. Otherwise the first graph would be of one size, and dropped with the second batch.
+    a step is traced again. Otherwise the first graph would be of one size, and dropped with the second batch. So is one
+    that differs between the ranks in the first step.
+
+    Where another dimension than the first varies for the first time, a graph is made anyway, and first dimensions are
+    symbolic in it, too: ragged batches have few rows at times, and their number would cost the next graph.
     """
 
     def __init__(self) -> None:
@@ -37,6 +43,8 @@ class InputSizes:
         self._new: tuple[str, ...] = ()  # inputs of a size that no call of the step had before
         self._changed: tuple[str, ...] = ()  # inputs of another size than in the call before
         self._graphs: Counter[tuple[str, ...]] = Counter()
+        self._second: set[str] = set()  # inputs of which a step has its second size
+        self._differ: set[str] = set()  # inputs of which ranks have had different sizes in their first step
 
     def begin(self, name: str, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Call before a step runs.
@@ -51,15 +59,48 @@ class InputSizes:
         known = {key: size for key, size in inputs.items() if key in self._last}
         self._new = tuple(key[1] for key, size in known.items() if size not in self._sizes[key])
         self._changed = tuple(key[1] for key, size in known.items() if size != self._last[key])
+        self._second = {key[1] for key in known if self._sizes[key] == {self._last[key]} != {inputs[key]}}
         self._last.update(inputs)
         for key, size in inputs.items():
             self._sizes[key].add(size)
 
-    def mark(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Makes dimensions that have varied symbolic; call before a step is compiled for the first time."""
-        for place, _, tensor, dim in _inputs(step, args, kwargs):
-            if tensor is not None and len(self._sizes_of(place)) >= _VARIES:
-                compat.mark_dynamic(tensor, dim)
+    def compare(self, name: str, group: dist.ProcessGroup) -> None:
+        """Finds the inputs whose sizes differ between ranks; a collective, in a step of all ranks.
+
+        Args:
+            name: The step's name.
+            group: The ranks.
+        """
+        sizes = {place: size for (step, place), size in self._last.items() if step == name}
+        if alike("\n".join(sizes), group):
+            numbers = [float(size) for size in sizes.values()]
+            found = maxima([*numbers, *(-number for number in numbers)], group)
+            pairs = zip(sizes, found[: len(sizes)], found[len(sizes) :], strict=True)
+            self._differ = {place for place, most, negated in pairs if most != -negated}
+
+    def mark(
+        self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, first: bool = True
+    ) -> None:
+        """Makes dimensions that vary symbolic in the graph that is about to be made; call before a step runs.
+
+        Args:
+            step: As of `begin`.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            first: Whether it is compiled for the first time.
+        """
+        if not first and not self._second:
+            return
+        inputs = [(place, tensor, dim) for place, _, tensor, dim in _inputs(step, args, kwargs) if tensor is not None]
+        varies = self._varies if first else self._second.__contains__
+        found = [(tensor, dim) for place, tensor, dim in inputs if varies(place)]
+        rows = {tensor.shape[0] for tensor, _ in found}
+        found += [(tensor, dim) for _, tensor, dim in inputs if dim == 0 and tensor.shape[0] in rows]
+        for tensor, dim in found:
+            compat.mark_dynamic(tensor, dim)
+
+    def _varies(self, place: str) -> bool:
+        return place in self._differ or len(self._sizes_of(place)) >= _VARIES
 
     def _sizes_of(self, place: str) -> set[int]:
         """The sizes that an input has had, in all steps."""

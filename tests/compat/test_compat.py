@@ -277,6 +277,32 @@ def test_a_region_does_not_overwrite_its_inputs() -> None:
     assert not _overwritten(lambda gm, inputs: compat.compile_region(gm, inputs, is_backward=True, is_inference=False))
 
 
+@pytest.mark.gpu
+def test_a_region_of_symbolic_sizes_does_not_depend_on_thresholds() -> None:
+    """Inductor joins both gradients of a norm from certain numbers of rows on; a guard on each would cost a graph."""
+
+    class Regions(Compiler):
+        def compiled(self, kind: str, gm: fx.GraphModule, inputs: Any) -> compat.BoxedCallable:
+            kinds.append(kind)
+            return compat.compile_region(gm, inputs, is_backward=kind == "backward", is_inference=False)
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x, (2048,), weight).square().sum()
+
+    kinds: list[str] = []
+    step, weight = (
+        torch.compile(norm, backend=Regions()),
+        torch.randn(2048, device="cuda", dtype=torch.float64, requires_grad=True),
+    )
+    for rows in (64, 3000, 9000):
+        x = torch.randn(rows, 2048, device="cuda", dtype=torch.float64, requires_grad=True)
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+        found = torch.autograd.grad(step(x, weight), [x, weight])
+        expected = torch.autograd.grad(norm(x, weight), [x, weight])
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert kinds == ["forward", "backward"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_compiled_region_rounds_casts_and_writes_to_an_input(device: str) -> None:

@@ -170,3 +170,34 @@ def test_sizes_that_a_rank_has_met_may_run_newer_graphs() -> None:
     sizes = [((1, 1), (1, 3)), ((1, 4), (2, 3)), ((2, 4), (3, 4)), ((1, 3), (2, 3)), ((1, 1), (1, 3))]
     for error, turns in run_ranks(_sized, 2, sizes, timeout=280):
         assert not error and turns > 0, error
+
+
+def _graphs(steps: list[list[tuple[int, int]]]) -> int:
+    """The graphs of this rank; it has trained as without sharding."""
+    join("cpu")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    generator = torch.Generator().manual_seed(1)
+    reference = Model(PLAIN).double()
+    config = CompileConfig(region_backend="eager")
+    engine = Engine(copy.deepcopy(reference), mesh, config, stage=3, timeout=timedelta(seconds=40))
+    parts = [[torch.randint(0, VOCAB, size, generator=generator) for size in sizes] for sizes in steps]
+    assert_trains_alike(engine, reference, parts, lr=0.05, rtol=1e-7, none_is_zero=True)
+    engine.close()
+    return engine.capture.frames.captured
+
+
+ROWS = random.Random(5)
+GRAPHS: dict[str, tuple[list[list[tuple[int, int]]], int]] = {
+    "from the first step on": ([[(ROWS.randint(1, 8), ROWS.randint(5, 60)) for _ in range(2)] for _ in range(40)], 2),
+    "few rows later": ([[(4, 9), (4, 9)], [(4, 7), (4, 12)], [(3, 7), (2, 8)], [(6, 5), (5, 5)]], 2),
+    "on one rank, later": ([[(4, 9), (4, 9)], [(4, 9), (4, 9)], [(3, 9), (4, 9)]], 2),
+    "never": ([[(4, 9), (4, 9)]] * 3, 1),
+}
+"""The ranks' sizes in every step, and the graphs of the rank with most of them: one of them may be of a single row."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", GRAPHS)
+def test_few_graphs(name: str) -> None:
+    steps, graphs = GRAPHS[name]
+    assert max(run_ranks(_graphs, 2, steps, timeout=280)) == graphs
