@@ -27,7 +27,7 @@ __all__ = [
     "StatesInHost",
 ]
 
-PROFILE_VERSION = 4
+PROFILE_VERSION = 5
 
 REDUCE_WINDOW = 2
 """Groups of full gradients that may be on their way to their shards before compute waits for the oldest: one travels
@@ -83,14 +83,15 @@ class Contention:
     """Factors by which work slows down while other work runs.
 
     Args:
-        compute: Factor on compute while a gather or a reduction runs: they take memory bandwidth and multiprocessors.
-        communication: Factor on gathers and reductions while compute runs.
+        beside_gathers: Factor on compute while a gather runs: it takes memory bandwidth, and multiprocessors if kernels
+            gather.
+        beside_reductions: Factor on compute while a reduction runs, which kernels do. With both, the slow-downs add up.
         shared_link: Factor on gathers and reductions while the other of the two runs; 2 means that they share a link.
         duplex: Factor on copies to host memory while others come from there, and on those.
     """
 
-    compute: float = _most(1.0)
-    communication: float = 1.0
+    beside_gathers: float = _most(1.0)
+    beside_reductions: float = _most(1.0)
     shared_link: float = 2.0
     duplex: float = _most(1.0)
 

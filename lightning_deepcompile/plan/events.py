@@ -121,10 +121,9 @@ def _slowdown(active: frozenset[StreamName], contention: Contention) -> dict[Str
     wires = active & {"gather", "reduce"}
     factors = dict.fromkeys(active, 1.0)  # copies to and from the host have links of their own
     if "compute" in active:
-        factors["compute"] = contention.compute if wires else 1.0
-    for wire in wires:
-        beside_compute = contention.communication if "compute" in active else 1.0
-        factors[wire] = beside_compute * (contention.shared_link if len(wires) == 2 else 1.0)
+        factors["compute"] += contention.beside_gathers - 1 if "gather" in active else 0.0
+        factors["compute"] += contention.beside_reductions - 1 if "reduce" in active else 0.0
+    factors |= dict.fromkeys(wires, contention.shared_link if len(wires) == 2 else 1.0)
     duplex = contention.duplex if all(way & active for way in _WAYS) else 1.0
     for way in _WAYS:
         factors |= dict.fromkeys(way & active, duplex * (2.0 if way <= active else 1.0))

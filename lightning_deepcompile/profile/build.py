@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 from lightning_deepcompile.plan.costs import Contention, Profile, ProfileError, RegionCost
 from lightning_deepcompile.plan.simulate import arena_bytes, gradient_bytes, simulate
@@ -15,6 +15,7 @@ from lightning_deepcompile.program.schedule import Schedule
 __all__ = ["build_profile", "leave_room", "limit_memory", "reconcile"]
 
 _TELLS = 0.02  # of a step: the least slow-down by a shared link from which a step's length tells anything about it
+_TELLS_BESIDE = 0.05  # of regions: the least communication beside them that tells how much it slows them down
 _HALVINGS = 6
 
 
@@ -242,23 +243,75 @@ def _exposed(probe: StepProbe, schedules: Mapping[str, Schedule]) -> float:
     return total
 
 
+@dataclass
+class _Beside:
+    """The runs of one program in the step as scheduled: seconds by what took them.
+
+    Attributes:
+        regions: Of regions.
+        alone: Of the same regions, with nothing beside them.
+        exposed: In which compute waited.
+        gathers: Of gathers, as the model of the link has them.
+        reductions: Of reductions, likewise.
+    """
+
+    regions: float = 0.0
+    alone: float = 0.0
+    exposed: float = 0.0
+    gathers: float = 0.0
+    reductions: float = 0.0
+
+    @property
+    def excess(self) -> float:
+        """Seconds by which regions were longer than alone."""
+        return self.regions - self.alone
+
+    @property
+    def hidden(self) -> tuple[float, float]:
+        """Seconds of gathers and of reductions beside regions; what compute waited for is shared out by their time."""
+        wires = self.gathers + self.reductions
+        part = min(max(wires - self.exposed, 0.0), self.alone) / wires if wires else 0.0
+        return self.gathers * part, self.reductions * part
+
+
 def _contention(probe: StepProbe, schedules: Mapping[str, Schedule], profile: Profile) -> Contention:
-    """Estimates how much slower regions were with communication beside them, if there was enough of it to tell."""
-    beside = alone = wires = 0.0
+    """Estimates how much slower regions were with communication beside them, if there was enough of it to tell.
+
+    Programs beside which parameters alone travel, such as forward passes, tell of gathers; the others then of
+    reductions. Where nothing tells them apart, one factor is for both.
+    """
+    programs: dict[str, _Beside] = {}
     for run, schedule in _known_runs(probe, schedules):
+        one = programs.setdefault(schedule.name, _Beside())
         for instruction, seconds in zip(schedule.instructions, run.seconds(), strict=False):
             traits = instruction.traits
             if instruction.region:
-                beside += seconds
-                alone += profile.cost(schedule, instruction.region).seconds
+                one.regions += seconds
+                one.alone += profile.cost(schedule, instruction.region).seconds
             elif traits.effect == ("launch", "parameters"):
-                wires += profile.gather_seconds(instruction.sizes)
+                one.gathers += profile.gather_seconds(instruction.sizes)
             elif traits.effect == ("launch", "gradients") and (not traits.at_boundary or probe.at_boundary(run)):
-                wires += profile.reduce_seconds(instruction.sizes)
-    hidden = min(max(wires - profile.exposed_seconds, 0.0), alone)
-    if hidden < 0.05 * alone or alone == 0:
-        return Contention()
-    return Contention(compute=min(max(1 + (beside - alone) / hidden, 1.0), 2.0))
+                one.reductions += profile.reduce_seconds(instruction.sizes)
+            if traits.exposes:
+                one.exposed += seconds
+    plain = _total([one for one in programs.values() if not one.reductions])
+    mixed = _total([one for one in programs.values() if one.reductions])
+    (alone, _), (gathers, reductions) = plain.hidden, mixed.hidden
+    if alone < _TELLS_BESIDE * plain.alone or not alone:
+        factor = _factor(mixed.excess, gathers + reductions, mixed.alone)
+        return Contention(factor, factor)
+    beside_gathers = _factor(plain.excess, alone, plain.alone)
+    excess = mixed.excess - gathers * (beside_gathers - 1)
+    return Contention(beside_gathers, _factor(excess, reductions, mixed.alone))
+
+
+def _total(programs: Sequence[_Beside]) -> _Beside:
+    return _Beside(*(sum(getattr(one, each.name) for one in programs) for each in fields(_Beside)))
+
+
+def _factor(excess: float, hidden: float, alone: float) -> float:
+    """Returns the factor on regions that took `excess` longer beside `hidden` seconds; 1 where these are few."""
+    return min(max(1 + excess / hidden, 1.0), 2.0) if hidden and hidden >= _TELLS_BESIDE * alone else 1.0
 
 
 def reconcile(profile: Profile) -> Profile:

@@ -323,7 +323,7 @@ def test_no_pass_exceeds_the_budget_or_slows_the_step(
     hold: float,
     latency: float,
 ) -> None:
-    base = profile(step, seconds, gathers, contention=Contention(compute=compute_factor))
+    base = profile(step, seconds, gathers, contention=Contention(compute_factor, compute_factor))
     base = replace(base, device_type=device_type, micro_batches=micro_batches, hold_seconds=hold / SIZE)
     base = replace(base, gather=replace(base.gather, latency=latency), reduce=replace(base.reduce, latency=latency))
     base = replace(base, budget=least_budget(step, base) + spare * 1536)

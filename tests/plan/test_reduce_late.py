@@ -115,7 +115,7 @@ def test_reduce_late_holds_as_many_gradients_as_there_is_memory_for() -> None:
     hidden = replace(base, reduce=Link(0.0, SIZE / 2 / 0.5), reduce_window=9, hold_seconds=0.125 / SIZE)
     (_, backward) = reduce_late(step, PlanContext(auto, hidden))
     assert [backward.instructions[p].ids for p in backward.at("reduce_at_boundary")] == [(2,)]
-    (_, backward) = reduce_late(step, PlanContext(auto, replace(hidden, contention=Contention(compute=2.0))))
+    (_, backward) = reduce_late(step, PlanContext(auto, replace(hidden, contention=Contention(2.0, 2.0))))
     assert backward.at("reduce") == []
 
 

@@ -11,13 +11,14 @@ import torch
 from test_simulate import SIZE, compute, gather, profile, reduce, release, schedule, wait
 
 from lightning_deepcompile.plan.costs import WORST, Contention, Link, Profile, ProfileError
+from lightning_deepcompile.plan.least import just_in_time
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.profile.build import build_profile, reconcile
 from lightning_deepcompile.profile.fit import fit_link
 from lightning_deepcompile.profile.merge import merge_profiles, numbers_of, with_numbers
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.profile.probe import Mark, ProgramRun, StepProbe
-from lightning_deepcompile.program.schedule import Schedule
+from lightning_deepcompile.program.schedule import Instruction, Schedule
 
 
 def test_links_are_fitted() -> None:
@@ -88,6 +89,37 @@ def test_a_hiccup_of_one_step_is_not_what_a_region_takes() -> None:
     built = _built(observed, isolated, schedules, schedules)
     assert [built.regions[f"forward/region_{k}"].seconds for k in range(2)] == pytest.approx([1.2, 2.0])
     assert built.gather.seconds(SIZE, 2) == pytest.approx(1.0)
+
+
+def test_gathers_and_reductions_slow_compute_down_by_factors_of_their_own() -> None:
+    forward = schedule(
+        "forward",
+        *(gather(0), gather(1), wait(0), compute(0, 0), release(0)),
+        *(wait(1), compute(1, 1), release(1)),
+    )
+    backward = schedule(
+        "backward",
+        *(gather(0), gather(1), wait(0), compute(0, 0), release(0), reduce(0)),
+        *(wait(1), compute(1, 1), release(1), reduce(1), Instruction("end")),
+    )
+    schedules = {"forward": forward, "backward": backward}
+    alone = {name: just_in_time(one) for name, one in schedules.items()}
+
+    def step(forward: list[float], backward: list[float]) -> StepProbe:
+        parts = _step("forward", *forward), _step("backward", *backward)
+        return replace(parts[0], runs=[run for part in parts for run in part.runs])
+
+    gathered = [0.5, 0.5]  # launch and wait
+    isolated = step([*gathered, 2, 0, *gathered, 2, 0], [*gathered, 3, 0, 2, *gathered, 3, 0, 2, 0])
+    # Of 2 s of gathers compute waits for 1 s. In backward it waits for 3 of 6 s, which hides 1 s of gathers, and 2 s of
+    # reductions.
+    observed = step([0, 0, 1, 2.1, 0, 0, 2, 0], [0, 0, 3, 3.1, 0, 0, 0, 3.5, 0, 0, 0])
+    found = _built(observed, isolated, schedules, alone).contention
+    assert (found.beside_gathers, found.beside_reductions) == (pytest.approx(1.1), pytest.approx(1.25))
+    # Backward alone does not tell them apart.
+    backwards = [replace(one, runs=one.runs[1:]) for one in (observed, isolated)]
+    found = _built(*backwards, {"backward": backward}, {"backward": alone["backward"]}).contention
+    assert found.beside_gathers == found.beside_reductions == pytest.approx(1.2)
 
 
 def _with_link(**fields: Any) -> Profile:

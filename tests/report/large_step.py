@@ -44,7 +44,7 @@ def large_profile(layers: int = 64, micro_batches: int = 1, **fields: object) ->
         },
     )
     settings: dict[str, object] = {
-        "contention": Contention(compute=1.05, shared_link=1.3),
+        "contention": Contention(1.05, 1.05, shared_link=1.3),
         "optimizer_seconds": 0.03,
         "launch_seconds": 2e-5,
         "budget": 70_000 * MIB,
