@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +11,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.templates import Instance, called_body
-from lightning_deepcompile.program.graph import args_of, attribute, is_compute, is_gather, is_reduce, output_node
+from lightning_deepcompile.program.graph import (
+    args_of,
+    attribute,
+    is_compute,
+    is_gather,
+    is_reduce,
+    is_scalar,
+    output_node,
+)
 
 __all__ = ["computed_with", "inline_blocks"]
 
@@ -26,11 +33,14 @@ def inline_blocks(gm: fx.GraphModule, instances: Sequence[Instance]) -> None:
         gm: A forward, backward or inference graph that was traced with `run_block`.
         instances: The blocks.
     """
+    sizes: dict[str, fx.Node] = {}
     with compat.real_tensors():  # the fake mode may be on, under which "meta" is a device like others
         for node in list(gm.graph.nodes):
             called = called_body(node, instances)
             if called is not None:
-                _write_out(gm, node, *called)
+                _write_out(gm, node, *called, sizes)
+            elif isinstance(size := node.meta.get("val"), torch.SymInt):
+                sizes.setdefault(str(size), node)
     if instances:
         gm.recompile()
 
@@ -59,9 +69,8 @@ def _readers(node: fx.Node, instances: Sequence[Instance]) -> Iterator[fx.Node]:
             yield user
             continue
         body, _ = called
-        placeholders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
         results = _results(body)
-        for inner in itertools.compress(placeholders, (source is node for source in args_of(user)[0])):
+        for inner in (inner for inner, source in _inputs(user, body) if source is node):
             yield from (reader for reader in inner.users if reader.op != "output")
             for element in user.users:
                 if results[args_of(element)[1]] is inner:
@@ -73,22 +82,41 @@ def _results(body: fx.GraphModule) -> list[fx.Node]:
     return [node for node in args_of(output_node(body.graph))[0] if node is not None]
 
 
-def _write_out(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, ids: dict[int, int]) -> None:
-    inputs = iter(args_of(call)[0])
-    copies: dict[fx.Node, fx.Node] = {}
+def _inputs(call: fx.Node, body: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
+    """Yields the placeholders of `body`, and what a call of it passes for each: nodes, or numbers for sizes."""
+    tensors, _, sizes = map(_iterated, args_of(call))
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            yield node, next(sizes if is_scalar(node) else tensors)
+
+
+def _iterated(value: Any) -> Iterator[Any]:
+    return iter(value) if isinstance(value, list | tuple) else iter(())
+
+
+def _write_out(
+    gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, ids: dict[int, int], sizes: dict[str, fx.Node]
+) -> None:
+    """Replaces a call; `sizes` are the symbolic sizes that are computed before it, by their formulas."""
+    copies: dict[fx.Node, Any] = dict(_inputs(call, body))
     values = _FreshValues()
+    for inner, source in copies.items():
+        if isinstance(source, fx.Node):
+            values.know(inner.meta["val"], source.meta["val"])
     with gm.graph.inserting_before(call):
         for node in body.graph.nodes:
-            if node.op == "placeholder":
-                copies[node] = next(inputs)
-                values.know(node.meta["val"], copies[node].meta["val"])
-            elif node.op == "get_attr":
+            size = node.meta.get("val")
+            if node.op == "get_attr":
                 copies[node] = _copy_attribute(gm, body, node)
-            elif node.op != "output":
+            elif isinstance(size, torch.SymInt) and str(size) in sizes:
+                copies.setdefault(node, sizes[str(size)])
+            elif node.op not in ("placeholder", "output"):
                 copy = copies[node] = gm.graph.node_copy(node, copies.__getitem__)
                 copy.meta = {**node.meta, "val": values.of(node.meta.get("val"))}
                 if is_gather(copy) or is_reduce(copy):
                     copy.update_arg(1, ids[args_of(copy)[1]])
+                if isinstance(size, torch.SymInt):
+                    sizes[str(size)] = copy
     results = _results(body)
     for element in list(call.users):
         result = copies[results[args_of(element)[1]]]

@@ -39,7 +39,7 @@ class Block:
     Args:
         nodes: Its nodes, in order.
         key: Equal for equal blocks of one graph.
-        inputs: The tensors that it reads from outside, in order of first use.
+        inputs: The tensors and symbolic sizes that it reads from outside, in order of first use.
         outputs: Those of its nodes that others read: tensors.
         ids: The parameters that it gathers, in order of first use.
     """
@@ -59,8 +59,8 @@ def find_repeats(gm: fx.GraphModule, block_of: Callable[[int], str]) -> list[lis
         block_of: Parameter id to the name of the layout's block.
 
     Returns:
-        One list per kind of block that repeats often enough; empty for a graph with symbolic sizes, or one that changes
-        PyTorch's global state in an unknown way.
+        One list per kind of block that repeats often enough; empty for a graph that changes PyTorch's global state in
+        an unknown way.
     """
     modes = _modes(gm.graph)
     if modes is None:
@@ -247,7 +247,7 @@ def _describe(gm: fx.GraphModule, block: Block) -> bool:
             names[node] = ("node", position)
         outputs = [n for n in block.nodes if any(user not in inside for user in n.users) and _body(gm, n) is None]
         block.outputs = outputs
-        values = [_value(node) for node in (*block.inputs, *outputs)]
+        values = [*map(_input_value, block.inputs), *map(_value, outputs)]
     except _Unequal:
         return False
     block.ids = list(ids)
@@ -296,12 +296,25 @@ def _plain(gm: fx.GraphModule, value: Any, names: dict[fx.Node, Any], ids: dict[
     raise _Unequal
 
 
+def _input_value(node: fx.Node) -> object:
+    """The metadata of what enters a block: a tensor, or a symbolic size."""
+    value = node.meta.get("example_value")
+    return ("size", _size_text(value)) if isinstance(value, torch.SymInt) else _value(node)
+
+
 def _value(node: fx.Node) -> object:
     """The metadata of a tensor that enters or leaves a block."""
     value = node.meta.get("example_value")
-    if type(value) is not compat.FakeTensor:
+    if type(value) is not compat.FakeTensor or value.layout is not torch.strided:
         raise _Unequal
     sizes = (*value.shape, *value.stride(), value.storage_offset())
-    if value.layout is not torch.strided or not all(type(size) is int for size in sizes):
+    return tuple(map(_size_text, sizes)), len(value.shape), value.dtype, value.device, value.requires_grad
+
+
+def _size_text(size: int | torch.SymInt) -> int | str:
+    """A size in a form that can be compared without a guard."""
+    if type(size) is int:
+        return size
+    if compat.hint_of(size) is None:  # it depends on data
         raise _Unequal
-    return sizes, len(value.shape), value.dtype, value.device, value.requires_grad
+    return str(size)

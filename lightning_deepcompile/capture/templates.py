@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.partition import partition
 from lightning_deepcompile.capture.repeats import Block, body_of, call_blocks, find_repeats
-from lightning_deepcompile.program.graph import args_of, is_element, is_random, is_view, output_node
+from lightning_deepcompile.program.graph import args_of, is_element, is_random, is_scalar, is_view, output_node
 
 __all__ = [
     "Instance",
@@ -53,9 +53,11 @@ class Template:
         forward: From the block's inputs to its outputs, followed by the values made for backward.
         outputs: Number of the block's outputs.
         backward: From saved values, and the gradients of outputs, to the gradients of inputs. None without gradients.
-        saved: The first inputs of `backward`: an input's number, or ``~n`` for the n-th value that `forward` returns.
+        saved: The first tensors that `backward` reads: an input's number, or ``~n`` for the n-th value that `forward`
+            returns.
         tangents: The outputs whose gradients are its next inputs.
         gradients: For every input its gradient's place in the results of `backward`, or None.
+        sizes: The symbolic sizes that `backward` reads.
     """
 
     forward: fx.GraphModule
@@ -64,6 +66,7 @@ class Template:
     saved: tuple[int, ...] = ()
     tangents: tuple[int, ...] = ()
     gradients: tuple[int | None, ...] = ()
+    sizes: tuple[torch.SymInt, ...] = ()
 
     @functools.cached_property
     def made(self) -> list[Tensor]:
@@ -75,7 +78,8 @@ class Template:
         """Bytes that are kept for backward and are neither inputs nor outputs of the block."""
 
         def memory(values: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
-            return {StorageWeakRef(v.untyped_storage()): v.untyped_storage().nbytes() for v in values}
+            storages = [v.untyped_storage() for v in values]
+            return {StorageWeakRef(storage): compat.hint_of(storage.nbytes()) or 0 for storage in storages}
 
         outputs = memory(self.made[: self.outputs])
         saved = memory(self.made[~place] for place in self.saved if place < 0)
@@ -91,7 +95,7 @@ class Template:
     def expected(self) -> list[Tensor]:
         """Fake tensors like the gradients that `backward` reads."""
         assert self.backward is not None
-        return [node.meta["val"] for node in _placeholders(self.backward)[len(self.saved) :]]
+        return [node.meta["val"] for node in _placeholders(self.backward) if not is_scalar(node)][len(self.saved) :]
 
 
 @dataclass(frozen=True)
@@ -226,14 +230,15 @@ def _read(
         if len(results) != outputs:
             raise UnsuitableBlockError("it writes to its inputs")
         return Template(forward, outputs)
-    reads = _placeholders(backward)
+    reads = [node for node in _placeholders(backward) if not is_scalar(node)]
     tangents = tuple(place for place, needed in enumerate(needs_gradient) if needed)
     saved = [node.name for node in reads if not compat.is_tangent(node)]
     gradients = _outputs(backward)
     if len(reads) - len(saved) != len(tangents) or len(gradients) != inputs:
         raise UnsuitableBlockError("its gradients do not follow its outputs and inputs one by one")
     made = results[:outputs]
-    made += [node for node in dict.fromkeys(results[outputs:]) if node not in made and node.op != "placeholder"]
+    kept = [node for node in dict.fromkeys(results[outputs:]) if not is_scalar(node)]
+    made += [node for node in kept if node not in made and node.op != "placeholder"]
     output_node(forward.graph).args = (made,)
     places = {node.name: number for number, node in enumerate(_placeholders(forward))}
     places |= {node.name: ~place for place, node in enumerate(made)}
@@ -247,12 +252,13 @@ def _read(
         tuple(places[name] for name in saved),
         tangents,
         tuple(None if gradient is None else next(number) for gradient in gradients),
+        tuple(node.meta["val"] for node in _placeholders(backward) if is_scalar(node)),
     )
 
 
 def _check(node: fx.Node) -> None:
     """Raises for an operator that a block must not contain: one with a side effect, or random numbers."""
-    if node.op != "call_function" or node.target is operator.getitem:
+    if node.op != "call_function" or node.target is operator.getitem or is_scalar(node):
         return
     if not isinstance(node.target, compat.OpOverload):
         raise UnsuitableBlockError(f"it calls {node.target}")
@@ -291,21 +297,23 @@ def tracing_blocks(instances: Sequence[Instance]) -> Iterator[None]:
         _instances.reset(token)
 
 
-def run_block(block: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+def run_block(block: int, *inputs: Tensor | torch.SymInt) -> tuple[Tensor, ...]:
     """Stands for a block in a graph that AOTAutograd traces, and for its derivative.
 
     Args:
         block: Its place among the instances.
-        inputs: Its inputs.
+        inputs: Its inputs, tensors and symbolic sizes.
     """
     return _Block.apply(block, *inputs)
 
 
 class _Block(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, block: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, block: int, *inputs: Any) -> tuple[Tensor, ...]:
         template = _instances.get()[block].template
-        made = torch.ops.deepcompile.block_forward(list(inputs), block)
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        sizes = [value for value in inputs if not isinstance(value, Tensor)]
+        made = torch.ops.deepcompile.block_forward(tensors, block, sizes)
         if template.backward is not None:
             ctx.block = block
             ctx.save_for_backward(*(made[~place] if place < 0 else inputs[place] for place in template.saved))
@@ -318,7 +326,7 @@ class _Block(torch.autograd.Function):
         template = _instances.get()[ctx.block].template
         tangents = [gradients[place] for place in template.tangents]
         tangents = [_laid_out_like(*pair) for pair in zip(tangents, template.expected, strict=True)]
-        found = torch.ops.deepcompile.block_backward([*ctx.saved_tensors, *tangents], ctx.block)
+        found = torch.ops.deepcompile.block_backward([*ctx.saved_tensors, *tangents], ctx.block, template.sizes)
         return None, *(None if place is None else found[place] for place in template.gradients)
 
 
@@ -362,9 +370,9 @@ def _register() -> None:
         "block_backward": lambda template: template.found,
     }
     for name, results in fakes.items():
-        torch.library.define(f"{_NAMESPACE}::{name}", "(Tensor[] inputs, int block) -> Tensor[]")
+        torch.library.define(f"{_NAMESPACE}::{name}", "(Tensor[] inputs, int block, SymInt[] sizes) -> Tensor[]")
 
-        def fake(inputs: list[Tensor], block: int, results: Any = results) -> list[Tensor]:
+        def fake(inputs: list[Tensor], block: int, sizes: list[int], results: Any = results) -> list[Tensor]:
             return _fresh(results(_instances.get()[block].template))
 
         torch.library.register_fake(f"{_NAMESPACE}::{name}", fake)

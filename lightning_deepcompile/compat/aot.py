@@ -89,16 +89,19 @@ def capture(
         return backend(gm, example_inputs)
 
 
-def capture_apart(gm: fx.GraphModule, example_inputs: Sequence[Tensor], **compilers: Any) -> None:
+def capture_apart(gm: fx.GraphModule, example_inputs: Sequence[Any], **compilers: Any) -> None:
     """Captures a part of a graph that is being compiled, without affecting that compilation; see `capture`.
 
     Args:
         gm: The part, of Dynamo's kind.
-        example_inputs: What it reads: fake tensors, of which some may require gradients.
+        example_inputs: What it reads: fake tensors, of which some may require gradients, and symbolic sizes.
         **compilers: As for `capture`.
     """
     with tracing(TracingContext(current_fake_mode())):
-        leaves = [value.detach().requires_grad_(value.requires_grad) for value in example_inputs]
+        leaves = [
+            value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+            for value in example_inputs
+        ]
         capture(gm, leaves, **compilers)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -220,6 +220,12 @@ def test_results_are_the_same_to_the_last_bit(name: str, mesh: DeviceMesh) -> No
     _assert_equal(make, shared, mesh)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_of_symbolic_sizes_too(name: str, mesh: DeviceMesh) -> None:
+    make, shared = MODELS[name]
+    _assert_equal(make, 2 * shared, mesh, (4, 6, 7))  # of the second length on, lengths are symbolic
+
+
 def test_why_equal_blocks_are_traced_one_by_one_is_said(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="lightning_deepcompile.capture.templates")
     _steps(_engine(MODELS["random"][0](), mesh, True), _batches(4))
@@ -231,9 +237,11 @@ def test_low_precision_around_the_step(mesh: DeviceMesh) -> None:
         _assert_equal(_gpt, LAYERS, mesh)
 
 
-def _assert_equal(make: Callable[[], nn.Module], shared: int, mesh: DeviceMesh) -> None:
+def _assert_equal(
+    make: Callable[[], nn.Module], shared: int, mesh: DeviceMesh, lengths: Sequence[int] = (4, 4)
+) -> None:
     once, plain = _engine(make(), mesh, True), _engine(make(), mesh, False)
-    for ours, expected in zip(_steps(once, _batches(4, 4)), _steps(plain, _batches(4, 4)), strict=True):
+    for ours, expected in zip(_steps(once, _batches(*lengths)), _steps(plain, _batches(*lengths)), strict=True):
         assert torch.equal(ours, expected)
     assert (once.capture.blocks, plain.capture.blocks) == (shared, 0)
     assert once.capture.saved_parameters == 0
@@ -252,11 +260,11 @@ def test_each_block_gathers_and_reduces_its_own_parameters(mesh: DeviceMesh) -> 
 
 def test_evaluation_and_symbolic_lengths(mesh: DeviceMesh) -> None:
     engine, plain = _engine(Net(), mesh, True), _engine(Net(), mesh, False)
-    for length in (4, 6, 7):  # the second length is traced with a symbol, block by block
+    for length in (4, 6, 7):  # the second length is traced with a symbol
         (batch,) = _batches(length)
         with torch.no_grad():
             assert torch.equal(engine.run_step("validation_step", batch), plain.run_step("validation_step", batch))
-    assert engine.capture.blocks == LAYERS
+    assert engine.capture.blocks == 2 * LAYERS
 
 
 @pytest.mark.parametrize("kind", [Net, Checkpointed])
