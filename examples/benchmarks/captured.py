@@ -6,9 +6,22 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+_WITHOUT_MASK = "sdpa_without_mask"
 _WARM_UP = 3
 """Steps before the capture: blocks compile, FSDP2 learns its order, libraries allocate their workspaces."""
+
+
+def attend_without_mask(model: PreTrainedModel) -> None:
+    """Has a causal model attend by PyTorch's SDPA, and never make a mask.
+
+    Transformers makes none for causal attention, but while a graph is captured it does, for which blocks would compile
+    anew. For attention functions that others registered it makes none at any time.
+    """
+    AttentionInterface.register(_WITHOUT_MASK, sdpa_attention_forward)
+    model.set_attn_implementation(_WITHOUT_MASK)
 
 
 class CapturedStep:

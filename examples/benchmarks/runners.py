@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from captured import CapturedStep
+from captured import CapturedStep, attend_without_mask
 from jobs import Job
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.environments import LightningEnvironment
@@ -183,6 +183,8 @@ def run_fsdp2(job: Job, rank: int, recorder: Recorder) -> None:
     dtype = COMPUTE_DTYPE[job.precision]
     in_pieces = job.system.kind == "fsdp2-pieces"
     model: Any = build_model(job.shape, device)
+    if captured:
+        attend_without_mask(model)
     narrow = job.system.kind == "fsdp2-fp8"
     if job.system.recipe:
         convert_to_fp8(model, job.system.recipe, job.device, gathers=narrow)

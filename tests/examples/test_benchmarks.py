@@ -90,6 +90,27 @@ def test_flops_of_llama3_8b() -> None:
     assert SHAPES["llama3-8b"].flops_per_token(1024) == 6 * matmul_parameters + 6 * 32 * 4096 * 1024
 
 
+@pytest.mark.parametrize("name", ["tiny", "mixtral-tiny", "olmoe-tiny"])
+def test_a_captured_step_makes_no_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from captured import attend_without_mask
+    from models import build_model
+    from transformers import masking_utils
+
+    monkeypatch.setattr(masking_utils, "is_tracing", lambda *_: True)  # as while a graph is captured
+    tokens = torch.arange(24).view(2, 12)
+    losses, masks = [], []
+    for prepare in (lambda _: None, attend_without_mask):
+        model = build_model(SHAPES[name], "cpu")
+        prepare(model)
+        model.model.layers[0].register_forward_pre_hook(
+            lambda _, args, given: masks.append(given["attention_mask"]), with_kwargs=True
+        )
+        losses.append(model(input_ids=tokens, labels=tokens).loss)
+    assert isinstance(masks[0], torch.Tensor) and masks[1] is None
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.experts > 1])
 def test_flops_count_the_experts_that_a_token_uses(name: str) -> None:
     import models
