@@ -20,6 +20,14 @@ sys.path[:0] = [str(folder) for folder in (_TESTS, *sorted({file.parent for file
 os.environ.setdefault("TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING", "1")
 # Tests run beside each other: Inductor's pool of up to 32 processes for each of them would cost more than it saves.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# It compiles and runs a program for each kind of vector instructions, anew in each cache folder.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# OpenMP's threads spin while they wait for work: as many tests run beside each other as there are cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+# Ranks measure copies with tensors of 32 MiB, which glibc would take from the system, page by page, each time.
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(33 * 2**20))
+os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**28))
 
 
 def _take_two_gpus() -> None:

@@ -397,13 +397,14 @@ def test_an_exhausted_time_budget_skips_what_is_left(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not BUILT, reason="the extension is not built")
-def test_deepcompile_trains_as_ddp_does(tmp_path: Path) -> None:
+def test_deepcompile_trains_as_fsdp2_does(tmp_path: Path) -> None:
     product = "deepcompile@region_backend=eager+schedule=null"  # systems that plan have processes per case
-    code, results, printed = run_compare(tmp_path, "--systems", f"{product},ddp", "--cases", "16x1x1,16x1x2", "--warm")
+    systems = f"{product},fsdp2-eager"
+    code, results, printed = run_compare(tmp_path, "--systems", systems, "--cases", "16x1x1,16x1x2", "--warm")
     assert code == 0, printed
     for case in ("16x1x1", "16x1x2"):
         found = by_system(results, case)
-        assert found[product]["losses"] == pytest.approx(found["ddp"]["losses"], rel=1e-5)
+        assert found[product]["losses"] == pytest.approx(found["fsdp2-eager"]["losses"], rel=1e-5)
         assert found[product]["summary"]["regions_total"] > 0
         assert found[product]["compiled"]["graphs"] == (case == "16x1x1")  # the second case meets the same shapes
     assert by_system(results, "16x1x1")[product]["warm_first_step_s"] > 0
