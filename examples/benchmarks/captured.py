@@ -11,7 +11,24 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 _WITHOUT_MASK = "sdpa_without_mask"
 _WARM_UP = 3
-"""Steps before the capture: blocks compile, FSDP2 learns its order, libraries allocate their workspaces."""
+"""Fewest steps before the capture: FSDP2 learns its order, libraries allocate their workspaces."""
+_MOST = 12
+
+
+def warm_up(step: Callable[[], object]) -> int:
+    """Runs steps until one of them compiles nothing; returns how many there were.
+
+    Raises:
+        RuntimeError: If each of many steps compiled something.
+    """
+    before = -1
+    for done in range(1, _MOST + 1):
+        step()
+        compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        if compiled == before and done >= _WARM_UP:
+            return done
+        before = compiled
+    raise RuntimeError(f"the model still compiles after {_MOST} steps, and cannot be captured")
 
 
 def attend_without_mask(model: PreTrainedModel) -> None:
@@ -46,9 +63,7 @@ class CapturedStep:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(_WARM_UP):
-                compute(self._batches)
-                model.zero_grad(set_to_none=True)
+            warm_up(lambda: (compute(self._batches), model.zero_grad(set_to_none=True)))
         torch.cuda.synchronize()
         # NCCL's watchdog asks for events in a thread of its own, which may not end the capture.
         capture = torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local")

@@ -220,6 +220,31 @@ def test_tables_compare_with_the_product_and_the_roofline() -> None:
 
 
 @pytest.mark.skipif(not plot.can_draw(), reason="matplotlib is not installed")
+@pytest.mark.parametrize(("compiling", "steps"), [(0, 3), (1, 3), (4, 5)])
+def test_a_capture_waits_until_nothing_compiles(compiling: int, steps: int) -> None:
+    import torch
+    from captured import warm_up
+
+    compiled = torch.compile(lambda x, n: x + n, backend="eager", dynamic=False)
+    ran = []
+
+    def step() -> None:
+        ran.append(compiled(torch.ones(2), min(len(ran) + 1, compiling) if compiling else 0))
+
+    try:
+        assert warm_up(step) == steps == len(ran)
+    finally:
+        torch.compiler.reset()
+
+
+def test_a_model_that_compiles_in_every_step_is_not_captured() -> None:
+    import torch
+    from captured import warm_up
+
+    with pytest.raises(RuntimeError, match="still compiles after 12 steps"):
+        warm_up(lambda: (torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)), torch.compiler.reset()))
+
+
 def test_muon_with_adamw_steps_as_the_two_do() -> None:
     import torch
     from models import build_model, make_optimizer
