@@ -24,12 +24,13 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def draw(results: Sequence[dict[str, Any]], path: Path) -> bool:
+def draw(results: Sequence[dict[str, Any]], path: Path, source: str = "") -> bool:
     """Writes a picture with a group of bars per case.
 
     Args:
         results: Results as in ``results.json``; those without numbers are left out.
         path: The file; its ending says which format.
+        source: What the file says of its source.
 
     Returns:
         Whether there was anything to draw.
@@ -56,11 +57,11 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> bool:
         panels[1].set_ylim(0, 1.05)
     panels[0].legend(fontsize="small")
     panels[-1].set_xlabel("sequence length x micro-batch x micro-batches per step")
-    _save(figure, path)
+    _save(figure, path, source)
     return True
 
 
-def draw_sweep(results: Sequence[dict[str, Any]], path: Path) -> bool:
+def draw_sweep(results: Sequence[dict[str, Any]], path: Path, source: str = "") -> bool:
     """Writes a picture of step time and peak memory, measured and predicted, over the settings of ``sweep.py``.
 
     If they are several memory budgets, it is a curve: step time over budgets, with peaks and states in host memory.
@@ -68,6 +69,7 @@ def draw_sweep(results: Sequence[dict[str, Any]], path: Path) -> bool:
     Args:
         results: Results as in ``sweep.json``; those without numbers are left out.
         path: The file; its ending says which format.
+        source: What the file says of its source.
 
     Returns:
         Whether there was anything to draw.
@@ -80,7 +82,7 @@ def draw_sweep(results: Sequence[dict[str, Any]], path: Path) -> bool:
     if len({result["budget_gib"] for result in ran if result.get("budget_gib")}) > 1:
         figure = Figure(figsize=(8, 5), layout="constrained")
         _budgets(figure.subplots(), results)
-        _save(figure, path)
+        _save(figure, path, source)
         return True
     names = [result["system"] for result in ran]
     figure = Figure(figsize=(3 + 1.2 * len(ran), 7), layout="constrained")
@@ -96,7 +98,7 @@ def draw_sweep(results: Sequence[dict[str, Any]], path: Path) -> bool:
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].legend(fontsize="small")
     panels[1].tick_params(axis="x", rotation=30)
-    _save(figure, path)
+    _save(figure, path, source)
     return True
 
 
@@ -137,10 +139,10 @@ def _budgets(panel: Any, results: Sequence[dict[str, Any]]) -> None:
     panel.legend(fontsize="small")
 
 
-def _save(figure: Any, path: Path) -> None:
+def _save(figure: Any, path: Path, source: str) -> None:
     """Writes a picture in one piece, so that an interrupted run leaves the one before."""
     part = path.with_name(f"{path.stem}.part{path.suffix}")
-    figure.savefig(part, dpi=150)
+    figure.savefig(part, dpi=150, metadata={"Source": source})
     part.rename(path)
 
 

@@ -1,11 +1,10 @@
-"""Statements of README and docs about the repository hold: links, messages, figures."""
+"""Statements of README and docs about the repository hold: links, messages, settings."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import importlib.util
-import json
 import re
 import tomllib
 from typing import Any
@@ -30,35 +29,6 @@ def test_readme_is_short_and_right_on_pypi() -> None:
     paths = [link.removeprefix(raw).removeprefix(f"{REPOSITORY}/blob/main/") for link in ours if "github" in link]
     missing = [path for path in paths if not path.startswith(REPOSITORY) and not (ROOT / path).is_file()]
     assert len(paths) > 5 and not missing
-
-
-BENCHMARKS = (ROOT / "docs/benchmarks.md").read_text()
-
-
-@pytest.mark.parametrize("plot", sorted(path.stem for path in (ROOT / "docs/images").glob("*.json")))
-def test_plots_show_what_tables_say(plot: str) -> None:
-    """A plot is drawn from the file of results beside it, whose numbers stand in one row of a table each."""
-    (section,) = (part for part in re.split(r"^##+ ", BENCHMARKS, flags=re.M) if f"images/{plot}.png" in part)
-    rows = [line.replace("×", "x").replace("*", "") for line in section.splitlines() if line.startswith("|")]
-    results = json.loads((ROOT / f"docs/images/{plot}.json").read_text())["results"]
-    assert len(results) > 3 and (ROOT / f"docs/images/{plot}.png").is_file()
-    for result in results:
-        numbers = [str(result[key]) for key in ("ms", "peak_gib") if key in result]
-        numbers += [str(result["predicted"]["ms"])] if "predicted" in result else []
-        row = [row for row in rows if all(re.search(rf"(?<![\d.]){re.escape(n)}(?![\d.])", row) for n in numbers)]
-        assert [one for one in row if result.get("case", "") in one], result
-
-
-def test_the_readme_has_the_figures_of_its_plot() -> None:
-    results = json.loads((ROOT / "docs/images/llama_8b_4xh200.json").read_text())["results"]
-    measured = {(r["case"].replace("x", "×"), r["system"]): (r["ms"], r["peak_gib"]) for r in results}
-    systems = ("deepcompile", "FSDP2, blocks compiled")
-    for case in {case for case, _ in measured}:
-        pattern = rf"^\| {case} \| (\S+) ms, (\S+) GiB \| (\S+) ms, (\S+) GiB \| (\S+)× \| ([+-]\S+) GiB"
-        (row,) = re.findall(pattern, README, re.M)
-        ms, gib, other_ms, other_gib, ratio, more = map(float, row)
-        assert [(ms, gib), (other_ms, other_gib)] == [measured[case, system] for system in systems]
-        assert ratio == pytest.approx(other_ms / ms, abs=0.006) and more == pytest.approx(gib - other_gib, abs=0.06)
 
 
 def _conf() -> Any:

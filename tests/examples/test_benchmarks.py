@@ -508,31 +508,70 @@ def test_ragged_batches_are_measured_with_both_systems(system: str) -> None:
     assert re.search(rf"{system} tiny \(eager\), 2 ranks, 12 steps: [\d.]+ ms per 1000 tokens", run.stdout)
 
 
-def test_pages_show_the_results_that_are_kept(tmp_path: Path) -> None:
+def test_pages_and_plots_show_the_results_that_are_kept() -> None:
     assert page.main(["--check"]) == 0
-    ok = {"case": "8x1x1", "status": "ok", "ms": 2.0, "min_ms": 1.5, "peak_gib": 3.0}
-    record = {
-        "commit": "abc",
-        "date": "2026-01-02",
-        "device": "NVIDIA H200",
-        "torch": "2.11.0",
-        "world": 2,
-        "layers": 8,
-        "results": [{"system": "a", **ok}, {"system": "b", **ok, "ms": 4.0}, {"system": "c", **ok, "status": "failed"}],
+
+
+def _measured(**more: object) -> dict:
+    result = {"case": "8x1x1", "status": "ok", "ms": 2.04321, "min_ms": 1.5, "peak_gib": 3.0}
+    failed = {"status": "failed", "reason": "a worker failed\nOutOfMemoryError: no more"}
+    return {
+        "settings": dict.fromkeys(page._SETTINGS, 2) | {"optimizer": "adamw", "checkpointing": False, "nodes": 1},
+        "environment": {"device": "NVIDIA H200", "torch": "2.11.0", "host": "name"},
+        "results": [
+            {"system": "deepcompile", **result, "reserved_gib": 1.0},
+            {"system": "fsdp2", **result, "ms": 5.0, "peak_gib": 2.0},
+            {"system": "fsdp2-eager", "case": "8x1x1", **failed},
+            {"system": "fsdp2-eager", "case": "9x1x1", "status": "skipped", "reason": "the time budget is over"},
+        ],
+        **more,
     }
-    (tmp_path / "one.json").write_text(json.dumps(record))
-    text = page.written("x\n<!-- results: one -->\nold\n<!-- end of results -->\ny", tmp_path)
+
+
+def test_a_page_is_written_from_records() -> None:
+    record = page.kept([_measured()], "mine", "abc", page.CURRENT)
+    assert json.loads(page.dumped(record)) == record and "host" not in page.dumped(record)
+    rows = {"subject": "mine", "title": "More", "date": "2026-01-02", "cards": "8×H100", "torch": "2.11", "note": "So."}
+    rows |= {"command": "a.py", "columns": ["x", ""], "rows": [[1, None], ["b", 2.5]]}
+    marks = ["summary", "tables: mine", "comparison: one", "rows: two"]
+    text = "x\n" + "\n".join(f"<!-- {mark} -->\nold\n<!-- end -->" for mark in marks) + "\ny"
+    text = page.written(text, {"one": record, "two": rows})
     assert "old" not in text and text.startswith("x\n") and text.endswith("\ny")
-    assert "| 8×1×1 | **2.0** (1.5), 3.0 GiB | 4.0 (1.5), 3.0 GiB | failed |" in text
-    assert page.written(text, tmp_path) == text
+    line = "compare.py --layers 2 --world 2 --systems deepcompile,fsdp2,fsdp2-eager --cases 8x1x1"
+    figures = "2.0 ms, 3.0 GiB | 5.0 ms, 2.0 GiB | 2.45×"
+    assert f"| 2 layers, bf16, 8×1×1 | {figures} | 2×H200 | {page.CURRENT} | abc | `{line}` |" in text
+    assert "| 8×1×1 | **2.0** (1.5), 3.0 GiB | 5.0 (1.5), 2.0 GiB | out of memory |" in text
+    assert f"| 8×1×1 | {figures} | +1.0 GiB |" in text
+    assert "**More.** 2026-01-02, an earlier version, 8×H100, PyTorch 2.11; `a.py`:\n\n| x |  |" in text
+    assert text.count("| 1 |  |\n| b | 2.5 |\n") == 2 and text.count("\nSo.\n") == 1
+    assert page.written(text, {"one": record, "two": rows}) == text
 
 
 def test_results_of_other_settings_make_no_table() -> None:
-    file = {"settings": dict.fromkeys(page._SETTINGS, 1), "environment": {"device": "", "torch": ""}, "results": []}
-    other = {**file, "settings": {**file["settings"], "layers": 2}}
-    assert page.kept([file, file], "abc", "2026-01-02")["layers"] == 1
+    file = _measured()
+    other = {**file, "settings": {**file["settings"], "layers": 3}}
+    assert page.kept([file, file], "mine", "abc", "2026-01-02")["layers"] == 2
     with pytest.raises(ValueError, match="other settings"):
-        page.kept([file, other], "abc", "2026-01-02")
+        page.kept([file, other], "mine", "abc", "2026-01-02")
+
+
+def test_one_command_adds_results_to_page_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "results.json").write_text(json.dumps(_measured()))
+    (document := tmp_path / "page.md").write_text("<!-- tables: mine -->\n<!-- end -->\n")
+    (folder := tmp_path / "kept").mkdir()
+    for name, value in {"PAGES": (document,), "FOLDER": folder, "IMAGES": tmp_path}.items():
+        monkeypatch.setattr(page, name, value)
+    add = ["add", str(tmp_path / "results.json"), "one", "--subject", "mine", "--commit", "abc"]
+    assert page.main(add) == 0 and "| 8×1×1 | **2.0**" in document.read_text()
+    record = json.loads((folder / "one.json").read_text())
+    (folder / "one.json").write_text(page.dumped(record | {"plot": "bars"}))
+    assert page.main(["--check"]) == 1 and page.main([]) == 0 == page.main(["--check"])
+    record["results"][0]["ms"] = 2.01  # rounded as before, but drawn otherwise
+    (folder / "one.json").write_text(page.dumped(record | {"plot": "bars"}))
+    assert page.main(["--check"]) == 1 and page.main([]) == 0
+    (folder / "other.json").write_text(page.dumped(record | {"subject": "another"}))
+    assert page.main(["--check"]) == 1
 
 
 @pytest.mark.slow
