@@ -4,10 +4,10 @@ r"""Keeps measured results as files beside the documentation, and writes its tab
     python examples/benchmarks/page.py          # writes tables and plots anew
     python examples/benchmarks/page.py --check  # says whether they are up to date
 
-A file in ``docs/benchmarks`` holds the results of ``compare.py``, or ``columns`` and ``rows`` of a table, and the name
-of its subject. A page marks what is written by ``<!-- tables: SUBJECT -->``, ``<!-- summary -->``,
-``<!-- comparison: NAME -->`` or ``<!-- rows: NAME -->``, up to ``<!-- end -->``. Files with a ``plot`` are drawn as
-``docs/images/NAME.png``.
+A file in ``docs/benchmarks`` holds the results of ``compare.py``, or ``columns`` and ``rows`` of a table, or ``pairs``
+of results (``FILE/CASE/SYSTEM``), and the name of its subject. A page marks what is written by
+``<!-- tables: SUBJECT -->``, ``<!-- summary -->``, ``<!-- comparison: NAME -->`` or ``<!-- rows: NAME -->``, up to
+``<!-- end -->``. Files with a ``plot`` are drawn as ``docs/images/NAME.png``.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def dumped(record: Record) -> str:
     """Writes a record as JSON with a line for every setting, result and row."""
     parts = []
     for key, value in record.items():
-        if key in ("results", "rows", "summary"):
+        if key in ("results", "rows", "summary", "pairs"):
             lines = ",\n".join(f"  {json.dumps(one, ensure_ascii=False)}" for one in value)
             parts.append(f" {json.dumps(key)}: [\n{lines}\n ]")
         else:
@@ -119,22 +119,45 @@ def cards(record: Record) -> str:
     return str(record.get("cards") or f"{record['world']}×{record['device'].removeprefix('NVIDIA ')}")
 
 
-def table(record: Record) -> str:
+def table(record: Record, records: Mapping[str, Record]) -> str:
     """Writes the table of one file, below a line that says what was measured."""
+    if "pairs" in record:
+        return rows(record, records)
     commit = f"commit {record['commit']}" if record.get("commit") else "an earlier version"
     title = f"**{record['title']}.** " if "title" in record else ""
     line = f"{title}{record['date']}, {commit}, {cards(record)}, PyTorch {record['torch']}; `{command(record)}`"
     if "columns" in record:
-        text = f"{line}:\n\n{rows(record)}"
+        text = f"{line}:\n\n{rows(record, records)}"
     else:
         text = f"{line}. Milliseconds per optimizer step, the median (and the fastest), and peak memory:\n\n"
         text += markdown(_grid(record))
     return text + (f"\n{record['note']}\n" if "note" in record else "")
 
 
-def rows(record: Record) -> str:
-    """Writes the rows of a file that has rows, without what was measured."""
+def rows(record: Record, records: Mapping[str, Record]) -> str:
+    """Writes the rows of a file that has rows, or pairs of results, without what was measured."""
+    if "pairs" in record:
+        lines = [["", "deepcompile", "FSDP2", "faster", "memory", "cards", "date"]]
+        for what, *names in record["pairs"]:
+            pair = [_result(name, records) for name in names]
+            days = " and ".join(dict.fromkeys(one["date"] for one in pair))
+            lines.append([what, *_beside(*pair), pair[0]["cards"], days])
+        return markdown(lines)
     return markdown([record["columns"], *([_cell(cell) for cell in row] for row in record["rows"])])
+
+
+def _result(found: str | Record, records: Mapping[str, Record]) -> Record:
+    """A result that is named by its file, case and system, or stands there itself."""
+    if not isinstance(found, str):
+        return found
+    name, case, system = found.split("/")
+    record = records[name]
+    return {**_by_case(record)[case][system], "date": record["date"], "cards": cards(record)}
+
+
+def _beside(ours: Record, other: Record) -> list[str]:
+    figures = [f"{one['ms']:.1f} ms, {one['peak_gib']:.1f} GiB" for one in (ours, other)]
+    return [*figures, f"{other['ms'] / ours['ms']:.2f}×", f"{ours['peak_gib'] - other['peak_gib']:+.1f} GiB"]
 
 
 def _cell(cell: Any) -> str:
@@ -171,10 +194,7 @@ def comparison(record: Record) -> str:
     """Writes the table that compares two systems: times, memory, and how they differ."""
     lines = [["tokens × batch × accumulation", "deepcompile", "FSDP2", "faster", "memory"]]
     for case, ran in _by_case(record).items():
-        ours, other = ran["deepcompile"], ran["fsdp2"]
-        more = other["ms"] / ours["ms"], ours["peak_gib"] - other["peak_gib"]
-        figures = [f"{one['ms']:.1f} ms, {one['peak_gib']:.1f} GiB" for one in (ours, other)]
-        lines.append([case.replace("x", "×"), *figures, f"{more[0]:.2f}×", f"{more[1]:+.1f} GiB"])
+        lines.append([case.replace("x", "×"), *_beside(ran["deepcompile"], ran["fsdp2"])])
     return markdown(lines)
 
 
@@ -182,7 +202,7 @@ def summary(records: Mapping[str, Record]) -> str:
     """Writes the table of the current version."""
     lines = [["what", "deepcompile", "FSDP2", "faster", "cards", "date", "commit", "command"]]
     for record in records.values():
-        if record["date"] < CURRENT:
+        if record["date"] < CURRENT or "pairs" in record:
             continue
         where = [cards(record), record["date"], _cell(record.get("commit")), f"`{command(record)}`"]
         lines += [[*map(_cell, row), *where] for row in record.get("summary", [])]
@@ -192,9 +212,8 @@ def summary(records: Mapping[str, Record]) -> str:
                 if any(one.get("status") != "ok" for one in pair):
                     continue
                 kind = "FP8" if "fp8" in ours else "Muon" if record.get("optimizer") == "muon" else "bf16"
-                figures = [f"{one['ms']:.1f} ms, {one['peak_gib']:.1f} GiB" for one in pair]
                 what = f"{record['layers']} layers, {kind}, {case.replace('x', '×')}"
-                lines.append([what, *figures, f"{pair[1]['ms'] / pair[0]['ms']:.2f}×", *where])
+                lines.append([what, *_beside(*pair)[:3], *where])
     return markdown(lines)
 
 
@@ -204,11 +223,11 @@ def written(text: str, records: Mapping[str, Record]) -> str:
     def fill(match: re.Match[str]) -> str:
         kind, name = match[2], match[3]
         if kind == "tables":
-            body = "\n".join(table(one) for one in records.values() if one["subject"] == name)
+            body = "\n".join(table(one, records) for one in records.values() if one["subject"] == name)
         elif kind == "summary":
             body = summary(records)
         else:
-            body = comparison(records[name]) if kind == "comparison" else rows(records[name])
+            body = comparison(records[name]) if kind == "comparison" else rows(records[name], records)
         return f"{match[1]}{body}{match[4]}"
 
     return _MARK.sub(fill, text)
@@ -262,7 +281,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "add":
         files = [json.loads(file.read_text()) for file in options.files]
         record = kept(files, options.subject, options.commit, options.date)
-        (FOLDER / f"{options.name}.json").write_text(dumped(record))
+        target = FOLDER / f"{options.name}.json"
+        before = json.loads(target.read_text()) if target.exists() else {}
+        shown = {key: before[key] for key in ("plot", "title", "note") if key in before}
+        target.write_text(dumped({"subject": options.subject, **shown, **record}))
     records = read(FOLDER)
     texts = {page: (page.read_text(), written(page.read_text(), records)) for page in PAGES}
     if options.check:

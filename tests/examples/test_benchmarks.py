@@ -533,9 +533,12 @@ def test_a_page_is_written_from_records() -> None:
     assert json.loads(page.dumped(record)) == record and "host" not in page.dumped(record)
     rows = {"subject": "mine", "title": "More", "date": "2026-01-02", "cards": "8×H100", "torch": "2.11", "note": "So."}
     rows |= {"command": "a.py", "columns": ["x", ""], "rows": [[1, None], ["b", 2.5]]}
+    given = {"ms": 10.0, "peak_gib": 2.5, "date": "2026-01-02", "cards": "8×H100"}
+    pairs = [["equal", "one/8x1x1/deepcompile", given], ["named", given, "one/8x1x1/fsdp2"]]
+    records = {"one": record, "two": rows, "three": {"subject": "mine", "date": page.CURRENT, "pairs": pairs}}
     marks = ["summary", "tables: mine", "comparison: one", "rows: two"]
     text = "x\n" + "\n".join(f"<!-- {mark} -->\nold\n<!-- end -->" for mark in marks) + "\ny"
-    text = page.written(text, {"one": record, "two": rows})
+    text = page.written(text, records)
     assert "old" not in text and text.startswith("x\n") and text.endswith("\ny")
     line = "compare.py --layers 2 --world 2 --systems deepcompile,fsdp2,fsdp2-eager --cases 8x1x1"
     figures = "2.0 ms, 3.0 GiB | 5.0 ms, 2.0 GiB | 2.45×"
@@ -543,8 +546,11 @@ def test_a_page_is_written_from_records() -> None:
     assert "| 8×1×1 | **2.0** (1.5), 3.0 GiB | 5.0 (1.5), 2.0 GiB | out of memory |" in text
     assert f"| 8×1×1 | {figures} | +1.0 GiB |" in text
     assert "**More.** 2026-01-02, an earlier version, 8×H100, PyTorch 2.11; `a.py`:\n\n| x |  |" in text
+    days = f"{page.CURRENT} and 2026-01-02"
+    assert f"| equal | 2.0 ms, 3.0 GiB | 10.0 ms, 2.5 GiB | 4.89× | +0.5 GiB | 2×H200 | {days} |" in text
+    assert "| named | 10.0 ms, 2.5 GiB | 5.0 ms, 2.0 GiB | 0.50× | +0.5 GiB | 8×H100 | 2026-01-02 and " in text
     assert text.count("| 1 |  |\n| b | 2.5 |\n") == 2 and text.count("\nSo.\n") == 1
-    assert page.written(text, {"one": record, "two": rows}) == text
+    assert page.written(text, records) == text
 
 
 def test_results_of_other_settings_make_no_table() -> None:
@@ -567,6 +573,7 @@ def test_one_command_adds_results_to_page_and_plot(tmp_path: Path, monkeypatch: 
     record = json.loads((folder / "one.json").read_text())
     (folder / "one.json").write_text(page.dumped(record | {"plot": "bars"}))
     assert page.main(["--check"]) == 1 and page.main([]) == 0 == page.main(["--check"])
+    assert page.main(add) == 0 and json.loads((folder / "one.json").read_text())["plot"] == "bars"
     record["results"][0]["ms"] = 2.01  # rounded as before, but drawn otherwise
     (folder / "one.json").write_text(page.dumped(record | {"plot": "bars"}))
     assert page.main(["--check"]) == 1 and page.main([]) == 0
