@@ -1,6 +1,6 @@
 r"""Keeps measured results as files beside the documentation, and writes its tables and plots from them.
 
-    python examples/benchmarks/page.py add results/results.json fp8_4xh200 --subject fp8 --commit 59ad5bd
+    python examples/benchmarks/page.py add results/results.json fp8_4xh200 --subject fp8
     python examples/benchmarks/page.py          # writes tables and plots anew
     python examples/benchmarks/page.py --check  # says whether they are up to date
 
@@ -41,22 +41,25 @@ _MARK = re.compile(r"(<!-- (tables|summary|comparison|rows)(?:: (\w+))? -->\n).*
 Record = dict[str, Any]
 
 
-def kept(files: Sequence[Record], subject: str, commit: str, date: str) -> Record:
+def kept(files: Sequence[Record], subject: str, commit: str | None, date: str) -> Record:
     """Joins result files of one machine: what a reader of the tables can check, without each rank's numbers.
 
     Args:
         files: Contents of ``results.json``, of runs with the same settings.
         subject: The part of the page that shows them.
-        commit: The commit that was measured.
+        commit: The commit that was measured; None: the files say it.
         date: The day, as in ``2026-11-27``.
 
     Raises:
-        ValueError: If their settings differ.
+        ValueError: If their settings differ, or no commit was measured.
     """
     settings = [{key: file["settings"][key] for key in _SETTINGS if key in file["settings"]} for file in files]
     if any(other != settings[0] for other in settings):
         raise ValueError(f"the files are of runs with other settings, and make no table: {settings}")
     environment = files[0]["environment"]
+    commits = {commit or file["environment"].get("git_commit") or "" for file in files}
+    if any(not one or one.endswith("-dirty") for one in commits):
+        raise ValueError(f"the files are of {sorted(commits)}, not of commits: measure again, or say --commit")
     results = []
     for one in (one for file in files for one in file["results"]):
         if "time budget" in one.get("reason", ""):
@@ -66,7 +69,7 @@ def kept(files: Sequence[Record], subject: str, commit: str, date: str) -> Recor
     return {
         "subject": subject,
         "date": date,
-        "commit": commit,
+        "commit": ", ".join(sorted(one[:7] for one in commits)),
         "device": environment["device"],
         "torch": environment["torch"],
         **settings[0],
@@ -275,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add.add_argument("files", type=Path, nargs="+", metavar="results.json")
     add.add_argument("name", help="name of the file")
     add.add_argument("--subject", required=True, help="the part of the page that shows it")
-    add.add_argument("--commit", required=True)
+    add.add_argument("--commit", help="that was measured, if the files do not say it")
     add.add_argument("--date", default=datetime.date.today().isoformat())
     options = parser.parse_args(arguments)
     if options.command == "add":

@@ -561,6 +561,18 @@ def test_results_of_other_settings_make_no_table() -> None:
         page.kept([file, other], "mine", "abc", "2026-01-02")
 
 
+def test_results_are_kept_with_the_commit_that_was_measured() -> None:
+    file = _measured()
+    with pytest.raises(ValueError, match="not of commits"):
+        page.kept([file], "mine", None, "2026-01-02")
+    file["environment"]["git_commit"] = "0123456789"
+    assert page.kept([file], "mine", None, "2026-01-02")["commit"] == "0123456"
+    file["environment"]["git_commit"] = "0123456789-dirty"
+    with pytest.raises(ValueError, match="not of commits"):
+        page.kept([file], "mine", None, "2026-01-02")
+    assert page.kept([file], "mine", "abc", "2026-01-02")["commit"] == "abc"
+
+
 def test_one_command_adds_results_to_page_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "results.json").write_text(json.dumps(_measured()))
