@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,16 +53,18 @@ def computed_with(backward: fx.GraphModule, instances: Sequence[Instance]) -> se
         instances: The blocks that it calls.
     """
     names = set()
+    inputs = [node for node in backward.graph.nodes if node.op == "placeholder"]
+    sizes = {str(node.meta["val"]) for node in inputs if isinstance(node.meta.get("val"), torch.SymInt)}
     for node in backward.graph.nodes:
         if node.op == "placeholder":
-            readers = list(_readers(node, instances))
+            readers = list(_readers(node, instances, sizes))
             if readers and all(is_compute(reader) for reader in readers):
                 names.add(node.name)
     return names
 
 
-def _readers(node: fx.Node, instances: Sequence[Instance]) -> Iterator[fx.Node]:
-    """Yields the nodes that read `node` once blocks are inlined."""
+def _readers(node: fx.Node, instances: Sequence[Instance], sizes: Collection[str]) -> Iterator[fx.Node]:
+    """Yields the nodes that read `node` once blocks are inlined, which compute from `sizes` what they can."""
     for user in node.users:
         called = called_body(user, instances)
         if called is None:
@@ -71,10 +73,13 @@ def _readers(node: fx.Node, instances: Sequence[Instance]) -> Iterator[fx.Node]:
         body, _ = called
         results = _results(body)
         for inner in (inner for inner, source in _inputs(user, body) if source is node):
-            yield from (reader for reader in inner.users if reader.op != "output")
+            for reader in inner.users:
+                size = reader.meta.get("val")
+                if reader.op != "output" and not (isinstance(size, torch.SymInt) and _is_of(size, sizes)):
+                    yield reader
             for element in user.users:
                 if results[args_of(element)[1]] is inner:
-                    yield from _readers(element, instances)
+                    yield from _readers(element, instances, sizes)
 
 
 def _results(body: fx.GraphModule) -> list[fx.Node]:
@@ -108,8 +113,8 @@ def _write_out(
             size = node.meta.get("val")
             if node.op == "get_attr":
                 copies[node] = _copy_attribute(gm, body, node)
-            elif isinstance(size, torch.SymInt) and str(size) in sizes:
-                copies.setdefault(node, sizes[str(size)])
+            elif isinstance(size, torch.SymInt) and (known := _size_node(gm.graph, size, sizes)) is not None:
+                copies.setdefault(node, known)
             elif node.op not in ("placeholder", "output"):
                 copy = copies[node] = gm.graph.node_copy(node, copies.__getitem__)
                 copy.meta = {**node.meta, "val": values.of(node.meta.get("val"))}
@@ -125,6 +130,17 @@ def _write_out(
         if result.op == "call_function":
             result.name = element.name
     gm.graph.erase_node(call)
+
+
+def _size_node(graph: fx.Graph, size: torch.SymInt, sizes: dict[str, fx.Node]) -> fx.Node | None:
+    """Returns a node that computes a size from others, made where it is missing; None if its symbols are not known."""
+    if str(size) not in sizes and _is_of(size, sizes):
+        sizes[str(size)] = compat.write_size(graph, size, sizes)
+    return sizes.get(str(size))
+
+
+def _is_of(size: torch.SymInt, sizes: Collection[str]) -> bool:
+    return all(str(symbol) in sizes for symbol in compat.symbols_of(size))
 
 
 def _copy_attribute(gm: fx.GraphModule, body: fx.GraphModule, node: fx.Node) -> fx.Node:

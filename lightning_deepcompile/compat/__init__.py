@@ -97,6 +97,8 @@ from lightning_deepcompile.compat.fx import (
     is_seed,
     is_tangent,
     schema_of,
+    symbols_of,
+    write_size,
 )
 from lightning_deepcompile.compat.inductor import (
     EXACT_STRIDES,
@@ -203,6 +205,8 @@ __all__ = [
     "run_first_after_step",
     "scale",
     "schema_of",
+    "symbols_of",
+    "write_size",
     "stand_in",
     "start_compile_workers",
     "step_settings",

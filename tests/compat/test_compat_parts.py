@@ -588,3 +588,25 @@ def test_averages_and_profilers() -> None:
     assert torch.device(compat_lightning.average_device(callback)) == torch.device("cpu")
     found = [compat_lightning.records_modules(PyTorchProfiler(record_module_names=on)) for on in (True, False)]
     assert found == [True, False]
+
+
+def test_a_size_is_written_from_its_symbols() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    gm = make_fx(lambda x: x.flatten() * 2, tracing_mode="symbolic")(torch.ones(3, 5))
+    (x,) = (node for node in gm.graph.nodes if node.op == "placeholder")
+    size = 3 * x.meta["val"].numel() + 1
+    output = next(iter(reversed(gm.graph.nodes)))
+    with gm.graph.inserting_before(output):
+        known = {
+            str(n): gm.graph.call_function(torch.ops.aten.sym_size.int, (x, i))
+            for i, n in enumerate(x.meta["val"].shape)
+        }
+        for node, number in zip(known.values(), x.meta["val"].shape, strict=True):
+            node.meta["val"] = number
+        assert {str(symbol) for symbol in compat.symbols_of(size)} == set(known)
+        written = compat.write_size(gm.graph, size, known)
+    assert str(written.meta["val"]) == str(size)
+    output.args = (written,)
+    gm.recompile()
+    assert gm(torch.ones(4, 7)) == 85
