@@ -55,7 +55,7 @@ class PeakMemory:
         """The most bytes allocated since this object was made."""
         return max(self._before, self.latest)
 
-    def gather_pieces(self) -> None:
+    def avoid_pieces(self) -> None:
         """Keeps free memory from falling into pieces from now on; for steps that need nearly all of it.
 
         Of 137.7 GiB that an H200's allocator had taken, 17 GiB were in pieces when it found no 3.5 GiB.

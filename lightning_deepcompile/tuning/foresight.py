@@ -125,7 +125,7 @@ class Foresight:
         if not plan.fits:
             if not has_run and self.limit is None and plan.least - guess > budget:  # else it may fit after all
                 plan.check(self._capture.config.memory_budget, self._table())
-            self._memory.gather_pieces()
+            self._memory.avoid_pieces()
             say(self.shortfall(), logging.WARNING)
         return None
 
@@ -237,7 +237,7 @@ class Foresight:
 
     def _do(self, plan: MemoryPlan, lean: _Lean) -> None:
         """Changes the programs, which have not run, as a decision says."""
-        self._memory.gather_pieces()
+        self._memory.avoid_pieces()
         kinds = {one.move.kind for one in plan.moved}
         if "gathers" in kinds:
             self._scheduling.passes = self._lean_passes()

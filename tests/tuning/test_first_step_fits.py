@@ -158,9 +158,9 @@ def test_no_more_is_offloaded_than_is_missing(
     batch = torch.arange(64).view(1, 64)
     monkeypatch.setattr(Tuner, "_fastest", lambda *_: 0.001)
     steps_before: list[int] = []
-    gather = peak_memory.PeakMemory.gather_pieces
+    avoid = peak_memory.PeakMemory.avoid_pieces
     monkeypatch.setattr(
-        peak_memory.PeakMemory, "gather_pieces", lambda memory: (steps_before.append(len(losses)), gather(memory))
+        peak_memory.PeakMemory, "avoid_pieces", lambda memory: (steps_before.append(len(losses)), avoid(memory))
     )
     losses: list[float] = []
 
