@@ -534,10 +534,10 @@ class Tuner:
         if self._group.rank() == 0 and _log.isEnabledFor(logging.INFO):
             now = {one.structure: one for one in self._capture_schedules()}
             assert self.profile is not None
-            schedules = [now.get(one.structure, one) for one in self.profile.schedules]
-            if all(map(self.profile.covers, schedules)):
-                found = limits(schedules, self.profile, self.skew_seconds, self.measured, self.rounds[-1].after_seconds)
-                self._say(f"The step is {found[0]}", logging.INFO)
+            # Graphs of one structure run one plan; costs are known by the names of those that were measured.
+            schedules = [replace(now.get(one.structure, one), name=one.name) for one in self.profile.schedules]
+            found = limits(schedules, self.profile, self.skew_seconds, self.measured, self.rounds[-1].after_seconds)
+            self._say(f"The step is {found[0]}", logging.INFO)
 
     def _end_round(self, retry: bool = False) -> None:
         self._round = self._capture.measures = None
