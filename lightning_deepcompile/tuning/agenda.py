@@ -13,6 +13,9 @@ __all__ = ["Agenda", "PassEntry", "pass_schedule"]
 _ATTEMPTS = 3
 """Rounds at most, so that a model with ever new shapes does not plan for ever."""
 
+_WATCHED = 10
+"""Steps before a look whose batches count for it."""
+
 PassEntry = tuple[int, tuple[Pass, ...]]
 """Optimizer steps since the start or the resuming, and the passes from then on; none where a step is measured then and
 nothing is planned, but it may be decided how the step is traced."""
@@ -61,7 +64,7 @@ class Agenda:
     Attributes:
         passes: The passes of the round under way, or of the next one; none where nothing is planned.
         recheck: The optimizer step before which programs are looked for; None: they are not.
-        attempts: The number of rounds that were planned, or failed.
+        attempts: The number of rounds: planned, failed, or with nothing that is not planned already.
     """
 
     def __init__(self, entries: Sequence[PassEntry]) -> None:
@@ -74,6 +77,14 @@ class Agenda:
     def goes_on(self) -> bool:
         """True if there may be more rounds than were asked for."""
         return self.attempts < _ATTEMPTS
+
+    def looks_soon(self, step: int) -> bool:
+        """Returns whether a look follows the step that begins soon, and its batch counts for it.
+
+        Args:
+            step: Optimizer steps done.
+        """
+        return self.recheck is not None and step < self.recheck <= step + _WATCHED
 
     def next(self, step: int) -> int | None:
         """Returns the optimizer step at which the next round begins; None if there is none.

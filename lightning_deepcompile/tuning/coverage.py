@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 
 from lightning_deepcompile.capture.frames import Frames
@@ -23,26 +24,36 @@ class Coverage:
         frames: The captured graphs.
 
     Attributes:
-        last: The elements of this rank's latest batch before a look; 0 if unknown.
         measured: Elements of the smallest and of the largest measured batch; zeros if unknown.
     """
 
     def __init__(self, frames: Frames) -> None:
         self._frames = frames
-        self.last = 0
         self.measured = 0, 0
         self._known: set[str] = set()
-        self._calls: dict[str, int] = {}  # at the last look or plan, by the program's name
+        self._batches: list[tuple[int, int]] = []  # elements, and the uncovered runs of programs before each
 
     def adopt(self, contents: Iterable[str]) -> None:
         """Sets which programs the loaded plan covers."""
-        self._known = set(contents)
+        self._known, self._batches = set(contents), []
+
+    def note(self, elements: int) -> None:
+        """Call before each of the last batches before a look.
+
+        Args:
+            elements: Of this rank's batch.
+        """
+        self._batches.append((elements, self._uncovered))
 
     def look(self) -> bool:
-        """Returns whether a program that was not measured has run since the last look, or the last batch is far off."""
-        before, self._calls = self._calls, self._count()
-        ran = {name for name, count in self._calls.items() if count > before.get(name, 0)}
-        return not self._contents(ran) <= self._known or self._far_off([self.last] if self.last else [])
+        """Returns whether most of the batches noted ran programs that no plan covers, or all of them are far off.
+
+        A rare batch, such as a single row, is none to plan for: steps that are measured would rarely have it.
+        """
+        batches, self._batches = self._batches, []
+        before = [*(count for _, count in batches), self._uncovered]
+        uncovered = sum(count < after for count, after in itertools.pairwise(before))
+        return 2 * uncovered > len(batches) or self._far_off([elements for elements, _ in batches])
 
     def adds(self, names: Collection[str], elements: Sequence[int]) -> bool:
         """Returns whether measured steps ran what was not measured before.
@@ -61,10 +72,12 @@ class Coverage:
             elements: Of this rank's batches.
         """
         self._known |= self._contents(names)
-        self.measured, self._calls = (min(elements, default=0), max(elements, default=0)), self._count()
+        self.measured = min(elements, default=0), max(elements, default=0)
 
-    def _count(self) -> dict[str, int]:
-        return {executable.program.name: executable.calls for executable in self._frames.training}
+    @property
+    def _uncovered(self) -> int:
+        """The number of runs of programs that no plan covers."""
+        return sum(e.calls for e in self._frames.training if e.program.schedule.content not in self._known)
 
     def _far_off(self, elements: Sequence[int]) -> bool:
         """Returns whether all batches are much larger, or all much smaller, than those that the plan is made for."""

@@ -144,7 +144,6 @@ class Tuner:
         self._boundary = False  # the optimizer has stepped since the last micro-batch
         self._round: Measurement | None = None  # the one under way, or the next one if it is known when that begins
         self._coverage = Coverage(capture.frames)
-        self._searched = False  # whether programs that no plan covers were found
         self._probe: StepProbe | None = None
         self._previous: tuple[tuple[Pass, ...], tuple[Schedule, ...]] = (capture.scheduling.passes, ())
         self._ran: tuple[Schedule, ...] = ()  # those of the last profiled steps
@@ -214,8 +213,8 @@ class Tuner:
         self._capture.entry.larger = on_any_rank
         if self._round is not None and self._probe is not None:
             self._round.elements.append(elements())
-        elif self._step + 1 == self._agenda.recheck:
-            self._coverage.last = elements()
+        elif self._agenda.looks_soon(self._step):
+            self._coverage.note(elements())
         if larger:
             self._foresight.note(self._frames.training)
 
@@ -311,8 +310,7 @@ class Tuner:
         if self._round is not None:
             self._probe = self._round.probe(moment, self._device, self._memory, self._runtime, self._capture)
             if moment == OBSERVED and not self._round.repeats:
-                level = logging.DEBUG if self._round.searching else logging.INFO
-                self._say(f"Measuring steps {self._step} and {self._step + 1}, to plan with their times.", level)
+                self._say(f"Measuring steps {self._step} and {self._step + 1}, to plan with their times.", logging.INFO)
             if moment in (OBSERVED, ISOLATED) and self._capture.progress is not None:
                 self._capture.progress(f"measuring, step {moment + 1}/2")
 
@@ -326,19 +324,18 @@ class Tuner:
             executable.swap(executable.program)
         if on_any(not measurement.complete, self._group) and measurement.repeat():
             return
+        self._agenda.attempts += 1
         mine, error = attempt(lambda: self._measured(measurement))
         try:
             seen = put_together(mine, error, measurement.unknown, self._group)
         except ProfileError as failure:
-            self._agenda.attempts += 1
             level = logging.WARNING if self._agenda.passes or self._retracing.pending else logging.INFO
             self._say(f"No plan was made at step {self._step}, and training goes on as before: {failure}", level)
             self._end_round(retry=True)
             return
         if measurement.searching and not seen.new:
-            self._end_round()  # the steps ran what is planned already: others may find what was looked for
+            self._end_round()  # the steps ran what is planned already
             return
-        self._agenda.attempts += 1
         chosen = self._config.memory_budget
         self.measured = share_step(measurement.observed, self._group, planned=False)
         assert seen.workload is not None
@@ -556,9 +553,7 @@ class Tuner:
                 self._save()  # nothing is planned for what was retraced
             return
         if on_any(self._coverage.look(), self._group):
-            level = logging.DEBUG if self._searched else logging.INFO  # looks repeat until a measured step runs them
-            self._searched = True
-            self._say("The training step has programs or batch sizes that no plan covers: measuring.", level)
+            self._say("Most steps run programs or batch sizes that no plan covers: measuring.", logging.INFO)
             self._agenda.again(self._step)
             self._begin_round(self._agenda.next(self._step), searching=True)
         elif self._agenda.goes_on:
