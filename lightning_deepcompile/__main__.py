@@ -22,8 +22,6 @@ from typing import Any
 from lightning_deepcompile import __version__
 from lightning_deepcompile.installation import rebuild_command
 
-__all__ = ["collect", "main", "render"]
-
 Report = dict[str, Any]
 
 _COMMANDS: dict[str, tuple[str | None, str]] = {

@@ -19,8 +19,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["install"]
-
 #: The packages of Lightning that have a registry of strategies, and the registry's name there. Fabric, and the package
 #: `pytorch_lightning`, which is a class tree of its own, do not run our strategies: there the names end in an error.
 _REGISTRIES = {

@@ -13,8 +13,6 @@ import types
 from collections.abc import Callable
 from typing import Annotated, Any, Union, get_args, get_origin
 
-__all__ = ["Null", "as_parsed", "register_null"]
-
 
 class Null:
     """Stands for None in the annotations that jsonargparse sees, and reads the text ``'None'`` as None."""

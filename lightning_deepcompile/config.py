@@ -15,8 +15,6 @@ from lightning_deepcompile.plan.pass_schedule import PassSchedule
 from lightning_deepcompile.plan.settings import Reduction, Rounding
 from lightning_deepcompile.runtime.dc import SYMMETRIC_THRESHOLD
 
-__all__ = ["CompileConfig"]
-
 Schedule = Annotated[list[dict[str, Any]], PassSchedule()]
 
 _GONE = {

@@ -15,8 +15,6 @@ from tqdm import tqdm
 
 from lightning_deepcompile.options import did_you_mean
 
-__all__ = ["LogLevel", "quieten", "show_messages"]
-
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 VARIABLE = "DEEPCOMPILE_LOG"

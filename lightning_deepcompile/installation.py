@@ -14,8 +14,6 @@ import sysconfig
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["load_prebuilt", "rebuild_command", "variants"]
-
 _FLAGS = "--no-build-isolation --no-deps --no-cache-dir --force-reinstall"
 """Without the cache, which may hold a wheel that was built for another PyTorch."""
 

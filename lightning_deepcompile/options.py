@@ -17,8 +17,6 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from lightning_deepcompile.command_line import as_parsed, register_null
 
-__all__ = ["AnyCase", "Rule", "checked", "did_you_mean"]
-
 T = TypeVar("T")
 
 _COLLECTIONS = (list, tuple, set, frozenset)

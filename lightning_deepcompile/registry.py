@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NoReturn, Protocol
 
-__all__ = ["STRATEGIES", "Registry", "register_refusals", "register_strategies"]
-
 _ZERO1 = "ZeRO stage 1 by compiled programs: optimizer states are sharded, gradients reduced once per optimizer step"
 _ZERO2 = "ZeRO stage 2 by compiled programs: gradients and optimizer states are sharded"
 _ZERO3 = "ZeRO stage 3 by compiled programs: parameters, gradients and optimizer states are sharded"

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from lightning_deepcompile.program.printer import format_bytes, format_count
 
-__all__ = ["Summary"]
-
 
 @dataclass(frozen=True)
 class Summary:

@@ -54,8 +54,6 @@ from lightning_deepcompile.runtime.ops import gathers_of
 from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.shards import ShardedModel
 
-__all__ = ["Capture"]
-
 _log = logging.getLogger(__name__)
 
 _CHUNK: dict[Chunkable, Callable[..., int]] = {"losses": chunk_losses, "mlps": chunk_mlps}

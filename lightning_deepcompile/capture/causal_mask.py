@@ -28,8 +28,6 @@ from lightning_deepcompile.capture.dynamo_graph import (
 )
 from lightning_deepcompile.capture.mask_values import equals_causal
 
-__all__ = ["recognize_causal_masks"]
-
 _log = logging.getLogger(__name__)
 _ATTENTION = F.scaled_dot_product_attention
 # Values that the mask's computation may read besides other nodes.

@@ -31,8 +31,6 @@ from lightning_deepcompile.capture.rows import ELEMENTWISE, PieceGradients, chan
 from lightning_deepcompile.program.graph import args_of
 from lightning_deepcompile.runtime.pieces import complete_loss, take_piece
 
-__all__ = ["chunk_losses"]
-
 _log = logging.getLogger(__name__)
 
 _MANY_CLASSES = 32_768

@@ -29,8 +29,6 @@ from lightning_deepcompile.capture.rows import ELEMENTWISE, PieceGradients, chan
 from lightning_deepcompile.program.graph import args_of
 from lightning_deepcompile.runtime.pieces import take_piece
 
-__all__ = ["chunk_mlps", "run_in_pieces"]
-
 _log = logging.getLogger(__name__)
 
 # Of every row alone, whatever other rows or vectors they read.

@@ -12,19 +12,6 @@ from torch.nn import functional as F
 
 from lightning_deepcompile.program.graph import args_of
 
-__all__ = [
-    "CONSTANTS",
-    "VIEWS",
-    "calls_gather",
-    "checkpoint_body",
-    "checkpoint_operands",
-    "computed",
-    "erase_unused",
-    "gathered_id",
-    "leaves",
-    "name_of",
-]
-
 CONSTANTS: tuple[type, ...] = (int, float, bool, complex, str, type(None), type(...), torch.dtype, torch.device)
 CONSTANTS += (torch.layout, torch.memory_format)
 """Types of what may stand among a node's arguments, and means the same everywhere."""

@@ -14,8 +14,6 @@ from lightning_deepcompile.program.replay import Replays
 from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.sharding.derived import DerivedShards
 
-__all__ = ["Entry"]
-
 _FRAMEWORK = frozenset(["torch", "lightning_deepcompile", "contextlib", "functools", ""])
 """Packages whose code lies between a step's and its programs; code that PyTorch generates is of none."""
 

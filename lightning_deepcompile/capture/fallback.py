@@ -19,8 +19,6 @@ from lightning_deepcompile.capture.graph_checks import UncompilableError
 from lightning_deepcompile.sharding.errors import UnsupportedStepError
 from lightning_deepcompile.sharding.mentions import Mentions
 
-__all__ = ["BROKEN_TEXT", "READS_GRADIENTS", "Fallbacks", "why_not"]
-
 _log = logging.getLogger("lightning_deepcompile")
 _LIBRARIES = re.compile(r"[/\\](torch|lightning|pytorch_lightning|torchmetrics|lightning_deepcompile)[/\\]|^<")
 

@@ -14,8 +14,6 @@ from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.program import ParamInfo, Program
 from lightning_deepcompile.program.program_graphs import LastReplay
 
-__all__ = ["Frame", "Frames"]
-
 
 @dataclass(eq=False)
 class Frame:

@@ -19,8 +19,6 @@ from lightning_deepcompile.capture.dynamo_graph import (
 )
 from lightning_deepcompile.sharding.errors import UnsupportedStepError
 
-__all__ = ["UncompilableError", "check_graph", "check_losses_are_apart", "unsupported_step_error"]
-
 # Methods that end in an underscore but write to no memory.
 _HARMLESS = frozenset({"requires_grad_", "and_", "or_"})
 

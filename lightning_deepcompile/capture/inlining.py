@@ -21,8 +21,6 @@ from lightning_deepcompile.program.graph import (
     output_node,
 )
 
-__all__ = ["computed_with", "inline_blocks"]
-
 
 def inline_blocks(gm: fx.GraphModule, instances: Sequence[Instance]) -> None:
     """Replaces the calls of blocks in `gm`, in place.

@@ -23,8 +23,6 @@ from lightning_deepcompile.runtime.lookups import lookup_ops
 from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.shards import ShardedModel
 
-__all__ = ["LookupExchange", "exchange_lookups"]
-
 _log = logging.getLogger(__name__)
 
 _LARGE_TABLE = 64 << 20

@@ -21,8 +21,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.dynamo_graph import computed, name_of
 
-__all__ = ["equals_causal"]
-
 _log = logging.getLogger(__name__)
 
 _ELEMENTWISE = frozenset(

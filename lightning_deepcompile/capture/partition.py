@@ -18,16 +18,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lightning_deepcompile import compat
 from lightning_deepcompile.program.graph import args_of, is_gather, is_random, is_reduce, output_node
 
-__all__ = [
-    "count_saved_parameters",
-    "hide_from_passes",
-    "partition",
-    "protect_written_inputs",
-    "separate_outputs",
-    "show_to_compiler",
-    "tag_gathers",
-]
-
 # One constant for all: the partitioner turns a tag into "must save" where two adjacent nodes carry rising numbers.
 _GRAPH_ID = 100_000
 

@@ -26,8 +26,6 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.capture.dynamo_graph import CONSTANTS, calls_gather, gathered_id
 from lightning_deepcompile.program.graph import attribute
 
-__all__ = ["Block", "body_of", "call_blocks", "find_repeats"]
-
 # Fewer blocks, or smaller ones, are not worth a trace of their own.
 _FEWEST, _SMALLEST = 3, 10
 

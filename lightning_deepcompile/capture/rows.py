@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-__all__ = ["ELEMENTWISE", "PieceGradients", "change_between", "same_shape", "spans"]
-
 ELEMENTWISE = frozenset(
     "add sub mul truediv div neg pos pow square sqrt rsqrt exp log log1p abs tanh sigmoid clamp "
     "float double half bfloat16 to type".split()

@@ -17,8 +17,6 @@ from lightning_deepcompile.program.reschedule import reschedule
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.order import Agreement
 
-__all__ = ["Scheduling"]
-
 
 @dataclass(eq=False, repr=False)
 class Scheduling:

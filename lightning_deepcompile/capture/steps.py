@@ -19,8 +19,6 @@ from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.sharding.access import property_codes
 from lightning_deepcompile.sharding.mentions import Mentions, mentions_of
 
-__all__ = ["CompiledSteps", "code_of"]
-
 
 class CompiledSteps:
     """Compiles ``training_step``, ``validation_step`` and so on; code that cannot be compiled runs as Python.

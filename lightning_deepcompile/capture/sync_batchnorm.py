@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from lightning_deepcompile import compat
 from lightning_deepcompile.runtime.statistics import gather_statistics
 
-__all__ = ["TracedSyncBatchNorm", "trace_sync_batchnorm"]
-
 _GROUP = "_dc_statistics_group"
 
 

@@ -27,17 +27,6 @@ from lightning_deepcompile.capture.partition import partition
 from lightning_deepcompile.capture.repeats import Block, body_of, call_blocks, find_repeats
 from lightning_deepcompile.program.graph import args_of, is_element, is_random, is_scalar, is_view, output_node
 
-__all__ = [
-    "Instance",
-    "Template",
-    "UnsuitableBlockError",
-    "call_repeats",
-    "called_body",
-    "run_block",
-    "trace_block",
-    "tracing_blocks",
-]
-
 _log = logging.getLogger(__name__)
 
 

@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 from lightning_deepcompile.checkpoint.file import KEPT
 from lightning_deepcompile.sharding.composite import copied
 
-__all__ = ["BackgroundSaves", "copy_to_host"]
-
 _log = logging.getLogger(__name__)
 
 

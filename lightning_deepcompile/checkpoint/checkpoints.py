@@ -45,8 +45,6 @@ from lightning_deepcompile.engine.engine import Engine
 from lightning_deepcompile.ranks.exchange import alike, on_any, raise_together
 from lightning_deepcompile.sharding.shards import ShardedModel
 
-__all__ = ["Checkpoints", "StateDictType", "with_default"]
-
 StateDictType = Literal["full", "sharded"]
 
 _log = logging.getLogger(__name__)

@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_deepcompile.sharding.composite import parts_of
 
-__all__ = ["bytes_of", "no_space", "no_space_in"]
-
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNITS = {1: "bytes", 2**10: "KiB", 2**20: "MiB", 2**30: "GiB"}
 

@@ -21,8 +21,6 @@ from lightning_deepcompile.checkpoint.disk_space import bytes_of, no_space, no_s
 from lightning_deepcompile.checkpoint.location import local_path
 from lightning_deepcompile.checkpoint.staging import clear_leftovers, commit, discard, remove, staging_path
 
-__all__ = ["KEPT", "FileCheckpointIO", "can_resume", "explain_weights_only", "open_synced"]
-
 _log = logging.getLogger(__name__)
 
 KEPT = "%s is kept: the save failed after which it was to be removed."

@@ -10,8 +10,6 @@ from fsspec.core import url_to_fs
 
 from lightning_deepcompile.checkpoint.location import META
 
-__all__ = ["fingerprint"]
-
 _END = 2**16
 
 

@@ -22,8 +22,6 @@ from lightning_deepcompile.checkpoint.safetensors_folder import SafetensorsFolde
 from lightning_deepcompile.sharding.access import as_built
 from lightning_deepcompile.sharding.shards import ReadRows, ShardedModel
 
-__all__ = ["is_transformers_model", "load_pretrained"]
-
 _WHOLE = sys.maxsize
 
 

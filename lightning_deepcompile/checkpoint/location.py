@@ -13,8 +13,6 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lightning_deepcompile.checkpoint.writer import WRITER
 
-__all__ = ["META", "SAVE_FOLDER", "find_kind", "is_part_of_checkpoint", "local_path"]
-
 META = "meta.pt"
 """In a sharded checkpoint: everything that is neither the model nor an optimizer. It is written last."""
 

@@ -15,16 +15,6 @@ from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.shards import ShardedModel
 
-__all__ = [
-    "CURRENT_STATE",
-    "full_state_dict",
-    "gather",
-    "load_state_dict",
-    "plain_name",
-    "sharded_state_dict",
-    "whole_state_dict",
-]
-
 #: Under this key weight averaging callbacks keep the weights that are trained; ``state_dict`` is then the average.
 CURRENT_STATE = "current_model_state"
 

@@ -29,8 +29,6 @@ from lightning_deepcompile.sharding.shards import ShardedModel
 from lightning_deepcompile.step.counters import counters
 from lightning_deepcompile.step.state_sizes import convert_states
 
-__all__ = ["OwnerOf", "full_optimizer_state", "load_optimizer_state", "sharded_optimizer_state", "whole_for_owners"]
-
 _log = logging.getLogger(__name__)
 
 OwnerOf = Callable[[Tensor], int | None]

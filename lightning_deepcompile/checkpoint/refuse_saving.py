@@ -8,8 +8,6 @@ from typing import Any, cast
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["can_save_pretrained", "refuse_saving"]
-
 
 def can_save_pretrained(module: nn.Module) -> bool:
     """Returns whether a module's class has a method ``save_pretrained``, as models of Transformers and of PEFT have."""

@@ -20,8 +20,6 @@ from fsspec.core import url_to_fs
 from lightning_deepcompile.checkpoint.location import META, SAVE_FOLDER, is_part_of_checkpoint
 from lightning_deepcompile.checkpoint.writer import SILENCE, has_ended, new_writer
 
-__all__ = ["clear_abandoned", "current_folder", "new_folder", "point_to"]
-
 _log = logging.getLogger(__name__)
 
 _KEY = "folder"

@@ -7,8 +7,6 @@ import errno
 import os
 from pathlib import Path
 
-__all__ = ["exchange_paths"]
-
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 # The system, the C library, or the file system (NFS, for one) does not support the operation.

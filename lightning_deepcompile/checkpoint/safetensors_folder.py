@@ -17,8 +17,6 @@ from torch import Tensor
 
 from lightning_deepcompile.checkpoint.staging import sync
 
-__all__ = ["INDEX", "SafetensorsFolder", "WEIGHTS", "listed", "publish", "write_index", "write_tensors"]
-
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _OF_A_MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(INDEX))

@@ -25,8 +25,6 @@ from lightning_deepcompile.checkpoint.staging import clear_leftovers, discard, s
 from lightning_deepcompile.ranks.exchange import from_first, raise_together
 from lightning_deepcompile.sharding.access import as_built
 
-__all__ = ["find_pretrained", "save_pretrained"]
-
 
 def find_pretrained(root: nn.Module) -> nn.Module:
     """The model that a LightningModule trains: the only outermost child that has a ``save_pretrained``.

@@ -51,8 +51,6 @@ from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.sharding.composite import unpacked
 from lightning_deepcompile.sharding.layout import rows_of
 
-__all__ = ["ShardedCheckpoint", "save_sharded"]
-
 _log = logging.getLogger(__name__)
 
 _MODEL_KEYS = ("model", "state_dict")

@@ -32,8 +32,6 @@ from lightning_deepcompile.checkpoint.location import META, find_kind, is_part_o
 from lightning_deepcompile.checkpoint.rename_exchange import exchange_paths
 from lightning_deepcompile.checkpoint.writer import SILENCE, WRITER, has_ended, is_own, new_writer
 
-__all__ = ["clear_leftovers", "commit", "discard", "remove", "resolve", "set_aside", "staging_path", "stand_in", "sync"]
-
 _log = logging.getLogger(__name__)
 
 _ATTEMPTS = 100

@@ -10,8 +10,6 @@ import re
 import uuid
 from pathlib import Path
 
-__all__ = ["SILENCE", "WRITER", "has_ended", "is_own", "new_writer"]
-
 SILENCE = 3600.0
 """Seconds without a change after which a save of another host is taken for dead."""
 

@@ -28,6 +28,7 @@ __all__ = [
     "describe_error",
     "held_weakly",
     "is_checkpoint",
+    "is_exporting",
     "mark_dynamic",
     "never_a_frame",
     "never_code",

@@ -48,9 +48,6 @@ from lightning_deepcompile.step.prefetch import StepPrefetch
 from lightning_deepcompile.tuning.shortages import MemoryRetry
 from lightning_deepcompile.tuning.tuner import Tuner
 
-__all__ = ["Assembly"]
-
-
 _LARGE = 10**9
 """Parameters of a module from which on copy engines gather, and programs are no CUDA graphs: these gather by kernels,
 begin at a place of a step that differs between ranks, and gain nothing where the device is late anyway."""

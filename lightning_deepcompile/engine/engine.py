@@ -51,8 +51,6 @@ from lightning_deepcompile.step.ways import OptimizerWays, Way, couples_tensors,
 from lightning_deepcompile.summary import Summary
 from lightning_deepcompile.tuning.foresight import StepRetracedError
 
-__all__ = ["Engine"]
-
 _EXIT_SECONDS = 5.0
 """How long a process that exits waits for others to end what they communicated with."""
 

@@ -16,8 +16,6 @@ from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.plan.devices import DEVICES
 from lightning_deepcompile.sharding.shards import ShardedModel
 
-__all__ = ["facts_of", "peak_rate"]
-
 
 def facts_of(
     module: nn.Module, model: ShardedModel, config: CompileConfig, stage: int, device: torch.device

@@ -28,8 +28,6 @@ from lightning_deepcompile.step.prefetch import StepPrefetch
 from lightning_deepcompile.step.step_times import StepTimes
 from lightning_deepcompile.tuning.tuner import Tuner
 
-__all__ = ["Timeline"]
-
 TRAINING = "training_step"
 
 

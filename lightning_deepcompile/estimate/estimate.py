@@ -59,8 +59,6 @@ from lightning_deepcompile.tuning.agenda import pass_schedule
 from lightning_deepcompile.tuning.foresight import Foresight
 from lightning_deepcompile.tuning.retracing import Retracing
 
-__all__ = ["MOST_RANKS", "PER_NODE", "Request", "StepEstimate", "estimate_step", "parse_memory"]
-
 _CONTEXT = 600 << 20
 """Bytes of a GPU that its driver, libraries and communicators take beside the allocator."""
 

@@ -10,8 +10,6 @@ import lightning.pytorch as pl
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["replace_manual_calls"]
-
 
 class _Stepped:
     """Stands for an optimizer, or for its scheduler, of which all that is asked for but steps are the optimizer's.

@@ -45,8 +45,6 @@ from lightning_deepcompile.user_code.appends import Appends
 from lightning_deepcompile.user_code.host_calls import HostCalls
 from lightning_deepcompile.user_code.log import DeferredLog
 
-__all__ = ["EstimateError", "TracedStep", "without_memory"]
-
 _NEVER = timedelta(days=1)
 
 

@@ -16,8 +16,6 @@ from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.region_memory import values_in_memory
 from lightning_deepcompile.program.schedule import ProgramKind
 
-__all__ = ["CountedRegion", "CountedRegions", "seconds_of"]
-
 _OF_ATTENTION = frozenset(["is_causal", "custom_mask_type"])
 """Arguments that operators of attention have, and no others."""
 

@@ -10,8 +10,6 @@ from lightning_deepcompile.plan.reductions import may_merge, split_reductions
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["admitted"]
-
 
 def admitted(schedules: Iterable[Schedule], settings: PlanSettings, ranks: int, device_type: str) -> list[Schedule]:
     """Returns the schedules without what this run's settings exclude: the other run's settings may have differed.

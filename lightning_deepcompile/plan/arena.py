@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["ArenaModel", "Slot", "WindowModel", "group_bytes"]
-
 _ALIGNMENT = 512
 _SLACK = 1 << 20
 _PAGE = 2 << 20

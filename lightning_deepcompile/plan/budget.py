@@ -9,8 +9,6 @@ from typing import Annotated, Any
 
 from lightning_deepcompile.options import Rule
 
-__all__ = ["Budget", "ByteCount", "MemoryBudgetError", "as_fraction", "parse_budget"]
-
 _BINARY = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS = _BINARY | {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _LEAST = 2**20  # no budget for training; a smaller number is probably in another unit

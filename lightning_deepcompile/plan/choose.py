@@ -11,8 +11,6 @@ from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.simulate import Estimate, estimate, first_excess, simulate
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["MARGINS", "Choice", "choose_by_gain", "fastest_that_fits"]
-
 MARGINS = (1.0, 1.5, 2.5)
 """How many times as long as it should a transfer takes in the placements that are simulated."""
 

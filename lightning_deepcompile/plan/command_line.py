@@ -8,8 +8,6 @@ from typing import NoReturn
 
 from lightning_deepcompile.plan.costs import Profile, ProfileError
 
-__all__ = ["fail", "read_profile"]
-
 
 def read_profile(path: Path) -> Profile:
     """Reads the JSON that ``strategy.profile().to_json()`` returned.

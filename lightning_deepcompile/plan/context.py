@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.settings import PlanSettings
 
-__all__ = ["NO_LIMIT", "PlanContext"]
-
 NO_LIMIT = 1 << 62
 """A budget that everything fits into."""
 

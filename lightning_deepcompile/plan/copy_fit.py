@@ -10,8 +10,6 @@ from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.simulate import memory_bytes
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["CopyFit"]
-
 
 @dataclass
 class _Program:

@@ -8,17 +8,6 @@ from dataclasses import dataclass, field, replace
 from lightning_deepcompile.program.saved import Saved
 from lightning_deepcompile.program.schedule import COPIES, Instruction, Operation, Schedule
 
-__all__ = [
-    "COPY_AHEAD",
-    "CopyPlacement",
-    "Key",
-    "fit_copies",
-    "offload_all",
-    "offload_saved",
-    "resize",
-    "without_copies",
-]
-
 Key = tuple[int, int]
 """A frame, and the number of one of its saved tensors."""
 

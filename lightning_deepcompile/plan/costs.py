@@ -12,21 +12,6 @@ from lightning_deepcompile.plan.records import RecordError, kind_of, parse, read
 from lightning_deepcompile.plan.topology import Topology, TopologyError
 from lightning_deepcompile.program.schedule import Instruction, Schedule, ScheduleError, check_schedule
 
-__all__ = [
-    "PROFILE_VERSION",
-    "REDUCE_WINDOW",
-    "WORST",
-    "Contention",
-    "FirstGathers",
-    "Labels",
-    "Link",
-    "Profile",
-    "ProfileError",
-    "RegionCost",
-    "Resident",
-    "StatesInHost",
-]
-
 PROFILE_VERSION = 5
 
 REDUCE_WINDOW = 2

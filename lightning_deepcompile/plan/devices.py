@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 from lightning_deepcompile.plan.costs import Link
 
-__all__ = ["DEVICES", "Device", "Kernel", "device_named"]
-
 _PRODUCTS, _ATTENTION, _MEMORY = 0.68, 0.5, 0.85
 """Parts of the data sheet's rates that matrix products, attention and memory reach."""
 

@@ -8,8 +8,6 @@ from lightning_deepcompile.program.instructions import TABLE, Tally
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["NO_CHANGE", "difference"]
-
 NO_CHANGE = "nothing"
 """The answer of `difference` for a pass that changed no schedule."""
 

@@ -10,8 +10,6 @@ from typing import Literal, get_args
 from lightning_deepcompile.plan.costs import Contention
 from lightning_deepcompile.program.instructions import Stream
 
-__all__ = ["StreamName", "Task", "Timing", "run_tasks"]
-
 StreamName = Literal["trainer", Stream]
 """The device's streams, the host that launches, and the trainer, which is busy between steps."""
 

@@ -7,8 +7,6 @@ from collections import deque
 from lightning_deepcompile.plan.arena import ArenaModel, group_bytes
 from lightning_deepcompile.program.schedule import Instruction
 
-__all__ = ["GradientModel"]
-
 
 class GradientModel:
     """Follows the rules of ``csrc/executors/reduce.cpp`` and ``csrc/executors/whole_gradients.cpp``.

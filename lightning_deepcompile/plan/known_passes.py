@@ -17,8 +17,6 @@ from lightning_deepcompile.plan.passes.unshard import unshard
 from lightning_deepcompile.plan.passes.zero3 import zero3
 from lightning_deepcompile.plan.step_pass import Pass, PassError, step_pass
 
-__all__ = ["BUILTIN_PASSES", "DEFAULT_PASSES", "DEFAULT_SCHEDULE", "resolve_passes"]
-
 BUILTIN_PASSES: dict[str, Pass] = {
     made.name: made
     for made in (

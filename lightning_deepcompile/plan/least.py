@@ -10,8 +10,6 @@ from lightning_deepcompile.plan.reductions import split_reductions
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.schedule import RELEASES, STATE_COPIES, Instruction, Schedule
 
-__all__ = ["just_in_time", "least_budget"]
-
 
 def least_budget(schedules: Sequence[Schedule], profile: Profile) -> int:
     """Returns the least memory that these programs run in: every group is gathered right before its use."""

@@ -12,8 +12,6 @@ from lightning_deepcompile.plan.measured import KINDS, Kind, MeasuredStep
 from lightning_deepcompile.plan.simulate import Prediction, simulate
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["Limit", "limits"]
-
 _FREE = Link(0.0, 1e18)
 _TELLS = 0.05
 """The least part of a step that limits it: predictions are no better."""

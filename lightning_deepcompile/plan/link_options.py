@@ -10,8 +10,6 @@ from typing import get_args
 from lightning_deepcompile.plan.costs import Link, Profile
 from lightning_deepcompile.plan.topology import Algorithm, Topology, TopologyError
 
-__all__ = ["add_link_options", "rank_counts", "with_links"]
-
 _GIGA, _MICRO = 1e9, 1e-6
 
 

@@ -8,8 +8,6 @@ from typing import Literal, NamedTuple
 
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 
-__all__ = ["KINDS", "Kind", "MeasuredStep", "Piece", "RankStep", "StepTime", "aligned"]
-
 Kind = Literal["compute", "waits for gathers", "waits for reductions", "waits for copies", "optimizer", "between"]
 
 KINDS: tuple[Kind, ...] = (

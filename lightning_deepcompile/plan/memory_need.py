@@ -10,8 +10,6 @@ from lightning_deepcompile.plan.simulate import first_gather_bytes, simulate
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["MemoryNeed", "Standing", "memory_need", "would_fit"]
-
 
 @dataclass(frozen=True)
 class Standing:

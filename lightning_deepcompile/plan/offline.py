@@ -27,8 +27,6 @@ from lightning_deepcompile.plan.step_pass import PassError
 from lightning_deepcompile.program.printer import exact_bytes, format_bytes, format_count
 from lightning_deepcompile.program.schedule import Operation
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str]) -> None:
     """Plans and simulates a measured step; needs neither ranks nor a device.

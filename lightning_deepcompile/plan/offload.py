@@ -9,18 +9,6 @@ from typing import Literal
 from lightning_deepcompile.plan.budget import MemoryBudgetError
 from lightning_deepcompile.program.printer import exact_bytes
 
-__all__ = [
-    "OffloadDecision",
-    "OffloadKind",
-    "OffloadMode",
-    "Offloading",
-    "StatePlaces",
-    "check_host",
-    "chunk_bytes",
-    "leaving_order",
-    "pinned_bytes",
-]
-
 OffloadMode = Literal["none", "auto", "all"]
 OffloadKind = Literal["states", "activations", "parameters"]
 

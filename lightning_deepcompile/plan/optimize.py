@@ -18,8 +18,6 @@ from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.reschedule import reschedule
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["PassEffect", "apply_passes", "optimize"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -8,8 +8,6 @@ from lightning_deepcompile.options import Rule, did_you_mean
 from lightning_deepcompile.plan.known_passes import BUILTIN_PASSES
 from lightning_deepcompile.plan.step_pass import Pass
 
-__all__ = ["PassSchedule"]
-
 _APART = 3  # steps: two are measured before a plan is made
 
 

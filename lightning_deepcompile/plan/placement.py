@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from lightning_deepcompile.program.schedule import RELEASES, Instruction, Schedule, first_gather_positions
 
-__all__ = ["Group", "Placement", "first_gathers_part"]
-
 
 @dataclass(frozen=True)
 class Group:

@@ -13,18 +13,6 @@ from lightning_deepcompile.plan.settings import Rounding
 from lightning_deepcompile.plan.tracing import Tracing
 from lightning_deepcompile.program.schedule import Schedule, ScheduleError, check_schedule
 
-__all__ = [
-    "PLAN_VERSION",
-    "Batches",
-    "NoPlanError",
-    "Plan",
-    "PlanFileError",
-    "Setting",
-    "read_plan",
-    "read_setting",
-    "write_plan",
-]
-
 PLAN_VERSION = 7
 _AS_WRITTEN = Tracing()
 

@@ -11,8 +11,6 @@ import types
 import typing
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-__all__ = ["RecordError", "kind_of", "parse", "read_record"]
-
 T = TypeVar("T")
 
 _WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false", types.NoneType: "null"}

@@ -9,8 +9,6 @@ from dataclasses import replace
 from lightning_deepcompile.plan.settings import Rounding
 from lightning_deepcompile.program.schedule import REDUCTIONS, RELEASES, Instruction, Schedule
 
-__all__ = ["merge_reductions", "may_merge", "split_reductions"]
-
 
 def may_merge(ranks: int, device_type: str, rounding: Rounding) -> bool:
     """Returns whether reductions may be merged: where that changes no bit, or bits may change.

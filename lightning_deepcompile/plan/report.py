@@ -9,8 +9,6 @@ from lightning_deepcompile.plan.difference import NO_CHANGE
 from lightning_deepcompile.plan.optimize import PassEffect
 from lightning_deepcompile.program.printer import format_bytes
 
-__all__ = ["PassReport", "Round", "format_passes", "shortage_note", "split_idle"]
-
 
 @dataclass(frozen=True)
 class PassReport:

@@ -12,8 +12,6 @@ from lightning_deepcompile.plan.offload import pinned_bytes
 from lightning_deepcompile.plan.simulate import peak_bytes
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["PARTS", "SavedTensors", "fewest", "offloadable"]
-
 PARTS = 16
 """Parts of the saved tensors whose sizes ranks compare, although they may have other tensors."""
 

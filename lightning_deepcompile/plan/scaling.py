@@ -13,8 +13,6 @@ from lightning_deepcompile.plan.simulate import Prediction
 from lightning_deepcompile.plan.step_pass import Pass
 from lightning_deepcompile.program.printer import format_bytes
 
-__all__ = ["ScalingPoint", "format_scaling", "scaling", "scaling_rows"]
-
 
 @dataclass(frozen=True)
 class ScalingPoint:

@@ -7,8 +7,6 @@ from typing import Literal
 
 from lightning_deepcompile.plan.offload import OffloadMode
 
-__all__ = ["PREFETCH_BLOCKS", "PlanSettings", "Reduction", "Rounding"]
-
 PREFETCH_BLOCKS = 2
 """Blocks ahead of its use that a block is gathered, until a plan moves gathers by what it measured: the next block's
 gather runs beside a block's compute, and one more covers what blocks differ by. Each costs the memory of one block."""

@@ -11,8 +11,6 @@ from lightning_deepcompile.plan.plan_file import NoPlanError, Plan, PlanFileErro
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import REDUCTIONS, Schedule
 
-__all__ = ["communication", "format_plan", "main"]
-
 
 def main(arguments: Sequence[str]) -> None:
     """Checks a plan file and prints its contents.

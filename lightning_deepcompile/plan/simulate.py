@@ -23,22 +23,6 @@ from lightning_deepcompile.plan.placement import first_gathers_part
 from lightning_deepcompile.plan.state_copies import StateCopyModel
 from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Schedule, first_gather_positions
 
-__all__ = [
-    "Estimate",
-    "MemoryPoint",
-    "Prediction",
-    "Span",
-    "arena_bytes",
-    "estimate",
-    "first_excess",
-    "gradient_bytes",
-    "memory_bytes",
-    "peak_bytes",
-    "first_gather_bytes",
-    "simulate",
-    "window_bytes",
-]
-
 
 class Span(NamedTuple):
     """The work of a stream from `start` to `end` in seconds; before the step begins they are negative."""

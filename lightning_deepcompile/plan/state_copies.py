@@ -15,8 +15,6 @@ from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.events import StreamName
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["LEAST_SLOTS", "StateCopyModel", "round_slots", "still_there"]
-
 LEAST_SLOTS = 3
 """One chunk arrives, one is stepped, one leaves."""
 

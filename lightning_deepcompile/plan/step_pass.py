@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["Pass", "PassError", "StepPass", "step_pass"]
-
 StepPass = Callable[[list[Schedule], PlanContext], list[Schedule]]
 """Changes the schedules of a training step together, in the order in which its programs run."""
 

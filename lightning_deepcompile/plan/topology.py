@@ -12,8 +12,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-__all__ = ["Algorithm", "RankGroup", "Topology", "TopologyError"]
-
 Algorithm = Literal["ring", "hierarchical", "tree"]
 """``"ring"`` passes through all ranks; ``"hierarchical"`` is a ring over nodes, and then one inside of each; ``"tree"``
 is the same with recursive doubling in place of rings."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["Chunkable", "Tracing"]
-
 Chunkable = Literal["losses", "mlps"]
 """Losses over many classes, and feed-forward layers: both may be computed in chunks of tokens."""
 

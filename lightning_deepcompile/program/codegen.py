@@ -16,8 +16,6 @@ from lightning_deepcompile.program.program import CompiledRegion, Program
 from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction
 from lightning_deepcompile.program.values import Name, names_in, parameter_name
 
-__all__ = ["Guard", "Marks", "generate"]
-
 Guard = Callable[[str, str, CompiledRegion], Callable[[list[Any]], Sequence[Any]]]
 """What a program calls for a region, by the names of both: the region's own function, or one around it."""
 

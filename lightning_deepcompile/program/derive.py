@@ -26,8 +26,6 @@ from lightning_deepcompile.program.normalize import merge_gathers
 from lightning_deepcompile.program.program import DerivedBlock, DerivedValue, ParamInfo
 from lightning_deepcompile.program.regions import Region
 
-__all__ = ["derive"]
-
 aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
 

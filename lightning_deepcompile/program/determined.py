@@ -21,8 +21,6 @@ from torch import fx
 from lightning_deepcompile import compat
 from lightning_deepcompile.program.graph import args_of, is_gather, is_random, nbytes
 
-__all__ = ["Determined", "Part", "find_determined", "is_minimum", "is_reshape"]
-
 aten = torch.ops.aten
 
 _CAST = torch.ops.prims.convert_element_type.default

@@ -16,8 +16,6 @@ from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import CompiledRegion, Gathers, Program
 from lightning_deepcompile.program.program_graphs import ProgramGraphs
 
-__all__ = ["UNCHECKPOINTED", "Executable"]
-
 _log = logging.getLogger(__name__)
 
 UNCHECKPOINTED = "uncheckpointed"

@@ -23,8 +23,6 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.program.graph import args_of, attribute, is_element, is_view
 from lightning_deepcompile.program.regions import Region
 
-__all__ = ["ExtractedRegion", "add_symbol_inputs", "extract_region", "symbol_sources"]
-
 
 @dataclass(eq=False)
 class ExtractedRegion:

@@ -9,8 +9,6 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_deepcompile import compat
 
-__all__ = ["count_flops", "flops_of"]
-
 
 def count_flops(nodes: Iterable[fx.Node], *, backward: bool = False) -> int:
     """Counts the floating-point operations of a graph or a part of one, by the formulas of `torch.utils.flop_counter`.

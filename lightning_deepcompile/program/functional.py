@@ -19,8 +19,6 @@ from lightning_deepcompile.program.regions import Region
 from lightning_deepcompile.program.schedule import Instruction, ProgramKind, Schedule
 from lightning_deepcompile.program.values import Name, Value, parameter_name
 
-__all__ = ["functional_program"]
-
 
 def functional_program(
     gm: fx.GraphModule,

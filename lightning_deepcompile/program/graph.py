@@ -16,27 +16,6 @@ from lightning_deepcompile.runtime.ops import gather_op, reduce_op
 from lightning_deepcompile.runtime.pieces import take_piece_op
 from lightning_deepcompile.runtime.statistics import statistics_ops
 
-__all__ = [
-    "args_of",
-    "attribute",
-    "is_compute",
-    "is_element",
-    "is_gather",
-    "is_lookup",
-    "is_of_statistics",
-    "is_piece",
-    "is_random",
-    "is_reduce",
-    "is_scalar",
-    "is_view",
-    "looked_up_name",
-    "named_args",
-    "nbytes",
-    "output_node",
-    "source_gather",
-    "storage_node",
-]
-
 aten = torch.ops.aten
 
 

@@ -15,19 +15,6 @@ import torch
 
 from lightning_deepcompile import compat
 
-__all__ = [
-    "AT_BOUNDARY",
-    "COPIES",
-    "REDUCTIONS",
-    "RELEASES",
-    "STATE_COPIES",
-    "TABLE",
-    "Tally",
-    "Operation",
-    "Stream",
-    "Traits",
-]
-
 Operation = Literal[
     "gather",
     "wait",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.sizes import Sizes, tensor_bytes
 
-__all__ = ["live_bytes", "traffic"]
-
 
 def traffic(program: Program, sizes: Sizes) -> dict[str, int]:
     """Returns the bytes of values that each region reads and makes, without parameters, by region name.

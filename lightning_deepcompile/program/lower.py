@@ -25,8 +25,6 @@ from lightning_deepcompile.program.regions import cut_regions
 from lightning_deepcompile.program.repeatable import is_repeatable
 from lightning_deepcompile.program.schedule import ProgramKind
 
-__all__ = ["RegionCompiler", "lower"]
-
 
 @dataclass
 class RegionCompiler:

@@ -18,8 +18,6 @@ from lightning_deepcompile.program.graph import args_of, is_gather, is_reduce, i
 from lightning_deepcompile.runtime.lookups import lookup_ops
 from lightning_deepcompile.runtime.statistics import statistics_ops
 
-__all__ = ["merge_gathers", "normalize"]
-
 aten = torch.ops.aten
 # Filled with one value: rewriting is cheaper than reading, and Inductor can fuse it into the reader.
 _CONSTANTS = (aten.full.default, aten.scalar_tensor.default)

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from lightning_deepcompile.program.program import DerivedBlock, ParamInfo, Program
 from lightning_deepcompile.program.schedule import Instruction
 
-__all__ = ["exact_bytes", "format_bytes", "format_count", "format_program"]
-
 
 def format_program(program: Program) -> str:
     """Formats `program`, an instruction a line.

@@ -18,19 +18,6 @@ from lightning_deepcompile.program.sizes import Noted, Sizes, read_sizes, tensor
 from lightning_deepcompile.program.values import Name, Value, names_in
 from lightning_deepcompile.ranks.order import EXCHANGES
 
-__all__ = [
-    "DERIVE",
-    "LOCAL_ID",
-    "CompiledRegion",
-    "DerivedBlock",
-    "DerivedValue",
-    "Gathers",
-    "ParamInfo",
-    "Program",
-    "RegionInfo",
-    "collective_sequence",
-]
-
 DERIVE = "derive"
 """In a program's collectives: the exchange of maxima from which values are derived, if parameters have changed."""
 

@@ -23,8 +23,6 @@ from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.replay import Replays, Run
 from lightning_deepcompile.program.schedule import ProgramKind
 
-__all__ = ["Examined", "LastReplay", "ProgramGraphs", "examine"]
-
 _log = logging.getLogger(__name__)
 
 _MOST = 8

@@ -19,8 +19,6 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.program.graph import args_of, is_element, is_view, nbytes, storage_node
 from lightning_deepcompile.program.sizes import Sizes
 
-__all__ = ["ByteSize", "RegionMemory", "region_memory", "values_in_memory"]
-
 _ELEMENTWISE = frozenset(
     [
         "_log_softmax",

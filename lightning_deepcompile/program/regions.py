@@ -30,8 +30,6 @@ from lightning_deepcompile.program.graph import (
     source_gather,
 )
 
-__all__ = ["Region", "cut_regions"]
-
 # A value that two regions, or two layers, share may be one layer's own: if such values were hoisted, those of all
 # layers would be alive at once.
 _MAX_SHARED_BY_TWO = 1 << 20

@@ -12,8 +12,6 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.program.graph import named_args
 from lightning_deepcompile.runtime.pieces import piece_ops
 
-__all__ = ["is_repeatable"]
-
 _PLAIN_PYTHON = ("_operator", "builtins", "math", "torch")
 
 

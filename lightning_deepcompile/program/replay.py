@@ -17,8 +17,6 @@ import torch
 
 from lightning_deepcompile.program.replay_trial import Trial
 
-__all__ = ["Follower", "Recorded", "Replays", "Run"]
-
 _log = logging.getLogger(__name__)
 
 _RUNS = 2

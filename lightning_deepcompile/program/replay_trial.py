@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 
-__all__ = ["Trial"]
-
 _WATCHED = 24
 """Steps whose times are compared to know whether graphs pay."""
 

@@ -9,8 +9,6 @@ from dataclasses import replace
 from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.schedule import COPIES, Instruction, Schedule, ScheduleError, check_schedule
 
-__all__ = ["reschedule"]
-
 
 def reschedule(program: Program, schedule: Schedule, history: str) -> Program:
     """Gives `program` another schedule.

@@ -16,8 +16,6 @@ from torch import fx
 
 from lightning_deepcompile.program.graph import args_of, is_compute, output_node, storage_node
 
-__all__ = ["Saved", "mark_saved", "number_saved"]
-
 
 @dataclass(frozen=True)
 class Saved:

@@ -8,8 +8,6 @@ from typing import Any
 import sympy
 import torch
 
-__all__ = ["Noted", "Sizes", "tensor_bytes", "note", "read_sizes"]
-
 Noted = tuple[Any, ...]
 """The sizes of a program's arguments in one run: of a tensor its shape, of an integer its value, else False."""
 

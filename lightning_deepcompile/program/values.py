@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import fx
 
-__all__ = ["Name", "Value", "names_in", "parameter_name"]
-
 
 class Name(str):
     """Refers to a value among arguments, where any other text is a constant."""

@@ -17,19 +17,6 @@ import torch.distributed as dist
 
 from lightning_deepcompile import compat
 
-__all__ = [
-    "AnyRank",
-    "Asked",
-    "alike",
-    "attempt",
-    "exchange",
-    "from_first",
-    "maxima",
-    "number_of",
-    "on_any",
-    "raise_together",
-]
-
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -18,8 +18,6 @@ import torch.distributed as dist
 
 from lightning_deepcompile import compat
 
-__all__ = ["STORE_GONE", "Failures", "failure_key", "is_of_library", "shorten"]
-
 STORE_GONE = (
     "the process that keeps the ranks' store has gone (rank 0, or torchrun's agent on the first node): look at its "
     "error first, or whether it was killed."

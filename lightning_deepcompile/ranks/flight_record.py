@@ -18,8 +18,6 @@ import torch.distributed as dist
 from lightning_deepcompile import compat
 from lightning_deepcompile.ranks.ranks import Ranks
 
-__all__ = ["flight_record", "write_flight_record"]
-
 _log = logging.getLogger(__name__)
 
 _VERSION = "2.10"  # of the format

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any, NamedTuple
 
-__all__ = ["HostReport", "HostReports"]
-
 
 @dataclass(frozen=True)
 class HostReport:

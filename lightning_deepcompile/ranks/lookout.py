@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-__all__ = ["Lookout"]
-
 
 class Lookout:
     """Calls a method of an object every few seconds, from a thread.

@@ -16,8 +16,6 @@ from lightning_deepcompile.ranks.exchange import AnyRank, Asked
 from lightning_deepcompile.ranks.host_report import HostReport, HostReports
 from lightning_deepcompile.ranks.watch import Watch
 
-__all__ = ["Meetings", "RanksDivergedError", "Where"]
-
 _RANK_BITS, _COUNT_BITS = 20, 36
 
 

@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["MeshArgument", "check_mesh", "make_mesh", "sharing_groups", "smallest_that_fits"]
-
 MeshArgument = tuple[int, int] | DeviceMesh | Literal["auto"]
 
 

@@ -29,8 +29,6 @@ from lightning_deepcompile.ranks.exchange import exchange, maxima, number_of, on
 from lightning_deepcompile.ranks.failures import STORE_GONE, failure_key
 from lightning_deepcompile.ranks.lookout import Lookout
 
-__all__ = ["EXCHANGES", "Agreement", "ProgramMismatchError"]
-
 _log = logging.getLogger(__name__)
 
 EXCHANGES = "exchange: "

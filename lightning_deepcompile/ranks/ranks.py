@@ -13,8 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Ranks"]
-
 
 class Ranks:
     """The data-parallel ranks: each computes on its own data.

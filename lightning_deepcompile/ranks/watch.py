@@ -21,8 +21,6 @@ import torch.distributed as dist
 from lightning_deepcompile.ranks.failures import is_of_library
 from lightning_deepcompile.ranks.lookout import Lookout
 
-__all__ = ["Watch"]
-
 _log = logging.getLogger(__name__)
 
 _LOOK_SECONDS, _ANSWER_SECONDS = 1.0, 5.0

@@ -12,8 +12,6 @@ from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.report.html import ms, quiet, table
 from lightning_deepcompile.report.names import blocks_of, compress
 
-__all__ = ["blocks_table", "links_table"]
-
 _SHOWN = 24
 _SEEN = 0.05
 """The least part of the time of transfers that tells anything about the bandwidth: the rest is latency."""

@@ -20,8 +20,6 @@ from lightning_deepcompile.report.page import NO_CHARTS, write_page
 from lightning_deepcompile.report.record import plan_record
 from lightning_deepcompile.report.trace import write_trace
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str]) -> None:
     """Writes a report, and a trace file if asked to; needs neither ranks nor a device.

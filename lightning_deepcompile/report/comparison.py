@@ -10,8 +10,6 @@ from typing import Any
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.report.html import ms
 
-__all__ = ["compare"]
-
 _NUMBERS = re.compile(r'<script type="application/json" id="numbers">(.*?)</script>', re.DOTALL)
 
 

@@ -21,18 +21,6 @@ from lightning_deepcompile.report.timeline import LANES, Event, block_order
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = [
-    "can_draw",
-    "chart",
-    "library",
-    "passes_figure",
-    "ranks_figure",
-    "scaling_figure",
-    "step_figure",
-    "times_figure",
-    "to_html",
-]
-
 _MEMORY_COLORS = ("#4c6a92", "#7d9cc0", "#b9c4d0", "#e2a14a", "#c8553d", "#7fb069")
 _SCALE = "Turbo"
 _PLAIN = "#8a929c"

@@ -11,8 +11,6 @@ from lightning_deepcompile.report.html import escape, ms, quiet, table
 from lightning_deepcompile.report.measured import last_seconds
 from lightning_deepcompile.report.record import StepRecord
 
-__all__ = ["figures_of", "head", "numbers_script"]
-
 _LIMITS_SHOWN = 3
 
 

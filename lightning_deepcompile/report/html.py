@@ -5,8 +5,6 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 
-__all__ = ["STYLE", "escape", "ms", "quiet", "table"]
-
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #22272e; margin: 0 auto;
   max-width: 1240px; padding: 24px 32px 64px }

@@ -12,8 +12,6 @@ from lightning_deepcompile.report.html import ms, quiet, table
 from lightning_deepcompile.report.names import blocks_of, describe
 from lightning_deepcompile.report.timeline import Event
 
-__all__ = ["events_of", "last_seconds", "ranks_table", "times_text"]
-
 
 def events_of(measured: MeasuredStep, profile: Profile) -> list[Event]:
     """Returns the measured step as events, with a lane for each rank.

@@ -10,8 +10,6 @@ from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.simulate import Prediction, Span
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["KINDS", "MemoryAt", "memory_by_kind"]
-
 KINDS = ("shards", "optimizer states", "other", "gathered parameters", "gradients", "activations")
 """From the bottom of a stack to its top. ``other``: what stays and belongs to none, such as batches and buffers."""
 

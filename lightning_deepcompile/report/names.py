@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.program.schedule import COPIES, STATE_COPIES, Instruction, Schedule
 
-__all__ = ["blocks_of", "compress", "describe"]
-
 
 def blocks_of(instruction: Instruction, schedule: Schedule, profile: Profile) -> list[str]:
     """The blocks that an instruction of `schedule` works for; none if the profile has no names of them."""

@@ -19,8 +19,6 @@ from lightning_deepcompile.report.planning import planning
 from lightning_deepcompile.report.record import StepRecord
 from lightning_deepcompile.report.timeline import block_order, timeline
 
-__all__ = ["NO_CHARTS", "page", "write_page"]
-
 NO_CHARTS = (
     "Charts need Plotly, which is not installed: `pip install 'lightning-deepcompile[report]'` or `pip install plotly`."
 )

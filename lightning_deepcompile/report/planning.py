@@ -13,8 +13,6 @@ from lightning_deepcompile.report import figures
 from lightning_deepcompile.report.html import escape, ms, table
 from lightning_deepcompile.report.record import StepRecord
 
-__all__ = ["planning"]
-
 
 def planning(record: StepRecord) -> str:
     """Returns the section; "" without a profile."""

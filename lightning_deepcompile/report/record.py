@@ -18,8 +18,6 @@ from lightning_deepcompile.plan.step_pass import Pass
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.summary import Summary
 
-__all__ = ["StepRecord", "plan_record"]
-
 _SHOWN_MICRO_BATCHES = 2
 
 

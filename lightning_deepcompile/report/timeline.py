@@ -12,8 +12,6 @@ from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 from lightning_deepcompile.report.names import blocks_of, describe
 
-__all__ = ["LANES", "Event", "block_order", "timeline"]
-
 LANES = (
     "program",
     "compute",

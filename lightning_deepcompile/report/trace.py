@@ -13,8 +13,6 @@ from lightning_deepcompile.report.memory import KINDS, memory_by_kind
 from lightning_deepcompile.report.record import StepRecord
 from lightning_deepcompile.report.timeline import LANES, timeline
 
-__all__ = ["trace_text", "write_trace"]
-
 _PROCESS = 1
 
 

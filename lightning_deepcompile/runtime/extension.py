@@ -10,8 +10,6 @@ import torch
 
 from lightning_deepcompile.installation import rebuild_command
 
-__all__ = ["ExtensionNotBuiltError", "load_extension"]
-
 
 class ExtensionNotBuiltError(RuntimeError):
     """The C++ runtime is missing, or was built for another PyTorch."""

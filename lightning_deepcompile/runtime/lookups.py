@@ -22,8 +22,6 @@ from torch import Tensor
 
 from lightning_deepcompile import compat
 
-__all__ = ["look_up", "look_up_gradient", "lookup_ops", "looked_up", "most_indices"]
-
 _WAITS = (torch.Tag.cudagraph_unsafe,)  # for other ranks' hosts
 _OTHERS = "If another rank failed, look at its error first; else ranks took different paths through the model."
 

@@ -20,8 +20,6 @@ from torch import Tensor
 from lightning_deepcompile import compat
 from lightning_deepcompile.compat import mark_effectful
 
-__all__ = ["gather_op", "gathers_of", "reduce_op", "register"]
-
 
 def gather_op() -> compat.OpOverload:
     """The operator ``dc::gather(shard, ds_id, size, dtype)``: a full parameter from its shards."""

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from lightning_deepcompile import compat
 
-__all__ = ["complete_loss", "piece_ops", "take_piece", "take_piece_op"]
-
 
 @torch.library.custom_op("lightning_deepcompile::take_piece", mutates_args=())
 def take_piece(rows: Tensor, start: int, stop: int, after: Tensor | None = None) -> Tensor:

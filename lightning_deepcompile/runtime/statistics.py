@@ -17,8 +17,6 @@ from lightning_deepcompile import compat
 
 _WAITS = (torch.Tag.cudagraph_unsafe,)  # for other ranks, beside what a graph would hold
 
-__all__ = ["gather_statistics", "statistics_ops", "sum_statistics_gradients"]
-
 
 @torch.library.custom_op(
     "lightning_deepcompile::gather_statistics", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)

@@ -25,17 +25,6 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.sharding.mentions import mentions
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
 
-__all__ = [
-    "StepState",
-    "as_built",
-    "install_access",
-    "property_codes",
-    "renew_leaf",
-    "sharded_class",
-    "step_states",
-    "uninstall_access",
-]
-
 # A parameter's leaf and its number are separate attributes of the module: Dynamo turns every container on the way to a
 # value, and every value in it, into inputs and guards. The number is a text: integers of modules are inputs of a
 # compiled step (`compat.step_settings`), and symbols once another training has had other ones.

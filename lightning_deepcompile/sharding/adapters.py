@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-__all__ = ["materialize_adapters"]
-
 T = TypeVar("T")
 
 

@@ -11,8 +11,6 @@ from torch import Tensor, fx, nn
 
 from lightning_deepcompile.sharding.layout import ParamSpec
 
-__all__ = ["Anomalies"]
-
 
 class Anomalies:
     """Records how far a backward pass has come, during anomaly detection."""

@@ -13,8 +13,6 @@ from lightning_deepcompile.ranks.exchange import alike, exchange
 from lightning_deepcompile.sharding.errors import hook_refused
 from lightning_deepcompile.sharding.shards import collect_parameters, is_sharded
 
-__all__ = ["check_module", "check_no_hooks", "check_same_model"]
-
 
 def check_module(module: nn.Module, ours: Set[Tensor] = frozenset(), *, world_size: int = 1) -> None:
     """Raises for models that this strategy cannot shard.

@@ -16,8 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_deepcompile import compat
 
-__all__ = ["Form", "copied", "is_composite", "parts_of", "unpacked"]
-
 
 def is_composite(value: Any) -> bool:
     """Returns whether `value` is a tensor that consists of others; a DTensor is not: it is distributed."""

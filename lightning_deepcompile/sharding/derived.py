@@ -18,8 +18,6 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.program.program import DerivedBlock, DerivedValue
 from lightning_deepcompile.sharding.parameter import ShardedParameter
 
-__all__ = ["DerivedShards"]
-
 
 @dataclass(eq=False, repr=False)
 class DerivedShards:

@@ -1,7 +1,5 @@
 """Errors of steps that are not possible with shards."""
 
-__all__ = ["UnsupportedStepError", "explain_mixing", "hook_refused"]
-
 _MIXED = "mixed torch.Tensor and DTensor"  # PyTorch's words, in every release that we know
 
 

@@ -25,8 +25,6 @@ from lightning_deepcompile.sharding.parameter import GradBuffer, ShardedParamete
 from lightning_deepcompile.sharding.sharded_tensor import ShardedTensor
 from lightning_deepcompile.sharding.shards import ShardedModel
 
-__all__ = ["GradientSession"]
-
 _Hooks = dict[int, Callable[[Tensor], None]]
 
 

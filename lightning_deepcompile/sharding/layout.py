@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ["ChunkLayout", "ParamSpec", "ShardLayout", "assign_blocks", "plan_chunks", "rows_of"]
-
 ALIGNMENT = 128
 """Elements: shards start on multiples of it, which aligns every start to 16 bytes (vector loads, NCCL) in any dtype."""
 

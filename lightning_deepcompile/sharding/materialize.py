@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Materializer", "has_meta_tensors"]
-
 _RESETS = ("reset_parameters", "_reset_parameters")
 
 

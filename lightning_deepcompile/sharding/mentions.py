@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Mentions", "mentions", "mentions_of"]
-
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL")
 _READERS = ("item", "tolist", "cpu", "numpy", "float", "int", "bool")
 """What reads numbers from a tensor, for which Dynamo ends a graph."""

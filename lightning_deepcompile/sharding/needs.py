@@ -8,8 +8,6 @@ from lightning_deepcompile.plan.costs import REDUCE_WINDOW
 from lightning_deepcompile.plan.settings import PREFETCH_BLOCKS
 from lightning_deepcompile.sharding.layout import ChunkLayout
 
-__all__ = ["moving_bytes"]
-
 
 def moving_bytes(
     chunks: Sequence[ChunkLayout],

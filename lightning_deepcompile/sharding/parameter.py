@@ -34,8 +34,6 @@ from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.sharding.layout import ShardLayout
 from lightning_deepcompile.sharding.sharded_tensor import ShardedTensor
 
-__all__ = ["GradBuffer", "Owner", "ShardedParameter", "distribute_rows"]
-
 
 @dataclass(frozen=True)
 class Owner:

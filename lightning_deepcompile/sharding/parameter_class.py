@@ -18,8 +18,6 @@ from lightning_deepcompile.sharding.errors import hook_refused
 from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.sharded_tensor import ShardedTensor
 
-__all__ = ["HOOKS", "WholeParameters", "parameter_class", "resting_class"]
-
 HOOKS = "accumulation_hooks"
 """Attribute of a sharded parameter: the hooks that are called when its gradient is there."""
 

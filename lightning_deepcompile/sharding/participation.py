@@ -18,8 +18,6 @@ from lightning_deepcompile.program.program import DERIVE, LOCAL_ID
 from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.shards import ShardedModel
 
-__all__ = ["Participation"]
-
 _ROWS = {row.collective: row for row in TABLE.values() if row.collective}
 
 

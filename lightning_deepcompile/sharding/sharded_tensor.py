@@ -20,8 +20,6 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from lightning_deepcompile import compat
 
-__all__ = ["ShardedTensor"]
-
 _SAME = frozenset(("detach", "alias"))  # views that need no other rank
 # Writes to places that differ between ranks: DTensors refuse these.
 _BY_INDEX = frozenset(

@@ -24,9 +24,6 @@ from lightning_deepcompile.sharding.parameter import GradBuffer, Owner, ShardedP
 from lightning_deepcompile.sharding.parameter_class import HOOKS
 from lightning_deepcompile.sharding.wire_dtypes import WireDtypes
 
-__all__ = ["Layout", "ReadRows", "ShardedModel", "collect_parameters", "is_sharded", "lay_out", "shard_module"]
-
-
 ReadRows = Callable[[int, int], Tensor]
 """Reads the rows of a parameter, from the first number to before the second, onto the CPU; no communication."""
 

@@ -14,8 +14,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_deepcompile.sharding.parameter import Owner
 from lightning_deepcompile.sharding.shards import collect_parameters
 
-__all__ = ["Successors"]
-
 
 class Successors:
     """Maps a module's parameters before sharding to those after it.

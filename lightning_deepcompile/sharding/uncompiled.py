@@ -35,8 +35,6 @@ from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.parameter_class import parameter_class, resting_class
 from lightning_deepcompile.sharding.whole_blocks import WholeBlocks
 
-__all__ = ["Uncompiled"]
-
 
 @dataclass(frozen=True)
 class _Handle:

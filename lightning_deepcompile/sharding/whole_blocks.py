@@ -17,8 +17,6 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.program.program import LOCAL_ID
 from lightning_deepcompile.sharding.parameter import ShardedParameter
 
-__all__ = ["WholeBlock", "WholeBlocks"]
-
 _RESIDENT = 2
 """Blocks that stay whole: the one in use, and the one before it, which a backward pass begins with."""
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ["AS_STORED", "WireDtypes"]
-
 
 @dataclass(frozen=True)
 class WireDtypes:

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["LargestBatch", "elements_of", "sizes_of"]
-
 _DEEPEST, _MOST = 6, 1000
 """Objects in objects, and all that are looked at: a batch may refer to what is none of it, and that to itself."""
 

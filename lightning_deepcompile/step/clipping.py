@@ -15,8 +15,6 @@ from lightning_deepcompile.sharding.shards import ShardedModel
 from lightning_deepcompile.step.local_gradients import Found, LocalGradients
 from lightning_deepcompile.step.steady import Reads, Steady
 
-__all__ = ["Clipping"]
-
 
 @dataclass(eq=False)
 class _Work:

@@ -8,8 +8,6 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["counters"]
-
 
 def counters(states: Iterable[tuple[Sequence[int], Mapping[str, Any]]]) -> set[str]:
     """Returns the names of states that are one number for each parameter, in a tensor of shape ``(1,)``.

@@ -28,8 +28,6 @@ from lightning_deepcompile.step.local_gradients import Found, LocalGradients
 from lightning_deepcompile.step.prefetch import StepPrefetch
 from lightning_deepcompile.step.steady import Reads, Steady
 
-__all__ = ["DirectStep"]
-
 
 @dataclass(eq=False)
 class _Group:

@@ -14,8 +14,6 @@ from lightning_deepcompile.sharding.parameter import distribute_rows
 from lightning_deepcompile.step.probe import agree, choose_specimens, first_rows, named, run
 from lightning_deepcompile.step.specimens import CannotCopy, Specimen
 
-__all__ = ["dtensor_problem", "replicated"]
-
 _TOLERANCE = 1e-3  # norms are summed in another order
 
 

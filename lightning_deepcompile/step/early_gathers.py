@@ -26,8 +26,6 @@ from lightning_deepcompile.program.program import Gathers
 from lightning_deepcompile.ranks.exchange import maxima
 from lightning_deepcompile.sharding.layout import ChunkLayout
 
-__all__ = ["EarlyGathers"]
-
 _log = logging.getLogger(__name__)
 
 

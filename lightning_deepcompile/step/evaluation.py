@@ -17,8 +17,6 @@ from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
 from lightning_deepcompile.step.prefetch import StepPrefetch
 
-__all__ = ["Evaluation"]
-
 _log = logging.getLogger(__name__)
 
 _END = sys.maxsize >> 1

@@ -8,8 +8,6 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.shards import ShardedModel
 
-__all__ = ["Freshness", "writes_to"]
-
 
 class Freshness:
     """Drops gathered parameters before a step that might find them out of date.

@@ -18,8 +18,6 @@ from lightning_deepcompile.offload.chunks import Chunk, GroupChanges
 from lightning_deepcompile.step.prefetch import StepPrefetch
 from lightning_deepcompile.step.ways import is_elementwise
 
-__all__ = ["HeadStart"]
-
 
 class HeadStart:
     """Divides the steps of one optimizer in two, if a training step follows.

@@ -14,8 +14,6 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.program.printer import format_count
 from lightning_deepcompile.ranks.exchange import alike, maxima
 
-__all__ = ["InputSizes"]
-
 _VARIES = 3
 """Different sizes with which a dimension varies. A smaller last batch is the second size, and no more."""
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.shards import ShardedModel
 
-__all__ = ["Found", "LocalGradients"]
-
 
 @dataclass(eq=False)
 class Found:

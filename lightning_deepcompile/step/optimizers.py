@@ -35,8 +35,6 @@ from lightning_deepcompile.step.owner_step import OwnerStep
 from lightning_deepcompile.step.shown_states import ShownStates
 from lightning_deepcompile.step.ways import OptimizerWays, Way
 
-__all__ = ["LocalShards", "check_optimizer", "share_states", "state_bytes", "take_over"]
-
 
 def take_over(optimizer: Optimizer, model: ShardedModel, successors: Successors) -> list[Tensor]:
     """Makes an optimizer that was built before the module was sharded hold the parameters that replaced its own.

@@ -32,8 +32,6 @@ from lightning_deepcompile.step.owners import Candidate, assign_owners, chunks_o
 from lightning_deepcompile.step.row_exchange import Owned, RowExchange
 from lightning_deepcompile.step.ways import OptimizerWays, Way
 
-__all__ = ["OwnerStep"]
-
 _AHEAD = 1
 """Chunks that are collected ahead of the one that is stepped on; each takes its tensors twice, while they are sent."""
 

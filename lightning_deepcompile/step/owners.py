@@ -9,8 +9,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Candidate", "assign_owners", "chunks_of", "cost_of"]
-
 _EVEN = 1.25
 """A chunk is balanced if no rank has more than so many times the mean cost."""
 _SMALL = 1 << 23  # elements of a chunk; smaller ones gain nothing by being separate

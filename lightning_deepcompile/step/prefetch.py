@@ -14,8 +14,6 @@ from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.step.early_gathers import EarlyGathers
 from lightning_deepcompile.step.freshness import Freshness, writes_to
 
-__all__ = ["StepPrefetch"]
-
 
 class StepPrefetch:
     """Tracks writes to parameters, and launches the first gathers of the next step; one per engine.

@@ -34,19 +34,6 @@ from torch.optim import Optimizer
 
 from lightning_deepcompile.step.specimens import Communicates, Copy, OperationRecord, Specimen, watched
 
-__all__ = [
-    "Findings",
-    "TrialRun",
-    "agree",
-    "choose_specimens",
-    "first_rows",
-    "may_draw",
-    "named",
-    "probe",
-    "run",
-    "small_shape",
-]
-
 _SMALL = {1: 24, 2: 24, 3: 12}  # most elements of a dimension, by the number of dimensions
 _SMALLER = 8  # with more dimensions
 _SCALES_OF_SIZES = (1, 4, 16)

@@ -16,8 +16,6 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.sharding.parameter import ShardedParameter
 
-__all__ = ["Owned", "RowExchange"]
-
 
 @dataclass(eq=False)
 class Owned:

@@ -22,8 +22,6 @@ from lightning_deepcompile.sharding.sharded_tensor import ShardedTensor
 from lightning_deepcompile.step.counters import counters
 from lightning_deepcompile.step.dtensor_steps import replicated
 
-__all__ = ["ShownStates"]
-
 
 class ShownStates:
     """Converts states to DTensors and back; one for each optimizer.

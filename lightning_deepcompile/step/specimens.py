@@ -19,8 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_deepcompile import compat
 
-__all__ = ["CannotCopy", "Communicates", "Copy", "Specimen", "OperationRecord", "watched"]
-
 _LEAST_RATE = 0.05  # schedulers begin with 0, which reveals nothing about a class
 
 

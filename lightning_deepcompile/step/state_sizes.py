@@ -15,8 +15,6 @@ from lightning_deepcompile.step.optimizers import bytes_of_states
 from lightning_deepcompile.step.specimens import Copy, OperationRecord, watched
 from lightning_deepcompile.step.ways import is_elementwise
 
-__all__ = ["convert_states", "makes_composites", "predict_state_bytes"]
-
 _log = logging.getLogger(__name__)
 
 

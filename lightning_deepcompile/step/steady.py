@@ -18,8 +18,6 @@ from torch import Tensor
 
 from lightning_deepcompile.program.replay import Replays
 
-__all__ = ["Reads", "Steady"]
-
 _log = logging.getLogger(__name__)
 
 _STEADY = 3

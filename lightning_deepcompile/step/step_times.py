@@ -7,8 +7,6 @@ from array import array
 
 from lightning_deepcompile.plan.measured import StepTime
 
-__all__ = ["StepTimes"]
-
 _KEPT = 4096
 
 

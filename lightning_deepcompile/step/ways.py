@@ -17,9 +17,6 @@ from lightning_deepcompile.sharding.shards import ShardedModel
 from lightning_deepcompile.step.dtensor_steps import dtensor_problem
 from lightning_deepcompile.step.probe import may_draw, probe
 
-__all__ = ["Decision", "OptimizerWays", "Way", "couples_tensors", "is_elementwise", "ways_of"]
-
-
 _log = logging.getLogger(__name__)
 
 

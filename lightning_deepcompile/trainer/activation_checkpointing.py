@@ -10,8 +10,6 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["CheckpointingPolicy", "checkpoint_activations", "keep_activations"]
-
 _OURS = "_dc_checkpointed_forward"
 
 CheckpointingPolicy = set[type[nn.Module]] | Callable[..., bool]

@@ -25,8 +25,6 @@ from lightning_deepcompile.sharding.needs import moving_bytes
 from lightning_deepcompile.sharding.shards import lay_out
 from lightning_deepcompile.sharding.wire_dtypes import WireDtypes
 
-__all__ = ["choose_mesh"]
-
 _log = logging.getLogger(__name__)
 
 _STATES, _STATE_BYTES = 2, 4

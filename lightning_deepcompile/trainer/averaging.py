@@ -23,8 +23,6 @@ from lightning_deepcompile.compat.lightning import average_device, average_of, c
 from lightning_deepcompile.sharding.access import uninstall_access
 from lightning_deepcompile.sharding.shards import ShardedModel
 
-__all__ = ["ShardedAverage", "distribute_states", "is_averaged", "shard_averages"]
-
 
 class ShardedAverage(AveragedModel):
     """The average of a sharded module: `module` holds shards, and is there for its tensors, not to be called."""

@@ -22,8 +22,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_deepcompile.compat.lightning import DataFetcher, SignalConnector, TrainingEpochLoop, signal_connector
 from lightning_deepcompile.ranks.meetings import Where
 
-__all__ = ["let_host_run_ahead"]
-
 
 class _SignalConnector(SignalConnector):
     """Records a SIGTERM, and passes it on to processes that this one has started."""

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from lightning_deepcompile.compat.lightning import callbacks_of, records_modules
 
-__all__ = ["check_backward_inputs", "check_trainer", "may_drop_gradients"]
-
 
 def check_trainer(trainer: pl.Trainer) -> None:
     """Checks a Trainer's callbacks and profiler.

@@ -18,8 +18,6 @@ from lightning_deepcompile.plan.devices import DEVICES
 from lightning_deepcompile.trainer.precision import DeepCompilePrecision, PrecisionName
 from lightning_deepcompile.trainer.strategy import DeepCompileStrategy
 
-__all__ = ["main"]
-
 _RETURNS = (
     "a LightningModule with an `example_input_array`, (module, batch), or (module, batch, strategy), of which `batch` "
     "is what `training_step` gets on one rank"

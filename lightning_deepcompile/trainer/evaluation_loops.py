@@ -9,8 +9,6 @@ import lightning.pytorch as pl
 
 from lightning_deepcompile.compat.lightning import EvaluationLoop, PredictionLoop
 
-__all__ = ["let_ranks_evaluate_unevenly"]
-
 
 class _Uneven:
     """Base of the loops; before Lightning's own class in the order of bases."""

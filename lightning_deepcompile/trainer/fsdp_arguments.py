@@ -12,16 +12,6 @@ from lightning_deepcompile.compat.fsdp import HYBRID_SHARD_GRAD_OP
 from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.options import AnyCase
 
-__all__ = [
-    "ShardingStrategyName",
-    "checkpointing_policy",
-    "is_hybrid",
-    "sharding_strategy_of",
-    "stage_for",
-    "warn_about_ignored",
-    "check_cpu_offload",
-]
-
 ShardingStrategyName = Annotated[Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"], AnyCase()]
 
 _STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 1, "HYBRID_SHARD": 3, "_HYBRID_SHARD_ZERO2": 2}

@@ -13,8 +13,6 @@ from lightning_deepcompile.report.trace import write_trace
 from lightning_deepcompile.summary import Summary
 from lightning_deepcompile.trainer.processes import ProcessStrategy
 
-__all__ = ["InspectedStrategy"]
-
 
 class InspectedStrategy(ProcessStrategy):
     """Base of strategies with an engine, whose state it reads."""

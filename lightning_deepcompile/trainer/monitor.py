@@ -20,8 +20,6 @@ from lightning_deepcompile.options import checked
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.trainer.strategy import DeepCompileStrategy
 
-__all__ = ["DeepCompileMonitor"]
-
 _GIB = 2**30
 
 

@@ -27,8 +27,6 @@ from lightning_deepcompile.sharding.wire_dtypes import WireDtypes
 if TYPE_CHECKING:
     from lightning_deepcompile.engine.engine import Engine
 
-__all__ = ["DeepCompilePrecision", "UnsupportedPrecisionError"]
-
 PrecisionName = Literal["64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
 
 _CONVERTED = (DoublePrecision, HalfPrecision, MixedPrecision, FSDPPrecision)

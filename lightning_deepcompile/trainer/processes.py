@@ -37,8 +37,6 @@ from lightning_deepcompile.compat.lightning import (
 )
 from lightning_deepcompile.console import quieten
 
-__all__ = ["ProcessStrategy"]
-
 
 class ProcessStrategy(ParallelStrategy):
     """Base of strategies with one process per device, started by Lightning, torchrun, SLURM and the like.

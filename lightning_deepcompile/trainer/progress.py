@@ -14,8 +14,6 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 from lightning_deepcompile.capture.backend import Capture
 
-__all__ = ["CompileProgress"]
-
 _log = logging.getLogger(__name__)
 
 _QUIET_SECONDS = 20.0

@@ -31,8 +31,6 @@ from lightning_deepcompile.user_code.appends import Appends
 from lightning_deepcompile.user_code.host_calls import HostCalls
 from lightning_deepcompile.user_code.log import DeferredLog
 
-__all__ = ["TrainerSetting", "ShardedModule"]
-
 
 @dataclass(frozen=True)
 class TrainerSetting:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from lightning_deepcompile.trainer.strategy import DeepCompileStrategy
 
-__all__ = ["deepcompile"]
-
 
 class deepcompile(DeepCompileStrategy):
     """`DeepCompileStrategy`, by the name that the Trainer knows."""

@@ -58,8 +58,6 @@ from lightning_deepcompile.trainer.progress import CompileProgress
 from lightning_deepcompile.trainer.reuse import ShardedModule, TrainerSetting
 from lightning_deepcompile.user_code.host_calls import HostOptimizer
 
-__all__ = ["DeepCompileStrategy"]
-
 
 @checked
 class DeepCompileStrategy(InspectedStrategy):

@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Appends"]
-
 
 class _Appended:
     """Replaces a list while a step runs."""

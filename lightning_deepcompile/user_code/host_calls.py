@@ -24,8 +24,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
-__all__ = ["HostCalls", "HostOptimizer"]
-
 _TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
 _METRIC_CALLS = ("forward", "update", "compute")
 _CALLS = ("manual_backward", "optimizers", "lr_schedulers", "clip_gradients", *_TOGGLES)

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-__all__ = ["DeferredLog"]
-
 _Entry = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 
 

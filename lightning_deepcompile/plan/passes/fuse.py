@@ -11,8 +11,6 @@ from lightning_deepcompile.plan.reductions import may_merge, merge_reductions
 from lightning_deepcompile.plan.simulate import estimate, simulate
 from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Schedule, ScheduleError, check_schedule
 
-__all__ = ["fuse", "reduction_pairs"]
-
 Pairs = Callable[[Schedule], list[tuple[int, int]]]
 """Positions of neighbouring groups in a schedule."""
 Merge = Callable[[Schedule, int, int], Schedule | None]

@@ -10,8 +10,6 @@ from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.passes.unshard import keep_gathered, pairs
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 
-__all__ = ["keep_until_boundary", "keep_whole"]
-
 
 def keep_whole(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
     """Keeps parameters gathered until the last micro-batch before the optimizer steps has used them.

@@ -11,8 +11,6 @@ from lightning_deepcompile.plan.copy_placement import Key, without_copies
 from lightning_deepcompile.plan.saved_tensors import fewest, offloadable
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["offload_activation"]
-
 _SMALLEST = 1 << 16
 """A copy of fewer bytes costs the host more than its memory is worth."""
 

@@ -18,8 +18,6 @@ from lightning_deepcompile.program.schedule import (
     Schedule,
 )
 
-__all__ = ["offload_optimizer"]
-
 
 def offload_optimizer(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
     """Copies states to the device before the optimizer steps, and back after it, beside compute.

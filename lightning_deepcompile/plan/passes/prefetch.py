@@ -6,8 +6,6 @@ from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["prefetch"]
-
 
 def prefetch(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
     """Moves every launch of a group ``prefetch_blocks`` groups ahead of where it is needed.

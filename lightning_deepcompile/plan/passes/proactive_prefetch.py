@@ -11,8 +11,6 @@ from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.plan.simulate import Estimate, estimate, first_excess, simulate
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["proactive_prefetch"]
-
 _DISTANCES = (1, 2, 3, 4)
 _AHEAD = (2, 4, 8, 12, 16, 24)
 

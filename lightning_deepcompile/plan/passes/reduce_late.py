@@ -10,8 +10,6 @@ from lightning_deepcompile.plan.choose import choose_by_gain
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Operation, Schedule
 
-__all__ = ["place_reductions", "reduce_late"]
-
 _MICRO_BATCHES = 4
 """So many are simulated at most: with more, a larger part of the reductions goes, at the same cost of memory."""
 

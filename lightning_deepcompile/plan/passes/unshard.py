@@ -10,8 +10,6 @@ from lightning_deepcompile.plan.choose import choose_by_gain
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 
-__all__ = ["keep_gathered", "pairs", "unshard", "unshard_candidates"]
-
 
 def unshard(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
     """Keeps gathered parameters between a forward and its backward program.

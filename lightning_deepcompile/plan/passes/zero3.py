@@ -8,8 +8,6 @@ from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.program.schedule import Instruction, Operation, Schedule
 
-__all__ = ["zero3"]
-
 
 def zero3(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
     """Replaces blocking instructions by scheduled groups, one per region.
