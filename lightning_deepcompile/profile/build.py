@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 from lightning_deepcompile.plan.costs import Contention, Profile, ProfileError, RegionCost
 from lightning_deepcompile.plan.simulate import arena_bytes, gradient_bytes, simulate
-from lightning_deepcompile.profile.fit import fit_link
+from lightning_deepcompile.profile.links import Transfer, fit_link
 from lightning_deepcompile.profile.probe import ProgramRun, StepProbe
 from lightning_deepcompile.program.schedule import Schedule
 
@@ -24,6 +24,7 @@ def build_profile(
     isolated: StepProbe,
     schedules: Mapping[str, Schedule],
     isolated_schedules: Mapping[str, Schedule],
+    transfers: Sequence[Transfer],
     *,
     world_size: int,
     hold_ratio: float,
@@ -40,6 +41,7 @@ def build_profile(
         isolated: A step whose programs waited for every gather and every reduction at once.
         schedules: The schedules that ran in `observed`, by program name.
         isolated_schedules: The schedules that ran in `isolated`, by program name.
+        transfers: Those of `isolated`.
         world_size: Number of ranks.
         hold_ratio: Bytes of a sum of whole gradients per byte of a gradient.
         hosted: As of a `Profile`.
@@ -85,8 +87,8 @@ def build_profile(
         device_type=isolated.device.type,
         schedules=tuple(schedules[name] for name in order),
         regions=samples.regions,
-        gather=fit_link(samples.gathers, world_size),
-        reduce=fit_link(samples.reductions, world_size),
+        gather=fit_link([one for one in transfers if one.kind == "parameters"], world_size),
+        reduce=fit_link([one for one in transfers if one.kind == "gradients"], world_size),
         micro_batches=isolated.micro_batches,
         accumulates=accumulates,
         optimizer_seconds=_optimizer_seconds(isolated),
@@ -149,17 +151,14 @@ class _Samples:
         self._probe, self._memory, self._ordinary = isolated, memory, ordinary
         self._on_device = isolated.device.type == "cuda"
         self.regions: dict[str, RegionCost] = {}
-        self.gathers: list[tuple[int, float]] = []
-        self.reductions: list[tuple[int, float]] = []
         self.holds: list[tuple[int, float]] = []
         self.launches: list[float] = []
 
     def add(self, schedule: Schedule) -> None:
         """Adds the samples from the runs of one program."""
-        runs = [run for run in self._probe.runs if run.program == schedule.name]
+        runs = self._probe.runs_of(schedule)
         rows = [run.seconds() for run in runs]
-        seconds = _typical(rows, schedule)
-        host = _typical([run.host_seconds() for run in runs], schedule)
+        seconds, host = _typical(rows), _typical([run.host_seconds() for run in runs])
         for position, instruction in enumerate(schedule.instructions):
             traits = instruction.traits
             if instruction.region:
@@ -170,16 +169,10 @@ class _Samples:
                 device, launched = map(min, zip(alone, ordinary, strict=True)) if self._equal else ordinary
                 cost = (device, launched if self._on_device else 0.0)
                 self.regions[key] = RegionCost(*cost, *self._memory.of(schedule, position, runs))
-            elif traits.effect == ("launch", "parameters"):
-                # The wait is the next instruction.
-                self.gathers.append((instruction.bytes, seconds[position] + seconds[position + 1]))
-            elif traits.effect == ("launch", "gradients"):
-                by_hold: dict[bool, list[float]] = {}
-                for run, row in zip(runs, rows, strict=True):
-                    held = traits.at_boundary and not self._probe.at_boundary(run)
-                    by_hold.setdefault(held, []).append(row[position])
-                for held, samples in by_hold.items():
-                    (self.holds if held else self.reductions).append((instruction.bytes, statistics.median(samples)))
+            elif traits.effect == ("launch", "gradients") and traits.at_boundary:
+                held = [row[position] for run, row in zip(runs, rows, strict=True) if not self._probe.at_boundary(run)]
+                if held:
+                    self.holds.append((instruction.bytes, statistics.median(held)))
             elif traits.effect == ("free", "parameters") and not traits.at_boundary:
                 self.launches.append(host[position])
 
@@ -211,10 +204,8 @@ def _optimizer_seconds(isolated: StepProbe) -> float:
     return max(isolated.end.since(marks[-1]), 0.0) if isolated.end is not None and marks else 0.0
 
 
-def _typical(rows: Sequence[Sequence[float]], schedule: Schedule) -> list[float]:
+def _typical(rows: Sequence[Sequence[float]]) -> list[float]:
     """Returns the median over the runs, per instruction."""
-    if any(len(row) != len(schedule.instructions) for row in rows):
-        raise ProfileError(f"A run of {schedule.name} ended early, or ran another program than expected.")
     return [max(statistics.median(column), 0.0) for column in zip(*rows, strict=True)]
 
 

@@ -18,8 +18,8 @@ def instrument(executables: Iterable[Executable], probe: StepProbe) -> dict[str,
 
     Args:
         executables: Those of a training step.
-        probe: Of the step. If it drains reductions, gathers are launched right before their parameters are needed, too,
-            so that every collective is measured by itself.
+        probe: Of the step. If it isolates collectives, gathers are launched right before their parameters are needed,
+            too, so that every collective is measured by itself.
 
     Returns:
         The schedules that run, by program name.
@@ -28,7 +28,7 @@ def instrument(executables: Iterable[Executable], probe: StepProbe) -> dict[str,
     executables = list(executables)
     for executable in executables:
         program = executable.program
-        if probe.drain is not None:
+        if probe.isolation is not None:
             program = reschedule(program, just_in_time(program.schedule), "isolated")
         schedules[program.name] = program.schedule
         executable.profile(program, probe.marks_of(program.name))

@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from lightning_deepcompile.plan.costs import ProfileError
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.executable import Executable
+from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.program.sizes import Noted, note
 
-__all__ = ["Mark", "ProgramMarks", "ProgramRun", "StepProbe"]
+__all__ = ["Isolation", "Mark", "ProgramMarks", "ProgramRun", "StepProbe"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,18 @@ class ProgramRun:
         return [b.host_since(a) for a, b in zip(self.marks, self.marks[1:], strict=False)]
 
 
+class Isolation(NamedTuple):
+    """The calls that keep the collectives of a step apart from all else.
+
+    Args:
+        drain: Makes the compute stream wait for all reductions.
+        order: Makes the next gather wait for the compute stream; else it begins as soon as there is memory for it.
+    """
+
+    drain: Callable[[], None]
+    order: Callable[[], None]
+
+
 @dataclass(eq=False)
 class StepProbe:
     """All marks of one optimizer step.
@@ -74,8 +88,7 @@ class StepProbe:
     Args:
         device: Where the programs run.
         memory: Of that device.
-        drain: Makes the compute stream wait for all reductions; None lets them overlap as usual.
-        order: Makes the next gather wait for the compute stream; None lets it begin as soon as there is memory for it.
+        isolation: Keeps its collectives apart; None lets them overlap as usual.
 
     Attributes:
         runs: Runs of programs, in order.
@@ -91,8 +104,7 @@ class StepProbe:
 
     device: torch.device
     memory: PeakMemory
-    drain: Callable[[], None] | None = None
-    order: Callable[[], None] | None = None
+    isolation: Isolation | None = None
     runs: list[ProgramRun] = field(default_factory=list)
     start: Mark | None = None
     reduced: Mark | None = None
@@ -148,6 +160,17 @@ class StepProbe:
             self.start.event.synchronize()
         return max(self.start.since(earlier.end), 0.0)
 
+    def runs_of(self, schedule: Schedule) -> list[ProgramRun]:
+        """Returns the runs of a program.
+
+        Raises:
+            ProfileError: If a run has not as many marks as `schedule` has instructions.
+        """
+        runs = [run for run in self.runs if run.program == schedule.name]
+        if any(len(run.marks) != len(schedule.instructions) + 1 for run in runs):
+            raise ProfileError(f"A run of {schedule.name} ended early, or ran another program than expected.")
+        return runs
+
     def synchronize(self) -> None:
         """Waits until the device has passed all marks."""
         if self.end is not None and self.end.event is not None:
@@ -187,11 +210,12 @@ class ProgramMarks:
     def mark(self) -> None:
         """Call when an instruction was issued."""
         # Another program may run within this one's backward pass, but not between two of its instructions.
-        self.probe.runs[-1].marks.append(self.probe.mark(memory=self.probe.drain is not None))
-        if self.probe.order is not None:  # else it would begin before the mark, if the host is ahead of the device
-            self.probe.order()
+        isolation = self.probe.isolation
+        self.probe.runs[-1].marks.append(self.probe.mark(memory=isolation is not None))
+        if isolation is not None:
+            isolation.order()  # a gather would begin before the mark, if the host is ahead of the device
 
     def drain(self) -> None:
         """Call when a reduction was launched."""
-        if self.probe.drain is not None:
-            self.probe.drain()
+        if self.probe.isolation is not None:
+            self.probe.isolation.drain()

@@ -26,8 +26,9 @@ from lightning_deepcompile.profile.build import build_profile, leave_room, limit
 from lightning_deepcompile.profile.copies import measure_copies
 from lightning_deepcompile.profile.holds import hold_ratio, measure_holds
 from lightning_deepcompile.profile.instrument import instrument
+from lightning_deepcompile.profile.links import Transfer, transfers_of
 from lightning_deepcompile.profile.peak_memory import PeakMemory
-from lightning_deepcompile.profile.probe import StepProbe
+from lightning_deepcompile.profile.probe import Isolation, StepProbe
 from lightning_deepcompile.profile.region_times import RegionTimes
 from lightning_deepcompile.profile.workload import Workload
 from lightning_deepcompile.program.executable import Executable
@@ -124,9 +125,8 @@ class Measurement:
         if not (-2 <= moment < PLANNED or TIMED <= moment < VERIFIED):
             return None
         # Of the round it may know nothing: programs with marks outlive a training that ends during one.
-        drain, order = functools.partial(runtime.gradients.free, []), runtime.parameters.order_gathers
-        isolates = (drain, order) if moment == ISOLATED else ()
-        probe = self._probes[moment] = StepProbe(device, memory, *isolates)
+        isolation = Isolation(functools.partial(runtime.gradients.free, []), runtime.parameters.order_gathers)
+        probe = self._probes[moment] = StepProbe(device, memory, isolation if moment == ISOLATED else None)
         training = capture.frames.training
         if moment in (OBSERVED, ISOLATED, MARKED):
             schedules = instrument(training, probe)
@@ -285,10 +285,19 @@ class Measurement:
             1
         ]
 
+    def transfers(self) -> list[Transfer]:
+        """Returns the gathers and reductions of the step that the profile is made of.
+
+        Raises:
+            ProfileError: If a program ended early.
+        """
+        return transfers_of(*self._pair()[1])
+
     def profile(
         self,
         capture: Capture,
         device: torch.device,
+        transfers: Sequence[Transfer],
         passes: Sequence[Pass],
         *,
         step_seconds: float,
@@ -304,6 +313,7 @@ class Measurement:
         Args:
             capture: Has compiled them.
             device: Where they ran.
+            transfers: Those of `transfers`, which ranks agreed on.
             passes: What planning uses.
             step_seconds: Duration of an ordinary step.
             launched: When a step's first gathers are launched.
@@ -330,6 +340,7 @@ class Measurement:
             isolated,
             schedules,
             isolated_schedules,
+            transfers,
             world_size=model.ranks.shards,
             hold_ratio=hold_ratio(model.gradient_dtypes),
             hosted=model.hosted_bytes,

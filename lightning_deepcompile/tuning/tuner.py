@@ -28,6 +28,7 @@ from lightning_deepcompile.plan.plan_file import Batches, Setting
 from lightning_deepcompile.plan.report import PassReport, Round, shortage_note
 from lightning_deepcompile.plan.state_trade import Planned
 from lightning_deepcompile.plan.step_pass import Pass
+from lightning_deepcompile.profile.links import Transfer, agree, small_transfers
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.printer import format_bytes
@@ -283,7 +284,7 @@ class Tuner:
     @property
     def isolates(self) -> bool:
         """True if the step under way must launch all its gathers: programs were swapped, or collectives are timed."""
-        return self._swapped or (self._probe is not None and self._probe.drain is not None)
+        return self._swapped or (self._probe is not None and self._probe.isolation is not None)
 
     # A round ----------------------------------------------------------------------------------------------------------
 
@@ -325,7 +326,9 @@ class Tuner:
         if on_any(not measurement.complete, self._group) and measurement.repeat():
             return
         self._agenda.attempts += 1
-        mine, error = attempt(lambda: self._measured(measurement))
+        own, _ = attempt(measurement.transfers)  # an error is met again, and told
+        transfers = agree([*(own or ()), *self._small_transfers()], self._group)
+        mine, error = attempt(lambda: self._measured(measurement, transfers))
         try:
             seen = put_together(mine, error, measurement.unknown, self._group)
         except ProfileError as failure:
@@ -453,10 +456,15 @@ class Tuner:
     def _capture_schedules(self) -> list[Schedule]:
         return [e.program.schedule for e in self._frames.training]
 
-    def _measured(self, measurement: Measurement) -> Seen:
+    def _small_transfers(self) -> list[Transfer]:
+        parameters, world_size = self._capture.model.parameters, self._capture.model.ranks.shards
+        return small_transfers(parameters[0].ds_id, world_size, self._device) if parameters and world_size > 1 else []
+
+    def _measured(self, measurement: Measurement, transfers: Sequence[Transfer]) -> Seen:
         profile, start = measurement.profile(
             self._capture,
             self._device,
+            transfers,
             self._agenda.passes or self._start,
             # The steps before may still have grown memory or tuned kernels; marks, too, only make a step longer.
             step_seconds=self._fastest(-2, OBSERVED + 1),

@@ -14,25 +14,39 @@ from lightning_deepcompile.plan.costs import WORST, Contention, Link, Profile, P
 from lightning_deepcompile.plan.least import just_in_time
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.profile.build import build_profile, reconcile
-from lightning_deepcompile.profile.fit import fit_link
+from lightning_deepcompile.profile.links import Transfer, fit_link, transfers_of
 from lightning_deepcompile.profile.merge import merge_profiles, numbers_of, with_numbers
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.profile.probe import Mark, ProgramRun, StepProbe
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 
 
+def fit(samples: list[tuple[int, float]], world_size: int) -> Link:
+    return fit_link([Transfer("gradients", *one) for one in samples], world_size)
+
+
 def test_links_are_fitted() -> None:
     true = Link(20e-6, 300e9)
     sizes = [1 << k for k in range(12, 30, 3)]
-    fitted = fit_link([(size, true.seconds(size, 8)) for size in sizes], 8)
+    fitted = fit([(size, true.seconds(size, 8)) for size in sizes], 8)
     assert fitted.latency == pytest.approx(true.latency) and fitted.bandwidth == pytest.approx(true.bandwidth)
-    same = fit_link([(1 << 20, 0.001)] * 3, 2)
+    same = fit([(1 << 20, 0.001)] * 3, 2)
     assert same.latency == 0 and same.seconds(1 << 20, 2) == pytest.approx(0.001)
-    assert fit_link([], 2).seconds(1 << 30, 2) < 0.01
-    assert fit_link([(100, 0.5), (200, 0.7)], 1).latency == pytest.approx(0.5)
-    assert fit_link([(1 << 20, 0.2), (1 << 10, 0.4)], 2).bandwidth > 0, "a bigger transfer was faster"
-    negative = fit_link([(1 << 10, 1e-6), (1 << 20, 1e-2)], 2)
+    assert fit([], 2).seconds(1 << 30, 2) < 0.01
+    assert fit([(100, 0.5), (200, 0.7)], 1).latency == pytest.approx(0.5)
+    assert fit([(1 << 20, 0.2), (1 << 10, 0.4)], 2).bandwidth > 0, "a bigger transfer was faster"
+    negative = fit([(1 << 10, 1e-6), (1 << 20, 1e-2)], 2)
     assert negative.latency >= 0 and negative.bandwidth > 0
+
+
+def test_a_small_transfer_tells_latency_from_bandwidth() -> None:
+    """Blocks of one size, and an embedding of another kind that takes a tenth less than it should."""
+    true, block, embedding = Link(30e-6, 240e9), 436 << 20, 1000 << 20
+    groups = [(block, true.seconds(block, 2))] * 16 + [(embedding, 0.9 * true.seconds(embedding, 2))]
+    assert fit(groups, 2).latency > 5 * true.latency, "they do not tell it"
+    found = fit([*groups, (2 << 10, true.seconds(2 << 10, 2))], 2)
+    assert found.latency == pytest.approx(true.latency, rel=0.2)
+    assert found.seconds(block, 2) == pytest.approx(true.seconds(block, 2), rel=0.02)
 
 
 def test_ranks_plan_with_the_slowest_times_and_the_least_budget() -> None:
@@ -65,8 +79,9 @@ def _step(program: str, *seconds: float) -> StepProbe:
 
 def _built(observed: StepProbe, isolated: StepProbe, before: dict[str, Schedule], then: dict[str, Schedule]) -> Profile:
     return build_profile(
-        observed, isolated, before, then, world_size=2, hold_ratio=1.0, hosted={}, window_from=0, budget=None,
-        step_seconds=0.0, live={name: {"region_0": (0, 0, 0), "region_1": (0, 0, 0)} for name in then},
+        observed, isolated, before, then, transfers_of(isolated, then), world_size=2, hold_ratio=1.0, hosted={},
+        window_from=0, budget=None, step_seconds=0.0,
+        live={name: {"region_0": (0, 0, 0), "region_1": (0, 0, 0)} for name in then},
     )  # fmt: skip
 
 
