@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from lightning_deepcompile.console import LogLevel
 from lightning_deepcompile.options import checked
@@ -16,27 +16,6 @@ from lightning_deepcompile.plan.settings import Reduction, Rounding
 from lightning_deepcompile.runtime.dc import SYMMETRIC_THRESHOLD
 
 Schedule = Annotated[list[dict[str, Any]], PassSchedule()]
-
-_GONE = {
-    "prefetch_blocks": "blocks are gathered two blocks ahead, until a plan places gathers (`schedule`)",
-    "reduce_window": "two groups of gradients may be on their way",
-    "keep_last_block": "the last block of a forward pass stays gathered for the backward pass",
-    "max_ctas": "set the environment variable NCCL_MAX_CTAS",
-    "early_gathers": "gathers that open a step are launched before it; write to parameters under `torch.no_grad()`",
-    "head_start": "gathers that open a step are launched while the optimizer steps, where its class allows it",
-    "embedding": "rows of large tables are exchanged, all other tables are gathered",
-    "recognize_causal_masks": "causal masks are always recognised",
-    "trace_blocks_once": "equal blocks are always traced once",
-    "pack_shards": "each shard travels by itself, which two GPUs do faster",
-    "recompile_limit": "it is 16, or set `torch._dynamo.config.recompile_limit`",
-    "offload_activations": "`offload` takes a list, such as ['activations']",
-    "offload_parameters": "`offload` takes a list, such as ['parameters']",
-    "offload_chunk": "it is 256 MiB, or a sixteenth of all states if that is less",
-    "chunk_loss": "chunks are planned, as `rounding` allows",
-    "chunk_mlp": "chunks are planned, as `rounding` allows",
-    "recompute": "what is computed again is planned, as `rounding` allows",
-}
-"""What replaces settings of earlier versions."""
 
 
 @checked
@@ -109,10 +88,8 @@ class CompileConfig:
     Raises:
         ValueError: If a value has another type, is no choice, or is out of range. The message names the argument, the
             value seen and the allowed values.
-        TypeError: For an unknown argument. The message names the most similar one, or its replacement.
+        TypeError: For an unknown argument. The message names the most similar one.
     """
-
-    _gone: ClassVar[dict[str, str]] = _GONE
 
     region_backend: Literal["inductor", "eager"] = "inductor"
     reduce: Reduction | None = None

@@ -54,10 +54,8 @@ def checked(cls: type[T]) -> type[T]:
 
     Args:
         cls: The class; what is made of it raises a ValueError for a value that may not be there, and a TypeError for an
-            argument that there is not, with the name that was meant. Its ``_gone`` says what replaces arguments of
-            earlier versions, by their names.
+            argument that there is not, with the name that was meant.
     """
-    gone: Mapping[str, str] = getattr(cls, "_gone", {})
     plain = cls.__init__
     signature = inspect.signature(plain)
     names = list(signature.parameters)[1:]
@@ -66,8 +64,6 @@ def checked(cls: type[T]) -> type[T]:
     @functools.wraps(plain)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs:
-            if name in gone:
-                raise TypeError(f"{cls.__name__} has no argument {name!r} any more: {gone[name]}.")
             if name not in names:
                 meant = _inside(cls.__name__, name, kwargs[name], hints) or did_you_mean(name, names)
                 raise TypeError(f"{cls.__name__} has no argument {name!r}.{meant} There are: {', '.join(names)}.")

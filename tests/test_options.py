@@ -51,7 +51,6 @@ def test_a_setting_that_cannot_be_meant(settings: dict[str, Any], message: str) 
             TypeError,
             "CompileConfig has .*'memory_budge'. Did you .*'memory_bud",
         ),
-        ({"compile": {"max_ctas": 8}}, TypeError, "'max_ctas' any more: set the environment variable NCCL_MAX_CTAS"),
         ({"compile": 3}, ValueError, r"compile=3\): expected a CompileConfig, a dict or None"),
         ({"stage": "3"}, ValueError, r"stage='3'\): use 1, 2, 3 or None. Did you mean 3\?$"),
         ({"memory_budget": "8GiB"}, TypeError, r"DeepCompileStrategy\(compile=CompileConfig\(memory_budget='8GiB'\)\)"),
