@@ -67,8 +67,8 @@ def resolve_passes(passes: Sequence[str | Pass], *, profiled: bool) -> tuple[Pas
         The passes.
 
     Raises:
-        PassError: For a name that is not known, for needs that nothing before provides, for needs in a circle, and for
-            a pass that planning starts from behind one that plans.
+        PassError: For a name that is not known, for needs that nothing before provides, and for a pass that planning
+            starts from behind one that plans.
     """
     found = tuple(entry if isinstance(entry, Pass) else _find(entry) for entry in passes)
     provided = {"profile"} if profiled else set()
@@ -108,24 +108,4 @@ def _explain(one: Pass, need: str, passes: Sequence[Pass], position: int) -> str
         known = [p.name for p in BUILTIN_PASSES.values() if need in p.provides]
         remedy = f"put {known[0]!r} before it" if known else "no pass provides that"
         return f"The pass {one.name!r} needs {need!r}, which no pass before it provides: {remedy}."
-    circle = _circle(one, passes)
-    if circle:
-        return f"The passes {' -> '.join(repr(name) for name in circle)} need one another: no order satisfies them."
     return f"The pass {one.name!r} needs {need!r} from {providers[0].name!r}, which comes after it: swap them."
-
-
-def _circle(start: Pass, passes: Sequence[Pass]) -> list[str]:
-    """Returns the names along a path of needs from `start` back to it, if there is one."""
-    path = [(start, [start.name])]
-    seen: set[str] = set()
-    while path:
-        one, names = path.pop()
-        for other in passes:
-            if not one.needs & other.provides:
-                continue
-            if other.name == start.name:
-                return [*names, start.name]
-            if other.name not in seen:
-                seen.add(other.name)
-                path.append((other, [*names, other.name]))
-    return []
