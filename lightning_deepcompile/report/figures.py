@@ -33,6 +33,15 @@ _KINDS: dict[str, str] = {
     "optimizer": "#4c6a92",
     "between": "#d8dee4",
 }
+_LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom"}
+_TIMELINE = {
+    "barmode": "overlay",
+    "bargap": 0.25,
+    "hovermode": "closest",
+    "dragmode": "zoom",
+    "uniformtext": {"minsize": 9, "mode": "hide"},  # names that do not fit appear on zooming in
+}
+"""Layout of bars along an axis of time."""
 _MANY = 60
 """So many bars are narrower than the lines between them would be."""
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
@@ -61,24 +70,21 @@ def library() -> str:
 
 
 def chart(name: str, draw: Callable[[], go.Figure]) -> str:
-    """Returns a figure as part of a page; "" without Plotly.
+    """Returns a figure as part of a page that contains `library`; "" without Plotly.
 
     Args:
         name: Identifier of its element.
         draw: Makes the figure.
     """
-    return to_html(draw(), name) if can_draw() else ""
-
-
-def to_html(figure: go.Figure, name: str) -> str:
-    """Returns a figure as part of a page that contains `library`.
-
-    Args:
-        figure: The figure.
-        name: Identifier of its element.
-    """
+    if not can_draw():
+        return ""
     config = {"responsive": True, "displayModeBar": False, "scrollZoom": True}
-    return figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config)
+    return draw().to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config)
+
+
+def _lay_out(figure: go.Figure, height: int, left: int, top: int, bottom: int, **options: Any) -> None:
+    margin = {"l": left, "r": 20, "t": top, "b": bottom}
+    figure.update_layout(template="plotly_white", height=height, margin=margin, **options)
 
 
 def step_figure(
@@ -111,18 +117,10 @@ def step_figure(
     figure.update_xaxes(title_text="milliseconds from the step's begin", row=2, col=1)
     figure.update_yaxes(categoryorder="array", categoryarray=lanes[::-1], fixedrange=True, row=1, col=1)
     figure.update_yaxes(title_text=f"{unit} on one device", rangemode="tozero", fixedrange=True, row=2, col=1)
-    figure.update_layout(
-        template="plotly_white",
-        height=2 * max(42 * len(lanes), 190) + 160,
-        margin={"l": 120, "r": 20, "t": 80, "b": 50},
-        uniformtext={"minsize": 9, "mode": "hide"},  # names that do not fit appear on zooming in
-        barmode="overlay",
-        bargap=0.25,
-        hovermode="closest",
-        dragmode="zoom",
-        legend={"orientation": "h", "x": 0, "y": 0.47, "yanchor": "middle", "traceorder": "normal"},
-        updatemenus=[_views(events, begin, end)],
-    )
+    legend = {"orientation": "h", "x": 0, "y": 0.47, "yanchor": "middle", "traceorder": "normal"}
+    views = [_views(events, begin, end)]
+    height = 2 * max(42 * len(lanes), 190) + 160
+    _lay_out(figure, height, 120, 80, 50, legend=legend, updatemenus=views, **_TIMELINE)
     return figure
 
 
@@ -250,13 +248,7 @@ def passes_figure(done: Round) -> go.Figure:
         )
     figure.update_yaxes(autorange="reversed", automargin=True, fixedrange=True)
     figure.update_xaxes(title_text="milliseconds more (right) or less (left)", zeroline=True, fixedrange=True)
-    figure.update_layout(
-        template="plotly_white",
-        barmode="group",
-        height=130 + 44 * len(pairs),
-        margin={"l": 20, "r": 20, "t": 40, "b": 40},
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
-    )
+    _lay_out(figure, 130 + 44 * len(pairs), 20, 40, 40, barmode="group", legend=_LEGEND)
     return figure
 
 
@@ -278,17 +270,7 @@ def ranks_figure(events: Sequence[Event], order: Sequence[str]) -> go.Figure:
             figure.add_trace(_bars(plotly, chosen, kind, colors))
     figure.update_yaxes(categoryorder="array", categoryarray=lanes[::-1], automargin=True, fixedrange=True)
     figure.update_xaxes(title_text="milliseconds from the begin of rank 0's step")
-    figure.update_layout(
-        template="plotly_white",
-        height=150 + 40 * len(lanes),
-        margin={"l": 20, "r": 20, "t": 40, "b": 50},
-        barmode="overlay",
-        bargap=0.25,
-        hovermode="closest",
-        dragmode="zoom",
-        uniformtext={"minsize": 9, "mode": "hide"},
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
-    )
+    _lay_out(figure, 150 + 40 * len(lanes), 20, 40, 50, legend=_LEGEND, **_TIMELINE)
     return figure
 
 
@@ -328,12 +310,7 @@ def times_figure(times: Sequence[StepTime], swaps: Sequence[int]) -> go.Figure:
         )
     figure.update_xaxes(title_text="optimizer step")
     figure.update_yaxes(title_text="milliseconds", range=[0, most * 1.05])
-    figure.update_layout(
-        template="plotly_white",
-        height=260,
-        margin={"l": 60, "r": 20, "t": 40, "b": 50},
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
-    )
+    _lay_out(figure, 260, 60, 40, 50, legend=_LEGEND)
     return figure
 
 
@@ -365,5 +342,5 @@ def scaling_figure(points: Sequence[ScalingPoint]) -> go.Figure:
     figure.update_xaxes(type="log", title_text="ranks", tickvals=ranks, ticktext=[str(count) for count in ranks])
     figure.update_yaxes(title_text="milliseconds", rangemode="tozero", row=1, col=1)
     figure.update_yaxes(type="log", title_text="times as fast as measured", row=1, col=2)
-    figure.update_layout(template="plotly_white", height=380, margin={"l": 70, "r": 20, "t": 50, "b": 50})
+    _lay_out(figure, 380, 70, 50, 50)
     return figure
