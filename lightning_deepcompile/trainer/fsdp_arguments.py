@@ -125,9 +125,9 @@ def warn_about_ignored(arguments: Mapping[str, Any]) -> None:
     """Warns, once for all, about arguments that change nothing here.
 
     Args:
-        arguments: Values by name; None means that the argument was not given.
+        arguments: Values by name, those of other arguments, too; None means that the argument was not given.
     """
-    given = [name for name, value in arguments.items() if value is not None]
+    given = [name for name in _INSTEAD if arguments.get(name) is not None]
     if given:
         reasons = "; ".join(f"`{name}`: {_INSTEAD[name]}" for name in given)
         rank_zero_warn(f"DeepCompileStrategy does not need these arguments of FSDP and ignores them. {reasons}.")

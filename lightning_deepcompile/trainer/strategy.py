@@ -173,21 +173,7 @@ class DeepCompileStrategy(InspectedStrategy):
         self.sharding_strategy = sharding_strategy_of(self.stage, hybrid=hybrid)
         check_mesh(device_mesh, hybrid=self._hybrid)
         self._device_mesh, self._wait_report = device_mesh, wait_report
-        warn_about_ignored(
-            {
-                "auto_wrap_policy": auto_wrap_policy,
-                "use_orig_params": use_orig_params,
-                "backward_prefetch": backward_prefetch,
-                "forward_prefetch": forward_prefetch,
-                "limit_all_gathers": limit_all_gathers,
-                "sync_module_states": sync_module_states,
-                "param_init_fn": param_init_fn,
-                "ignored_modules": ignored_modules,
-                "ignored_states": ignored_states,
-                "process_group": process_group,
-                "device_id": device_id,
-            }
-        )
+        warn_about_ignored(locals())
         self.mixed_precision = mixed_precision
         self._checkpointing_policy = checkpointing_policy(activation_checkpointing, activation_checkpointing_policy)
         self.cpu_offload = CPUOffload(cpu_offload) if isinstance(cpu_offload, bool) else cpu_offload or CPUOffload()
