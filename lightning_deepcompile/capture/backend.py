@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import logging
 import math
 import time
 import weakref
@@ -53,8 +52,6 @@ from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.runtime.ops import gathers_of
 from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.shards import ShardedModel
-
-_log = logging.getLogger(__name__)
 
 _CHUNK: dict[Chunkable, Callable[..., int]] = {"losses": chunk_losses, "mlps": chunk_mlps}
 

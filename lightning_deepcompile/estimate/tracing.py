@@ -261,7 +261,6 @@ class TracedStep:
             lookups=exchange_lookups(self.model, stage, dtypes.reduce, ranks.group),
             nothing_moves=nothing_moves,
         )
-        self._runtime, self._gradients = runtime, gradients
         self.fallbacks = Fallbacks(config.fallback, 0)
         self._steps = CompiledSteps(module, config, self.capture, self.fallbacks)
         self.reads = _CountedReads(self.model, self.fallbacks.noticed)

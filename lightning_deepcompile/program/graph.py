@@ -16,8 +16,6 @@ from lightning_deepcompile.runtime.ops import gather_op, reduce_op
 from lightning_deepcompile.runtime.pieces import take_piece_op
 from lightning_deepcompile.runtime.statistics import statistics_ops
 
-aten = torch.ops.aten
-
 
 def args_of(node: fx.Node) -> tuple[Any, ...]:
     """The arguments of `node`; the operator knows their types, torch's annotation is a union of all possible ones."""

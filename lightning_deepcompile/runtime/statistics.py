@@ -18,9 +18,7 @@ from lightning_deepcompile import compat
 _WAITS = (torch.Tag.cudagraph_unsafe,)  # for other ranks, beside what a graph would hold
 
 
-@torch.library.custom_op(
-    "lightning_deepcompile::gather_statistics", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
-)
+@torch.library.custom_op("lightning_deepcompile::gather_statistics", mutates_args=(), tags=_WAITS)
 def gather_statistics(statistics: Tensor, group: str, ranks: int, after: Tensor | None = None) -> Tensor:
     """Gathers one vector from every rank.
 
@@ -43,9 +41,7 @@ def _(statistics: Tensor, group: str, ranks: int, after: Tensor | None = None) -
     return statistics.new_empty(ranks, statistics.shape[0])
 
 
-@torch.library.custom_op(
-    "lightning_deepcompile::sum_statistics_gradients", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
-)
+@torch.library.custom_op("lightning_deepcompile::sum_statistics_gradients", mutates_args=(), tags=_WAITS)
 def sum_statistics_gradients(gradients: Tensor, group: str, after: Tensor | None = None) -> Tensor:
     """The derivative of `gather_statistics`: the sum of the gradients that all ranks' losses give this rank's vector.
 
