@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.templates import Instance
-from lightning_deepcompile.plan.recompute import Checkpoint
+from lightning_deepcompile.plan.fit_measured import Checkpoint
 from lightning_deepcompile.plan.tracing import Chunkable
 from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.program import ParamInfo, Program

@@ -24,7 +24,6 @@ from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.offload.host_memory import host_limit
 from lightning_deepcompile.offload.parameters import HostedShards, decide_hosted
 from lightning_deepcompile.offload.residency import Residency
-from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.plan.costs import REDUCE_WINDOW
 from lightning_deepcompile.plan.offload import Offloading
 from lightning_deepcompile.profile.memory import memory_limit
@@ -185,9 +184,10 @@ class Assembly:
         residency = None
         if (mode := self._offloading.states) != "none":
             residency = Residency(config, mode, model, runtime, group, device, self.memory, self._host_bytes)
-        trade = StateTrade(residency, self.hosted.describe)
         room = self._room_for_activations(residency)
-        tuner = Tuner(capture, runtime, group, device, self.memory, retry, trade, leaving, room)
+        tuner = Tuner(
+            capture, runtime, group, device, self.memory, retry, residency, leaving, self.hosted.describe(), room
+        )
         prefetch = StepPrefetch(capture, runtime, self.host_group, device, stage)
         watch = Watch(store, rank, self._ranks.world_size, meeting[-1])
         meetings = Meetings(self._ranks.new_host_group(alone=True, timeout=self._timeout), watch)

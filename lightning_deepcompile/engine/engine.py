@@ -389,7 +389,8 @@ class Engine:
     def summary(self) -> Summary:
         """Counters; see `Summary`."""
         last = self.timeline.communicated
-        decision = None if self.residency is None else self.residency.decision
+        states = None if self.residency is None else self.residency.plan
+        shards = self._hosted.plan
         return Summary(
             world_size=self.model.ranks.shards,
             replicas=self.model.ranks.replicas,
@@ -416,11 +417,11 @@ class Engine:
             region_compile_seconds=self.capture.regions.seconds,
             offloaded_bytes=0 if self.residency is None else self.residency.host_bytes,
             offload_moved_bytes=0 if self.residency is None else self.residency.moved_bytes,
-            offload_reason="" if decision is None else decision.reason,
+            offload_reason="" if states is None else states.why,
             offloaded_activation_bytes=last.get("offloaded_bytes", 0),
             offloaded_parameter_bytes=self._hosted.bytes,
             fetched_parameter_bytes=last.get("fetched_bytes", 0),
-            offload_parameters_reason=self._hosted.reason,
+            offload_parameters_reason="" if shards is None else shards.why,
             memory_plan=self.timeline.tuner.memory_plan,
             peak_bytes=self._memory.highest,
             rank_skew_seconds=self.tuner.skew_seconds,

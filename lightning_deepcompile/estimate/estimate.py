@@ -25,18 +25,18 @@ from lightning_deepcompile.estimate.work import seconds_of
 from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.offload.parameters import decide_hosted
 from lightning_deepcompile.offload.probe import probe_states
-from lightning_deepcompile.offload.trade import StateTrade
 from lightning_deepcompile.plan.budget import parse_budget
 from lightning_deepcompile.plan.context import NO_LIMIT, PlanContext
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.devices import Device
+from lightning_deepcompile.plan.fit_measured import MeasuredPlan, Planned, fit_measured
 from lightning_deepcompile.plan.known_passes import DEFAULT_SCHEDULE, resolve_passes
 from lightning_deepcompile.plan.memory_need import MemoryNeed, memory_need
 from lightning_deepcompile.plan.offload import chunk_bytes, leaving_order
 from lightning_deepcompile.plan.optimize import PassEffect, optimize
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.plan.state_copies import LEAST_SLOTS
-from lightning_deepcompile.plan.state_trade import Planned, StateMemory, trade_states
+from lightning_deepcompile.plan.state_memory import StateMemory
 from lightning_deepcompile.plan.step_pass import Pass
 from lightning_deepcompile.plan.topology import Topology
 from lightning_deepcompile.profile.build import leave_room
@@ -314,7 +314,7 @@ class _Estimate:
         offloading = self._hosted.offloading
         leaving = ActivationOffload(offloading, model, self._device, request.stage, NO_LIMIT)
         group = model.ranks.group
-        retracing = Retracing(capture, StateTrade(), group)
+        retracing = Retracing(capture, group)
         may_leave = offloading.states != "none"
         foresight = Foresight(capture, retracing, leaving, self._memory, group)
         retraced = []
@@ -361,12 +361,11 @@ class _Estimate:
             chunk=chunk_bytes(sum(sizes)),
             movable=may_leave,
         )
-        _, best = trade_states(profile, states, plan)
-        schedules, effects = best.planned
-        prediction = effects[-1].prediction
+        decided = fit_measured(profile, plan, states)
+        best = decided.best
+        prediction = best.effects[-1].prediction
         shown = replace(standing, states=standing.states - best.away) if standing.states else standing
-        table = memory_need(schedules, best.profile, shown, arrived)
-        limit = (profile.budget or 0) + profile.room
+        table = memory_need(best.schedules, best.profile, shown, arrived)
         notes = self._notes + [
             f"{function} runs uncompiled, and is counted by blocks: {reason}"
             for function, reason in step.fallbacks.reasons.items()
@@ -376,12 +375,12 @@ class _Estimate:
             device=request.device.name,
             parameters=self._parameters,
             budget=foresight.plan.room,
-            peak=max(limit + best.over, table.total),
+            peak=max(decided.peak, table.total),
             least=foresight.plan.least,
             need=table,
             traced=need,
             shared=model.device_bytes + need.standing.gradients + (0 if may_leave else need.standing.states),
-            moves=tuple(self._moves(schedules, best.away, retraced)),
+            moves=(*retraced, *self._moves(decided)),
             seconds=prediction.seconds,
             compute_seconds=prediction.compute_seconds,
             exposed_seconds=prediction.exposed_seconds,
@@ -390,21 +389,11 @@ class _Estimate:
             programs={program.name: format_program(program) for program in programs},
         )
 
-    def _moves(self, schedules: Sequence[Any], away: int, retraced: Sequence[str]) -> list[str]:
-        moves = list(retraced)
-        offloaded = 0
-        for schedule in schedules:
-            if schedule.kind != "forward":
-                continue
-            numbers = set(schedule.offloaded)
-            offloaded += sum(one.size for one in schedule.saved if one.number in numbers)
-        if offloaded:
-            moves.append(f"saved tensors wait in host memory: {format_bytes(offloaded)}")
-        if away:
-            moves.append(f"optimizer states wait in host memory: {format_bytes(away)}")
-        if self._hosted.bytes:
-            moves.append(f"shards of parameters wait in host memory: {format_bytes(self._hosted.bytes)}")
-        return moves
+    def _moves(self, decided: MeasuredPlan) -> list[str]:
+        forwards = [one for one in decided.best.schedules if one.kind == "forward"]
+        saved = sum(one.size for each in forwards for one in each.saved if one.number in each.offloaded)
+        copied = f"{format_bytes(saved)} of saved tensors in host memory" if saved else ""
+        return [text for text in (copied, decided.describe("states"), self._hosted.describe()) if text]
 
     def _states(self, step: TracedStep, model: ShardedModel) -> tuple[int, ...]:
         """Returns the bytes of each shard's optimizer states, in the order in which they leave."""

@@ -9,18 +9,15 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.plan.fit import Move, Need, fit
+from lightning_deepcompile.plan.fit import MemoryPlan, Move, Need, fit, move_all
 from lightning_deepcompile.plan.offload import Offloading, check_host, chunk_bytes
 from lightning_deepcompile.profile.peak_memory import PeakMemory
-from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.ranks.exchange import maxima
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.sharding.layout import ChunkLayout
 from lightning_deepcompile.sharding.needs import moving_bytes
 from lightning_deepcompile.sharding.shards import lay_out
 from lightning_deepcompile.sharding.wire_dtypes import WireDtypes
-
-__all__ = ["HostedShards", "decide_hosted"]
 
 _log = logging.getLogger(__name__)
 
@@ -39,21 +36,24 @@ class HostedShards:
     """The decision about shards and states in host memory.
 
     Args:
-        chunks: Indices of the chunks of shards that live in host memory.
-        bytes: Of them, of each rank.
-        reason: Why, in words.
         offloading: How each kind is offloaded: as `CompileConfig.offload` says, but ``"none"`` for parameters where all
             may stay and do, and for states where sizes say that all may stay.
+        chunks: Indices of the chunks of shards that live in host memory.
+        plan: Why, and how much; None where none may leave.
     """
 
-    chunks: frozenset[int] = frozenset()
-    bytes: int = 0
-    reason: str = ""
     offloading: Offloading = Offloading()
+    chunks: frozenset[int] = frozenset()
+    plan: MemoryPlan | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of each rank's shards in host memory."""
+        return 0 if self.plan is None else self.plan.bytes("parameters")
 
     def describe(self) -> str:
         """Describes what is in host memory and why; "" if nothing is."""
-        return f"{format_bytes(self.bytes)} of parameters in host memory: {self.reason}" if self.bytes else ""
+        return "" if self.plan is None else self.plan.describe("parameters")
 
 
 def decide_hosted(
@@ -91,55 +91,49 @@ def decide_hosted(
         offloading = replace(offloading, parameters="none")
     mode, states = offloading.parameters, offloading.states
     if mode == "none" and states != "auto":
-        return HostedShards(offloading=offloading)
+        return HostedShards(offloading)
     chunks = lay_out(module, ranks.shards, dtypes).chunks
     (least,) = maxima([-memory.limit(config.memory_budget)], ranks.group)
-    budget = int(-least)
-    if states == "auto" and _standing(config, chunks, ranks, stage) <= _ROOMY * budget:
+    budget, shards = int(-least), [chunk.nbytes for chunk in chunks]
+    if states == "auto" and sum(shards) + _others(config, chunks, ranks, stage, leave=False) <= _ROOMY * budget:
         offloading = replace(offloading, states="none")
-    shards, room = tuple(chunk.nbytes for chunk in chunks), int(budget * (1 - _ACTIVATIONS))
-    others = _others(config, chunks, ranks)
     if mode == "none":
-        return HostedShards(offloading=offloading)
-    if mode == "all":
-        hosted, reason = frozenset(range(len(chunks))), f"offload={config.offload!r}"
-    else:
-        # A chunk travels while the blocks before it compute, which need the link themselves if they left: of equal
-        # ones, as layers are, those go that lie far apart.
-        order = sorted(range(len(shards)), key=lambda index: (-shards[index], _spread(index)))
-        units = tuple(shards[index] for index in order)
-        plan = fit(Need({"step": others + sum(shards)}, (Move("parameters", units, slots=_SLOTS),)), room, "same")
-        hosted, reason = frozenset(order[unit] for unit in plan.gone("parameters")), plan.numbers
-    bytes_ = sum(shards[index] for index in hosted)
-    decided = HostedShards(hosted, bytes_, reason, replace(offloading, parameters=mode if hosted else "none"))
+        return HostedShards(offloading)
+    # A chunk travels while the blocks before it compute, which need the link themselves if they left: of equal ones, as
+    # layers are, those go that lie far apart.
+    order = sorted(range(len(shards)), key=lambda index: (-shards[index], _spread(index)))
+    leaving = Move("parameters", tuple(shards[index] for index in order), slots=_SLOTS)
+    others = _others(config, chunks, ranks, stage, leave=config.offloading.states != "none")
+    need, room = Need({"step": others + sum(shards)}, (leaving,)), int(budget * (1 - _ACTIVATIONS))
+    plan = move_all(need, room, f"offload={config.offload!r}") if mode == "all" else fit(need, room, "same")
+    hosted = frozenset(order[unit] for unit in plan.gone("parameters"))
+    decided = HostedShards(replace(offloading, parameters=mode if hosted else "none"), hosted, plan)
     check_host(decided.bytes, host_bytes, config.host_memory_budget, "parameters")
     if ranks.group.rank() == 0:
         level = logging.INFO if hosted else logging.DEBUG
-        _log.log(level, "%s", decided.describe() or f"All parameters stay on the device: {reason}")
+        _log.log(level, "%s", decided.describe() or f"All parameters stay on the device: {plan.why}")
     return decided
 
 
-def _others(config: CompileConfig, chunks: Sequence[ChunkLayout], ranks: Ranks) -> int:
-    """Returns the most bytes that everything but shards takes at a time, if all else that may leave has left."""
+def _others(config: CompileConfig, chunks: Sequence[ChunkLayout], ranks: Ranks, stage: int, *, leave: bool) -> int:
+    """Returns the most bytes that everything but shards takes at a time, with Adam's states.
+
+    Args:
+        config: When gradients are reduced.
+        chunks: The shards.
+        ranks: The ranks.
+        stage: ZeRO stage.
+        leave: Whether all states wait in host memory.
+    """
     gradients = sum(chunk.nbytes for chunk in chunks if chunk.is_trained)
-    states, stepping = 2 * gradients, 0  # Adam's
-    if config.offloading.states != "none":  # they are copied to the device with their parameters, through three buffers
+    states, stepping = 2 * gradients, 0
+    if leave:  # they are copied to the device with their parameters, through three buffers
         sizes = [shard.shard_numel * chunk.dtype.itemsize for chunk in chunks for shard in chunk.shards]
         states, stepping = 0, 3 * min(max(chunk_bytes(states), 3 * max(sizes, default=0)), gradients)
-    reduction = config.reduction(3)
-    moving = moving_bytes(chunks, ranks.shards, stage=3, reduction=reduction)
+    moving = moving_bytes(chunks, ranks.shards, stage=stage, reduction=config.reduction(stage))
     return gradients + states + max(moving, stepping)
 
 
 def _spread(index: int) -> int:
     """Orders numbers so that the first few of them are far apart, whatever their range: by their bits, reversed."""
     return int(f"{index:032b}"[::-1], 2)
-
-
-def _standing(config: CompileConfig, chunks: Sequence[ChunkLayout], ranks: Ranks, stage: int) -> int:
-    """Bytes of shards, gradients, Adam's states, and the groups that are gathered and reduced at one time."""
-    shards = sum(chunk.nbytes for chunk in chunks)
-    trained = sum(chunk.nbytes for chunk in chunks if chunk.is_trained)
-    reduction = config.reduction(stage)
-    moving = moving_bytes(chunks, ranks.shards, stage=stage, reduction=reduction)
-    return shards + 3 * trained + moving

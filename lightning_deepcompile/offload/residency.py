@@ -1,4 +1,4 @@
-"""Decides where optimizer states live: once for all optimizers, by the memory that a step was measured to need."""
+"""Keeps optimizer states of all optimizers where `plan.fit` and `plan.fit_measured` decide that they live."""
 
 from __future__ import annotations
 
@@ -20,23 +20,14 @@ from lightning_deepcompile.offload.chunks import Parts
 from lightning_deepcompile.offload.probe import StateSizes, probe_states
 from lightning_deepcompile.offload.reserve import reserve
 from lightning_deepcompile.offload.states import StateOffload
-from lightning_deepcompile.plan.fit import Move, Need, fit
-from lightning_deepcompile.plan.offload import (
-    OffloadDecision,
-    OffloadMode,
-    StatePlaces,
-    check_host,
-    chunk_bytes,
-    leaving_order,
-)
+from lightning_deepcompile.plan.fit import MemoryPlan, Move, Need, fit, move_all
+from lightning_deepcompile.plan.fit_measured import MeasuredPlan
+from lightning_deepcompile.plan.offload import OffloadMode, StatePlaces, check_host, chunk_bytes, leaving_order
 from lightning_deepcompile.plan.state_copies import LEAST_SLOTS
-from lightning_deepcompile.plan.state_trade import StateMemory
+from lightning_deepcompile.plan.state_memory import StateMemory
 from lightning_deepcompile.profile.peak_memory import PeakMemory
-from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.ranks.exchange import maxima
 from lightning_deepcompile.sharding.shards import ShardedModel
-
-__all__ = ["Residency"]
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +68,7 @@ class Residency:
         limit: Bytes of host memory that this rank may use; the same on all ranks.
 
     Attributes:
-        decision: What was decided; None before the first optimizer step.
+        plan: The decision; None before the first optimizer step.
         expected: Where a plan that was read has states: they go there if the step that was seen fits with it.
     """
 
@@ -102,7 +93,8 @@ class Residency:
         self._coming = 0  # bytes in host memory before some come back
         self._last = 0, 0  # bytes in host memory and bytes moved, of optimizers that are retired
         self._slots = LEAST_SLOTS
-        self.decision: OffloadDecision | None = None
+        self._before: tuple[StatePlaces, MemoryPlan] | None = None  # what `undo` goes back to
+        self.plan: MemoryPlan | None = None
         self.expected: StatePlaces | None = None
 
     def attach(
@@ -145,7 +137,7 @@ class Residency:
         self._attached.append((weakref.ref(optimizer), offload))
         for _, one in self._attached:
             one.alone = len(self._attached) == 1
-        self.decision = None
+        self.plan = None
         self._observing = False
         if self._mode == "all":
             check_host(sum(size for *_, size in self._sizes()), self._limit, self._config.host_memory_budget)
@@ -178,7 +170,7 @@ class Residency:
         if self._coming > self.host_bytes:  # the optimizer has stepped since
             self._coming = 0
             self._runtime.states.synchronize()  # what nobody uses any more is freed
-        undecided = self._mode == "auto" and self.decision is None
+        undecided = self._mode == "auto" and self.plan is None
         if undecided and not self._observing:
             self._memory.restart()
         self._observing = True
@@ -214,14 +206,11 @@ class Residency:
 
     def describe(self) -> str:
         """Describes what is in host memory and why; "" if nothing is."""
-        if self.decision is None or self.decision.bytes == 0:
-            return ""
-        leaving, states = (format_bytes(n) for n in (self.decision.bytes, self.decision.states))
-        return f"{leaving} of {states} of optimizer states in host memory: {self.decision.reason}"
+        return "" if self.plan is None else self.plan.describe("states")
 
     def _decide(self) -> None:
         """Decides, in the first optimizer step after `attach`; then a collective."""
-        if self.decision is not None:
+        if self.plan is not None:
             return
         sizes = list(self._sizes())
         mine = self._need(sizes)
@@ -232,32 +221,33 @@ class Residency:
         units = tuple(size for *_, size in sizes if size > 0)
         chunks = Move("states", units, slots=LEAST_SLOTS, least=self._chunk_bytes, most=buffers, at="stepping")
         need = Need({"passes": peak + states, "stepping": stepping + states}, (chunks,))
-        plan = fit(need, seen.budget, "same")
         if self._mode == "all":
-            decision = OffloadDecision(states, states, f"offload={self._config.offload!r}")
+            plan = move_all(need, seen.budget, f"offload={self._config.offload!r}")
         else:
+            plan = fit(need, seen.budget, "same")
             if states:
                 plan.check(self._config.memory_budget)
-            decision = OffloadDecision(plan.bytes("states"), states, plan.numbers)
-        check_host(decision.bytes, self._limit, self._config.host_memory_budget)
-        self.decision = decision  # `memory` asks for it
-        self.decision = decision = self._as_planned(decision)
+        check_host(plan.bytes("states"), self._limit, self._config.host_memory_budget)
+        self.plan = plan  # `memory` asks for it
+        self.plan = plan = self._as_planned(plan)
         if self._mode == "auto":
-            self._choose(sizes, decision.bytes)
+            self._choose(sizes, plan.bytes("states"))
         if self._group.rank() == 0:
-            _log.info("%s", self.describe() or f"All optimizer states stay on the device: {decision.reason}")
+            _log.info("%s", self.describe() or f"All optimizer states stay on the device: {plan.why}")
 
-    def _as_planned(self, decision: OffloadDecision) -> OffloadDecision:
-        """Returns `decision`, or that of the loaded plan if its programs leave enough memory; they have run by then."""
+    def _as_planned(self, plan: MemoryPlan) -> MemoryPlan:
+        """Returns `plan`, or that of the loaded plan if its programs leave enough memory; they have run by then."""
         places, memory, need = self.expected, self.memory(), self._seen
         if places is None or memory is None or need is None:
-            return decision
+            return plan
         away = places.away if memory.movable else memory.away
         most = max(need.peak + memory.total - away, memory.while_stepping(away, places.slots))
         if most > need.budget or away > min(memory.host, memory.total):
-            return decision
+            return plan
         self.set_slots(places.slots)
-        return replace(decision, bytes=away, reason="as in the plan that was read") if memory.movable else decision
+        if not memory.movable:
+            return plan
+        return replace(plan, peak=most, moved=memory.moved(away), reason="as in the plan that was read")
 
     def _choose(self, sizes: list[tuple[int, Tensor, int]], least: int) -> None:
         """Offloads the states of the first shards, at least `least` bytes of them. A collective."""
@@ -276,13 +266,37 @@ class Residency:
     def memory(self) -> StateMemory | None:
         """Returns what planning needs to move states or to schedule their copies; None before the first decision."""
         seen, sizes = self._seen, tuple(size for *_, size in self._sizes() if size > 0)
-        if seen is None or self.decision is None or not sizes:
+        if seen is None or self.plan is None or not sizes:
             return None
         movable = self._mode == "auto"
         away = self._away if movable else sum(sizes)
         fetched = len(self._attached) == 1 and not any(self._hosted_bytes(local) for _, local, _ in self._sizes())
         chunk = self._chunk_bytes if fetched else 0
         return StateMemory(sizes, away, seen.stepping, seen.buffers, self._limit, chunk, movable)
+
+    def follow(self, decided: MeasuredPlan) -> bool:
+        """Moves states as a decision with a measured step says. A collective if they move, between steps.
+
+        Returns:
+            Whether they are where it says; else nothing has moved.
+        """
+        places, plan, self._before = self.places, self.plan, None
+        self.set_slots(decided.now.slots)
+        if decided.moves_states:
+            if not self.place(decided.best.away, decided.reason):
+                return False
+            assert places is not None and plan is not None
+            self._before = replace(places, slots=decided.now.slots), plan
+            self.set_slots(decided.best.slots)
+        return True
+
+    def undo(self) -> bool:
+        """Moves states back that the last `follow` has moved; returns whether they did. A collective if so."""
+        before, self._before = self._before, None
+        if before is None or not self.place(before[0].away, before[1].reason):
+            return False
+        self.set_slots(before[0].slots)
+        return True
 
     def place(self, away: int, reason: str) -> bool:
         """Moves states between device and host: to the host now, to the device with the optimizer's next step.
@@ -296,7 +310,8 @@ class Residency:
         Returns:
             Whether all ranks could take so much; else nothing changed, and a warning says so.
         """
-        assert self.decision is not None
+        memory = self.memory()
+        assert self.plan is not None and memory is not None
         before = self._away
         try:
             self._choose(list(self._sizes()), away)
@@ -307,7 +322,7 @@ class Residency:
         for _, offload in self._attached:
             offload.depart()
         self._coming = self.host_bytes if self._away < before else 0
-        self.decision = replace(self.decision, bytes=self._away, reason=reason)
+        self.plan = replace(self.plan, moved=memory.moved(self._away), reason=reason)
         return True
 
     def _take_host_memory(self, leaving: list[tuple[int, Tensor, int]]) -> None:

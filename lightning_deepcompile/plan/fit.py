@@ -10,8 +10,6 @@ from lightning_deepcompile.plan.budget import MemoryBudgetError
 from lightning_deepcompile.plan.settings import Rounding
 from lightning_deepcompile.program.printer import exact_bytes, format_bytes
 
-__all__ = ["PRICES", "Kind", "MemoryPlan", "Move", "Moved", "Need", "fit"]
-
 Kind = Literal["gathers", "activations", "copies", "states", "parameters", "losses", "checkpoints", "operators", "mlps"]
 
 PRICES: Mapping[Kind, float] = {
@@ -25,7 +23,7 @@ PRICES: Mapping[Kind, float] = {
     "mlps": 5,  # a third of their time
     "parameters": 6,  # in for every gather, and with the states
 }
-"""The order of moves by the time that a byte takes; plans of measured steps know seconds (`plan.state_trade`)."""
+"""The order of moves by the time that a byte takes; of a measured step seconds are known (`plan.fit_measured`)."""
 
 _WORDS: Mapping[Kind, str] = {
     "gathers": "parameters gathered right before their use",
@@ -127,6 +125,7 @@ class MemoryPlan:
         moved: The moves that are made.
         retrace: A move of which only another trace tells what it frees: it is made first, and the decision again.
         least: Bytes with all moves whose units are known.
+        reason: Why these moves are made, where it is not for `numbers`.
     """
 
     room: int
@@ -135,6 +134,7 @@ class MemoryPlan:
     moved: tuple[Moved, ...] = ()
     retrace: Kind | None = None
     least: int = 0
+    reason: str = ""
 
     @property
     def fits(self) -> bool:
@@ -158,6 +158,17 @@ class MemoryPlan:
     def numbers(self) -> str:
         """The needed and the available bytes, as a clause."""
         return f"{format_bytes(self.needed)} are needed, and {format_bytes(self.room)} may be allocated"
+
+    @property
+    def why(self) -> str:
+        """The reason, as a clause."""
+        return self.reason or self.numbers
+
+    def describe(self, kind: Kind) -> str:
+        """Returns how much a kind of move takes off the device and why; "" if nothing."""
+        every = sum(sum(one.move.units) for one in self.moved if one.move.kind == kind)
+        size = self.bytes(kind)
+        return f"{format_bytes(size)} of {format_bytes(every)} of {_WORDS[kind]}: {self.why}" if size else ""
 
     def __str__(self) -> str:
         """The decision in one sentence."""
@@ -209,6 +220,19 @@ def fit(need: Need, room: int, rounding: Rounding) -> MemoryPlan:
         _make(need, moved, move, room)
     plan = MemoryPlan(room, needed, need.peak(moved), tuple(moved), least=need.peak(_all(known)))
     return plan if plan.fits or not unknown else replace(plan, retrace=unknown[0].kind)
+
+
+def move_all(need: Need, room: int, reason: str) -> MemoryPlan:
+    """Returns the decision to make all moves, because settings say so.
+
+    Args:
+        need: All of whose moves have units.
+        room: Bytes that may be allocated.
+        reason: Why.
+    """
+    moved = tuple(_all(need.moves))
+    peak = need.peak(moved)
+    return MemoryPlan(room, need.peak(), peak, moved, least=peak, reason=reason)
 
 
 def _all(moves: Iterable[Move]) -> list[Moved]:

@@ -1,4 +1,4 @@
-"""Decides how many bytes of optimizer states to offload: as many as exceed the memory budget, and no more."""
+"""Settings and sizes of tensors in host memory; `plan.fit` decides which are there."""
 
 from __future__ import annotations
 
@@ -47,21 +47,6 @@ _CHUNK_BYTES = 256 << 20
 def pinned_bytes(size: int) -> int:
     """Bytes of the pinned host buffer for a saved tensor of `size` bytes: a power of two."""
     return 1 << max(size - 1, 0).bit_length()
-
-
-@dataclass(frozen=True)
-class OffloadDecision:
-    """The decision.
-
-    Args:
-        bytes: Bytes that must be offloaded; at most `states`.
-        states: Bytes of states that could be offloaded.
-        reason: Why, in words.
-    """
-
-    bytes: int
-    states: int
-    reason: str
 
 
 @dataclass(frozen=True)

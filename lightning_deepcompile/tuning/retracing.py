@@ -1,26 +1,21 @@
-"""Decides when to retrace the step to change its memory use: recompute more or less in backward, or chunk more."""
+"""Retraces the step to change its memory use, as `plan.fit` decides: recomputes more or less, or chunks more."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
 
 from lightning_deepcompile.capture.backend import Capture
-from lightning_deepcompile.offload.trade import StateTrade
-from lightning_deepcompile.plan.context import NO_LIMIT
 from lightning_deepcompile.plan.costs import Profile
-from lightning_deepcompile.plan.fit import Kind, MemoryPlan, Move, Need, fit
-from lightning_deepcompile.plan.recompute import Checkpoint, choose_recompute
+from lightning_deepcompile.plan.fit import Kind, MemoryPlan, Move
+from lightning_deepcompile.plan.fit_measured import Checkpoint, MeasuredPlan
 from lightning_deepcompile.plan.report import PassReport, Round
-from lightning_deepcompile.plan.state_trade import Planned
 from lightning_deepcompile.plan.tracing import Chunkable, Tracing
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import on_any
-
-__all__ = ["Retracing"]
 
 _NAMES: dict[Chunkable, str] = {"losses": "losses", "mlps": "MLPs"}
 _CHUNKS = 8
@@ -29,19 +24,18 @@ up as often."""
 
 
 class Retracing:
-    """Decides how the step is traced. Call every method on all ranks alike: their inputs are the same.
+    """Traces the step as decisions say. Call every method on all ranks alike: their inputs are the same.
 
     What is computed again is decided once, in the first round of planning. Losses and feed-forward layers (MLPs) are
     whole until they cannot be.
 
     Args:
         capture: Traces the step.
-        states: Knows what waits in host memory: where that is short of memory already, nothing is kept.
         group: The ranks.
     """
 
-    def __init__(self, capture: Capture, states: StateTrade, group: dist.ProcessGroup) -> None:
-        self._capture, self._states, self._group = capture, states, group
+    def __init__(self, capture: Capture, group: dist.ProcessGroup) -> None:
+        self._capture, self._group = capture, group
         self._frames = capture.frames
         self._decided = capture.config.rounding != "any"
         self._useless: set[Kind] = set()
@@ -125,23 +119,6 @@ class Retracing:
         """
         return [self._frames.checkpoints(schedule.frame) for schedule in schedules if schedule.kind == "forward"]
 
-    def spare(self, step: int, profile: Profile, least: int) -> Round | None:
-        """Has the step traced once more where no plan of it fits.
-
-        Args:
-            step: Optimizer steps done.
-            profile: As measured.
-            least: Bytes of the leanest plan.
-
-        Returns:
-            What the report says of it; None if the step stays as it is.
-        """
-        whole = NO_LIMIT if profile.budget is None else profile.budget + profile.room
-        if least <= whole:
-            return None
-        plan = fit(Need({"step": least}, self.moves()), whole, self._capture.config.rounding)
-        return None if plan.retrace is None else self.make(step, plan, profile)
-
     def make(self, step: int, plan: MemoryPlan, profile: Profile) -> Round:
         """Has the step traced once more as a decision says; returns what the report says of it.
 
@@ -157,24 +134,16 @@ class Retracing:
         text = f"The {who} needs {missing} too much memory, so {done} from step {step} on."
         return Round(step, (), plan.room, *times, outcome="retraced", reason=text)
 
-    def choose(
-        self, step: int, profile: Profile, seen: Sequence[list[list[Checkpoint]]], plan: Callable[[Profile], Planned]
-    ) -> Round | None:
-        """Decides what is recomputed, and makes the capture retrace the step if that changes.
+    def blocks(
+        self, profile: Profile, seen: Sequence[list[list[Checkpoint]]]
+    ) -> Mapping[int, Sequence[Checkpoint]] | None:
+        """Returns the blocks that may keep their activations, by graph; None where that is not to be decided now.
 
         Args:
-            step: Optimizer steps done.
             profile: As measured.
             seen: What every rank has `seen`.
-            plan: Makes a plan with a profile.
-
-        Returns:
-            What the report says of it; None if the step stays as it is.
         """
-        decided, self._decided = self._decided, True
-        places = self._states.places
-        short = (places is not None and places.away > 0) or any(s.offloaded for s in profile.schedules)
-        if decided or short or any([*map(len, one)] != [*map(len, seen[0])] for one in seen):
+        if self._decided or any([*map(len, one)] != [*map(len, seen[0])] for one in seen):
             return None
         frames = [schedule.frame for schedule in profile.schedules if schedule.kind == "forward"]
         # Ranks may meet batches of different lengths.
@@ -182,12 +151,25 @@ class Retracing:
             [max(same, key=lambda one: one.bytes) for same in zip(*blocks, strict=True)]
             for blocks in zip(*seen, strict=True)
         ]
-        blocks = dict(zip(frames, largest, strict=True))
-        doubles = self._capture.config.memory_budget is None
-        chosen = choose_recompute(profile, blocks, plan, doubles=doubles)
-        if chosen is None:
+        return dict(zip(frames, largest, strict=True))
+
+    def follow(self, step: int, plan: MeasuredPlan, profile: Profile) -> Round | None:
+        """Has the step traced once more where a decision with a measured step says so.
+
+        Args:
+            step: Optimizer steps done.
+            plan: The decision.
+            profile: What it fell by.
+
+        Returns:
+            What the report says of it; None if the step stays as it is.
+        """
+        if plan.retrace is not None:
+            return self.make(step, plan, profile)
+        self._decided = True
+        if not plan.best.kept:
             return None
-        self._capture.retrace(replace(self._capture.tracing, uncheckpointed=chosen.uncheckpointed))
-        reports = tuple(PassReport.of(effect) for effect in chosen.effects)
+        self._capture.retrace(replace(self._capture.tracing, uncheckpointed=plan.best.kept))
+        reports = tuple(PassReport.of(effect) for effect in plan.best.effects)
         times = profile.step_seconds, profile.exposed_seconds
         return Round(step, reports, profile.budget, *times, outcome="retraced")

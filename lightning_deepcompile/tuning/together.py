@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from lightning_deepcompile.plan.costs import Profile, ProfileError
-from lightning_deepcompile.plan.recompute import Checkpoint
+from lightning_deepcompile.plan.fit_measured import Checkpoint
 from lightning_deepcompile.profile.merge import frame_of, merge_profiles, numbers_of, with_numbers
 from lightning_deepcompile.profile.workload import Workload
 from lightning_deepcompile.program.schedule import Schedule

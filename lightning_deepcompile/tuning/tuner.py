@@ -13,20 +13,19 @@ import torch.distributed as dist
 from lightning_deepcompile import compat
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.offload.activations import ActivationOffload
-from lightning_deepcompile.offload.trade import StateTrade
+from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.plan.admit import admitted
 from lightning_deepcompile.plan.context import PlanContext
-from lightning_deepcompile.plan.copy_placement import offload_all
 from lightning_deepcompile.plan.costs import FirstGathers, Profile, ProfileError
 from lightning_deepcompile.plan.fit import Need, fit
+from lightning_deepcompile.plan.fit_measured import MeasuredPlan, Planned, fit_measured
 from lightning_deepcompile.plan.known_passes import DEFAULT_SCHEDULE, resolve_passes
-from lightning_deepcompile.plan.least import least_budget
 from lightning_deepcompile.plan.limits import limits
 from lightning_deepcompile.plan.measured import MeasuredStep
 from lightning_deepcompile.plan.optimize import optimize
 from lightning_deepcompile.plan.plan_file import Batches, Setting
 from lightning_deepcompile.plan.report import PassReport, Round, shortage_note
-from lightning_deepcompile.plan.state_trade import Planned
+from lightning_deepcompile.plan.state_memory import StateMemory
 from lightning_deepcompile.plan.step_pass import Pass
 from lightning_deepcompile.profile.links import Transfer, agree, small_transfers
 from lightning_deepcompile.profile.peak_memory import PeakMemory
@@ -54,8 +53,6 @@ from lightning_deepcompile.tuning.shortages import MemoryRetry
 from lightning_deepcompile.tuning.slow_ranks import SlowRanks
 from lightning_deepcompile.tuning.together import Seen, put_together
 
-__all__ = ["Tuner"]
-
 _log = logging.getLogger(__name__)
 
 _NOISE = 0.03  # how much slower than before a plan may measure
@@ -78,8 +75,9 @@ class Tuner:
         device: Where programs run.
         memory: Of that device.
         retry: Knows whether this rank was short of memory.
-        states: Places optimizer states together with plans.
+        residency: Places optimizer states together with plans; None where they stay on the device.
         leaving: Decides which saved tensors are offloaded where nothing was measured.
+        hosted: Says which shards are in host memory for good; "" for none.
         host_room: Bytes of host memory that saved tensors may take; None where none may leave.
 
     Attributes:
@@ -105,16 +103,17 @@ class Tuner:
         device: torch.device,
         memory: PeakMemory,
         retry: MemoryRetry,
-        states: StateTrade,
+        residency: Residency | None,
         leaving: ActivationOffload,
+        hosted: str = "",
         host_room: Callable[[], int] | None = None,
     ) -> None:
         self._capture, self._runtime, self._group = capture, runtime, group
         self._frames, self._scheduling = capture.frames, capture.scheduling
         self._device, self._memory = device, memory
-        self._retry, self._states = retry, states
+        self._retry, self._residency, self._hosted = retry, residency, hosted
         self._slow_ranks = SlowRanks(group, device, memory, capture.frames)
-        self._retracing = Retracing(capture, states, group)
+        self._retracing = Retracing(capture, group)
         self._foresight = Foresight(capture, self._retracing, leaving, memory, group)
         capture.entry.before_first_run = compat.held_weakly(self.before_first_run)
         capture.entry.before_larger = compat.held_weakly(self.before_larger)
@@ -139,6 +138,7 @@ class Tuner:
         self._retraces = False  # whether the training step is to be retraced
         self.rounds: list[Round] = []
         self.profile: Profile | None = None
+        self._decided: MeasuredPlan | None = None  # in the last round
         self.measured: MeasuredStep | None = None
         self.skew_seconds = 0.0
         self._step = 0  # optimizer steps done
@@ -349,15 +349,20 @@ class Tuner:
         self.profile = profile
         if seen.unequal:
             self._slow_ranks.suspect()
-        smallest = profile.schedules if self._host_room is None else offload_all(profile.schedules)
-        least = least_budget(smallest, self._states.least(profile))
         # Without a budget of the user's, or a rank that was short, the step fits: it has run.
         must = chosen is not None or limit is not None
-        if must and (retraced := self._retracing.spare(self._step, profile, least)) is not None:
-            self._retrace(retraced)
-            return
-        fit(Need({"step": least}), budget, "same").check(chosen)
-        if (retraced := self._retracing.choose(self._step, profile, seen.checkpoints, self._optimized)) is not None:
+        decided = fit_measured(
+            profile,
+            self._optimized,
+            self._states_now(),
+            blocks=self._retracing.blocks(profile, seen.checkpoints),
+            doubles=chosen is None,
+            traces=self._retracing.moves() if must else (),
+            rounding=self._config.rounding,
+        )
+        if decided.retrace is None:
+            fit(Need({"step": decided.least}), budget, "same").check(chosen)
+        if (retraced := self._retracing.follow(self._step, decided, profile)) is not None:
             self._retrace(retraced)
             return
         if not self._agenda.passes:
@@ -366,7 +371,11 @@ class Tuner:
             self._say_limit()
             self._end_round()
             return
-        self.profile, (planned, effects) = self._states.plan(profile, self._optimized)
+        if self._residency is not None and not self._residency.follow(decided):
+            decided = decided.stay()
+        self._decided, self.profile = decided, decided.best.profile
+        states = "" if self._residency is None else self._residency.describe()
+        effects = decided.effects("; ".join(filter(None, (self._hosted, states))))
         passes = [one.name for one in self._agenda.passes]
         note = f" The passes {passes} planned it. Add 'proactive_prefetch', or raise the budget."
         fit(Need({"step": effects[-1].prediction.peak_bytes}), budget, "same").check(chosen, note)
@@ -385,9 +394,9 @@ class Tuner:
         self._coverage.add(measurement.programs, measurement.elements)
         self._previous = (self._scheduling.passes, self._planned)
         before = self._capture_schedules()
-        self._run_plan(planned, self._agenda.passes)
+        self._run_plan(decided.best.schedules, self._agenda.passes)
         self._memory.restart()
-        same = self._capture_schedules() == before and not self._states.movement
+        same = self._capture_schedules() == before and not decided.moves_states
         if not on_any(not same, self._group):  # which of its activations leave is decided by each rank
             self._finish_round(outcome="unchanged")
 
@@ -400,6 +409,11 @@ class Tuner:
     def _optimized(self, profile: Profile) -> Planned:
         context = PlanContext(self._scheduling.settings, profile)
         return optimize(profile.schedules, self._agenda.passes or self._start, context)
+
+    def _states_now(self) -> StateMemory | None:
+        """Returns where optimizer states are; None where they stay on the device, and before that is decided."""
+        states = None if self._residency is None else self._residency.memory()
+        return states if states is None or self._agenda.passes else replace(states, movable=False)
 
     def _retrace(self, done: Round) -> None:
         self.rounds.append(done)
@@ -472,7 +486,7 @@ class Tuner:
             window_from=self._runtime.memory.windows()[1],
             budget=self._memory.limit(self._capture.config.memory_budget),
             host_room=self._host_room,
-            states_travel=self._states.travel,
+            states_travel=self._states_now() is not None,
             larger=self._foresight.largest,
         )
         new = self._coverage.adds(measurement.usual_programs, measurement.elements)
@@ -493,19 +507,20 @@ class Tuner:
         after, most = maxima([after, -1 if (mine := self._peak()) is None else mine], self._group)
         peak = None if most < 0 else int(most)
         before = self.rounds[-1].before_seconds
-        assert self.profile is not None and self._round is not None
+        assert self.profile is not None and self._decided is not None
         pair = self._round.compare(self._group, self.profile, self._ran, self._planned)
         slowest, fastest = before, after
         if pair is not None and pair.before > 0:
             before, after, slowest, fastest = pair
         held = self.rounds[-1].passes[0].peak_bytes <= (self.profile.budget or 0) + self.profile.room
-        must = not held or self._states.must
+        must = not held or self._decided.required
         # What did not fit is no alternative; batches of other sizes are no comparison.
         slower = pair is not None and slowest > 0 and fastest > slowest * (1 + _NOISE) and not must
         if slower:
             passes, plan = self._previous
             self._run_plan(plan, passes)
-            self.profile = self._states.undo(self.profile)
+            if self._residency is not None and self._residency.undo():
+                self.profile = self._decided.now.profile
         else:
             self.measured = under_plan or self.measured
         excess = (peak or 0) - (self.rounds[-1].budget or 0)
@@ -579,14 +594,16 @@ class Tuner:
         fewest, most = self._coverage.measured
         numbers = maxima([-fewest, most, *self.largest], self._group)
         batches = Batches(-int(numbers[0]), *map(int, numbers[1:]))
-        self._store.save(self._capture_schedules(), self._states.places, self._capture.tracing, batches)
+        places = None if self._residency is None else self._residency.places
+        self._store.save(self._capture_schedules(), places, self._capture.tracing, batches)
 
     def _load(self) -> bool:
         """Takes schedules, and where optimizer states are, from the plan file."""
         plan = self._store.load()
         if plan is None:
             return False
-        self._states.expect(plan.states)
+        if self._residency is not None:
+            self._residency.expected = plan.states
         self._retracing.adopt(plan.tracing)
         schedules = plan.schedules.values()
         self._run_plan(admitted(schedules, self._scheduling.settings, self._world, self._device.type))

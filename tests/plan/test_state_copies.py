@@ -18,7 +18,7 @@ from lightning_deepcompile.plan.optimize import apply_passes
 from lightning_deepcompile.plan.passes.offload_optimizer import offload_optimizer
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.simulate import simulate
-from lightning_deepcompile.plan.state_trade import StateMemory, with_away
+from lightning_deepcompile.plan.state_memory import StateMemory, with_away
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import collective_sequence
 from lightning_deepcompile.program.reschedule import reschedule

@@ -20,13 +20,12 @@ from test_oom import FAILS, Regions, Shortages
 from torch.utils.data import DataLoader
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
-from lightning_deepcompile.plan import recompute
+from lightning_deepcompile.plan import fit_measured
 from lightning_deepcompile.plan.budget import MemoryBudgetError
 from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
+from lightning_deepcompile.plan.fit_measured import Checkpoint, Planned
 from lightning_deepcompile.plan.optimize import PassEffect
-from lightning_deepcompile.plan.recompute import Checkpoint, choose_recompute
 from lightning_deepcompile.plan.simulate import Prediction
-from lightning_deepcompile.plan.state_trade import Planned
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 from lightning_deepcompile.tuning.tuner import Tuner
 
@@ -59,9 +58,10 @@ def test_memory_goes_to_what_it_saves_most(budget: int, needs: int, gain: float,
         best = replace(start, seconds=10.0 - gain, peak_bytes=50 + needs) if better else start
         return [], [PassEffect("start", "", start), PassEffect("stub", "", best)]
 
-    chosen = choose_recompute(replace(PROFILE, budget=budget), BLOCKS, plan, doubles=doubles)
-    assert (0 if chosen is None else chosen.uncheckpointed) == kept
-    if chosen is not None:
+    profile = replace(PROFILE, budget=budget)
+    chosen = fit_measured.fit_measured(profile, plan, blocks=BLOCKS, doubles=doubles).best
+    assert chosen.kept == kept
+    if chosen.kept:
         before, after = (effect.prediction for effect in chosen.effects)
         assert before.peak_bytes == 50 < after.peak_bytes <= budget and after.seconds < 10.0
         assert chosen.effects[1].changed == f"blocks that keep activations: 0 become {kept}, with {10 * kept} B"
@@ -126,7 +126,7 @@ class Fails(pl.Callback):
 
 def keep_plans() -> None:
     """Makes every change that saves time be made, and no plan be reverted, whatever the machine measures."""
-    recompute._GAIN = 0.0
+    fit_measured._GAIN = 0.0
     fastest = Tuner._fastest
     Tuner._fastest = lambda self, first, last: 1e-6 if first > 0 else fastest(self, first, last)  # type: ignore
 

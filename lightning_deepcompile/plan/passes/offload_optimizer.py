@@ -22,7 +22,7 @@ from lightning_deepcompile.program.schedule import (
 def offload_optimizer(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
     """Copies states to the device before the optimizer steps, and back after it, beside compute.
 
-    `plan.state_trade` decides how many are in host memory; this pass decides when they are copied.
+    `plan.fit_measured` decides how many are in host memory; this pass decides when they are copied.
 
     Looks for: chunks of states that wait in host memory.
 

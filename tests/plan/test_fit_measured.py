@@ -18,9 +18,11 @@ from torch.utils.data import DataLoader
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.plan.costs import Contention, Link, Profile, RegionCost, StatesInHost
+from lightning_deepcompile.plan.fit import Move
+from lightning_deepcompile.plan.fit_measured import Planned, fit_measured
 from lightning_deepcompile.plan.optimize import PassEffect
 from lightning_deepcompile.plan.simulate import Prediction
-from lightning_deepcompile.plan.state_trade import Planned, StateMemory, trade_states, with_away
+from lightning_deepcompile.plan.state_memory import StateMemory, with_away
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 
 LINK = Link(0.0, 10.0)  # bytes a second, each way
@@ -86,7 +88,8 @@ def test_states_go_where_a_step_fits_and_is_fastest(
     states: dict[str, int], profile: dict[str, int], stub: dict[str, Any], away: int, seconds: float, over: int
 ) -> None:
     memory = replace(STATES, **states)
-    now, best = trade_states(replace(PROFILE, **profile), memory, lambda p: plan(p, **stub))
+    decided = fit_measured(replace(PROFILE, **profile), lambda p: plan(p, **stub), memory)
+    now, best = decided.now, decided.best
     assert now.away == memory.away
     assert (best.away, best.seconds, best.over) == (away, pytest.approx(seconds), over)
 
@@ -103,7 +106,7 @@ def test_the_gathers_that_open_a_step_find_memory_beside_states_that_leave() -> 
     def planned(profile: Profile) -> Planned:
         return [forward], plan(profile, room=0)[1]
 
-    _, best = trade_states(replace(PROFILE, budget=80 * unit), states, planned)
+    best = fit_measured(replace(PROFILE, budget=80 * unit), planned, states).best
     # All six chunks would fit beside what is there while the optimizer steps, and five beside a group of 16 units, too.
     assert best.slots == 5
     assert best.over == (10 + 5 * 10 + 16.25 - 80) * unit  # a slot has a 64th to spare
@@ -122,8 +125,30 @@ def test_states_come_back_as_far_as_the_step_in_which_they_do_has_memory(budget:
         return [], [PassEffect("stub", "", Prediction(seconds, 0.0, 0.0, 0.0, 0.0, 5, (), ()))]
 
     profile = replace(PROFILE, budget=budget, states=StatesInHost(states.chunks(100), away=100))
-    now, best = trade_states(profile, states, planned)
-    assert (now.away, best.away) == (100, away)
+    decided = fit_measured(profile, planned, states)
+    assert (decided.now.away, decided.best.away) == (100, away)
+
+
+def test_where_no_plan_fits_the_step_is_traced_again_or_planned_all_the_same() -> None:
+    forward = Schedule("f", "forward", 0, (Instruction("compute", (0,), region="r"),), ())
+    profile, losses = replace(PROFILE, schedules=(forward,), budget=59), (Move("losses", rounds=True),)
+    tried: list[int] = []
+
+    def planned(profile: Profile) -> Planned:
+        tried.append(profile.states.away or 0)
+        return [forward], plan(profile, room=1000)[1]
+
+    decided = fit_measured(profile, planned, traces=losses, rounding="needed")
+    assert (decided.retrace, decided.least, decided.fits, tried) == ("losses", 60, False, [])
+    decided = fit_measured(profile, planned, traces=losses, rounding="same")
+    assert (decided.retrace, decided.peak, decided.fits, tried) == (None, 60, False, [0])
+    # As many states as a byte too much asks for would be away: the leanest plan is one with all of them there.
+    decided = fit_measured(profile, planned, replace(STATES, stepping=0), traces=losses, rounding="needed")
+    assert (decided.retrace, decided.best.away, decided.bytes("states")) == (None, 10, 10)
+    assert decided.describe("states").startswith(
+        "10 B of 60 B of optimizer states in host memory: a planned step takes"
+    )
+    assert decided.stay().moved == () and decided.stay().reason == ""
 
 
 class Watch(pl.Callback):
@@ -140,8 +165,8 @@ class Watch(pl.Callback):
         engine = trainer.strategy.engine
         self.away.append(engine.summary().offloaded_bytes)
         self.held.append(engine.runtime.stats()["host_bytes"])
-        if batch_idx == 10 and self.gives_up:
-            engine.tuner._states.undo(engine.tuner.profile)
+        if batch_idx == 10 and self.gives_up and engine.residency is not None:
+            engine.residency.undo()
 
 
 def _fit(*, gives_up: bool = True, **settings: Any) -> tuple[Watch, dict[str, Any], pl.Trainer]:
@@ -170,10 +195,10 @@ def _moves(folder: Path) -> None:
     assert all(torch.equal(values[key], value) for key, value in expected.items())
     assert watch.away[:5] == [0] * 5 and min(watch.away[5:11]) > 0 and watch.away[11:] == [0] * 3, watch.away
     assert watch.held[4] == 0 < watch.held[5] and watch.held[-1] == 0, watch.held
-    assert trainer.strategy.engine.tuner._states.must, "what ran before did not fit: nothing to go back to"
+    assert trainer.strategy.engine.tuner._decided.required, "what ran before did not fit: nothing to go back to"
     (done,) = trainer.strategy.report()
     before, offload = done.passes[:2]
-    assert offload.name == "offload" and "host memory: 0 B become" in offload.changed, str(done)
+    assert offload.name == "offload" and "with 0 B there, would need" in offload.changed, str(done)
     assert before.peak_bytes > 6.2 * shards >= done.passes[-1].peak_bytes, str(done)
     # The next run has them there from its first step on, though what that showed would not have made them leave.
     settings = {"offload": "auto", "memory_budget": f"{int(6.2 * shards)}B", "plan": str(folder / "plan")}
