@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dis
 import inspect
+import os
+import sysconfig
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL")
 _READERS = ("item", "tolist", "cpu", "numpy", "float", "int", "bool")
 """What reads numbers from a tensor, for which Dynamo ends a graph."""
 
+_PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")  # packages may be within
 _LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "torchmetrics", "lightning_deepcompile"})
 
 
@@ -90,6 +93,8 @@ def mentions(
             if _breaks_a_text(code):
                 found.broken_texts.add(code)
             for called in _called(function, code, methods or {}):
+                if _is_of_python(called):
+                    continue
                 if _is_own(called.__module__):
                     pending.append(called)
                 else:
@@ -175,6 +180,12 @@ def _is_users(kind: type) -> bool:
 
 def _is_own(module: str | None) -> bool:
     return module is not None and module.partition(".")[0] not in _LIBRARIES
+
+
+def _is_of_python(function: types.FunctionType) -> bool:
+    """Returns whether the standard library has this function: a step's tensors do not depend on its code."""
+    file = function.__code__.co_filename
+    return file.startswith((_PYTHON, "<frozen ")) and "-packages" not in file
 
 
 def _is_full(cell: types.CellType) -> bool:

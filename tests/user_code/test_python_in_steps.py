@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import math
 import os
 from collections import defaultdict, deque
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
+from lightning_deepcompile.sharding.mentions import mentions
 
 STEPS = 20  # more than a step may be compiled anew
 
@@ -338,6 +340,12 @@ def test_steps_that_print(build: type[Fills], texts: int) -> None:
     assert strategy.summary().graphs > 0
     name = "say" if build is Says else "Prints.training_step"
     assert any(one.startswith(f"{name} (") and "f-string" in one for one in strategy.summary().uncompiled)
+
+
+def test_code_of_python_itself_is_not_read() -> None:
+    """A helper of a library may name a function of `dis`, whose f-strings read no tensor."""
+    found = mentions([lambda code: dis.get_instructions(code)])
+    assert found.names == {"dis", "get_instructions"} and not found.broken_texts
 
 
 def on_first_rank(module: Any, loss: Tensor, index: int) -> None:
