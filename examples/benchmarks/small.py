@@ -28,6 +28,8 @@ SHAPES = {
     "llama-160m": ("llama", 4, 512),
     "bert": ("bert", 16, 128),
     "vit": ("vit", 32, 0),
+    "vit-large": ("vit-large", 32, 0),
+    "unet": ("unet", 16, 0),  # needs diffusers
 }
 """Model, rows, tokens."""
 
@@ -60,11 +62,27 @@ def build(kind: str) -> Any:
         return t.BertForMaskedLM(t.BertConfig())
     if kind == "vit":
         return t.ViTForImageClassification(t.ViTConfig(num_labels=1000))
+    if kind == "vit-large":
+        large = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+        return t.ViTForImageClassification(t.ViTConfig(num_labels=1000, **large))
+    if kind == "unet":
+        from diffusers import UNet2DModel
+
+        return UNet2DModel(sample_size=64)
     config = t.LlamaConfig(
         vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
         use_cache=False,
     )  # fmt: skip
     return t.LlamaForCausalLM(config)
+
+
+def loss_of(net: Any, batch: dict[str, Any]) -> Any:
+    """The loss of a step: the model's own, or for a diffusion model the error of the noise that it finds."""
+    from torch.nn import functional as F
+
+    if "noise" not in batch:
+        return net(**batch).loss
+    return F.mse_loss(net(batch["sample"], batch["timestep"]).sample, batch["noise"])
 
 
 def batches(kind: str, rows: int, tokens: int, count: int) -> list[dict[str, Any]]:
@@ -73,7 +91,10 @@ def batches(kind: str, rows: int, tokens: int, count: int) -> list[dict[str, Any
 
     generator = torch.Generator("cuda").manual_seed(0)
     random: Callable[..., Any] = lambda high, *size: torch.randint(high, size, generator=generator, device="cuda")  # noqa: E731
-    if kind == "vit":
+    if kind == "unet":
+        images = lambda: torch.randn(rows, 3, 64, 64, device="cuda")  # noqa: E731
+        return [{"sample": images(), "noise": images(), "timestep": random(1000, rows)} for _ in range(count)]
+    if kind.startswith("vit"):
         return [
             {"pixel_values": torch.randn(rows, 3, 224, 224, device="cuda"), "labels": random(1000, rows)}
             for _ in range(count)
@@ -98,7 +119,7 @@ def train(system: str, shape: str, steps: int, warmup: int, rounds: int, turns: 
             self.net = build(kind)
 
         def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
-            return self.net(**batch).loss
+            return loss_of(self.net, batch)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
