@@ -57,11 +57,7 @@ class Entry:
 
     @contextlib.contextmanager
     def preparing(self, prepare: Callable[[], None]) -> Iterator[None]:
-        """Returns a context in which programs call `prepare` before they run: their inputs may have changed.
-
-        Args:
-            prepare: The function to call.
-        """
+        """Returns a context in which programs call `prepare` before they run: their inputs may have changed."""
         before, self._prepare = self._prepare, prepare
         try:
             yield

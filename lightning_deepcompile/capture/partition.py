@@ -28,11 +28,7 @@ _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution"})
 
 
 def tag_gathers(gm: fx.GraphModule) -> None:
-    """Marks every gather, and every value computed from parameters alone, for recomputation in backward.
-
-    Args:
-        gm: The joint graph.
-    """
+    """Marks every gather, and every value computed from parameters alone, for recomputation in backward."""
     for node in _of_parameters_alone(gm.graph):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         node.meta["ac_graph_id"] = _GRAPH_ID
@@ -43,9 +39,6 @@ def protect_written_inputs(gm: fx.GraphModule) -> None:
 
     The write comes last in the forward graph. Still, the partitioner may save the buffer itself, which by then holds
     the new value, and recompute from it what forward had computed from the old one: wrong gradients.
-
-    Args:
-        gm: The joint graph.
     """
     copies = [n for n in gm.graph.nodes if n.target is torch.ops.aten.copy_.default and n.args[0].op == "placeholder"]
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]

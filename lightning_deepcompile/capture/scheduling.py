@@ -87,12 +87,7 @@ class Scheduling:
             executable.swap(self.scheduled(frame, executable.base))
 
     def start(self, names: Iterable[str], passes: Sequence[Pass]) -> dict[str, Schedule]:
-        """Returns the schedules that planning with `passes` starts from; nothing is swapped.
-
-        Args:
-            names: Names of programs.
-            passes: The passes.
-        """
+        """Returns the schedules that planning with `passes` starts from; nothing is swapped."""
         wanted, found = set(names), {}
         passes = [one for one in passes if one.initial]
         for frame in self.frames.all:

@@ -142,12 +142,7 @@ def open_synced(path: Path) -> Iterator[IO[bytes]]:
 
 
 def explain_weights_only(error: pickle.UnpicklingError, path: Any) -> pickle.UnpicklingError:
-    """Returns the error with advice for a user of the Trainer.
-
-    Args:
-        error: Of ``torch.load``.
-        path: The file.
-    """
+    """Returns the error with advice for a user of the Trainer."""
     if "Weights only load failed" not in str(error):
         return error
     return pickle.UnpicklingError(

@@ -18,9 +18,6 @@ def refuse_saving(root: nn.Module) -> None:
     """Shadows every model's ``save_pretrained`` by a function that raises as long as the model is sharded.
 
     It is an attribute of the object: classes do not change, and copies and pickled forms of the model work.
-
-    Args:
-        root: The LightningModule.
     """
     for module in root.modules():
         if module is not root and can_save_pretrained(module):

@@ -29,9 +29,6 @@ from lightning_deepcompile.sharding.access import as_built
 def find_pretrained(root: nn.Module) -> nn.Module:
     """The model that a LightningModule trains: the only outermost child that has a ``save_pretrained``.
 
-    Args:
-        root: The LightningModule.
-
     Raises:
         ValueError: If there is none, or several; names them.
     """

@@ -30,9 +30,6 @@ def mode_of(tensor: Tensor) -> FakeTensorMode | None:
 def fake_ranks(count: int) -> Iterator[None]:
     """Makes this process the first of `count` ranks, whose collectives return at once and move nothing.
 
-    Args:
-        count: Number of ranks.
-
     Raises:
         RuntimeError: If this process has joined a process group already.
     """
@@ -49,12 +46,7 @@ def fake_ranks(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pretended(group: dist.ProcessGroup, device_type: str) -> Iterator[DeviceMesh]:
-    """Makes a mesh of the ranks of `group`, whose collectives return at once and move nothing; all of them must call.
-
-    Args:
-        group: The ranks.
-        device_type: Of the mesh.
-    """
+    """Makes a mesh of the ranks of `group`, whose collectives return at once and move nothing; call on all of them."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 # registers the backend
 
     ranks = dist.get_process_group_ranks(group)

@@ -306,11 +306,7 @@ class Engine:
         return self._local_shards[optimizer]
 
     def backward(self, run: Callable[[], Any]) -> Any:
-        """Runs a backward pass; afterwards every ``.grad`` is set.
-
-        Args:
-            run: Runs the pass.
-        """
+        """Runs a backward pass; afterwards every ``.grad`` is set."""
         self.timeline.backward()
         try:
             # Code under activation checkpointing runs, and gathers, again.

@@ -47,10 +47,6 @@ def facts_of(
 def peak_rate(model: ShardedModel, device: torch.device) -> float | None:
     """Returns the device's floating-point operations a second in the dtype that most parameters are gathered in.
 
-    Args:
-        model: The parameters.
-        device: Where this rank computes.
-
     Returns:
         The rate of matrix products by the device's data sheet; None if the table of devices does not have it.
     """

@@ -251,9 +251,6 @@ class Timeline:
     def meet(self, where: Where) -> None:
         """Waits for all ranks to come to a place outside of steps.
 
-        Args:
-            where: The place.
-
         Raises:
             RanksDivergedError: If another rank is elsewhere.
         """

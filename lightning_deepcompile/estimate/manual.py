@@ -12,11 +12,7 @@ from torch.optim import Optimizer
 
 
 class _Stepped:
-    """Stands for an optimizer, or for its scheduler, of which all that is asked for but steps are the optimizer's.
-
-    Args:
-        optimizer: The optimizer.
-    """
+    """Stands for an optimizer, or for its scheduler, of which all that is asked for but steps are the optimizer's."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

@@ -12,9 +12,6 @@ from lightning_deepcompile.plan.costs import Profile, ProfileError
 def read_profile(path: Path) -> Profile:
     """Reads the JSON that ``strategy.profile().to_json()`` returned.
 
-    Args:
-        path: The file.
-
     Raises:
         ProfileError: If it cannot be read; names the file, and what to do.
     """

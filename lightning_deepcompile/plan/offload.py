@@ -67,9 +67,6 @@ def chunk_bytes(states: int) -> int:
 
     A copy of 256 MiB takes 5 ms at 53 GB/s, beside which a chunk's own launches are small. Three chunks are on the
     device while the optimizer steps: where all states are less than 4 GiB, each is a sixteenth of them.
-
-    Args:
-        states: Bytes of all states.
     """
     return max(min(_CHUNK_BYTES, states // 16), 1)
 

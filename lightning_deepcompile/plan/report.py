@@ -121,11 +121,7 @@ class Round:
 
 
 def shortage_note(rounds: Sequence[Round]) -> str:
-    """Describes the plan in use to a user who is short of memory; "" if there is none.
-
-    Args:
-        rounds: Those so far.
-    """
+    """Describes the plan in use to a user who is short of memory; "" if there is none."""
     kept = [one for one in rounds if one.outcome in ("kept", "leaner")]
     if not kept or not kept[-1].passes:
         return ""

@@ -11,9 +11,6 @@ from lightning_deepcompile.program.schedule import Instruction
 def format_program(program: Program) -> str:
     """Formats `program`, an instruction a line.
 
-    Args:
-        program: The program.
-
     Returns:
         Text like ``gather   model.layers.3 (9 params, 416.0 MiB bfloat16)``.
     """

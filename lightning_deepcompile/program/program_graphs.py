@@ -45,12 +45,7 @@ class Examined:
 
 
 def examine(gm: fx.GraphModule, device: torch.device) -> Examined:
-    """Examines the operators of a program, before it is lowered.
-
-    Args:
-        gm: The program's graph.
-        device: Where it runs.
-    """
+    """Examines the operators of a program, before it is lowered."""
     places = {node: place for place, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder")}
     writes = [n for n in gm.graph.nodes if n.target is torch.ops.aten.copy_.default and n.args[0] in places]
     return Examined(_obstacle(gm, device), tuple(sorted({places[node.args[0]] for node in writes})))

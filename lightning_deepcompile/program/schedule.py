@@ -70,12 +70,7 @@ class Instruction:
 
     @classmethod
     def group(cls, op: Operation, sizes: Mapping[int, int]) -> Instruction:
-        """Returns an `op` of a group of parameters.
-
-        Args:
-            op: Its name.
-            sizes: Bytes by parameter.
-        """
+        """Returns an `op` of a group of parameters."""
         return cls(op, tuple(sizes), tuple(sizes.values()))
 
     @functools.cached_property
@@ -228,9 +223,6 @@ def check_schedule(schedule: Schedule) -> None:
     Parameters that a forward program left gathered do not count: a backward program names all that it reads in gathers
     of its own, which find the parameter there and send nothing. So a schedule is valid whatever ran before it.
 
-    Args:
-        schedule: The schedule.
-
     Raises:
         ScheduleError: Names the instruction and the parameter.
     """
@@ -295,9 +287,6 @@ def _check_reductions(schedule: Schedule) -> None:
 
 def check_copies(schedule: Schedule) -> None:
     """Raises unless every saved tensor is copied after it is made, waited for, and back before it is read.
-
-    Args:
-        schedule: The schedule.
 
     Raises:
         ScheduleError: Names the instruction and the tensor.

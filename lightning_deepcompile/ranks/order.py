@@ -209,11 +209,7 @@ class Agreement:
         return self._go_on("\n".join([f"{kind} of code that was not compiled", *lines]))
 
     def check_exchange(self, signature: str) -> None:
-        """Compares, like `check`, an exchange that all ranks must join: no rank can take part in it for another's sake.
-
-        Args:
-            signature: What they exchange.
-        """
+        """Compares, like `check`, an exchange that all ranks must join: no rank can take part for another's sake."""
         if self._world_size > 1:
             self._go_on(f"{signature}\n{EXCHANGES}all ranks")
 

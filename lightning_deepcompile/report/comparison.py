@@ -16,10 +16,6 @@ _NUMBERS = re.compile(r'<script type="application/json" id="numbers">(.*?)</scri
 def compare(before: Path, after: Path) -> str:
     """Returns a table of what differs between two pages that `write_page` wrote.
 
-    Args:
-        before: A page.
-        after: Another one.
-
     Raises:
         ValueError: If a file is no such page.
         OSError: If it cannot be read.

@@ -223,11 +223,7 @@ def _views(events: Sequence[Event], begin: float, end: float) -> dict[str, Any]:
 
 
 def passes_figure(done: Round) -> go.Figure:
-    """Draws by how much each pass changes the step, and the time that compute waits, as predicted.
-
-    Args:
-        done: A round of planning.
-    """
+    """Draws by how much each pass changes the step, and the time that compute waits, as predicted."""
     plotly = _plotly()
     shown, _ = split_idle(done.passes)
     pairs = list(zip(shown, shown[1:], strict=False))

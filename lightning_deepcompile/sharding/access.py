@@ -336,11 +336,7 @@ def as_built(module: nn.Module) -> Iterator[None]:
 
 
 def step_states(module: nn.Module) -> list[StepState]:
-    """The states of `module` and its children: one for each strategy that has sharded some of them.
-
-    Args:
-        module: Any module.
-    """
+    """The states of `module` and its children: one for each strategy that has sharded some of them."""
     return list(dict.fromkeys(m.__dict__[_STATE] for m in module.modules() if _STATE in m.__dict__))
 
 

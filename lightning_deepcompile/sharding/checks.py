@@ -74,10 +74,6 @@ def check_module(module: nn.Module, ours: Set[Tensor] = frozenset(), *, world_si
 def check_no_hooks(parameter: Tensor, name: str) -> None:
     """Raises for a hook on the gradient of a parameter that is sharded, or will be.
 
-    Args:
-        parameter: A parameter.
-        name: Its name.
-
     Raises:
         ValueError: Says what to do instead.
     """

@@ -47,9 +47,6 @@ class DerivedShards:
     def add(self, blocks: Sequence[DerivedBlock]) -> list[Tensor]:
         """Makes room for the values of a program, unless there is.
 
-        Args:
-            blocks: The values.
-
         Returns:
             Those that the program gets as inputs, in order.
         """

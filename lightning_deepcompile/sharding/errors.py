@@ -18,11 +18,7 @@ def hook_refused(name: str) -> ValueError:
 
 
 def explain_mixing(error: BaseException) -> None:
-    """Adds advice to PyTorch's error of an operator that got both a shard and a plain tensor.
-
-    Args:
-        error: Any error.
-    """
+    """Adds advice to PyTorch's error of an operator that got both a shard and a plain tensor."""
     if _MIXED in str(error):
         error.add_note(
             "Parameters are sharded, since the first `fit` of the module, say. Compute with whole ones in `with "

@@ -58,9 +58,6 @@ class Materializer:
     def materialize(self, modules: Iterable[nn.Module]) -> None:
         """Gives the tensors of `modules` (without their children) memory and initial values; others are left alone.
 
-        Args:
-            modules: Modules of the model.
-
         Raises:
             ValueError: For a module that nothing initialises; names it and the tensor.
         """

@@ -72,9 +72,6 @@ class _WriteWatch:
     PyTorch counts them per tensor, and a parameter is several: what users hold, the local tensor inside it, and what
     graphs and optimizers read. Writes through ``parameter.data``, and by ``torch._foreach`` functions that take
     DTensors, are counted nowhere.
-
-    Args:
-        model: The sharded model.
     """
 
     def __init__(self, model: ShardedModel) -> None:

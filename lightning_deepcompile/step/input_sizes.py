@@ -63,12 +63,7 @@ class InputSizes:
             self._sizes[key].add(size)
 
     def compare(self, name: str, group: dist.ProcessGroup) -> None:
-        """Finds the inputs whose sizes differ between ranks; a collective, in a step of all ranks.
-
-        Args:
-            name: The step's name.
-            group: The ranks.
-        """
+        """Finds the inputs whose sizes differ between ranks; a collective, in a step of all ranks."""
         sizes = {place: size for (step, place), size in self._last.items() if step == name}
         if alike("\n".join(sizes), group):
             numbers = [float(size) for size in sizes.values()]

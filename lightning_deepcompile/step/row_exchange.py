@@ -40,9 +40,6 @@ class Owned:
 class RowExchange:
     """Moves rows between shards and owners; its methods are collectives of the ranks that share parameters.
 
-    Args:
-        ranks: The ranks.
-
     Attributes:
         sent: Bytes that this rank has sent to others.
     """

@@ -47,11 +47,7 @@ def checkpoint_activations(module: nn.Module, policy: CheckpointingPolicy) -> in
 
 
 def keep_activations(module: nn.Module) -> None:
-    """Undoes `checkpoint_activations` on `module`, in place.
-
-    Args:
-        module: Any module.
-    """
+    """Undoes `checkpoint_activations` on `module`, in place."""
     for child in module.modules():
         ours = child.__dict__.pop(_OURS, None)
         if child.__dict__.get("forward") is ours and ours is not None:

@@ -28,11 +28,7 @@ class ShardedAverage(AveragedModel):
     """The average of a sharded module: `module` holds shards, and is there for its tensors, not to be called."""
 
     def update_parameters(self, model: nn.Module) -> None:
-        """Adds the present values to the average; no communication.
-
-        Args:
-            model: The sharded module.
-        """
+        """Adds the present values to the average; no communication."""
         # On plain tensors: averaging functions may put all tensors into one call, DTensors and plain ones do not mix.
         averaged = self.module
         self.module = _Local(averaged)
@@ -136,13 +132,7 @@ def _copy_shards(
 
 
 def distribute_states(checkpoint: dict[str, Any], model: ShardedModel, module: nn.Module) -> None:
-    """Makes whole parameters in a loaded checkpoint DTensors, in place: the callback loads them into the average.
-
-    Args:
-        checkpoint: Lightning's checkpoint.
-        model: The sharded module's shards.
-        module: The module.
-    """
+    """Makes whole parameters in a loaded checkpoint DTensors, in place: the callback loads them into the average."""
     known = model.by_parameter
     every = module.named_parameters(remove_duplicate=False)
     parameters = {plain_name(name): known[parameter] for name, parameter in every if parameter in known}

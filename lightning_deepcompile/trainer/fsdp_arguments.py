@@ -57,11 +57,7 @@ def stage_for(sharding_strategy: Any, stage: int | None) -> int:
 
 
 def is_hybrid(sharding_strategy: Any) -> bool:
-    """Returns whether an FSDP sharding strategy shards among some ranks, and replicates over the others.
-
-    Args:
-        sharding_strategy: As for `stage_for`.
-    """
+    """Returns whether an FSDP sharding strategy shards among some ranks, and replicates over the others."""
     return "HYBRID" in _name(sharding_strategy)
 
 

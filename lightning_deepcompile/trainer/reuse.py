@@ -112,11 +112,7 @@ class ShardedModule:
 
     @classmethod
     def of(cls, module: nn.Module) -> ShardedModule | None:
-        """Returns the objects that run `module`; None if it is not sharded, or parts of it by different Trainers.
-
-        Args:
-            module: Any module.
-        """
+        """Returns the objects that run `module`; None if it is not sharded, or parts of it by different Trainers."""
         keepers = [state.keeper for state in step_states(module)]
         return keepers[0] if len(keepers) == 1 else None
 

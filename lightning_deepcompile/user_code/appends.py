@@ -27,11 +27,7 @@ class _Appended:
 
 
 class Appends:
-    """Stands in for lists that steps append to; one per module, as Dynamo guards on the objects.
-
-    Args:
-        module: The LightningModule.
-    """
+    """Stands in for lists that steps append to; one per module, as Dynamo guards on the objects."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

@@ -29,11 +29,7 @@ def _recorder(entries: list[_Entry]) -> Callable[..., None]:
 
 
 class DeferredLog:
-    """Replaces a module's ``log`` for the duration of a step; one per module, as Dynamo guards on the function.
-
-    Args:
-        module: A LightningModule.
-    """
+    """Replaces a module's ``log`` for the duration of a step; one per module, as Dynamo guards on the function."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module
