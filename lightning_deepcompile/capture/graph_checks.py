@@ -28,10 +28,7 @@ class UncompilableError(RuntimeError):
 
 
 def check_graph(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    names: Mapping[int, str],
-    replicated: Sequence[nn.Parameter] = (),
+    gm: fx.GraphModule, example_inputs: Sequence[Any], names: Mapping[int, str], replicated: Sequence[nn.Parameter] = ()
 ) -> None:
     """Raises for a graph that writes to a gathered parameter, or that treats a parameter as more than a tensor.
 
@@ -93,10 +90,7 @@ _TWICE = (
     "A compiled function is differentiated twice (`create_graph=True`), for which PyTorch compiles no graph. Its code "
     "does not say so by that name: put `@torch.compiler.disable` on the step, or on the part that is differentiated."
 )
-_EXPLANATIONS = {
-    "mixed torch.Tensor and DTensor": _MIXED,
-    "does not currently support double backward": _TWICE,
-}
+_EXPLANATIONS = {"mixed torch.Tensor and DTensor": _MIXED, "does not currently support double backward": _TWICE}
 
 
 def unsupported_step_error(error: BaseException) -> UnsupportedStepError | None:

@@ -114,12 +114,7 @@ def _must_run_once(node: fx.Node) -> bool:
 
 
 def partition(
-    gm: fx.GraphModule,
-    joint_inputs: Sequence[Any],
-    *,
-    checkpointed: bool = True,
-    sparing: bool = False,
-    **kwargs: Any,
+    gm: fx.GraphModule, joint_inputs: Sequence[Any], *, checkpointed: bool = True, sparing: bool = False, **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Partitions the joint graph for AOTAutograd.
 

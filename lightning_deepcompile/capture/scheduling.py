@@ -46,10 +46,7 @@ class Scheduling:
     ahead: int = COPY_AHEAD
 
     def replan(
-        self,
-        settings: PlanSettings | None = None,
-        passes: Sequence[Pass] | None = None,
-        plan: Iterable[Schedule] = (),
+        self, settings: PlanSettings | None = None, passes: Sequence[Pass] | None = None, plan: Iterable[Schedule] = ()
     ) -> None:
         """Swaps every program for a newly planned one.
 

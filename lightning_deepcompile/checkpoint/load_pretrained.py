@@ -143,12 +143,7 @@ def _plain(folder: SafetensorsFolder, name: str) -> _Source:
 
 
 def _check(
-    directory: str | os.PathLike[str],
-    missing: list[str],
-    unexpected: list[str],
-    wrong: list[str],
-    *,
-    strict: bool,
+    directory: str | os.PathLike[str], missing: list[str], unexpected: list[str], wrong: list[str], *, strict: bool
 ) -> None:
     problems = []
     if missing:

@@ -37,14 +37,7 @@ from lightning_deepcompile.checkpoint.file import open_synced
 from lightning_deepcompile.checkpoint.location import META, find_kind, local_path
 from lightning_deepcompile.checkpoint.module_state import CURRENT_STATE, plain_name
 from lightning_deepcompile.checkpoint.remote import clear_abandoned, current_folder, new_folder, point_to
-from lightning_deepcompile.checkpoint.staging import (
-    clear_leftovers,
-    commit,
-    discard,
-    remove,
-    set_aside,
-    staging_path,
-)
+from lightning_deepcompile.checkpoint.staging import clear_leftovers, commit, discard, remove, set_aside, staging_path
 from lightning_deepcompile.compat.checkpoint import FsspecReader
 from lightning_deepcompile.ranks.exchange import from_first, raise_together
 from lightning_deepcompile.ranks.ranks import Ranks

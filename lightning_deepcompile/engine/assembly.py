@@ -72,13 +72,7 @@ class Assembly:
     """
 
     def __init__(
-        self,
-        mesh: DeviceMesh,
-        ranks: Ranks,
-        config: CompileConfig,
-        stage: int,
-        timeout: timedelta,
-        dtypes: WireDtypes,
+        self, mesh: DeviceMesh, ranks: Ranks, config: CompileConfig, stage: int, timeout: timedelta, dtypes: WireDtypes
     ) -> None:
         self._mesh, self._ranks, self._config, self._stage, self._timeout = mesh, ranks, config, stage, timeout
         self._dtypes = dtypes

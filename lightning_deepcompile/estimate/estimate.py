@@ -273,13 +273,7 @@ class _Estimate:
         sizes: dict[str, Any] = {"device_type": "cpu", "world_size": request.ranks, "per_node": PER_NODE}
         self._ranks = ranks = Ranks(make_mesh(request.mesh, hybrid=request.hybrid, **sizes))
         self._hosted = decide_hosted(
-            config,
-            module,
-            ranks,
-            self._memory,
-            stage=stage,
-            dtypes=request.dtypes,
-            host_bytes=NO_LIMIT,
+            config, module, ranks, self._memory, stage=stage, dtypes=request.dtypes, host_bytes=NO_LIMIT
         )
         self._config, offloading = config, self._hosted.offloading
         tight = offloading.states != "none" or offloading.parameters != "none"

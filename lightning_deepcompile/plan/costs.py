@@ -292,11 +292,7 @@ class Profile:
             return self.reduce.seconds(size, self.world_size)
         launches = 1 if self.topology.replicas == 1 else 2
         moving = self.topology.reduce_seconds(
-            size,
-            self.world_size,
-            self.reduce.bandwidth,
-            all_reduces=self.host_computes,
-            operations=len(sizes),
+            size, self.world_size, self.reduce.bandwidth, all_reduces=self.host_computes, operations=len(sizes)
         )
         return launches * self.reduce.latency + moving
 

@@ -80,11 +80,7 @@ def limits(
 
 
 def _costs(
-    schedules: Sequence[Schedule],
-    profile: Profile,
-    whole: Prediction,
-    skew_seconds: float,
-    most: Mapping[Kind, float],
+    schedules: Sequence[Schedule], profile: Profile, whole: Prediction, skew_seconds: float, most: Mapping[Kind, float]
 ) -> list[tuple[str, float, str]]:
     def saved(kind: Kind, **changes: Any) -> float:
         without = simulate(schedules, replace(profile, **changes)).seconds
@@ -115,11 +111,7 @@ def _costs(
             saved("waits for copies", copy_out=_FREE, copy_in=_FREE),
             "a larger memory_budget, smaller batches, or more ranks.",
         ),
-        (
-            "ragged ranks",
-            skew_seconds,
-            "batches of about as many tokens on each rank.",
-        ),
+        ("ragged ranks", skew_seconds, "batches of about as many tokens on each rank."),
         (
             "work outside of programs",
             most.get("between", max(profile.unexplained_seconds, 0.0)),

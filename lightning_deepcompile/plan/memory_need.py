@@ -90,10 +90,7 @@ def would_fit(need: MemoryNeed, room: int, ranks: int) -> list[str]:
 
 
 def memory_need(
-    schedules: Sequence[Schedule],
-    profile: Profile,
-    standing: Standing,
-    arrived: Mapping[str, int] | None = None,
+    schedules: Sequence[Schedule], profile: Profile, standing: Standing, arrived: Mapping[str, int] | None = None
 ) -> MemoryNeed:
     """Returns the memory at the peak of a step.
 

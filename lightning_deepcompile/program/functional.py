@@ -60,12 +60,7 @@ class _Builder:
     """Names the values of a graph, region by region, and writes the instructions that make them."""
 
     def __init__(
-        self,
-        gm: fx.GraphModule,
-        regions: Sequence[Region],
-        name: str,
-        kind: ProgramKind,
-        params: dict[int, ParamInfo],
+        self, gm: fx.GraphModule, regions: Sequence[Region], name: str, kind: ProgramKind, params: dict[int, ParamInfo]
     ) -> None:
         self._gm, self._program, self._kind, self._params = gm, name, kind, params
         self._computed = {node for region in regions for node in region.nodes}

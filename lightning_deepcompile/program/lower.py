@@ -13,11 +13,7 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.program.extract import ExtractedRegion, add_symbol_inputs, extract_region, symbol_sources
 from lightning_deepcompile.program.flops import count_flops
 from lightning_deepcompile.program.functional import functional_program
-from lightning_deepcompile.program.graph import (
-    is_lookup,
-    is_of_statistics,
-    looked_up_name,
-)
+from lightning_deepcompile.program.graph import is_lookup, is_of_statistics, looked_up_name
 from lightning_deepcompile.program.normalize import normalize
 from lightning_deepcompile.program.program import CompiledRegion, ParamInfo, Program, RegionInfo
 from lightning_deepcompile.program.region_memory import region_memory

@@ -283,8 +283,7 @@ class Replays:
         self._failures = _ALL
         given = before - torch.cuda.memory_reserved()
         _log.warning(
-            "CUDA graphs are switched off: the device ran out of memory while graphs held %.2f GiB.",
-            given / 2**30,
+            "CUDA graphs are switched off: the device ran out of memory while graphs held %.2f GiB.", given / 2**30
         )
         return given
 

@@ -70,12 +70,7 @@ def smallest_that_fits(needs: Sequence[int], room: int) -> int:
 
 
 def make_mesh(
-    device_mesh: tuple[int, int] | DeviceMesh | None,
-    *,
-    hybrid: bool,
-    device_type: str,
-    world_size: int,
-    per_node: int,
+    device_mesh: tuple[int, int] | DeviceMesh | None, *, hybrid: bool, device_type: str, world_size: int, per_node: int
 ) -> DeviceMesh:
     """Makes the mesh to train on; a collective of all ranks.
 

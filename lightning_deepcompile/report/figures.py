@@ -88,10 +88,7 @@ def _lay_out(figure: go.Figure, height: int, left: int, top: int, bottom: int, *
 
 
 def step_figure(
-    events: Sequence[Event],
-    memory: Sequence[MemoryAt],
-    schedules: Sequence[Schedule],
-    profile: Profile,
+    events: Sequence[Event], memory: Sequence[MemoryAt], schedules: Sequence[Schedule], profile: Profile
 ) -> go.Figure:
     """Draws the streams of a step above its memory; both zoom together.
 

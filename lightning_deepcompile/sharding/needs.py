@@ -9,13 +9,7 @@ from lightning_deepcompile.plan.settings import PREFETCH_BLOCKS
 from lightning_deepcompile.sharding.layout import ChunkLayout
 
 
-def moving_bytes(
-    chunks: Sequence[ChunkLayout],
-    shards: int,
-    *,
-    stage: int,
-    reduction: str,
-) -> int:
+def moving_bytes(chunks: Sequence[ChunkLayout], shards: int, *, stage: int, reduction: str) -> int:
     """The most bytes that gathered parameters, and gradients that are not reduced yet, take on a rank at a time.
 
     Args:

@@ -81,10 +81,7 @@ class Uncompiled:
     """
 
     def __init__(
-        self,
-        parameters: Sequence[ShardedParameter],
-        blocks: WholeBlocks,
-        outside: Callable[[], object],
+        self, parameters: Sequence[ShardedParameter], blocks: WholeBlocks, outside: Callable[[], object]
     ) -> None:
         self._by_tensor: dict[Tensor, ShardedParameter] = {p.dtensor: p for p in parameters}
         self.blocks, self.anomalies = blocks, Anomalies()

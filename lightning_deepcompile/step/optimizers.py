@@ -449,11 +449,7 @@ class _Closure:
     """The closure that an optimizer calls before it looks at its groups."""
 
     def __init__(
-        self,
-        shards: LocalShards,
-        closure: Callable[[], Any] | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, shards: LocalShards, closure: Callable[[], Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._shards, self._closure, self._args, self._kwargs = shards, closure, args, kwargs
 

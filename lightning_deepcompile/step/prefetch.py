@@ -38,12 +38,7 @@ class StepPrefetch:
     """
 
     def __init__(
-        self,
-        capture: Capture,
-        runtime: Any,
-        host_group: dist.ProcessGroup,
-        device: torch.device,
-        stage: int,
+        self, capture: Capture, runtime: Any, host_group: dist.ProcessGroup, device: torch.device, stage: int
     ) -> None:
         self._runtime = runtime
         self._fresh = Freshness(capture.model, runtime, stage)

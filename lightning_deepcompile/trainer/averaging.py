@@ -66,10 +66,7 @@ def is_averaged(trainer: pl.Trainer) -> bool:
 
 
 def shard_averages(
-    trainer: pl.Trainer,
-    model: ShardedModel,
-    device: torch.device,
-    host_shard: Callable[[int, torch.dtype], Tensor],
+    trainer: pl.Trainer, model: ShardedModel, device: torch.device, host_shard: Callable[[int, torch.dtype], Tensor]
 ) -> None:
     """Gives the averages that callbacks keep the sharded module's values; no communication.
 

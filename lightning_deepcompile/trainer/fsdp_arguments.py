@@ -70,11 +70,7 @@ def sharding_strategy_of(stage: int, *, hybrid: bool) -> ShardingStrategy:
     """
     if hybrid and stage > 1:
         return ShardingStrategy.HYBRID_SHARD if stage == 3 else HYBRID_SHARD_GRAD_OP
-    return {
-        1: ShardingStrategy.NO_SHARD,
-        2: ShardingStrategy.SHARD_GRAD_OP,
-        3: ShardingStrategy.FULL_SHARD,
-    }[stage]
+    return {1: ShardingStrategy.NO_SHARD, 2: ShardingStrategy.SHARD_GRAD_OP, 3: ShardingStrategy.FULL_SHARD}[stage]
 
 
 def checkpointing_policy(classes: Any, policy: Any) -> Any:

@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import (
-    DoublePrecision,
-    FSDPPrecision,
-    HalfPrecision,
-    MixedPrecision,
-    Precision,
-)
+from lightning.pytorch.plugins.precision import DoublePrecision, FSDPPrecision, HalfPrecision, MixedPrecision, Precision
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision as MixedPrecisionDtypes
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler

@@ -84,11 +84,7 @@ class TrainerSetting:
                 per_node=self.per_node,
             )
         return make_mesh(
-            chosen,
-            hybrid=hybrid,
-            device_type=self.device_type,
-            world_size=self.world_size,
-            per_node=self.per_node,
+            chosen, hybrid=hybrid, device_type=self.device_type, world_size=self.world_size, per_node=self.per_node
         )
 
 

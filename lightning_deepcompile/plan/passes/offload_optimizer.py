@@ -9,14 +9,7 @@ from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.simulate import memory_bytes
 from lightning_deepcompile.plan.state_copies import LEAST_SLOTS, still_there
-from lightning_deepcompile.program.schedule import (
-    REDUCTIONS,
-    RELEASES,
-    STATE_COPIES,
-    Instruction,
-    Operation,
-    Schedule,
-)
+from lightning_deepcompile.program.schedule import REDUCTIONS, RELEASES, STATE_COPIES, Instruction, Operation, Schedule
 
 
 def offload_optimizer(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
