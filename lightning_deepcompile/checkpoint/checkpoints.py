@@ -23,8 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_deepcompile.checkpoint.background import BackgroundSaves
 from lightning_deepcompile.checkpoint.file import FileCheckpointIO, can_resume, explain_weights_only
-from lightning_deepcompile.checkpoint.fingerprint import fingerprint
-from lightning_deepcompile.checkpoint.location import META, find_kind, local_path
+from lightning_deepcompile.checkpoint.location import META, find_kind, fingerprint, local_path
 from lightning_deepcompile.checkpoint.module_state import (
     full_state_dict,
     load_state_dict,

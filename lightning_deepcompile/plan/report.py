@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_deepcompile.plan.difference import NO_CHANGE
 from lightning_deepcompile.plan.optimize import PassEffect
-from lightning_deepcompile.program.printer import format_bytes
+from lightning_deepcompile.program.printer import align, format_bytes
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,4 @@ def _row(name: str, step: float, exposed: float | None, peak: int | None, remark
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     rows = [("pass", "step", "exposed", "peak", "changed"), *rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = []
-    for name, *cells, remark in rows:
-        numbers = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        lines.append(f"  {name.ljust(widths[0])}  {numbers}  {remark}".rstrip())
-    return "\n".join(lines)
+    return "\n".join(f"  {line}" for line in align(rows, left=(0, 4)))

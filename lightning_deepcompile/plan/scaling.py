@@ -11,7 +11,7 @@ from lightning_deepcompile.plan.optimize import optimize
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.simulate import Prediction
 from lightning_deepcompile.plan.step_pass import Pass
-from lightning_deepcompile.program.printer import format_bytes
+from lightning_deepcompile.program.printer import align, format_bytes
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,7 @@ def scaling_rows(points: Sequence[ScalingPoint]) -> list[tuple[str, ...]]:
 
 def format_scaling(points: Sequence[ScalingPoint]) -> str:
     """Points as a table for a terminal."""
-    rows = scaling_rows(points)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(f"  {line}" for line in align(scaling_rows(points), left=()))
 
 
 def _ms(seconds: float) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_deepcompile.plan.command_line import fail
 from lightning_deepcompile.plan.plan_file import NoPlanError, Plan, PlanFileError, Setting, read_plan, read_setting
-from lightning_deepcompile.program.printer import format_bytes
+from lightning_deepcompile.program.printer import align, format_bytes
 from lightning_deepcompile.program.schedule import REDUCTIONS, Schedule
 
 
@@ -63,10 +63,7 @@ def format_plan(setting: Setting, plan: Plan, *, instructions: bool = False) -> 
         lines.append(f"  feed-forward layers are computed in {plan.tracing.chunked_mlps} chunks")
     schedules = list(plan.schedules.values())
     rows = [("program", "regions", "gathers", "bytes", "reductions", "bytes", "kept", "to host"), *map(_row, schedules)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *cells in rows:
-        numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        lines.append("  ".join(("  " + name.ljust(widths[0]), *numbers)))
+    lines += [f"  {line}" for line in align(rows)]
     if instructions:
         for schedule in schedules:
             lines += ["", schedule.name]

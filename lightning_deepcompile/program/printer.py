@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from lightning_deepcompile.program.program import DerivedBlock, ParamInfo, Program
 from lightning_deepcompile.program.schedule import Instruction
@@ -64,11 +64,11 @@ def _sizes(infos: Sequence[ParamInfo]) -> str:
 def format_bytes(count: int) -> str:
     """Bytes with a binary unit: ``416.0 MiB``."""
     size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
-    raise AssertionError("unreachable")
+    return f"{size:.1f} GiB"
 
 
 def exact_bytes(count: int) -> str:
@@ -85,3 +85,19 @@ def format_count(number: int, one: str, many: str = "") -> str:
         many: In the plural, where that is not an "s" more.
     """
     return f"{number} {one if number == 1 else many or f'{one}s'}"
+
+
+def align(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
+    """Returns rows of a table as lines with aligned columns.
+
+    Args:
+        rows: Of equally many cells.
+        left: Columns that are set to the left; the others are numbers.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if k in left else cell.rjust(width) for k, (cell, width) in enumerate(cells)
+        ).rstrip()
+        for cells in (zip(row, widths, strict=True) for row in rows)
+    ]

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lightning_deepcompile.program.printer import format_bytes
+from lightning_deepcompile.program.printer import align, format_bytes
 from lightning_deepcompile.report.html import ms
 
 _NUMBERS = re.compile(r'<script type="application/json" id="numbers">(.*?)</script>', re.DOTALL)
@@ -32,9 +32,7 @@ def compare(before: Path, after: Path) -> str:
         if None not in values and values[0][0]:
             change = f"{values[1][0] / values[0][0] - 1:+.1%}"
         rows.append((name, *map(_shown, values), change))  # type: ignore[arg-type]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(align(rows, left=range(4)))
 
 
 def _shown(value: list[Any] | None) -> str:

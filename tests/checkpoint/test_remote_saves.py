@@ -20,8 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from multiprocess import RankError, run_ranks
 
 from lightning_deepcompile.checkpoint.file import FileCheckpointIO
-from lightning_deepcompile.checkpoint.fingerprint import fingerprint
-from lightning_deepcompile.checkpoint.location import META, find_kind, local_path
+from lightning_deepcompile.checkpoint.location import META, find_kind, fingerprint, local_path
 from lightning_deepcompile.checkpoint.sharded import ShardedCheckpoint, save_sharded
 from lightning_deepcompile.checkpoint.staging import remove, resolve, set_aside
 
