@@ -9,7 +9,7 @@ from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.program.schedule import Schedule
 
 StepPass = Callable[[list[Schedule], PlanContext], list[Schedule]]
-"""Changes the schedules of a training step together, in the order in which its programs run."""
+"""Changes the schedules of a micro-batch together, in the order in which its programs run, by settings and profile."""
 
 
 class PassError(ValueError):

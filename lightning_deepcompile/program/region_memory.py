@@ -20,23 +20,8 @@ from lightning_deepcompile.program.graph import args_of, is_element, is_view, nb
 from lightning_deepcompile.program.sizes import Sizes
 
 _ELEMENTWISE = frozenset(
-    [
-        "_log_softmax",
-        "_softmax",
-        "_to_copy",
-        "arange",
-        "clone",
-        "constant_pad_nd",
-        "convert_element_type",
-        "embedding",
-        "full",
-        "full_like",
-        "gather",
-        "index",
-        "index_select",
-        "iota",
-        "scalar_tensor",
-    ]
+    "_log_softmax _softmax _to_copy arange clone constant_pad_nd convert_element_type embedding full full_like "
+    "gather index index_select iota scalar_tensor".split()
 )
 """Operators without the tag ``pointwise`` that Inductor computes where their results are read."""
 

@@ -33,10 +33,6 @@ def fuse(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
     the budget, or not above what it was. Reductions of more than two GPUs are merged only with ``rounding="any"``
     (`may_merge`).
 
-    Args:
-        schedules: The programs of a micro-batch.
-        context: Settings and profile.
-
     Returns:
         The schedules, those of evaluation unchanged.
     """

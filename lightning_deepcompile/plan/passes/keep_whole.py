@@ -27,10 +27,6 @@ def keep_whole(schedules: list[Schedule], context: PlanContext) -> list[Schedule
 
     Promises: same values; same reductions; predicted memory within the budget, or not above what it was.
 
-    Args:
-        schedules: The programs of a micro-batch.
-        context: Settings and profile.
-
     Returns:
         The schedules; unchanged where a step has one micro-batch.
     """

@@ -31,10 +31,6 @@ def offload_activation(schedules: list[Schedule], context: PlanContext) -> list[
 
     Promises: same values; same communication; predicted memory within the budget where that is possible.
 
-    Args:
-        schedules: The programs of a micro-batch.
-        context: Settings and profile.
-
     Returns:
         The schedules; unchanged unless `CompileConfig.offload` asks for it.
     """

@@ -29,10 +29,6 @@ def offload_optimizer(schedules: list[Schedule], context: PlanContext) -> list[S
 
     Promises: same values; same communication; predicted memory within the budget where that is possible.
 
-    Args:
-        schedules: The programs of a micro-batch.
-        context: Settings and profile.
-
     Returns:
         The schedules; without copies of states where none wait in host memory.
     """

@@ -18,13 +18,6 @@ def prefetch(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
     issue the same collectives.
 
     Promises: same values; at most ``prefetch_blocks`` more groups gathered at a time.
-
-    Args:
-        schedules: As `zero3` leaves them.
-        context: Settings.
-
-    Returns:
-        The schedules with earlier launches.
     """
     return [_ahead(Placement.of(schedule), context.settings.prefetch_blocks) for schedule in schedules]
 

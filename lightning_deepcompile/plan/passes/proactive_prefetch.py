@@ -31,13 +31,6 @@ def proactive_prefetch(schedules: list[Schedule], context: PlanContext) -> list[
 
     Promises: same values; same reductions; groups keep their order; predicted memory within the budget, or not above
     what it was.
-
-    Args:
-        schedules: The programs of a micro-batch.
-        context: Settings and profile.
-
-    Returns:
-        The schedules.
     """
     profile = context.require_profile("proactive_prefetch")
     result = list(schedules)

@@ -33,10 +33,6 @@ def reduce_late(schedules: list[Schedule], context: PlanContext) -> list[Schedul
     why nothing is done unless `CompileConfig.rounding` is ``"any"``; predicted memory within the budget, or not above
     what it was.
 
-    Args:
-        schedules: The programs of a micro-batch.
-        context: Settings and profile.
-
     Returns:
         The schedules; unchanged where a step has one micro-batch.
     """

@@ -24,10 +24,6 @@ def unshard(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
 
     Promises: same values; same reductions; predicted memory within the budget, or not above what it was.
 
-    Args:
-        schedules: The programs of a micro-batch.
-        context: Settings and profile.
-
     Returns:
         The schedules; ``kept`` of a forward and its backward schedule names the parameters that stay.
     """
