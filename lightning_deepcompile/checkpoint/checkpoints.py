@@ -55,7 +55,7 @@ _LOADS = 3
 _PRECISION_KEYS = ("MixedPrecision", "FSDPPrecision")
 
 
-class ShardedStrategy(Protocol):
+class _ShardedStrategy(Protocol):
     """The members of a strategy that checkpoints need."""
 
     checkpoint_io: CheckpointIO
@@ -63,23 +63,14 @@ class ShardedStrategy(Protocol):
     precision_plugin: Precision
 
     @property
-    def lightning_module(self) -> pl.LightningModule | None:
-        """The user's module."""
-
+    def lightning_module(self) -> pl.LightningModule | None: ...
     @property
-    def is_global_zero(self) -> bool:
-        """True on rank 0."""
-
+    def is_global_zero(self) -> bool: ...
     @property
-    def engine(self) -> Engine:
-        """The engine of the strategy that was set up."""
-
+    def engine(self) -> Engine: ...
     @property
-    def engine_of_module(self) -> Engine | None:
-        """The engine that the module runs with, also before the strategy is set up; None if it is not sharded."""
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Rank `src`'s object, on all ranks."""
+    def engine_of_module(self) -> Engine | None: ...
+    def broadcast(self, obj: Any, src: int = 0) -> Any: ...
 
 
 class Checkpoints:
@@ -100,7 +91,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        strategy: ShardedStrategy,
+        strategy: _ShardedStrategy,
         state_dict_type: StateDictType = "full",
         save_distributed_checkpoint: bool | None = None,
         async_save: bool = False,

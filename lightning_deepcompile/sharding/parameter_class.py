@@ -31,40 +31,23 @@ _AUGMENTED = frozenset("__iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # properties that are about its values
 
 
-class WholeParameters(Protocol):
-    """The object that gathers parameters for code that computes with them."""
+class _WholeParameters(Protocol):
+    """The members of `Uncompiled` that classes of parameters use."""
 
     @property
-    def is_idle(self) -> bool:
-        """True if no step runs."""
-
+    def is_idle(self) -> bool: ...
     @property
-    def is_elsewhere(self) -> bool:
-        """True if a step runs, on another thread."""
-
-    def check_thread(self, what: str) -> None:
-        """Raises if a step runs on another thread."""
-
-    def is_ours(self, value: Any) -> TypeGuard[Tensor]:
-        """Returns whether `value` is one of the parameters."""
-
-    def of(self, tensor: Tensor) -> ShardedParameter | None:
-        """The parameter that users hold as `tensor`; None if it is not one of the model's."""
-
-    def whole_of(self, tensor: Tensor) -> Tensor:
-        """The whole parameter that users hold as `tensor`, for computing."""
-
-    def hold(self, tensor: Tensor) -> Tensor:
-        """The whole parameter that users hold as `tensor`, for code that may write to it."""
-
-    def differentiate(self, arguments: dict[str, Any], run: Callable[..., Any]) -> tuple[Tensor | None, ...]:
-        """Calls ``torch.autograd.grad`` with whole parameters in place of shards."""
-
-    def saving(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context for code that computes with whole parameters."""
+    def is_elsewhere(self) -> bool: ...
+    def check_thread(self, what: str) -> None: ...
+    def is_ours(self, value: Any) -> TypeGuard[Tensor]: ...
+    def of(self, tensor: Tensor) -> ShardedParameter | None: ...
+    def whole_of(self, tensor: Tensor) -> Tensor: ...
+    def hold(self, tensor: Tensor) -> Tensor: ...
+    def differentiate(self, arguments: dict[str, Any], run: Callable[..., Any]) -> tuple[Tensor | None, ...]: ...
+    def saving(self) -> contextlib.AbstractContextManager[Any]: ...
 
 
-def hooked_class(path: WholeParameters, kind: type[DTensor]) -> type[DTensor]:
+def hooked_class(path: _WholeParameters, kind: type[DTensor]) -> type[DTensor]:
     """Returns a base of the classes of a model's parameters, which decides which hooks may be registered.
 
     Args:
@@ -101,7 +84,7 @@ def hooked_class(path: WholeParameters, kind: type[DTensor]) -> type[DTensor]:
     return HookedParameter
 
 
-def resting_class(path: WholeParameters) -> type[DTensor]:
+def resting_class(path: _WholeParameters) -> type[DTensor]:
     """Returns the class of a model's parameters while no step runs: DTensors that also take whole values.
 
     PyTorch's ``parameter.data = ...`` would give a DTensor other storage and leave its values unchanged.
@@ -153,7 +136,7 @@ def resting_class(path: WholeParameters) -> type[DTensor]:
     return RestingParameter
 
 
-def parameter_class(path: WholeParameters) -> type[DTensor]:
+def parameter_class(path: _WholeParameters) -> type[DTensor]:
     """Returns the class that a model's parameters have while a step runs.
 
     Args:
@@ -186,7 +169,7 @@ def parameter_class(path: WholeParameters) -> type[DTensor]:
 
 
 @compat.never_a_frame
-def _compute(path: WholeParameters, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _compute(path: _WholeParameters, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(function, "__name__", "")
     first = args[0] if args else None
     if path.is_elsewhere and not (function.__self__.__name__ not in _VALUES if name == "__get__" else name in _ABOUT):
