@@ -14,11 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -42,35 +39,18 @@ class ProcessStrategy(ParallelStrategy):
     """Base of strategies with one process per device, started by Lightning, torchrun, SLURM and the like.
 
     Args:
-        accelerator: Set by the Trainer.
-        parallel_devices: Set by the Trainer.
-        cluster_environment: Set by the Trainer.
-        checkpoint_io: Set by the Trainer.
-        precision_plugin: Set by the Trainer.
         process_group_backend: Backend of torch.distributed; by default NCCL for GPUs and gloo for CPUs.
         timeout: How long a rank waits for the others.
+        **parts: Set by the Trainer, as of `ParallelStrategy`.
     """
 
     # Without it Lightning would neither shard the dataset nor reduce metrics.
     is_distributed = True
 
     def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta = timedelta(minutes=30),
+        self, process_group_backend: str | None = None, timeout: timedelta = timedelta(minutes=30), **parts: Any
     ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+        super().__init__(**parts)
         self.num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout = timeout
