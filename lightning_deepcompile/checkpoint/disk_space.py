@@ -12,10 +12,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.sharding.composite import parts_of
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_UNITS = {1: "bytes", 2**10: "KiB", 2**20: "MiB", 2**30: "GiB"}
 
 
 def bytes_of(state: Any) -> int:
@@ -57,11 +57,7 @@ def no_space(error: OSError, action: str, needed: int, folder: Path) -> OSError:
     free = shutil.disk_usage(folder).free
     return OSError(
         error.errno,
-        f"{action} failed ({os.strerror(error.errno or 0)}): it needs {_text(needed)}, and {_text(free)} are free in "
-        f"{os.fspath(folder)!r} now that its incomplete files are removed. Older checkpoints are untouched.",
+        f"{action} failed ({os.strerror(error.errno or 0)}): it needs {format_bytes(needed)}, and "
+        f"{format_bytes(free)} are free in {os.fspath(folder)!r} now that its incomplete files are removed. Older "
+        "checkpoints are untouched.",
     )
-
-
-def _text(count: int) -> str:
-    size = 2 ** max(exponent for exponent in (0, 10, 20, 30) if exponent == 0 or count >= 2**exponent)
-    return f"{count / size:.1f} {_UNITS[size]}"

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
+from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.replay_trial import Trial
 
 _log = logging.getLogger(__name__)
@@ -31,11 +32,7 @@ T = TypeVar("T")
 
 
 class Follower(Protocol):
-    """An object that has graphs.
-
-    Attributes:
-        begins: Whether recording begins for its sake.
-    """
+    """An object that has graphs."""
 
     @property
     def begins(self) -> bool:
@@ -283,7 +280,7 @@ class Replays:
         self._failures = _ALL
         given = before - torch.cuda.memory_reserved()
         _log.warning(
-            "CUDA graphs are switched off: the device ran out of memory while graphs held %.2f GiB.", given / 2**30
+            "CUDA graphs are switched off: the device ran out of memory while graphs held %s.", format_bytes(given)
         )
         return given
 
