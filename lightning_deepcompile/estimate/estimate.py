@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_deepcompile.capture.sync_batchnorm import trace_sync_batchnorm
@@ -237,17 +238,14 @@ def estimate_step(module: pl.LightningModule, batch: Any, request: Request) -> S
     """
     if step_states(module):
         raise EstimateError("The module is sharded already. Call `estimate` before `trainer.fit`, or with a fresh one.")
-    load_extension()
-    try:
-        with fake_ranks(request.ranks):
-            return _Estimate(module, batch, request).run()
-    except RuntimeError as error:
-        if "process group already" not in str(error):
-            raise
+    if dist.is_initialized():
         raise EstimateError(
             "This process is a rank of a training already. Call `estimate` before `trainer.fit`, or in a process of "
             "its own: python -m lightning_deepcompile estimate."
-        ) from error
+        )
+    load_extension()
+    with fake_ranks(request.ranks):
+        return _Estimate(module, batch, request).run()
 
 
 class _Estimate:

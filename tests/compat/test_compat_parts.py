@@ -513,8 +513,6 @@ def _fakes() -> None:
         number = torch.ones(1)
         dist.all_reduce(number)
         assert number.item() == 1  # nobody else adds anything
-        with pytest.raises(RuntimeError, match="a process group already"), fake_ranks(2):
-            pass
     assert not dist.is_initialized()
 
 
