@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -95,7 +96,7 @@ class Entry:
             self._prepare()
         if program.kind == "backward" and self.replays is not None:
             self.replays.begin_backward()
-        behind = self.agreement.check(program.signature)
+        behind = self.agreement.check(program.signature, functools.partial(self._follows, program))
         self.derived.refresh(program.derived)
         index = program.schedule.frame
         if program.kind == "forward" and self.before_first_run is not None and index not in self._looked:
@@ -110,6 +111,13 @@ class Entry:
             if larger() and self.before_larger is not None:
                 self.before_larger(index)
         return behind
+
+    def _follows(self, program: Program) -> str:
+        """Returns the signature of the backward program of a graph of a whole step; empty for any other program."""
+        (frame,) = (frame for frame in self.frames.all if frame.index == program.schedule.frame)
+        if program.kind != "forward" or frame.reasons.broken or not self.runs_first():
+            return ""
+        return next((e.running.signature for e in frame.executables if e.program.kind == "backward"), "")
 
     def first_gathers(self) -> list[Gathers]:
         """The gathers that the last training step's first program begins with; none if ranks ran different programs.

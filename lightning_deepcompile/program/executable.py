@@ -45,6 +45,7 @@ class Executable:
         seconds: The host time that they took.
         first_gathers: The gathers that the current schedule begins with.
         waits_for_states: Whether it waits for optimizer states that leave the device.
+        running: The program as it runs: the current one, or the one that is profiled in its place.
         watch: Called before every run with the program's name and its arguments, until `swap`; None: nothing is.
     """
 
@@ -60,9 +61,9 @@ class Executable:
     source: str = field(init=False, default="")
     first_gathers: list[Gathers] = field(init=False)
     waits_for_states: bool = field(init=False)
+    running: Program = field(init=False)
     watch: Callable[[str, Sequence[Any]], None] | None = field(init=False, default=None)
     _run: Callable[[list[Any]], Sequence[Any]] = field(init=False)
-    _running: Program = field(init=False)
     _guard: Guard | None = field(init=False)
     _with_names: Callable[[list[Any]], Sequence[Any]] | None = field(init=False)
     _replay: ProgramGraphs | None = field(init=False)
@@ -81,7 +82,7 @@ class Executable:
         """
         if program.graph_id != self.base.graph_id:
             raise ValueError(f"The program {program.name!r} belongs to another graph than {self.base.name!r}.")
-        self.program = self._running = program
+        self.program = self.running = program
         self.watch = None
         self._guard = None if _GUARDED.isdisjoint(program.history) else self.guard
         self._run, self.source = generate(program, guard=self._guard)
@@ -103,7 +104,7 @@ class Executable:
         """
         self._run, _ = generate(program, marks, self.guard)
         self._replay = None
-        self._running = program
+        self.running = program
         self.waits_for_states = program.schedule.waits_for_states
 
     def _call(self, args: list[Any], run: Callable[[list[Any]], Sequence[Any]]) -> Sequence[Any]:
@@ -111,7 +112,7 @@ class Executable:
 
     def _named(self) -> Callable[[list[Any]], Sequence[Any]]:
         """Returns the program with its regions named for profilers, which costs time."""
-        if self._running is not self.program:  # it is being profiled
+        if self.running is not self.program:  # it is being profiled
             return self._run
         if self._with_names is None:
             guard = self._guard
@@ -134,7 +135,7 @@ class Executable:
         args.extend(self.derived)
         if self.watch is not None:
             self.watch(self.program.name, args)
-        behind = self.check(self._running)
+        behind = self.check(self.running)
         self.calls += 1
         self.before()
         start = time.perf_counter()

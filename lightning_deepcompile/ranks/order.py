@@ -4,9 +4,10 @@ A path is what communicates in a step, one after another: programs, parameters t
 backward pass and of the step. What all ranks have met at a place before, none compares again while it is the only way
 to go on. Where there are several, hosts ask each other each time, as they do where all is new. They also do so up to
 the end of a step in which a rank comes to a place where it has not been with such a batch and the graphs that it has
-compiled by now: from there on it may go another way than those that were there before. What is new beside a usual way
-all the same is compared over the rendezvous store, without collectives; a rank that has gone on the usual way meanwhile
-says so from a thread.
+compiled by now: from there on it may go another way than those that were there before. They need not once all ranks run
+graphs of whole steps that communicate alike, backward too: nothing else follows. What is new beside a usual way all the
+same is compared over the rendezvous store, without collectives; a rank that has gone on the usual way meanwhile says so
+from a thread.
 
 If the hosts find that ranks go on differently, the ranks take turns: what one of them is about to run communicates with
 all others, which gather and release the same parameters, and contribute zeros for its gradients. So a step in which one
@@ -116,6 +117,7 @@ class Agreement:
         self._batch: Hashable = None  # what a batch of this step makes a rank run, as far as that is known
         self._met: set[Hashable] = set()  # what batches, and where they went on from places at which hosts ask
         self._compares_all: Callable[[], bool] | None = None  # in this step
+        self._determined = False  # whether it was compared what follows in this step
         self._said = False
         self._at = (0, 0)  # steps begun, and how far this one has come: one tuple, as a thread reads it
         self._rounds = 0
@@ -140,6 +142,7 @@ class Agreement:
         self._at = (self._at[0] + 1, 0)
         self._place = self._steps.setdefault(name, _Place())
         self._compares_all = self._batch = None
+        self._determined = False
 
     def end(self) -> None:
         """Ends the step, if one has begun; call on all ranks. Raises like `begin`."""
@@ -176,11 +179,13 @@ class Agreement:
         """
         self._compares_all = functools.cache(wanted)
 
-    def check(self, signature: str) -> Callable[[], None] | None:
+    def check(self, signature: str, follows: Callable[[], str] | None = None) -> Callable[[], None] | None:
         """Compares the next program with other ranks'; call on all ranks before it runs.
 
         Args:
             signature: The collectives of the program, one a line; empty: none.
+            follows: Returns the signature of the backward program, if nothing else of the step communicates after this
+                program; else an empty text.
 
         Returns:
             A function to call when the program has run: it takes part in the programs that other ranks run in its
@@ -191,7 +196,7 @@ class Agreement:
             ProgramMismatchError: Names a rank that goes on otherwise, and the first differing collective.
             TimeoutError: Names a rank that does not come to this place within the timeout.
         """
-        behind = self._go_on(signature) if signature and self._world_size > 1 else None
+        behind = self._go_on(signature, follows) if signature and self._world_size > 1 else None
         # A rank may run programs that communicate nothing where another one runs none.
         self.together = self._world_size == 1 or (bool(signature) and behind is None)
         return behind
@@ -237,11 +242,11 @@ class Agreement:
         with contextlib.suppress(RuntimeError, dist.DistError):  # the store has ended, and with it whoever would look
             self._say_where()  # to a rank that is behind, and is going to ask
 
-    def _go_on(self, text: str) -> Callable[[], None] | None:
+    def _go_on(self, text: str, follows: Callable[[], str] | None = None) -> Callable[[], None] | None:
         place = self._place = self._place or _Place()
         behind = None
         if self._asks(place) and self._group is not None:
-            behind = self._ask(text, self._group)
+            behind = self._ask(text, self._group, "" if follows is None else follows())
         else:
             if text not in place.ways or len(place.ways) > 1:
                 self._meet(text, place)
@@ -251,8 +256,11 @@ class Agreement:
 
     def _asks(self, place: _Place) -> bool:
         """Returns whether hosts ask each other there; the same on all ranks."""
-        wanted = self._compares_all is not None and self._compares_all()
-        return wanted or place.waited_for or len(place.ways) != 1
+        if place.waited_for or len(place.ways) != 1:
+            return True
+        if self._determined and _moment(next(iter(place.ways))) != _IN_FORWARD:
+            return False
+        return self._compares_all is not None and self._compares_all()
 
     def _follow(self, *texts: str) -> None:
         """Moves on to the next place, the same one on all ranks."""
@@ -270,11 +278,13 @@ class Agreement:
             self._place.ways.update(dict.fromkeys(texts))
         self._place = place
 
-    def _ask(self, text: str, group: dist.ProcessGroup) -> Callable[[], None] | None:
+    def _ask(self, text: str, group: dist.ProcessGroup, follows: str = "") -> Callable[[], None] | None:
         """Hosts ask each other; where they go on differently, those that are less far go first, in turns."""
+        then = float(number_of(follows)) if follows else 0.0
         while True:
             number, new = float(number_of(text)), float(self._is_first_turning(text))
-            most, least, any_new = maxima([number, -number, new], group)
+            most, least, any_new, most_then, least_then = maxima([number, -number, new, then, -then], group)
+            self._determined = most == -least and most_then == -least_then > 0
             if most == -least:
                 self._turn(any_new > 0, text)
                 return None

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -234,3 +235,57 @@ def test_ranks_part_where_each_has_met_its_batch_beside_others_of_the_others() -
     first, second = run_ranks(_turns, 2, steps, timeout=60)
     assert first == [["gather float32 (3,)"], [], *2 * [["gather float32 (4,)"]]]
     assert second == [["gather float32 (1,)"], [], *2 * [["gather float32 (2,)"]]]
+
+
+FORWARD, BACKWARD = "forward program\ngather (1,)", "backward program\nreduce (1,)"
+
+
+def _whole_steps(backward: list[tuple[str, str]], follows: bool) -> list[tuple[int, list[str]]]:
+    """Ranks run steps with batches that are always new; how often hosts ask in each, and what the rank takes part in.
+
+    Args:
+        backward: Of each step, the signature of each rank's backward program.
+        follows: Whether that is known when the forward program runs.
+    """
+    join("cpu")
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    member = Agreement(store, rank, dist.get_world_size(), timedelta(seconds=15), "test", dist.group.WORLD)
+    asked, steps = [0], list[tuple[int, list[str]]]()
+    real = order.maxima
+
+    def counted(*args: Any) -> list[float]:
+        asked[0] += 1
+        return real(*args)
+
+    order.maxima = counted  # type: ignore[attr-defined]
+    for step, ranks in enumerate(backward):
+        asked[0] = 0
+        took: list[str] = []
+        member.take_part = took.append
+        member.begin("training_step")
+        member.is_new((rank, step))
+        member.compare_all(lambda: True)
+        text = ranks[rank]
+        after = [member.check(FORWARD, lambda text=text: text if follows else ""), member.check(text)]
+        for behind in filter(None, after):
+            behind()
+        member.end_backward()
+        member.end()
+        steps.append((asked[0], took))
+    member.rest()
+    return steps
+
+
+@pytest.mark.parametrize("follows, asked", [(True, 1), (False, 4)])
+def test_hosts_ask_once_in_a_step_of_one_graph(follows: bool, asked: int) -> None:
+    for steps in run_ranks(_whole_steps, 2, 4 * [(BACKWARD, BACKWARD)], follows, timeout=60):
+        assert steps[0] == (4, []), "the way is new"
+        assert steps[1:] == 3 * [(asked, [])]
+
+
+def test_ranks_take_turns_where_only_the_backward_programs_differ() -> None:
+    other = "backward program\nreduce (2,)"
+    steps = [(BACKWARD, BACKWARD), (BACKWARD, other), (BACKWARD, BACKWARD), (other, other)]
+    first, second = run_ranks(_whole_steps, 2, steps, True, timeout=60)
+    assert [took for _, took in first] == [[], [other], [], []]
+    assert [took for _, took in second] == [[], [BACKWARD], [], []]
