@@ -115,7 +115,7 @@ def _check(owner: str, name: str, value: Any, hint: Any) -> None:
     told = next((complaint for complaint in complaints if complaint is not None), None)
     if told is None:
         choices = [choice for one in alternatives for choice in _choices(one)]
-        told = f"{'use' if _only_choices(alternatives) else 'expected'} {_listed(alternatives)}."
+        told = f"{'use' if all(map(_choices, alternatives)) else 'expected'} {_listed(alternatives)}."
         if isinstance(value, str):
             told += did_you_mean(value, choices)
     raise ValueError(f"{owner}({name}={value!r}): {told}")
@@ -164,10 +164,6 @@ def _choices(hint: Any) -> tuple[Any, ...]:
     if get_origin(hint) is Literal:
         return get_args(hint)
     return (None,) if hint is types.NoneType else ()
-
-
-def _only_choices(alternatives: Iterable[Any]) -> bool:
-    return all(_choices(one) for one in alternatives)
 
 
 def _words(hint: Any) -> list[str]:

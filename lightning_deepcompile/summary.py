@@ -104,17 +104,14 @@ class Summary:
         symmetric = self.symmetric_gathers_per_step
         return f"{text}, {symmetric} of them by copy engines" if symmetric else text
 
-    @property
-    def _reductions(self) -> str:
-        return f"{self.reductions_per_step} in {format_count(self.reduce_groups_per_step, 'group')}"
-
     def __str__(self) -> str:
+        reductions = f"{self.reductions_per_step} in {format_count(self.reduce_groups_per_step, 'group')}"
         rows = [
             ("ranks", f"{self._ranks} ({self.communicator})"),
             ("graphs", f"{self.graphs} ({format_count(self.programs, 'program')})"),
             ("regions compiled/total", f"{self.regions_compiled}/{self.regions_total}"),
             ("gathers a step", self._gathers),
-            ("reductions a step", self._reductions),
+            ("reductions a step", reductions),
             ("sharded bytes per rank", format_bytes(self.sharded_bytes_per_rank)),
             ("compile time", f"{self.compile_seconds:.1f} s ({self.region_compile_seconds:.1f} s in regions)"),
         ]

@@ -10,7 +10,6 @@ from lightning_deepcompile.compat.aot import *
 from lightning_deepcompile.compat.autograd import *
 from lightning_deepcompile.compat.distributed import *
 from lightning_deepcompile.compat.dynamo import *
-from lightning_deepcompile.compat.dynamo_reasons import *
 from lightning_deepcompile.compat.fx import *
 from lightning_deepcompile.compat.inductor import *
 from lightning_deepcompile.compat.modules import *

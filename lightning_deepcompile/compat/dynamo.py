@@ -12,16 +12,18 @@ import re
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, fx
+from torch._dynamo.utils import get_metrics_context
 
 __all__ = [
     "ENTER_AUTOCAST",
     "EXIT_AUTOCAST",
     "LOG_USE",
     "SET_GRADIENTS",
+    "GraphReasons",
     "INNER_CALL",
     "called_by",
     "compile_failures",
@@ -33,6 +35,7 @@ __all__ = [
     "never_a_frame",
     "never_code",
     "never_frames",
+    "reasons_of",
     "root_cause",
     "step_settings",
     "unguarded",
@@ -277,3 +280,31 @@ def called_by(node: fx.Node) -> Any:
     if getattr(target, "_origin", None) is torch._dynamo.variables.misc.produce_trampoline_autograd_apply:
         return inspect.getclosurevars(cast(types.FunctionType, target)).nonlocals["fn_cls"].apply
     return target
+
+
+class GraphReasons(NamedTuple):
+    """The reasons for a graph.
+
+    Args:
+        place: The line of the user's code at which the graph ends: ``file:line in function: code``.
+        broken: Why it ends there, if the function goes on behind it; else empty.
+        recompiled: Why graphs of the same function that were compiled before do not do; else empty.
+    """
+
+    place: str
+    broken: str
+    recompiled: str
+
+
+def reasons_of(gm: fx.GraphModule) -> GraphReasons:
+    """Returns the reasons for a graph; call it in the backend that Dynamo hands the graph to."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    frame = reason.user_stack[-1] if reason is not None and reason.user_stack else None
+    place = "" if frame is None else f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+    broken = ""
+    if reason is not None and reason.graph_break:
+        lines = [line.strip() for line in reason.reason.splitlines() if line.strip()]
+        wanted = [line for line in lines if line.startswith(("Explanation:", "Hint:"))]
+        broken = ". ".join(line.rstrip(".") for line in [*lines[:1], *wanted]) + "."
+    again = get_metrics_context()._metrics.get("recompile_reason")
+    return GraphReasons(place, broken, again or "")

@@ -31,7 +31,6 @@ from lightning_deepcompile.capture.lookups import exchange_lookups
 from lightning_deepcompile.capture.steps import CompiledSteps
 from lightning_deepcompile.compat.fake import FakeTensorMode, fake_tensors, mode_of
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.estimate.manual import replace_manual_calls
 from lightning_deepcompile.estimate.work import CountedRegions
 from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.graph import args_of, output_node
@@ -267,7 +266,7 @@ class TracedStep:
         self.model.state.path = self.reads  # type: ignore[assignment] # has what compiled modules ask for
         self._log, self._appends = DeferredLog(module), Appends(module)
         if not module.automatic_optimization:
-            replace_manual_calls(module, self.optimizers)
+            _replace_manual_calls(module, self.optimizers)
             self.capture.several_backward_passes = True
         self._host_calls = HostCalls(module, after_toggle=_nothing)
 
@@ -329,3 +328,48 @@ def _optimizers_in(configured: Any) -> list[Optimizer]:
     if isinstance(configured, list | tuple):
         return [optimizer for one in configured for optimizer in _optimizers_in(one)]
     return []
+
+
+class _Stepped:
+    """Stands for an optimizer, or its scheduler, that a step calls itself: the optimizer, which does not step."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["optimizer"], name)
+
+    @torch.compiler.disable
+    def step(self, closure: Any = None, **kwargs: Any) -> Any:
+        """Calls the closure, if that is what is passed."""
+        return closure() if callable(closure) else None
+
+    @torch.compiler.disable
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing."""
+
+    @contextlib.contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Returns a context that does nothing."""
+        yield
+
+
+def _replace_manual_calls(module: pl.LightningModule, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
+    """Replaces the methods of a module that need a running Trainer.
+
+    Args:
+        module: With manual optimization.
+        optimizers: Returns what it configures.
+    """
+    made: list[_Stepped] = []
+
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        if not made:
+            made.extend(map(_Stepped, optimizers()))
+        return made[0] if len(made) == 1 else made
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        """Does nothing."""
+
+    calls = dict.fromkeys(("manual_backward", "clip_gradients", "toggle_optimizer", "untoggle_optimizer"), nothing)
+    vars(module).update(calls, optimizers=stepped, lr_schedulers=stepped)

@@ -8,7 +8,6 @@ from pathlib import Path
 from lightning_deepcompile.plan.scaling import scaling_rows
 from lightning_deepcompile.plan.show import communication
 from lightning_deepcompile.program.printer import format_bytes, format_count
-from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.report import figures
 from lightning_deepcompile.report.blocks import blocks_table, links_table
 from lightning_deepcompile.report.head import head, numbers_script
@@ -174,7 +173,8 @@ def _compiled(record: StepRecord) -> str:
     if record.summary is not None:
         parts.append(f"<pre>{escape(str(record.summary))}</pre>")
     if record.schedules:
-        rows = [_program_row(schedule) for schedule in record.schedules]
+        kept = [format_count(len(one.kept), "parameter") if one.kept else "-" for one in record.schedules]
+        rows = [(*communication(one), text) for one, text in zip(record.schedules, kept, strict=True)]
         heads = ("program", "regions", "groups of gathers", "gathered", "groups of reductions", "reduced", "kept whole")
         parts.append(table(heads, rows, numbers=range(1, 7)))
     for name, text in record.programs.items():
@@ -182,10 +182,6 @@ def _compiled(record: StepRecord) -> str:
             f"<details><summary>{escape(name)}, instruction by instruction</summary><pre>{escape(text)}</pre></details>"
         )
     return "\n".join(parts)
-
-
-def _program_row(schedule: Schedule) -> tuple[str, ...]:
-    return (*communication(schedule), format_count(len(schedule.kept), "parameter") if schedule.kept else "-")
 
 
 def _host(record: StepRecord) -> str:

@@ -60,7 +60,9 @@ def trace_text(record: StepRecord) -> str:
     rows: list[dict[str, Any]] = [_named("process_name", 0, title)]
     for number, lane in enumerate(LANES):
         if any(event.lane == lane for event in events):
-            rows += [_named("thread_name", number, lane), _sorted(number)]
+            rows.append(_named("thread_name", number, lane))
+            order = {"sort_index": number}
+            rows.append({"name": "thread_sort_index", "ph": "M", "pid": _PROCESS, "tid": number, "args": order})
     for event in events:
         rows.append(
             {
@@ -107,7 +109,3 @@ def _measured_rows(measured: MeasuredStep, profile: Profile) -> list[dict[str, A
 
 def _named(kind: str, thread: int, name: str, process: int = _PROCESS) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
-
-
-def _sorted(thread: int) -> dict[str, Any]:
-    return {"name": "thread_sort_index", "ph": "M", "pid": _PROCESS, "tid": thread, "args": {"sort_index": thread}}

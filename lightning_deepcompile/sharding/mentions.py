@@ -62,8 +62,9 @@ def mentions_of(module: nn.Module, step: Callable[..., Any]) -> Mentions:
         step: A bound method of it.
     """
     methods: dict[str, list[types.FunctionType]] = {}
-    kinds = {kind for child in module.modules() for kind in type(child).__mro__ if _is_users(kind)}
-    for kind in sorted(kinds, key=_label):
+    kinds = {kind for child in module.modules() for kind in type(child).__mro__ if issubclass(kind, nn.Module)}
+    users = (kind for kind in kinds if _is_own(kind.__module__))
+    for kind in sorted(users, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}"):
         for name, value in vars(kind).items():
             if (function := _function(value)) is not None:
                 methods.setdefault(name, []).append(function)
@@ -174,10 +175,6 @@ def _function(value: Any) -> types.FunctionType | None:
     return value if isinstance(value, types.FunctionType) else None
 
 
-def _is_users(kind: type) -> bool:
-    return issubclass(kind, nn.Module) and _is_own(kind.__module__)
-
-
 def _is_own(module: str | None) -> bool:
     return module is not None and module.partition(".")[0] not in _LIBRARIES
 
@@ -194,7 +191,3 @@ def _is_full(cell: types.CellType) -> bool:
     except ValueError:  # a function that is being defined
         return False
     return True
-
-
-def _label(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"

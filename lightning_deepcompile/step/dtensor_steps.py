@@ -11,8 +11,8 @@ from lightning_deepcompile.compat.fake import pretended
 from lightning_deepcompile.ranks.exchange import exchange
 from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.sharding.parameter import distribute_rows
-from lightning_deepcompile.step.probe import agree, choose_specimens, first_rows, named, run
-from lightning_deepcompile.step.specimens import CannotCopy, Specimen
+from lightning_deepcompile.step.probe import agree, choose_specimens, first_rows, run
+from lightning_deepcompile.step.specimens import CannotCopy, Specimen, named
 
 _TOLERANCE = 1e-3  # norms are summed in another order
 

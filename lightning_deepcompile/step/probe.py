@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_deepcompile.step.specimens import Communicates, Copy, OperationRecord, Specimen, watched
+from lightning_deepcompile.step.specimens import Communicates, Copy, OperationRecord, Specimen, named, watched
 
 _SMALL = {1: 24, 2: 24, 3: 12}  # most elements of a dimension, by the number of dimensions
 _SMALLER = 8  # with more dimensions
@@ -600,11 +600,3 @@ def _all(whole: Tensor) -> Tensor:
 
 def _device_of(optimizer: Optimizer) -> torch.device:
     return next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
-
-
-def named(error: Exception) -> str:
-    """Returns an error in one line; if it has no text, that of its cause."""
-    told: BaseException = error
-    while not str(told).strip() and (before := told.__cause__ or told.__context__) is not None:
-        told = before
-    return f"{type(told).__name__}: {(str(told).strip().splitlines() or [''])[0]}"

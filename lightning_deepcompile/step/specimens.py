@@ -159,7 +159,7 @@ class Copy:
         try:
             self.optimizer = _copied(optimizer, self.tensors, memo, keep_states)
         except Exception as error:
-            raise CannotCopy(f"{type(error).__name__}: {_first_line(error)}") from error
+            raise CannotCopy(named(error)) from error
         if callable(train := getattr(self.optimizer, "train", None)):
             train()  # averaging classes step only in this mode
         parameters = inspect.signature(type(optimizer).step).parameters
@@ -308,5 +308,9 @@ def _collect(value: Any, path: str, found: list[Any], skipped: set[int], seen: s
             _collect(one, name, found, skipped, seen, depth + 1)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
+def named(error: Exception) -> str:
+    """Returns an error in one line; if it has no text, that of its cause."""
+    told: BaseException = error
+    while not str(told).strip() and (before := told.__cause__ or told.__context__) is not None:
+        told = before
+    return f"{type(told).__name__}: {(str(told).strip().splitlines() or [''])[0]}"

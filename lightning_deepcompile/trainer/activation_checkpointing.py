@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -31,9 +30,10 @@ def checkpoint_activations(module: nn.Module, policy: CheckpointingPolicy) -> in
     """
     chosen = {child: path for path, child in module.named_modules() if child is not module and _chooses(policy, child)}
     if not chosen:
+        names = ", ".join(sorted({type(child).__name__ for child in module.modules()})[:8])
         raise ValueError(
             f"`activation_checkpointing_policy={policy!r}` chooses no module of {type(module).__name__}. Name the "
-            f"classes of its layers; among its modules are {_class_names(module.modules())}."
+            f"classes of its layers; among its modules are {names}."
         )
     for child, path in chosen.items():
         inner = next((p for m, p in chosen.items() if m is not child and p.startswith(f"{path}.")), None)
@@ -62,7 +62,3 @@ def _chooses(policy: CheckpointingPolicy, module: nn.Module) -> bool:
     if "recurse" in inspect.signature(policy).parameters:
         return policy(module=module, recurse=False, nonwrapped_numel=0)
     return policy(module)
-
-
-def _class_names(modules: Iterable[Any]) -> str:
-    return ", ".join(sorted({type(m).__name__ for m in modules})[:8])

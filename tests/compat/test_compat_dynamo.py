@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -275,3 +276,27 @@ def test_exporting_is_known_to_code_that_dynamo_traces() -> None:
     assert float(torch.compile(module, backend="eager", fullgraph=True)(one)) == 2.0
     assert float(torch.export.export(module, (one,)).module()(one)) == 3.0
     assert float(torch.compile(module, backend="eager", fullgraph=True)(one)) == 2.0
+
+
+def test_breaks_and_recompilations_are_told_with_their_lines() -> None:
+    found: list[compat.GraphReasons] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        found.append(compat.reasons_of(gm))
+        return gm.forward
+
+    def function(x: Tensor) -> Tensor:
+        y = x * 2
+        torch._dynamo.graph_break()
+        return y + 1
+
+    compiled = torch.compile(function, backend=backend, dynamic=False)
+    compiled(torch.ones(3))
+    compiled(torch.ones(4))
+    first, rest, *others = found
+    assert first.place.startswith(f"{Path(__file__)}:") and "in function: torch._dynamo.graph_break()" in first.place
+    assert first.broken.startswith("Call to `torch._dynamo.graph_break()`. Explanation: User-inserted graph break")
+    assert not first.recompiled and not rest.broken
+    assert [one.recompiled.partition("'x' ")[2] for one in others[:1]] == [
+        "size mismatch at index 0. expected 3, actual 4"
+    ]
