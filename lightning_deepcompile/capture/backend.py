@@ -174,11 +174,7 @@ class Capture:
             return compiled if frame.ids else _unless_elsewhere(self, compiled, captured)
 
     def retrace(self, tracing: Tracing) -> None:
-        """Drops the captured graphs of training steps; call between optimizer steps, on all ranks alike.
-
-        Args:
-            tracing: The new value of the attribute.
-        """
+        """Drops the graphs of training steps, to trace by `tracing`; call between steps, on all ranks alike."""
         self.tracing = tracing
         self.frames.drop_training()
         self.entry.forget()

@@ -32,12 +32,6 @@ def check_graph(
 ) -> None:
     """Raises for a graph that writes to a gathered parameter, or that treats a parameter as more than a tensor.
 
-    Args:
-        gm: Dynamo's graph.
-        example_inputs: Its inputs.
-        names: Parameter names by id.
-        replicated: Parameters that are not sharded.
-
     Raises:
         UncompilableError: Names the parameter and the line, or the call, for which the function must run as it is.
         UnsupportedStepError: For a parameter that would not be trained.

@@ -44,12 +44,7 @@ def inline_blocks(gm: fx.GraphModule, instances: Sequence[Instance]) -> None:
 
 
 def computed_with(backward: fx.GraphModule, instances: Sequence[Instance]) -> set[str]:
-    """The placeholders that will only be computed with, and neither returned nor reduced, once blocks are inlined.
-
-    Args:
-        backward: A backward graph.
-        instances: The blocks that it calls.
-    """
+    """The placeholders that will only be computed with, and neither returned nor reduced, once blocks are inlined."""
     names = set()
     inputs = [node for node in backward.graph.nodes if node.op == "placeholder"]
     sizes = {str(node.meta["val"]) for node in inputs if isinstance(node.meta.get("val"), torch.SymInt)}

@@ -287,12 +287,7 @@ def tracing_blocks(instances: Sequence[Instance]) -> Iterator[None]:
 
 
 def run_block(block: int, *inputs: Tensor | torch.SymInt) -> tuple[Tensor, ...]:
-    """Stands for a block in a graph that AOTAutograd traces, and for its derivative.
-
-    Args:
-        block: Its place among the instances.
-        inputs: Its inputs, tensors and symbolic sizes.
-    """
+    """Stands for a block in a graph that AOTAutograd traces, and for its derivative."""
     return _Block.apply(block, *inputs)
 
 

@@ -27,12 +27,6 @@ def refuse_saving(root: nn.Module) -> None:
 def save_pretrained(self: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
     """Raises if the model is sharded, else calls its own ``save_pretrained``; pickled methods are found by this name.
 
-    Args:
-        self: The model.
-        save_directory: As of the model's own method.
-        *args: As of the model's own method.
-        **kwargs: As of the model's own method.
-
     Raises:
         RuntimeError: If the parameters are sharded, and no state dict of whole tensors is given.
     """

@@ -134,11 +134,7 @@ def plain_functions() -> contextlib.AbstractContextManager[None]:
 
 
 def is_accumulated(leaf: Tensor) -> bool:
-    """Returns whether the backward pass under way adds to the gradient of `leaf`, if its nodes give it one.
-
-    Args:
-        leaf: A leaf that needs gradients.
-    """
+    """Returns whether the backward pass under way adds to the gradient of `leaf`, if its nodes give it one."""
     with torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(leaf).node
     return torch._C._will_engine_execute_node(node)

@@ -46,9 +46,6 @@ def compile_region(
         rounds: Whether casts to a narrower dtype round, as without a compiler, where fused code reads the result; see
             `rounds_casts`.
 
-    Returns:
-        The compiled region.
-
     Raises:
         RuntimeError: If Inductor would compute another number than the region says.
     """

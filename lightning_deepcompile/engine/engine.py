@@ -121,9 +121,6 @@ class Engine:
             *args: The method's arguments.
             **kwargs: The method's keyword arguments.
 
-        Returns:
-            The method's result.
-
         Raises:
             RuntimeError: If a part of it cannot be compiled, and the settings make that an error.
             UnsupportedStepError: If the step uses parameters in a way that is not possible with shards.

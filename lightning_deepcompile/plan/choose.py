@@ -31,9 +31,6 @@ def choose_by_gain(
         choices: The changes; of equally good ones the first is made first.
         profile: Used to simulate.
         budget: Bytes that may be allocated, unless the schedules need more already.
-
-    Returns:
-        The schedules.
     """
     start = simulate(schedules, profile).estimate
     search = _Search(choices, profile, budget)

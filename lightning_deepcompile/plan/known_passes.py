@@ -63,9 +63,6 @@ def resolve_passes(passes: Sequence[str | Pass], *, profiled: bool) -> tuple[Pas
         passes: Names of `BUILTIN_PASSES`, ``"package.module:name"`` of a `Pass` of your own, or passes.
         profiled: Whether there will be a profile.
 
-    Returns:
-        The passes.
-
     Raises:
         PassError: For a name that is not known, for needs that nothing before provides, and for a pass that planning
             starts from behind one that plans.

@@ -147,9 +147,6 @@ def read_plan(text: str, setting: Setting) -> Plan:
 def read_setting(text: str) -> Setting:
     """Reads the setting that a plan was made for.
 
-    Args:
-        text: What `write_plan` returned.
-
     Raises:
         PlanFileError: If the text is no plan, is damaged, or is of another version.
     """

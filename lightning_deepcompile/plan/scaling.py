@@ -50,9 +50,6 @@ def scaling(
         on: The profile as it would be on a number of ranks.
         passes: The passes that plan each step.
         settings: The choices that passes follow.
-
-    Returns:
-        A point for each number.
     """
     chosen = settings or PlanSettings()
 

@@ -110,9 +110,6 @@ def simulate(schedules: Sequence[Schedule], profile: Profile) -> Prediction:
         schedules: The programs of a micro-batch, in order.
         profile: Costs of their regions, models of the links.
 
-    Returns:
-        Times and memory.
-
     Raises:
         ProfileError: If the profile does not cover a region.
     """

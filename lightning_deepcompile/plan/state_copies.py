@@ -64,12 +64,7 @@ class StateCopyModel:
         self.bytes = 0
 
     def begin(self, schedules: Sequence[Schedule], add: _Add) -> None:
-        """Begins the step: the chunks that the one before left in slots leave.
-
-        Args:
-            schedules: The programs of a micro-batch.
-            add: Adds tasks.
-        """
+        """Begins the step: the chunks that the one before left in slots leave."""
         self._add = add
         ahead = {k for s in schedules for copy in s.groups("reload_states") for k in copy.ids}
         self._ring = round_slots(self._profile.states.slots, len(ahead))

@@ -75,9 +75,6 @@ class Topology:
     def check(self, shards: int) -> None:
         """Raises unless ranks fill the nodes evenly, and none of the groups splits one.
 
-        Args:
-            shards: Ranks that share the parameters.
-
         Raises:
             TopologyError: Says which number to change.
         """

@@ -75,11 +75,7 @@ class Executable:
         self.swap(self.program)
 
     def swap(self, program: Program) -> None:
-        """Replaces the schedule; nothing is retraced or recompiled. Call between optimizer steps, on all ranks.
-
-        Args:
-            program: A schedule planned from `base`.
-        """
+        """Swaps in another schedule of `base`; nothing is recompiled. Call between optimizer steps, on all ranks."""
         if program.graph_id != self.base.graph_id:
             raise ValueError(f"The program {program.name!r} belongs to another graph than {self.base.name!r}.")
         self.program = self.running = program

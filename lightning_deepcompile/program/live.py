@@ -7,12 +7,7 @@ from lightning_deepcompile.program.sizes import Sizes, tensor_bytes
 
 
 def traffic(program: Program, sizes: Sizes) -> dict[str, int]:
-    """Returns the bytes of values that each region reads and makes, without parameters, by region name.
-
-    Args:
-        program: The program.
-        sizes: Values of its symbolic sizes.
-    """
+    """Returns the bytes of values that each region reads and makes, without parameters, by region name."""
     return {
         name: sum(
             tensor_bytes(program.values[value].meta, sizes)

@@ -271,11 +271,7 @@ class Program:
         return [self.launch(instructions[position]) for position in first_gather_positions(instructions)]
 
     def with_kept(self, kept: Sequence[int]) -> Program:
-        """Returns the program for the case that forward leaves parameters gathered.
-
-        Args:
-            kept: Their numbers within the model.
-        """
+        """Returns the program for the case that forward leaves parameters of these numbers gathered."""
         return replace(self, schedule=replace(self.schedule, kept=tuple(kept)))
 
 

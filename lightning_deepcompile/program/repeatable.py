@@ -20,9 +20,6 @@ def is_repeatable(nodes: Iterable[fx.Node]) -> bool:
 
     Operators that are not PyTorch's own might do anything (communicate, for one), so they count as not repeatable, as
     do higher-order operators.
-
-    Args:
-        nodes: The operators of a region.
     """
     return all(_only_computes(node) for node in nodes)
 

@@ -143,9 +143,6 @@ def shorten(error: BaseException) -> None:
     The calls below that line stay: if it fails in a library, that is where to look. Of an error that this package
     raises only the last line stays, as the message says what to do. An error without a line of the user's stays as it
     is.
-
-    Args:
-        error: Is being handled.
     """
     frames: list[TracebackType] = []
     entry = error.__traceback__

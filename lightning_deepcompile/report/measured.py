@@ -14,12 +14,7 @@ from lightning_deepcompile.report.timeline import Event
 
 
 def events_of(measured: MeasuredStep, profile: Profile) -> list[Event]:
-    """Returns the measured step as events, with a lane for each rank.
-
-    Args:
-        measured: The step.
-        profile: Has the names of blocks.
-    """
+    """Returns the measured step as events, with a lane for each rank."""
     events = []
     for rank in measured.ranks:
         for piece in measured.pieces(rank):

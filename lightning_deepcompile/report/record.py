@@ -74,11 +74,6 @@ class StepRecord:
 def plan_record(profile: Profile, passes: Sequence[Pass], settings: PlanSettings | None = None) -> StepRecord:
     """Plans a profiled step, and records it.
 
-    Args:
-        profile: The profile.
-        passes: The passes that plan it.
-        settings: The choices that passes follow.
-
     Returns:
         A record with one round, of which nothing was measured afterwards.
     """

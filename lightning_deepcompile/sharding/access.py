@@ -295,12 +295,7 @@ def install_access(
 
 
 def renew_leaf(module: nn.Module, name: str) -> None:
-    """Makes Dynamo re-examine the leaf of the parameter `name`: it does not notice a change by itself.
-
-    Args:
-        module: A module passed to `install_access` before.
-        name: Local parameter name.
-    """
+    """Makes Dynamo re-examine the leaf of the parameter `name`: it does not notice a change by itself."""
     leaf = module.__dict__.pop(_LEAF.format(name))
     module.__dict__[_LEAF.format(name)] = leaf
 
@@ -321,9 +316,6 @@ def as_built(module: nn.Module) -> Iterator[None]:
     """Returns a context in which all modules have their original classes: for code that looks at names of classes.
 
     Nothing may be computed with the modules inside.
-
-    Args:
-        module: Any module, sharded or not.
     """
     sharded = {child: type(child) for child in module.modules() if _STATE in child.__dict__}
     for child, access in sharded.items():

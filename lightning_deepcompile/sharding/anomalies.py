@@ -41,11 +41,7 @@ class Anomalies:
         fx.node.map_aggregate(result, mark)
 
     def error(self, error: BaseException) -> BaseException | None:
-        """Returns the error for an anomaly that PyTorch found in a backward pass; None for any other error.
-
-        Args:
-            error: The error that the pass raised.
-        """
+        """Returns the error for an anomaly that PyTorch found in a backward pass; None for any other error."""
         label, self._differentiated = self._differentiated, ""
         if not (isinstance(error, RuntimeError) and torch.is_anomaly_enabled() and "returned nan values" in str(error)):
             return None

@@ -18,12 +18,7 @@ _RESETS = ("reset_parameters", "_reset_parameters")
 
 
 def has_meta_tensors(module: nn.Module, given: Set[Tensor] = frozenset()) -> bool:
-    """Returns whether `module` itself, without its children, has a parameter or buffer on the meta device.
-
-    Args:
-        module: Any module.
-        given: Parameters that do not count.
-    """
+    """Returns whether `module`, without its children, has tensors on the meta device but those that are `given`."""
     tensors = (*module._parameters.values(), *module._buffers.values())
     return any(t is not None and t.is_meta and t not in given for t in tensors)
 

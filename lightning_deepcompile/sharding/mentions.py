@@ -55,12 +55,7 @@ class Mentions:
 
 
 def mentions_of(module: nn.Module, step: Callable[..., Any]) -> Mentions:
-    """Finds the names that a step of `module` mentions, including all code of the module, its children and its helpers.
-
-    Args:
-        module: The LightningModule.
-        step: A bound method of it.
-    """
+    """Finds the names in `step`, a method of `module`, and in all code of the module, its children and its helpers."""
     methods: dict[str, list[types.FunctionType]] = {}
     kinds = {kind for child in module.modules() for kind in type(child).__mro__ if issubclass(kind, nn.Module)}
     users = (kind for kind in kinds if _is_own(kind.__module__))

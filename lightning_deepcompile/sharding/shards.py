@@ -233,9 +233,6 @@ def shard_module(
         hosted: The chunks of `lay_out` that live in host memory, by index; the same on all ranks.
         stored: Parameters on the meta device of which each rank reads its rows; the same on all ranks.
 
-    Returns:
-        The sharded model.
-
     Raises:
         ValueError: If a parameter of `stored` is not one of the module's.
     """

@@ -140,14 +140,7 @@ class Uncompiled:
             self._set_class(current)
 
     def call(self, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a module that has parameters of its own.
-
-        Args:
-            module: The module.
-            run: The function that its call runs.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-        """
+        """Calls a module that has parameters of its own."""
         self._calls.append(module)
         try:
             with contextlib.nullcontext() if len(self._calls) > 1 else self.saving():
@@ -249,12 +242,7 @@ class Uncompiled:
         return [shards.get(parameter) for parameter in parameters]
 
     def differentiate(self, arguments: dict[str, Any], run: Callable[..., Any]) -> tuple[Tensor | None, ...]:
-        """Runs ``torch.autograd.grad`` with parameters among its inputs: whole gradients, of this rank's data.
-
-        Args:
-            arguments: Those of ``torch.autograd.grad``.
-            run: The function itself.
-        """
+        """Runs ``torch.autograd.grad`` with parameters among its inputs: whole gradients, of this rank's data."""
         inputs = arguments["inputs"]
         inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         places = [self._edges.get(self._by_tensor[one], []) if self.is_ours(one) else [one] for one in inputs]
@@ -290,9 +278,6 @@ class Uncompiled:
 
     def check_thread(self, what: str) -> None:
         """Raises on another thread than the step's: a gather from there would make ranks diverge.
-
-        Args:
-            what: A description of what is computed.
 
         Raises:
             UnsupportedStepError: Says what to do instead.

@@ -42,11 +42,7 @@ class Found:
 
 
 class LocalGradients:
-    """Finds gradients, of the same parameters in most steps.
-
-    Args:
-        model: How the parameters are sharded.
-    """
+    """Finds gradients, of the same parameters in most steps."""
 
     def __init__(self, model: ShardedModel) -> None:
         self._model = model

@@ -30,11 +30,7 @@ def predict_state_bytes(optimizer: Optimizer, shapes: Mapping[Tensor, tuple[int,
 
 
 def makes_composites(optimizer: Optimizer) -> bool:
-    """Returns whether steps on tensors of its parameters' shapes make states that consist of several tensors.
-
-    Args:
-        optimizer: The optimizer, which does not change.
-    """
+    """Returns whether steps on tensors of its parameters' shapes make states that consist of several tensors."""
     shapes = {p: tuple(p.shape) for group in optimizer.param_groups for p in group["params"]}
     stepped = None if is_elementwise(optimizer) else _step_without_memory(optimizer, shapes)
     return stepped is not None and any(

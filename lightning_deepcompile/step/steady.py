@@ -105,9 +105,6 @@ class Steady(Generic[In, Out]):
             operands: The operands.
             numbers: The numbers that it reads; None if its inputs belong to this step alone.
             look: Returns its other inputs; called if the numbers are those of the previous work.
-
-        Returns:
-            The result of the work.
         """
         if numbers is None or not self.may_record or numbers != self._numbers:
             self.forget()

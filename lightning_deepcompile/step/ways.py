@@ -90,7 +90,7 @@ def _same(value: object, other: object) -> bool:
 
 
 def ways_of(optimizer: Optimizer, shards: int = 2) -> list[Decision]:
-    """PyTorch wraps the `step` of each class again.
+    """Finds out how an optimizer steps on each of its parameter groups.
 
     Args:
         optimizer: Before its first step, or later.

@@ -71,9 +71,6 @@ def may_drop_gradients(module: pl.LightningModule | None) -> bool:
 
     Lightning calls ``zero_grad`` between forward and backward; the forward pass would have to hold the memory of the
     last step's gradients.
-
-    Args:
-        module: The module that is trained.
     """
     assert module is not None
     return (

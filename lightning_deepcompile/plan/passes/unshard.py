@@ -38,9 +38,6 @@ def unshard(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
 def unshard_candidates(schedules: list[Schedule]) -> list[tuple[tuple[int, int], Instruction]]:
     """Groups that both forward and backward gather, the last first: it is kept for the shortest time.
 
-    Args:
-        schedules: The programs of a micro-batch.
-
     Returns:
         Indices of the forward and the backward schedule, and the part of the forward's group that both gather.
     """
