@@ -135,17 +135,23 @@ def test_what_is_written_between_steps_is_not_lost(number: int) -> None:
         assert records[number].extra == verdict
 
 
+def _written_by_one(inside: bool) -> list[list[Record]]:
+    """Trainings that launch no gather early, each with those that do."""
+    results = []
+    for accumulate, stages in ((1, [3]), (3, [1, 2])):
+        options = {"accumulate": accumulate, "case": "gpt_tied"}
+        kinds = [{"early": False}, *({"stage": stage} for stage in stages)]
+        results.append([_sharded("first rank", 2, inside, **kind, **options) for kind in kinds])
+    return results
+
+
 @pytest.mark.parametrize("inside", [pytest.param(False, marks=pytest.mark.extensive), True])
 def test_one_rank_may_write_alone(inside: bool) -> None:
     """Gathers are then out of date on all ranks, also between the micro-batches of a step."""
-    for accumulate, kinds in ((1, [{}]), (3, [{"stage": 1}, {"stage": 2}])):
-        options = {"accumulate": accumulate, "case": "gpt_tied", "timeout": 90}
-        expected = run_ranks(_sharded, 2, "first rank", 2, inside, early=False, **options)
-        for kind in kinds:
-            for record, other in zip(
-                run_ranks(_sharded, 2, "first rank", 2, inside, **kind, **options), expected, strict=True
-            ):
-                assert_same_training(record, other, params=True)
+    for groups in run_ranks(_written_by_one, 2, inside):
+        for expected, *records in groups:
+            for record in records:
+                assert_same_training(record, expected, params=True)
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -173,23 +179,25 @@ class _WritesInside(Mlp):
                 parameter.mul_(0.9)
 
 
-def _train_inside(early: bool) -> Record:
+def _train_inside() -> list[Record]:
     from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
-    config = CompileConfig(region_backend="eager", schedule=None)
-    strategy = DeepCompileStrategy(compile=config)
-    rank = int(os.environ["RANK"])
-    return train(_WritesInside, strategy, world_size=2, rank=rank, steps=STEPS, callbacks=_when(early))
+    def once(early: bool) -> Record:
+        strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager", schedule=None))
+        rank = int(os.environ["RANK"])
+        return train(_WritesInside, strategy, world_size=2, rank=rank, steps=STEPS, callbacks=_when(early))
+
+    return [once(early) for early in (True, False)]
 
 
 def test_writes_inside_of_a_step_are_what_the_rest_of_it_computes_with() -> None:
     expected = train(_WritesInside, "auto", world_size=1, rank=0, data_world=2, steps=STEPS)
-    for early in (True, False):
-        for record in run_ranks(_train_inside, 2, early):
+    for records in run_ranks(_train_inside, 2):
+        for record in records:
             assert_same_training(record, expected, params=True)
 
 
-def _counted(early: bool) -> tuple[Any, list[tuple[str, int]]]:
+def _counted(early: bool) -> tuple[Any, list[tuple[int, int]]]:
     """A summary, and how many groups had been gathered by the start of each step."""
     from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
@@ -210,8 +218,12 @@ def _counted(early: bool) -> tuple[Any, list[tuple[str, int]]]:
     return record.extra, starts
 
 
+def _counted_both() -> list[tuple[Any, list[tuple[int, int]]]]:
+    return [_counted(early) for early in (False, True)]
+
+
 def test_they_are_under_way_before_the_step_and_counted_with_it() -> None:
-    (late, late_starts), (early, early_starts) = (run_ranks(_counted, 2, early)[0] for early in (False, True))
+    (late, late_starts), (early, early_starts) = run_ranks(_counted_both, 2)[0]
     per_step = late.gather_groups_per_step
     assert early.gather_groups_per_step == per_step
     assert [count for _, count in late_starts] == [per_step * step for step in range(STEPS)]
