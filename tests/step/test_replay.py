@@ -120,6 +120,17 @@ def _both(name: str, world: int, options: dict[str, Any]) -> list[Record]:
     return [_run(name, replays, world, **options)[0] for replays in (False, True)]
 
 
+class _Fails(Replay):
+    """Recording fails as it does where a kernel cannot be part of a graph."""
+
+    fails = True
+
+
+def _plain_replayed_and_failing(name: str, world: int, options: dict[str, Any]) -> list[Record]:
+    failing = [_run(name, True, world, callbacks=[_Fails()], **options)[0]] if name == "gpt_tied" else []
+    return [*_both(name, world, options), *failing]
+
+
 @pytest.mark.parametrize(
     ("name", "world", "options", "replays"),
     [
@@ -135,7 +146,10 @@ def _both(name: str, world: int, options: dict[str, Any]) -> list[Record]:
     ],
 )  # fmt: skip
 def test_replays(name: str, world: int, options: dict[str, Any], replays: dict[str, int]) -> None:
-    for plain, replayed in run_ranks(_both, world, name, world, options):
+    for plain, replayed, *failing in run_ranks(_plain_replayed_and_failing, world, name, world, options):
+        for one in failing:  # it runs as before
+            _check(plain, one)
+            assert one.extra == ({}, {"frame0.forward": "RuntimeError: not while capturing"})
         _check(plain, replayed)
         ran, reasons = replayed.extra
         assert reasons == {} and ran.keys() <= replays.keys(), ran
@@ -419,23 +433,6 @@ def test_gradients_that_are_kept_stay_as_they_are() -> None:
         assert torch.equal(grad, plain.grads[step]["head.weight"]), step
 
 
-class _Fails(Replay):
-    """Recording fails as it does where a kernel cannot be part of a graph."""
-
-    fails = True
-
-
-def _failing() -> list[Record]:
-    return [_run("gpt_tied", False, 2)[0], _run("gpt_tied", True, 2, callbacks=[_Fails()])[0]]
-
-
-def test_what_cannot_be_recorded_runs_as_before() -> None:
-    for plain, replayed in run_ranks(_failing, 2):
-        _check(plain, replayed)
-        ran, reasons = replayed.extra
-        assert ran == {} and reasons == {"frame0.forward": "RuntimeError: not while capturing"}
-
-
 class _FailsOnOne(Replay):
     """One rank cannot record, or finds that it does not pay; the other can, and does."""
 
@@ -450,21 +447,20 @@ class _FailsOnOne(Replay):
             trainer.strategy.engine.capture.replays.give_up()
 
 
-def _failing_on_one(records: bool) -> list[Record]:
+def _failing_on_one() -> list[Record]:
     plain = _run("dropped", False, 2, steps=12)[0]
-    return [plain, _run("dropped", True, 2, callbacks=[_FailsOnOne(records)], steps=12)[0]]
+    return [plain, *(_run("dropped", True, 2, callbacks=[_FailsOnOne(b)], steps=12)[0] for b in (False, True))]
 
 
-@pytest.mark.parametrize("records", [False, True])
-def test_ranks_stay_together_where_one_has_no_graphs(records: bool) -> None:
-    first, second = run_ranks(_failing_on_one, 2, records)
-    for plain, replayed in (first, second):
-        _check(plain, replayed)
+def test_ranks_stay_together_where_one_has_no_graphs() -> None:
+    first, second = run_ranks(_failing_on_one, 2)
+    for plain, *replayed in (first, second):
+        for one in replayed:
+            _check(plain, one)
     (ran, _), (other, _) = first[1].extra, second[1].extra
-    if records:  # it says so in step 8
-        assert ran["frame0.forward"] == other["frame0.forward"] == 5, (ran, other)
-    else:
-        assert ran["frame0.forward"] == 2 and other == {}, (ran, other)  # until all ranks know
+    assert ran["frame0.forward"] == 2 and other == {}, (ran, other)  # until all ranks know
+    (ran, _), (other, _) = first[2].extra, second[2].extra  # a rank gives up in step 8
+    assert ran["frame0.forward"] == other["frame0.forward"] == 5, (ran, other)
 
 
 def _steps(trial: Any, seconds: list[float], idle: bool, now: float = 0.0) -> float:
