@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -95,12 +96,12 @@ class Asked(Generic[T]):
     """A pending question to the ranks' hosts; calling it waits for the answers.
 
     Args:
-        wait: Waits, and returns the answers.
+        wait: Waits, and returns the answers; called until it has returned once.
         is_there: Whether they are there.
     """
 
     def __init__(self, wait: Callable[[], T], is_there: Callable[[], bool] = lambda: True) -> None:
-        self._wait, self.is_there = wait, is_there
+        self._wait, self.is_there = functools.cache(wait), is_there
 
     def __call__(self) -> T:
         """Returns the answers."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from multiprocess import join, run_ranks
 
 from lightning_deepcompile.ranks import order
-from lightning_deepcompile.ranks.exchange import on_any
+from lightning_deepcompile.ranks.exchange import Asked, on_any
 from lightning_deepcompile.ranks.order import Agreement, ProgramMismatchError
 
 
@@ -289,3 +289,18 @@ def test_ranks_take_turns_where_only_the_backward_programs_differ() -> None:
     first, second = run_ranks(_whole_steps, 2, steps, True, timeout=60)
     assert [took for _, took in first] == [[], [other], [], []]
     assert [took for _, took in second] == [[], [BACKWARD], [], []]
+
+
+def test_answers_are_waited_for_until_they_are_there() -> None:
+    calls = iter([RuntimeError("another rank has failed"), 3])
+
+    def wait() -> int:
+        found = next(calls)
+        if isinstance(found, RuntimeError):
+            raise found
+        return found
+
+    asked = Asked(wait)
+    with pytest.raises(RuntimeError, match="another rank"):
+        asked()
+    assert [asked(), asked()] == [3, 3]
