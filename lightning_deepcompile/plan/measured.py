@@ -129,7 +129,7 @@ def _kind(instruction: Instruction) -> Kind:
         return "compute"
     if verb == "wait":
         return _WAITS.get(subject, "waits for copies")
-    if verb == "launch and wait":
+    if verb in ("launch", "launch and wait") and subject in ("parameters", "gradients"):  # it may wait for memory
         return "waits for gathers" if subject == "parameters" else "waits for reductions"
     return "between"
 

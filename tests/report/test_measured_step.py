@@ -20,8 +20,15 @@ from lightning_deepcompile.report.trace import trace_text
 LAYERS = 4
 
 
-def measured(profile: Profile, slow: float = 1.5) -> MeasuredStep:
-    """A step of two ranks: 1 ms for a wait, 2 ms for compute, of which rank 1 takes `slow` times as much."""
+def measured(profile: Profile, slow: float = 1.5, launch: float = 0.0) -> MeasuredStep:
+    """A step of two ranks: 1 ms for a wait, 2 ms for compute, of which rank 1 takes `slow` times as much.
+
+    Args:
+        profile: Of the step.
+        slow: The factor.
+        launch: Seconds for which the device waits where communication is launched.
+    """
+    seconds = {"wait": 0.001, "gather": launch, "reduce": launch}
     rows = {}
     for rank, factor in ((0, 1.0), (1, slow)):
         now, row = 0.01, []
@@ -29,7 +36,7 @@ def measured(profile: Profile, slow: float = 1.5) -> MeasuredStep:
             now += 0.005  # between programs
             row.append(now)
             for instruction in schedule.instructions:
-                now += {"compute": 0.002 * factor, "wait": 0.001}.get(instruction.op, 0.0)
+                now += 0.002 * factor if instruction.op == "compute" else seconds.get(instruction.op, 0.0)
                 row.append(now)
         rows[rank] = [*row, now + (0.004 if rank else 0.02), now + (0.004 if rank else 0.02) + 0.003]
     return MeasuredStep(profile.schedules, aligned(profile.schedules, rows), 2, planned=True)
@@ -68,6 +75,17 @@ def test_the_pieces_of_a_rank_are_its_whole_step() -> None:
     assert step.skew() == pytest.approx(blocks * 0.001)
     first, second = step.ranks
     assert first.reduced == pytest.approx(second.reduced), "the last reduction ends on all ranks at once"
+
+
+def test_where_communication_is_launched_the_device_waits_for_it() -> None:
+    profile = large_profile(LAYERS)
+    plain, late = measured(profile), measured(profile, launch=0.0005)
+    for before, after in zip(plain.ranks, late.ranks, strict=True):
+        more = {kind: late.parts(after)[kind] - seconds for kind, seconds in plain.parts(before).items()}
+        gathers, reductions = (sum(len(s.at(op)) for s in profile.schedules) for op in ("gather", "reduce"))
+        assert more.pop("waits for gathers") == pytest.approx(0.0005 * gathers)
+        assert more.pop("waits for reductions") == pytest.approx(0.0005 * reductions)
+        assert more == pytest.approx(dict.fromkeys(more, 0.0), abs=1e-6) and gathers and reductions
 
 
 def test_a_step_is_limited_by_what_it_is_short_without() -> None:
