@@ -37,6 +37,9 @@ class CompiledSteps:
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._mentions: dict[str, Mentions] = {}
         self._settings: dict[str, contextlib.AbstractContextManager[None]] = {}
+        self._frames = capture.frames
+        self._may_break: set[types.CodeType] = set()  # functions with texts that end a graph, if they run
+        self._looked_at = 0  # graphs
 
     def forget(self, name: str) -> None:
         """Makes the step `name` be compiled again when it runs next."""
@@ -75,6 +78,15 @@ class CompiledSteps:
             self._compiled[name] = self._compile(name)
         with self._settings[name], self._fallbacks.watching():
             yield self._compiled[name]
+            if self._may_break and self._looked_at < self._frames.captured:
+                self._look_for_breaks()
+
+    def _look_for_breaks(self) -> None:
+        self._looked_at = self._frames.captured
+        ended = [frame.reasons for frame in self._frames.all]
+        for code in {one for one in self._may_break if any(reasons.broken_in(one) for reasons in ended)}:
+            self._may_break.remove(code)
+            self._fallbacks.add(code.co_name, _place(code), BROKEN_TEXT)
 
     def _compile(self, name: str) -> Callable[..., Any]:
         step = getattr(self._module, name)
@@ -90,8 +102,11 @@ class CompiledSteps:
         own = compat.with_own_code(step)
         left = dict.fromkeys(found.broken_texts, BROKEN_TEXT) | dict.fromkeys(found.gradients, READS_GRADIENTS)
         for one, reason in left.items():
-            self._fallbacks.add(one.co_name, _place(one), reason)
             compat.never_code(own.__code__ if one is code else one)
+            if one is code:
+                self._fallbacks.add(one.co_name, _place(one), reason)
+            else:
+                self._may_break.add(one)
         # With all attributes of a large model, guards on our own properties would take a quarter of the time.
         return torch.compile(
             own, backend=self._backend, options={"guard_filter_fn": compat.unguarded(property_codes())}

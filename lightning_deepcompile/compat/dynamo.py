@@ -295,6 +295,11 @@ class GraphReasons(NamedTuple):
     broken: str
     recompiled: str
 
+    def broken_in(self, code: types.CodeType) -> bool:
+        """Returns whether the graph ends in a function with this code, which goes on behind it."""
+        lines = {line for *_, line in code.co_lines()}
+        return self.broken != "" and any(self.place.startswith(f"{code.co_filename}:{line} ") for line in lines)
+
 
 def reasons_of(gm: fx.GraphModule) -> GraphReasons:
     """Returns the reasons for a graph; call it in the backend that Dynamo hands the graph to."""
