@@ -10,8 +10,6 @@ from lightning_deepcompile.plan.offload import Offloading, OffloadMode
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.sharding.shards import ShardedModel
 
-__all__ = ["ActivationOffload"]
-
 
 @dataclass
 class ActivationOffload:

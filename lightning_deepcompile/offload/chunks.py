@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 from lightning_deepcompile.offload.probe import changed_settings, settings_of
 from lightning_deepcompile.plan.offload import leaving_order
 
-__all__ = ["Chunk", "GroupChanges", "Parts", "make_chunks"]
-
 
 class Parts(Protocol):
     """Divides an optimizer's steps.

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from lightning_deepcompile.plan.budget import parse_budget
 from lightning_deepcompile.ranks.exchange import exchange
 
-__all__ = ["available_host_memory", "host_limit"]
-
 _DEFAULT = 0.8
 
 

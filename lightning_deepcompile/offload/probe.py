@@ -19,8 +19,6 @@ from torch.optim import Optimizer
 
 from lightning_deepcompile import compat
 
-__all__ = ["StateSizes", "can_leave", "changed_settings", "probe_states", "settings_of"]
-
 _LARGE = 1 << 20  # bytes from which a state leaves that has not as many elements as its parameter
 _SHAPE = (6, 5)  # of the small parameter; no counter or table of an optimizer has as many elements by chance
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from lightning_deepcompile.ranks.exchange import exchange, on_any
 
-__all__ = ["reserve"]
-
 
 def reserve(runtime: Any, leaving: Iterable[tuple[Tensor, int]], group: dist.ProcessGroup) -> str:
     """Takes memory for states that are about to leave. A collective.

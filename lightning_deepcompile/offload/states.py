@@ -28,8 +28,6 @@ from lightning_deepcompile.offload.probe import StateSizes, can_leave
 from lightning_deepcompile.plan.state_copies import LEAST_SLOTS, round_slots
 from lightning_deepcompile.sharding.sharded_tensor import ShardedTensor
 
-__all__ = ["StateOffload"]
-
 _ALIGNMENT = 512
 
 

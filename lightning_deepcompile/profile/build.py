@@ -12,8 +12,6 @@ from lightning_deepcompile.profile.links import Transfer, fit_link
 from lightning_deepcompile.profile.probe import ProgramRun, StepProbe
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["build_profile", "leave_room", "limit_memory", "reconcile"]
-
 _TELLS = 0.02  # of a step: the least slow-down by a shared link from which a step's length tells anything about it
 _TELLS_BESIDE = 0.05  # of regions: the least communication beside them that tells how much it slows them down
 _HALVINGS = 6

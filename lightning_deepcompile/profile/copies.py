@@ -9,8 +9,6 @@ import torch
 
 from lightning_deepcompile.plan.costs import Link
 
-__all__ = ["measure_copies", "shortest_seconds"]
-
 _LARGE, _SMALL = 32 << 20, 1 << 12
 _TIMES = 3
 _FILLS = 64

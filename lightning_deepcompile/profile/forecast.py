@@ -12,8 +12,6 @@ from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.schedule import REDUCTIONS
 from lightning_deepcompile.program.sizes import Sizes
 
-__all__ = ["GradientShards", "arrived_gradients", "forecast"]
-
 GradientShards = Sequence[tuple[frozenset[int], int]]
 """Buffers of gradient shards: the numbers of their parameters within the model, and bytes."""
 

@@ -8,8 +8,6 @@ import torch
 
 from lightning_deepcompile.profile.copies import shortest_seconds
 
-__all__ = ["hold_ratio", "measure_holds"]
-
 _ELEMENTS = 8 << 20
 
 Dtypes = tuple[torch.dtype, torch.dtype]

@@ -10,8 +10,6 @@ from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.reschedule import reschedule
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["instrument"]
-
 
 def instrument(executables: Iterable[Executable], probe: StepProbe) -> dict[str, Schedule]:
     """Makes `executables` report to `probe`, until their programs are swapped.

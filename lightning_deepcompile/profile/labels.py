@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from lightning_deepcompile.plan.costs import Labels
 from lightning_deepcompile.program.program import LOCAL_ID, Program
 
-__all__ = ["labels_of"]
-
 
 def labels_of(programs: Iterable[Program]) -> Labels:
     """The blocks of parameters and of regions.

@@ -14,8 +14,6 @@ from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import alike, maxima
 
-__all__ = ["Transfer", "agree", "fit_link", "small_transfers", "transfers_of"]
-
 _UNKNOWN = Link(0.0, 1e12)
 _ELEMENTS = 256
 """Of a rank's part of a small transfer, in float32: a transfer of ten times as many takes as long."""

@@ -8,8 +8,6 @@ import torch
 
 from lightning_deepcompile.plan.budget import parse_budget
 
-__all__ = ["memory_limit", "scattered"]
-
 
 def memory_limit(device: torch.device, budget: int | float | str | None, beside: int = 0, largest: int = 0) -> int:
     """Bytes that torch's allocator may hand out on `device`, and what is `beside`.

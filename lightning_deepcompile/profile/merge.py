@@ -14,8 +14,6 @@ from typing import Any
 
 from lightning_deepcompile.plan.costs import WORST, Profile, ProfileError
 
-__all__ = ["frame_of", "merge_profiles", "numbers_of", "with_numbers"]
-
 
 def numbers_of(profile: Profile) -> list[float]:
     """The numbers of one rank's profile, with signs such that the largest over all ranks counts."""

@@ -9,8 +9,6 @@ import torch
 from lightning_deepcompile.compat import grow_segments
 from lightning_deepcompile.profile.memory import memory_limit
 
-__all__ = ["PeakMemory"]
-
 
 class PeakMemory:
     """Reads the allocator's peak in intervals, and keeps the highest of them.

@@ -15,8 +15,6 @@ from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.program.sizes import Noted, note
 
-__all__ = ["Isolation", "Mark", "ProgramMarks", "ProgramRun", "StepProbe"]
-
 
 @dataclass(frozen=True)
 class Mark:

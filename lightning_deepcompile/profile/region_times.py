@@ -12,8 +12,6 @@ from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.program.sizes import Noted
 
-__all__ = ["RegionTimes"]
-
 _Key = tuple[str, str]  # the structure of a program, and the name of a region: graphs for other shapes share them
 
 

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Curve", "Sample", "fit_curve"]
-
 _ENOUGH = 4
 """Distinct sizes from which on a term of second degree may be told from noise."""
 

@@ -15,8 +15,6 @@ from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["Workload"]
-
 _EQUAL = 0.03  # of a step's compute: ranks with equal work differ by as much
 _BEYOND = 1.25  # how far beyond the measured steps times still follow from theirs
 

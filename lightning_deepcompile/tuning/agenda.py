@@ -8,8 +8,6 @@ from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.plan.known_passes import DEFAULT_SCHEDULE, resolve_passes
 from lightning_deepcompile.plan.step_pass import Pass
 
-__all__ = ["Agenda", "PassEntry", "pass_schedule"]
-
 _ATTEMPTS = 3
 """Rounds at most, so that a model with ever new shapes does not plan for ever."""
 

@@ -7,8 +7,6 @@ from collections.abc import Collection, Iterable, Sequence
 
 from lightning_deepcompile.capture.frames import Frames
 
-__all__ = ["Coverage"]
-
 _FAR = 1.25
 """How many times as large, or as small, batches are for which a plan is made anew."""
 

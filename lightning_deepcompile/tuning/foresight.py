@@ -34,8 +34,6 @@ from lightning_deepcompile.ranks.exchange import maxima
 from lightning_deepcompile.tuning.retracing import Retracing
 from lightning_deepcompile.tuning.shortages import Shortage, room_after
 
-__all__ = ["Foresight", "StepRetracedError"]
-
 _log = logging.getLogger(__name__)
 
 RegionWatch = Callable[[str, Sequence[Any]], None]

@@ -39,8 +39,6 @@ from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.program.sizes import Noted, Sizes
 from lightning_deepcompile.ranks.exchange import maxima, number_of
 
-__all__ = ["ISOLATED", "OBSERVED", "PLANNED", "TIMED", "VERIFIED", "Measurement", "agreed_profile"]
-
 # A round, in steps from its first profiled one: two ordinary steps before are timed. One runs as scheduled, with marks;
 # the next waits for every collective at once.
 OBSERVED, ISOLATED, PLANNED, TIMED, VERIFIED = 0, 1, 2, 3, 6

@@ -15,8 +15,6 @@ from lightning_deepcompile.plan.tracing import Tracing
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import attempt, from_first
 
-__all__ = ["PlanStore"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -12,8 +12,6 @@ from lightning_deepcompile.profile.probe import ProgramRun, StepProbe
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import maxima, number_of
 
-__all__ = ["share_step"]
-
 _RANKS = 16
 """So many ranks are shown, and the slowest one: the cost is the same for any number of ranks."""
 

@@ -29,8 +29,6 @@ from lightning_deepcompile.program.program import CompiledRegion
 from lightning_deepcompile.program.replay import Replays, Run
 from lightning_deepcompile.program.schedule import Schedule
 
-__all__ = ["MemoryRetry", "Shortage", "room_after"]
-
 _MARGIN = 0.05  # of memory that is known from a failure: it comes in pieces
 
 

@@ -19,8 +19,6 @@ from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import maxima, number_of
 
-__all__ = ["MUCH", "SlowRanks"]
-
 MUCH = 1.2
 """How many times as long as the fastest rank a slow one computes."""
 

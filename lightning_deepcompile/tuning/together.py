@@ -15,8 +15,6 @@ from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import exchange, maxima, number_of
 from lightning_deepcompile.tuning.slow_ranks import MUCH
 
-__all__ = ["Seen", "put_together"]
-
 
 @dataclass(frozen=True)
 class Seen:
