@@ -97,9 +97,9 @@ def build_profile(
         window_from=window_from,
         budget=budget,
         step_seconds=step_seconds,
-        exposed_seconds=_exposed(observed, schedules),
     )
-    return replace(profile, contention=_contention(observed, schedules, profile))
+    programs = _side_by_side(observed, schedules, profile)
+    return replace(profile, exposed_seconds=_total(programs).exposed, contention=_contention(programs))
 
 
 class _Memory:
@@ -223,15 +223,6 @@ def _allocated(runs: Sequence[ProgramRun], position: int, arena: int, gradients:
     return max(before, 0), max(peak, 0), max(after, 0)
 
 
-def _exposed(probe: StepProbe, schedules: Mapping[str, Schedule]) -> float:
-    """Seconds that compute waited, in the step as scheduled."""
-    total = 0.0
-    for run, schedule in _known_runs(probe, schedules):
-        for instruction, seconds in zip(schedule.instructions, run.seconds(), strict=False):
-            total += seconds if instruction.traits.exposes else 0.0
-    return total
-
-
 @dataclass
 class _Beside:
     """The runs of one program in the step as scheduled: seconds by what took them.
@@ -263,12 +254,8 @@ class _Beside:
         return self.gathers * part, self.reductions * part
 
 
-def _contention(probe: StepProbe, schedules: Mapping[str, Schedule], profile: Profile) -> Contention:
-    """Estimates how much slower regions were with communication beside them, if there was enough of it to tell.
-
-    Programs beside which parameters alone travel, such as forward passes, tell of gathers; the others then of
-    reductions. Where nothing tells them apart, one factor is for both.
-    """
+def _side_by_side(probe: StepProbe, schedules: Mapping[str, Schedule], profile: Profile) -> list[_Beside]:
+    """Returns the seconds of each program of a step as scheduled."""
     programs: dict[str, _Beside] = {}
     for run, schedule in _known_runs(probe, schedules):
         one = programs.setdefault(schedule.name, _Beside())
@@ -283,8 +270,17 @@ def _contention(probe: StepProbe, schedules: Mapping[str, Schedule], profile: Pr
                 one.reductions += profile.reduce_seconds(instruction.sizes)
             if traits.exposes:
                 one.exposed += seconds
-    plain = _total([one for one in programs.values() if not one.reductions])
-    mixed = _total([one for one in programs.values() if one.reductions])
+    return list(programs.values())
+
+
+def _contention(programs: Sequence[_Beside]) -> Contention:
+    """Estimates how much slower regions were with communication beside them, if there was enough of it to tell.
+
+    Programs beside which parameters alone travel, such as forward passes, tell of gathers; the others then of
+    reductions. Where nothing tells them apart, one factor is for both.
+    """
+    plain = _total([one for one in programs if not one.reductions])
+    mixed = _total([one for one in programs if one.reductions])
     (alone, _), (gathers, reductions) = plain.hidden, mixed.hidden
     if alone < _TELLS_BESIDE * plain.alone or not alone:
         factor = _factor(mixed.excess, gathers + reductions, mixed.alone)
