@@ -114,8 +114,10 @@ class Entry:
 
     def _follows(self, program: Program) -> str:
         """Returns the signature of the backward program of a graph of a whole step; empty for any other program."""
+        if program.kind != "forward" or not self.runs_first():
+            return ""
         (frame,) = (frame for frame in self.frames.all if frame.index == program.schedule.frame)
-        if program.kind != "forward" or frame.reasons.broken or not self.runs_first():
+        if frame.reasons.broken:
             return ""
         return next((e.running.signature for e in frame.executables if e.program.kind == "backward"), "")
 
