@@ -1,4 +1,4 @@
-"""Random valid schedules."""
+"""Other valid schedules."""
 
 from __future__ import annotations
 
@@ -9,15 +9,27 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_deepcompile.capture.backend import Capture
+from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.copy_placement import CopyPlacement
+from lightning_deepcompile.plan.known_passes import DEFAULT_PASSES
 from lightning_deepcompile.plan.passes.fuse import reduction_pairs
 from lightning_deepcompile.plan.passes.keep_whole import keep_until_boundary
 from lightning_deepcompile.plan.passes.unshard import keep_gathered, unshard_candidates
 from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.plan.reductions import merge_reductions
+from lightning_deepcompile.plan.step_pass import step_pass
 from lightning_deepcompile.program.schedule import STATE_COPIES, Instruction, Schedule
 
-__all__ = ["Clear", "Meddle", "Shuffle", "TravelStates", "merge_some"]
+__all__ = ["KEEPING", "Clear", "Meddle", "Shuffle", "TravelStates", "merge_some"]
+
+
+@step_pass("keep_last", needs=["gathers"], initial=True)
+def _keep_last(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
+    return [s.keep(s.groups()[-1].ids) if s.kind == "forward" and s.groups() else s for s in schedules]
+
+
+KEEPING = (*DEFAULT_PASSES, _keep_last)
+"""Passes at compile time with which a forward program leaves its last group gathered, read by backward or not."""
 
 
 def merge_some(schedule: Schedule, choose: Callable[[], bool]) -> Schedule:

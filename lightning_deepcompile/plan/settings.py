@@ -24,14 +24,12 @@ class PlanSettings:
 
     Args:
         prefetch_blocks: The number of groups by which gathers are launched ahead of their use.
-        keep_last_block: Whether a forward program leaves its last group gathered for the backward program.
         offload_activations: Which saved tensors wait in host memory: ``"none"``, ``"all"``, or what exceeds the budget.
         reduce: When gradients are reduced; ``"auto"`` starts as ``"every"``, and planning decides.
         rounding: Whether last bits may change.
     """
 
     prefetch_blocks: int = PREFETCH_BLOCKS
-    keep_last_block: bool = True
     offload_activations: OffloadMode = "none"
     reduce: Reduction | Literal["auto"] = "every"
     rounding: Rounding = "same"

@@ -35,8 +35,8 @@ from lightning_deepcompile.program.schedule import check_schedule
 @functools.cache
 def _programs() -> tuple[Any, Any, Any]:
     captured = capture(Net(), torch.arange(6).view(2, 3))
-    forward = apply_passes(captured.lower("forward"), PlanSettings(1, keep_last_block=False))
-    backward = apply_passes(captured.lower("backward"), PlanSettings(1, keep_last_block=False))
+    forward = apply_passes(captured.lower("forward"), PlanSettings(1))
+    backward = apply_passes(captured.lower("backward"), PlanSettings(1))
     return captured, forward, backward
 
 

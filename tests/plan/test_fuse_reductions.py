@@ -137,7 +137,7 @@ def test_groups_that_travel_at_other_times_stay_apart() -> None:
 
 def test_a_real_program_is_regrouped_and_still_the_same() -> None:
     captured = capture(Net(), torch.arange(6).view(2, 3))
-    program = apply_passes(captured.lower("backward"), PlanSettings(prefetch_blocks=1, keep_last_block=False))
+    program = apply_passes(captured.lower("backward"), PlanSettings(prefetch_blocks=1))
     original = program.schedule
     assert len(_groups([original])) == 5
     turns = iter([True, True, False, True])
@@ -162,7 +162,7 @@ def test_a_real_program_is_regrouped_and_still_the_same() -> None:
 
 def test_gradients_cannot_travel_before_they_are_there() -> None:
     shape = Shape("backward", [[0], [1], [2]], [[0], [1], [2]], ())
-    program = apply_passes(_program(shape), PlanSettings(keep_last_block=False))
+    program = apply_passes(_program(shape), PlanSettings())
     original = program.schedule
     first, second, third = original.at("reduce")
     parts = list(original.instructions)

@@ -47,8 +47,8 @@ def _captured() -> Captured:
     return capture(Net(), torch.arange(6).view(2, 3))
 
 
-def _schedule(program: Program, prefetch: int, keep: bool) -> Program:
-    return apply_passes(program, PlanSettings(prefetch_blocks=prefetch, keep_last_block=keep))
+def _schedule(program: Program, prefetch: int) -> Program:
+    return apply_passes(program, PlanSettings(prefetch_blocks=prefetch))
 
 
 def _instructions(program: Program) -> str:
@@ -62,7 +62,7 @@ def _columns(text: str) -> str:
 
 
 def test_a_program_prints_what_moves_and_how_much() -> None:
-    printed = format_program(_schedule(_captured().lower("forward"), prefetch=1, keep=True))
+    printed = format_program(_schedule(_captured().lower("forward"), prefetch=1))
     assert printed == _FORWARD_IN_FULL
 
 
@@ -86,11 +86,12 @@ forward [lower -> zero3 -> prefetch]: 5 regions, 4 distinct
   compute  region_3 = r2 (layers.2; 5 ops)
   release  layers.2 (2 params, 288 B float32)
   wait     head (2 params, 432 B float32)
-  compute  region_4 = r3 (head; 6 ops)"""
+  compute  region_4 = r3 (head; 6 ops)
+  release  head (2 params, 432 B float32)"""
 
 
 def test_forward_without_prefetch_gathers_right_before_use() -> None:
-    program = _schedule(_captured().lower("forward"), prefetch=0, keep=False)
+    program = _schedule(_captured().lower("forward"), prefetch=0)
     assert program.kept == ()
     assert _instructions(program) == _columns("""
         gather   embed
@@ -117,10 +118,7 @@ def test_forward_without_prefetch_gathers_right_before_use() -> None:
 
 
 def test_forward_with_two_blocks_ahead() -> None:
-    """The last block is not released: it is kept for backward, which begins with it."""
-    captured = _captured()
-    program = _schedule(captured.lower("forward"), prefetch=2, keep=True)
-    assert program.kept == tuple(captured.ids("head.weight", "head.bias"))
+    program = _schedule(_captured().lower("forward"), prefetch=2)
     assert _instructions(program) == _columns("""
         gather   embed
         gather   layers.0
@@ -141,6 +139,7 @@ def test_forward_with_two_blocks_ahead() -> None:
         release  layers.2
         wait     head
         compute  region_4
+        release  head
     """)
 
 
@@ -148,7 +147,7 @@ def test_backward_releases_what_was_kept_and_reduces_each_block() -> None:
     """The head's bias was kept with its block though backward does not read it: it goes first."""
     captured = _captured()
     kept = tuple(captured.ids("head.weight", "head.bias"))
-    program = _schedule(captured.lower("backward", kept=kept), prefetch=1, keep=True)
+    program = _schedule(captured.lower("backward", kept=kept), prefetch=1)
     assert _instructions(program) == _columns("""
         release  head
         gather   head
@@ -182,8 +181,8 @@ def test_tied_weights_are_gathered_where_they_are_read_and_reduced_once() -> Non
     net.head.weight = net.embed.weight
     captured = capture(net, torch.arange(6).view(2, 3))
     (tied,) = captured.ids("embed.weight")
-    forward = _schedule(captured.lower("forward"), prefetch=2, keep=False)
-    backward = _schedule(captured.lower("backward"), prefetch=2, keep=False)
+    forward = _schedule(captured.lower("forward"), prefetch=2)
+    backward = _schedule(captured.lower("backward"), prefetch=2)
     assert [tied in ids for ids in _collectives(forward, "gather")] == [True, False, False, False, True]
     assert sum(ids.count(tied) for ids in _collectives(backward, "reduce")) == 1
 
@@ -191,7 +190,7 @@ def test_tied_weights_are_gathered_where_they_are_read_and_reduced_once() -> Non
 def test_a_pass_leaves_its_argument_as_it_is() -> None:
     program = _captured().lower("backward")
     before = dict(program.values), dict(program.regions), program.schedule
-    _schedule(program, prefetch=2, keep=True)
+    _schedule(program, prefetch=2)
     assert (program.values, program.regions, program.schedule) == before
 
 
@@ -281,10 +280,10 @@ def _run(program: Program, kept: tuple[int, ...] = (), boundary: bool = True) ->
 
 
 @settings(deadline=None, max_examples=150)
-@given(shape=shapes(), prefetch=st.integers(0, 3), keep=st.booleans())
-def test_schedules_keep_their_promises(shape: Shape, prefetch: int, keep: bool) -> None:
+@given(shape=shapes(), prefetch=st.integers(0, 3))
+def test_schedules_keep_their_promises(shape: Shape, prefetch: int) -> None:
     base = _program(shape)
-    plan = PlanSettings(prefetch_blocks=prefetch, keep_last_block=keep)
+    plan = PlanSettings(prefetch_blocks=prefetch)
     program, unmoved = (apply_passes(base, plan, passes) for passes in (DEFAULT_PASSES, DEFAULT_PASSES[:1]))
     expected, functional = _run(base)
     value, simulator = _run(program, shape.kept)
@@ -294,18 +293,15 @@ def test_schedules_keep_their_promises(shape: Shape, prefetch: int, keep: bool) 
     assert simulator.reductions == {k: 1 for grads in shape.grads for k in grads}
     assert all(torch.equal(simulator.grads[k], functional.grads[k]) for k in functional.grads)
 
-    # Every wait has one launch before it and no release in between; what is gathered is released, or kept.
+    # Every wait has one launch before it and no release in between; what is gathered is released.
     events: dict[int, str] = defaultdict(str)
     for name, ids in simulator.log:
         for k in ids:
             events[k] += {"launch": "L", "wait": "W", "release": "R"}.get(name, "")
-    left = program.kept if shape.kind == "forward" else ()
     for k, history in events.items():
         unread = k in shape.kept and not any(k in reads for reads in shape.reads)
-        pattern = "R" if unread else "(LW+R)*LW+" if k in left else "(LW+R)*"
-        assert re.fullmatch(pattern, history), f"parameter {k}: {history}"
-    assert set(simulator.gathered) == set(left)
-    assert shape.kind == "forward" and keep or not left
+        assert re.fullmatch("R" if unread else "(LW+R)*", history), f"parameter {k}: {history}"
+    assert not simulator.gathered
 
     # Launches keep their order (all ranks issue the same collectives) and run at most `prefetch` groups ahead.
     for kind in ("gather", "reduce"):
@@ -335,12 +331,12 @@ def test_launches_move_as_far_ahead_as_asked() -> None:
     """Every parameter is read once, so launches reach the bound of the test above."""
     shape = Shape("forward", [[0], [], [1, 2], [3], [4], [5]], [[]] * 6, ())
     for prefetch, expected in enumerate([[1, 2, 3, 4, 5], [2, 3, 4, 5, 5], [3, 4, 5, 5, 5]]):
-        program = apply_passes(_program(shape), PlanSettings(prefetch_blocks=prefetch, keep_last_block=False))
+        program = apply_passes(_program(shape), PlanSettings(prefetch_blocks=prefetch))
         assert _launches_before_waits(program) == expected
 
 
 def test_a_launch_stays_behind_the_release_of_its_own_parameter() -> None:
     """Launched before, it would find the parameter there, and the release would take it away again."""
     shape = Shape("forward", [[0], [1], [0], [2]], [[]] * 4, ())
-    program = apply_passes(_program(shape), PlanSettings(prefetch_blocks=3, keep_last_block=False))
+    program = apply_passes(_program(shape), PlanSettings(prefetch_blocks=3))
     assert _launches_before_waits(program) == [2, 4, 4, 4]

@@ -40,7 +40,7 @@ ALL = ("zero3", "prefetch", "fuse", "unshard", "keep_whole", "reduce_late", "pro
 @given(shape=shapes(), data=st.data())
 def test_random_valid_schedules_never_change_results(shape: Shape, data: st.DataObject) -> None:
     """Launches anywhere between the last release and the use, and anything kept: same values, nothing left behind."""
-    program = apply_passes(_program(shape), PlanSettings(prefetch_blocks=0, keep_last_block=False))
+    program = apply_passes(_program(shape), PlanSettings(prefetch_blocks=0))
     original = program.schedule
     placement = Placement.of(original)
     positions = sorted(data.draw(st.integers(0, len(placement.body))) for _ in placement.groups)
@@ -79,7 +79,7 @@ def test_schedules_that_cannot_run_are_refused() -> None:
 
 def test_a_schedule_of_another_program_is_refused() -> None:
     first, second = (
-        apply_passes(_program(Shape("forward", reads, [[]] * len(reads), ())), PlanSettings(keep_last_block=False))
+        apply_passes(_program(Shape("forward", reads, [[]] * len(reads), ())), PlanSettings())
         for reads in ([[0], [1]], [[0], [2]])
     )
     with pytest.raises(ScheduleError, match="computes or reduces other values"):
@@ -91,10 +91,7 @@ def test_a_schedule_of_another_program_is_refused() -> None:
 
 def test_a_real_program_is_planned_and_still_computes_the_same() -> None:
     captured = capture(Net(), torch.arange(6).view(2, 3))
-    programs = [
-        apply_passes(captured.lower(kind), PlanSettings(prefetch_blocks=1, keep_last_block=False))
-        for kind in ("forward", "backward")
-    ]
+    programs = [apply_passes(captured.lower(kind), PlanSettings(prefetch_blocks=1)) for kind in ("forward", "backward")]
     step = [p.schedule for p in programs]
     planned, effects = optimize(step, resolve_passes(ALL, profiled=True), PlanContext(profile=_profile_of(step)))
     assert [e.name for e in effects] == ["zero3 -> prefetch", *ALL[2:]]
@@ -210,7 +207,7 @@ def test_a_step_that_is_shorter_than_its_parts_is_planned_however_many_micro_bat
 
 def test_what_is_kept_until_the_boundary_changes_no_value() -> None:
     shapes = (Shape("forward", [[0, 1], [2], [1]], [[], [], []], ()), Shape("backward", [[1], [2]], [[1], [2, 0]], ()))
-    settings_ = PlanSettings(keep_last_block=False)
+    settings_ = PlanSettings()
     programs = [apply_passes(_program(shape), settings_) for shape in shapes]
     step = [program.schedule for program in programs]
     kept = step
@@ -387,5 +384,5 @@ def test_a_pass_that_loses_programs_or_breaks_a_schedule_is_refused() -> None:
     ]:
         passes = resolve_passes(["zero3", step_pass("mine", ["gathers"])(run)], profiled=False)
         with pytest.raises(ValueError, match=message):
-            apply_passes(_program(shape), PlanSettings(keep_last_block=False), passes)
+            apply_passes(_program(shape), PlanSettings(), passes)
     assert len(_full()) == 6

@@ -11,9 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shuffle import KEEPING
 from torch import Tensor, fx, nn
 from tracing import Simulator, capture
 
+from lightning_deepcompile.plan.known_passes import DEFAULT_PASSES
 from lightning_deepcompile.plan.optimize import apply_passes
 from lightning_deepcompile.plan.reductions import merge_reductions
 from lightning_deepcompile.plan.settings import PlanSettings
@@ -116,13 +118,13 @@ def test_a_scheduled_program_computes_what_its_graphs_compute() -> None:
     tangents = [torch.ones(())]
     reference.interpret(captured.backward, [*forward[captured.num_outputs :], *tangents])
 
-    for prefetch, keep in ((0, False), (1, True), (2, True)):
+    for prefetch, passes in ((0, DEFAULT_PASSES), (1, KEEPING), (2, KEEPING)):
         simulator = Simulator(captured.full)
-        plan = PlanSettings(prefetch_blocks=prefetch, keep_last_block=keep)
-        program = apply_passes(captured.lower("forward"), plan)
+        plan = PlanSettings(prefetch_blocks=prefetch)
+        program = apply_passes(captured.lower("forward"), plan, passes)
         outputs = simulator.generate(program)(list(captured.args))
         torch.testing.assert_close(list(outputs), list(forward), rtol=0, atol=0)
-        assert set(simulator.gathered) == set(program.kept)
+        assert set(simulator.gathered) == set(program.kept) and bool(program.kept) == (passes is KEEPING)
         program = apply_passes(captured.lower("backward", kept=program.kept), plan)
         grads = simulator.generate(program)([*outputs[captured.num_outputs :], *tangents])
         assert all(grad is None for grad in grads)

@@ -7,7 +7,6 @@ import os
 import resource
 import signal
 import time
-from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 import torch
 from cases import CASES, VOCAB, Base, Record, Recorder, Tokens, devices, same_bits_every_time, train
 from multiprocess import RankError, run_ranks
+from shuffle import KEEPING
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -55,15 +55,11 @@ class Bucketed(Dropped):
         return batch[:, : self.lengths[self.batches % len(self.lengths)]].contiguous()
 
 
-class KeepsNothing(pl.Callback):
-    """Has forward programs release all that they gather.
-
-    Where a replay runs the program again, it gathers to other memory than it did, and none can be left gathered.
-    """
+class Keeps(pl.Callback):
+    """Has forward programs leave their last group gathered for backward."""
 
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
-        engine = trainer.strategy.engine
-        engine.capture.scheduling.replan(replace(engine.capture.scheduling.settings, keep_last_block=False))
+        trainer.strategy.engine.capture.scheduling.replan(passes=KEEPING)
 
 
 class Scheduled(Dropped):
@@ -184,7 +180,8 @@ RUNS: list[tuple[str, int, dict[str, Any]]] = [
 def _replayed(trainer: pl.Trainer) -> SimpleNamespace:
     replays = trainer.strategy.engine.capture.replays
     names = set() if replays is None else set(replays.replayed)
-    return SimpleNamespace(names=names, not_replayed=trainer.strategy.summary().not_replayed)
+    kept = any(one.program.kept for one in trainer.strategy.engine.capture.frames.executables)
+    return SimpleNamespace(names=names, not_replayed=trainer.strategy.summary().not_replayed, kept=kept)
 
 
 def _run(number: int, graphs: bool, world: int) -> Record:
@@ -200,7 +197,7 @@ def _run(number: int, graphs: bool, world: int) -> Record:
         rank=int(os.environ["RANK"]),
         inspect=_replayed,
         accelerator="gpu",
-        **{"steps": 7, **options},
+        **{"steps": 7, **options, "callbacks": [Keeps(), *options.get("callbacks", [])]},
     )
 
 
@@ -225,7 +222,7 @@ def test_no_bit_changes(world: int) -> None:
             for key, value in plain.buffers.items():
                 assert torch.equal(value, replayed.buffers[key]), f"{key}: {case}"
             names = replayed.extra.names
-            assert not plain.extra.names, case
+            assert not plain.extra.names and plain.extra.kept and replayed.extra.kept, case
             if name == "reads":
                 assert not names and len(replayed.extra.not_replayed) == 1, case
             else:
@@ -286,12 +283,11 @@ def fifty_steps(folder: str, graphs: bool, accelerator: str, callbacks: list[pl.
         torch._dynamo.reset()
         torch.manual_seed(3)
         recorder = Recorder()
-        own: list[pl.Callback] = [] if accelerator == "gpu" else [KeepsNothing()]
         graphs_too = graphs and accelerator == "gpu"
         config = CompileConfig(region_backend="eager", schedule=None, cuda_graphs=graphs_too)
         trainer = pl.Trainer(
             strategy=DeepCompileStrategy(compile=config, timeout=timedelta(seconds=60)),
-            accelerator=accelerator, max_steps=25 if first else 50, callbacks=[recorder, *own, *callbacks],
+            accelerator=accelerator, max_steps=25 if first else 50, callbacks=[recorder, *callbacks],
             logger=False, gradient_clip_val=0.5, val_check_interval=10, limit_val_batches=2, num_sanity_val_steps=0,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             use_distributed_sampler=False, **devices(world),

@@ -16,7 +16,7 @@ import pytest
 import torch
 from cases import CASES, Record, Tokens, train
 from multiprocess import run_ranks
-from test_cuda_graphs_gpu import Bucketed, Dropped, Fused, KeepsNothing, TwoPasses, equal_after_fifty_steps, fifty_steps
+from test_cuda_graphs_gpu import Bucketed, Dropped, Fused, TwoPasses, equal_after_fifty_steps, fifty_steps
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -108,7 +108,7 @@ def _run(name: str, replays: bool, world: int, **options: Any) -> tuple[Record, 
         DeepCompileStrategy(compile=config),
         world_size=world,
         rank=int(os.environ["RANK"]),
-        callbacks=[KeepsNothing(), *({callback: None, **dict.fromkeys(callbacks)} if replays else callbacks)],
+        callbacks=list(dict.fromkeys([callback, *callbacks])) if replays else callbacks,
         inspect=lambda trainer: trainer.strategy.engine.capture.replays,
         **{"steps": 7, **options},
     )

@@ -10,10 +10,11 @@ import torch
 from cases import Mlp, Record, assert_close, train
 from lightning.pytorch.strategies import DDPStrategy
 from multiprocess import run_ranks
+from shuffle import KEEPING
 from torch import Tensor
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
-from lightning_deepcompile.plan.settings import PlanSettings
+from lightning_deepcompile.plan.known_passes import DEFAULT_PASSES
 
 
 class _RankDependentPath(Mlp):
@@ -29,8 +30,8 @@ class _RankDependentPlan(Mlp):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
-            kept = PlanSettings(keep_last_block=os.environ["RANK"] == "0")
-            self.trainer.strategy.engine.capture.scheduling.replan(kept)
+            passes = KEEPING if os.environ["RANK"] == "0" else DEFAULT_PASSES
+            self.trainer.strategy.engine.capture.scheduling.replan(passes=passes)
 
 
 class _Parting(Mlp):
