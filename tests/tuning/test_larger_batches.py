@@ -101,8 +101,8 @@ def test_a_plan_from_a_file_knows_the_batches_that_it_was_made_for(
     mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None
 ) -> None:
     monkeypatch.setattr(Tuner, "_fastest", lambda *_: 0.001)
-    kept = [EARLY[0], {**EARLY[1], "passes": ["zero3", "prefetch", "unshard"]}]
-    settings: dict[str, Any] = {"schedule": kept, "plan": str(tmp_path / "plan.json"), "memory_budget": "1TiB"}
+    same = [EARLY[0], {**EARLY[1], "passes": ["zero3", "prefetch", "keep_whole"]}]  # changes no single micro-batch
+    settings: dict[str, Any] = {"schedule": same, "plan": str(tmp_path / "plan.json"), "memory_budget": "1TiB"}
     few, many = [SMALL, SMALL + 1] * 6, [LARGE, LARGE + 1] * 6
     *_, engine = _train(mesh, few, **settings)
     engine.close()
