@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from lightning_deepcompile.capture.frames import Frame, Frames
-from lightning_deepcompile.program.program import Gathers, Program
+from lightning_deepcompile.program.program import Program
 from lightning_deepcompile.program.replay import Replays
 from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.sharding.derived import DerivedShards
@@ -49,7 +49,6 @@ class Entry:
     _looked: set[int] = field(default_factory=set)  # graphs whose memory was looked at before they ran
     _prepare: Callable[[], None] | None = None
     _first_frame: Frame | None = None
-    _turns: int = 0  # the number that ranks had taken when the last training step began
 
     @property
     def in_step(self) -> bool:
@@ -67,7 +66,7 @@ class Entry:
 
     def begin_step(self) -> None:
         """Call before every training step."""
-        self._first_frame, self._turns = None, self.agreement.turns
+        self._first_frame = None
 
     def forget(self) -> None:
         """Call when the graphs of training steps were dropped."""
@@ -120,16 +119,6 @@ class Entry:
         if frame.reasons.broken:
             return ""
         return next((e.running.signature for e in frame.executables if e.program.kind == "backward"), "")
-
-    def first_gathers(self) -> list[Gathers]:
-        """The gathers that the last training step's first program begins with; none if ranks ran different programs.
-
-        Ranks whose programs communicate alike get the same gathers, whatever their shapes.
-        """
-        if self._first_frame is None or self._turns != self.agreement.turns:
-            return []
-        (forward,) = (e for e in self._first_frame.executables if e.program.kind == "forward")
-        return forward.first_gathers
 
     @property
     def waits_for_states(self) -> bool:

@@ -43,7 +43,7 @@ from lightning_deepcompile.sharding.uncompiled import Uncompiled
 from lightning_deepcompile.sharding.whole_blocks import WholeBlocks
 from lightning_deepcompile.sharding.wire_dtypes import WireDtypes
 from lightning_deepcompile.step.evaluation import Evaluation
-from lightning_deepcompile.step.prefetch import StepPrefetch
+from lightning_deepcompile.step.freshness import Freshness
 from lightning_deepcompile.tuning.shortages import MemoryRetry
 from lightning_deepcompile.tuning.tuner import Tuner
 
@@ -182,14 +182,14 @@ class Assembly:
         tuner = Tuner(
             capture, runtime, group, device, self.memory, retry, residency, leaving, self.hosted.describe(), room
         )
-        prefetch = StepPrefetch(capture, runtime, self.host_group, device, stage)
+        freshness = Freshness(model, runtime, stage)
         watch = Watch(store, rank, self._ranks.world_size, meeting[-1])
         meetings = Meetings(self._ranks.new_host_group(alone=True, timeout=self._timeout), watch)
         blocks = WholeBlocks(
             model.parameters,
             stays=stage < 3,
             compare=compat.held_weakly(order.check_uncompiled),
-            written=prefetch.rewritten,
+            written=freshness.forget,
             noticed=self.fallbacks.noticed,
         )
         uncompiled = Uncompiled(model.parameters, blocks, outside=lambda: meetings.meet(Where.OUTSIDE)())
@@ -200,12 +200,12 @@ class Assembly:
         timeline = Timeline(
             runtime=runtime,
             meetings=meetings,
-            evaluation=Evaluation(meetings, order, prefetch, uncompiled, rank),
+            evaluation=Evaluation(meetings, order, freshness, uncompiled, rank),
             order=order,
             tuner=tuner,
             residency=residency,
             leaving=leaving,
-            prefetch=prefetch,
+            freshness=freshness,
             capture=capture,
             uncompiled=uncompiled,
             gradients=gradients,

@@ -42,7 +42,6 @@ from lightning_deepcompile.sharding.wire_dtypes import AS_STORED, WireDtypes
 from lightning_deepcompile.step.batch_sizes import sizes_of
 from lightning_deepcompile.step.clipping import Clipping
 from lightning_deepcompile.step.direct import DirectStep
-from lightning_deepcompile.step.head_start import HeadStart
 from lightning_deepcompile.step.input_sizes import InputSizes
 from lightning_deepcompile.step.optimizers import LocalShards, check_optimizer, share_states, state_bytes, take_over
 from lightning_deepcompile.step.owner_step import OwnerStep
@@ -142,7 +141,6 @@ class Engine:
             try:
                 with (
                     self.steps.running(name, compiled=not uneven) as step,
-                    self.timeline.prefetch.watching(),
                     self.uncompiled.in_step(),
                     self.capture.entry.preparing(self.uncompiled.blocks.settle),
                 ):
@@ -156,10 +154,6 @@ class Engine:
             finally:
                 if not first:
                     self._inputs.captured(self.capture.frames.captured - captured)
-
-    def finish_step(self) -> None:
-        """Call when an optimizer step has ended and the next training step uses its parameters; may gather them."""
-        self.timeline.end()
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -192,7 +186,7 @@ class Engine:
             share_states(optimizer, self.model, taken, owner_of)
             direct = None
             if not isinstance(parts, StateOffload):
-                direct = DirectStep.of(optimizer, self.model, self.timeline.prefetch, self.capture.replays)
+                direct = DirectStep.of(optimizer, self.model, self.capture.replays)
             self._local_shards[optimizer] = LocalShards(
                 optimizer,
                 self.model,
@@ -232,11 +226,10 @@ class Engine:
                 "offload='auto', 'none' or a list without 'states', or an element-wise optimizer."
             )
         if self.residency is not None and not staying:
-            otherwise = HeadStart.of(optimizer, self.timeline.prefetch)
-            if (offload := self.residency.attach(optimizer, otherwise, has_stepped=has_stepped)) is not None:
+            if (offload := self.residency.attach(optimizer, has_stepped=has_stepped)) is not None:
                 return offload
         if is_elementwise(optimizer) or self.model.ranks.shards == 1:
-            return HeadStart.of(optimizer, self.timeline.prefetch)
+            return None
         return OwnerStep(
             optimizer, self.model, self.gradients, self.host_group, ways, self.timeline.order.check_exchange
         )
@@ -264,19 +257,17 @@ class Engine:
         return None if shards is None else shards.offload
 
     @contextlib.contextmanager
-    def stepping(self, optimizer: Optimizer, *, follows: bool = False) -> Iterator[None]:
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
         """Returns a context for a step of `optimizer`: it holds the parameters again afterwards, whatever happens.
 
         Args:
             optimizer: One that was attached, or any other.
-            follows: Whether `finish_step` comes next: then gathers may be launched inside.
         """
-        self.timeline.before_optimizer(follows=follows)
+        self.timeline.before_optimizer()
         try:
             with self.uncompiled.outside():
                 yield
         finally:
-            self.timeline.optimizer_left()
             if optimizer in self._local_shards:
                 self._local_shards[optimizer].restore()
 

@@ -1,8 +1,8 @@
 """The order of a step: the one place where the order of everybody's work is written down.
 
 ``begin`` → the forward pass → ``backward`` → the backward pass → ``backward_done``, or ``abort`` →
-``before_optimizer`` → the optimizer → ``stepped`` → ``optimizer_left`` → ``end``. Under manual optimization backward
-passes and optimizers' steps lie inside of the forward pass, and ``end`` is not called. Evaluation only calls ``begin``.
+``before_optimizer`` → the optimizer → ``stepped``. Under manual optimization backward passes and optimizers' steps lie
+inside of the forward pass. Evaluation only calls ``begin``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.offload.residency import Residency
-from lightning_deepcompile.plan.costs import FirstGathers
 from lightning_deepcompile.ranks.exchange import Asked
 from lightning_deepcompile.ranks.host_report import HostReport, HostReports
 from lightning_deepcompile.ranks.meetings import Meetings, RanksDivergedError, Where
@@ -24,7 +23,7 @@ from lightning_deepcompile.sharding.gradients import GradientSession
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
 from lightning_deepcompile.step.batch_sizes import LargestBatch, elements_of
 from lightning_deepcompile.step.evaluation import Evaluation
-from lightning_deepcompile.step.prefetch import StepPrefetch
+from lightning_deepcompile.step.freshness import Freshness
 from lightning_deepcompile.step.step_times import StepTimes
 from lightning_deepcompile.tuning.tuner import Tuner
 
@@ -44,7 +43,7 @@ class Timeline:
         tuner: Measures steps and swaps their programs.
         residency: Keeps optimizer states in host memory; None if none is offloaded.
         leaving: Decides which activations are offloaded without a plan.
-        prefetch: Tracks writes to parameters, and launches the first gathers of the next step.
+        freshness: Tracks writes to parameters, and drops gathered copies that are out of date.
         capture: Has the programs.
         uncompiled: Has the parameters that uncompiled code reads.
         gradients: Has the gradients.
@@ -62,7 +61,7 @@ class Timeline:
     tuner: Tuner
     residency: Residency | None
     leaving: ActivationOffload
-    prefetch: StepPrefetch
+    freshness: Freshness
     capture: Capture
     uncompiled: Uncompiled
     gradients: GradientSession
@@ -70,6 +69,7 @@ class Timeline:
     uncompiled_share: float = 0.0
     told_to_stop: bool = False
     times: StepTimes = field(default_factory=StepTimes)
+    _before: dict[str, int] = field(default_factory=dict)  # the runtime's counters before the micro-batch under way
     _counted: dict[str, int] = field(default_factory=dict)  # in micro-batches before the last one
     _answers: Asked[HostReports] | None = None  # of the last training step
     _stops: bool = False
@@ -101,8 +101,7 @@ class Timeline:
         anew = False
         if name == TRAINING:
             self.stops()  # keeps the answers of the step before
-            launched = FirstGathers(self.prefetch.early, self.prefetch.in_optimizer)
-            anew = self.tuner.begin_micro_batch(launched)  # before all that depends on the programs, which it may swap
+            anew = self.tuner.begin_micro_batch()  # before all that depends on the programs, which it may swap
             if (replays := self.capture.replays) is not None:
                 replays.begin_step(self.tuner.settled)  # before the hosts are asked
             if self.residency is not None:  # before gathers, which use the memory that states leave
@@ -110,10 +109,13 @@ class Timeline:
             new = self._is_new(name, sizes)
             larger = new and self._largest.grows(sizes)
             self.tuner.largest = self._largest.most
-            self.prefetch.begin_training_step(self._ask(new, larger, sizes))  # drops what is out of date
-            self.capture.entry.begin_step()  # after `prefetch`, which asks what the last step began with
+            self.freshness.begin(name, self._ask(new, larger, sizes))
+            self._before = self.runtime.stats()
+            self.capture.entry.begin_step()
         elif self.evaluation.behind is None:  # else nothing is gathered ahead
-            self.prefetch.begin(name)
+            if self.residency is not None:
+                self.runtime.states.release()  # first: gathers use the memory that states leave
+            self.freshness.begin(name)
             met = self.meetings.meet(Where.EVALUATION, HostReport(new=self._is_new(name, sizes)))
             self.order.compare_all(lambda: met().most.new)
         self.uncompiled.clear()  # parameters may have changed between steps, which nothing reports
@@ -133,11 +135,13 @@ class Timeline:
             larger: Whether its batch is larger than all before.
             sizes: Those of its batch.
         """
-        may_stay = self.prefetch.may_stay(isolated=self.tuner.isolates)
+        if self.tuner.isolates:
+            self.freshness.doubt()
+        may_stay = self.freshness.may_stay(TRAINING)
         replays = self.capture.replays
         *_, windows = self.runtime.memory.windows()
         report = HostReport(
-            written=may_stay and self.prefetch.written(),
+            written=may_stay and self.freshness.written(),
             told_to_stop=self.told_to_stop,
             cannot_record=replays is not None and not replays.ready,
             failed_recordings=0 if replays is None else replays.failures,
@@ -195,30 +199,25 @@ class Timeline:
         self.uncompiled.clear()  # after `gradients`, which reduce those of uncompiled code
         seconds = time.perf_counter() - self._began[0]
         self.uncompiled_share = 1 - (self.capture.frames.seconds - self._began[1]) / seconds
-        self.prefetch.after_backward(last=self.gradients.update)
-        counts, before, so_far = self.runtime.stats(), self.prefetch.before, self._counted
+        self.freshness.after_backward(last=self.gradients.update)
+        counts, before, so_far = self.runtime.stats(), self._before, self._counted
         self._counted = {key: so_far.get(key, 0) + value - before.get(key, 0) for key, value in counts.items()}
         if self.gradients.update:
             self.communicated, self._counted = self._counted, {}
 
-    def before_optimizer(self, *, follows: bool) -> None:
-        """Call before an optimizer steps.
-
-        Args:
-            follows: Whether `end` comes right after it: then gathers for the next step may be launched inside.
-        """
+    def before_optimizer(self) -> None:
+        """Call before an optimizer steps."""
         self.order.passed()
-        self.prefetch.follows = follows
 
     def written(self) -> None:
         """Call when hooks of parameters, or an optimizer whose gradients stay, may have written to parameters."""
         self.uncompiled.clear()
-        self.prefetch.rewritten()
+        self.freshness.forget()
 
     def stepped(self) -> None:
         """Call when an optimizer has stepped, or parameters were written to: gathered copies are out of date."""
         self.uncompiled.clear()
-        self.prefetch.stepped()
+        self.freshness.forget()
         self._stale_gradients = self.leaving.has_states = True
         self.times.stepped()
         self.tuner.end_step()  # last: its time includes the others' work
@@ -232,16 +231,6 @@ class Timeline:
         """Call when another method of an optimizer's class may have written to parameters, but not to gradients."""
         self.meetings.steps += 1  # gathered copies were dropped: all ranks must call it
         self.written()
-
-    def optimizer_left(self) -> None:
-        """Call after the call that has stepped an optimizer, also if it failed."""
-        self.prefetch.follows = False
-
-    def end(self) -> None:
-        """Call when the optimizer's step has ended: the parameters may be gathered for the next training step."""
-        if self.residency is not None and not self.capture.entry.waits_for_states:
-            self.runtime.states.release()  # first: new gathers must not wait for states that leave the device
-        self.prefetch.launch()
 
     def abort(self) -> None:
         """Call when a backward pass has failed."""
@@ -288,5 +277,5 @@ class Timeline:
         """Releases memory, too, after a training; call before communication ends. See `rest`."""
         self.gradients.forget_held_back()
         self.uncompiled.clear()
-        self.prefetch.forget()
+        self.freshness.forget()
         self.runtime.memory.free_unused()

@@ -17,12 +17,11 @@ class Parts(Protocol):
     """Divides an optimizer's steps.
 
     Attributes:
-        needs_closure: Whether steps without a closure are divided, too, and so are given one.
-        begins_without_closure: Whether `begin` is also called for steps without a closure, before the optimizer's own.
+        needs_closure: Whether steps without a closure are given one, which calls `begin`; if not, `begin` comes before
+            the optimizer's own step.
     """
 
     needs_closure: bool
-    begins_without_closure: bool
 
     @property
     def stepping(self) -> bool:

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.offload.chunks import Parts
 from lightning_deepcompile.offload.probe import StateSizes, probe_states
 from lightning_deepcompile.offload.reserve import reserve
 from lightning_deepcompile.offload.states import StateOffload
@@ -97,14 +96,11 @@ class Residency:
         self.plan: MemoryPlan | None = None
         self.expected: StatePlaces | None = None
 
-    def attach(
-        self, optimizer: Optimizer, otherwise: Parts | None = None, *, has_stepped: bool = False
-    ) -> StateOffload | None:
+    def attach(self, optimizer: Optimizer, *, has_stepped: bool = False) -> StateOffload | None:
         """Takes charge of an optimizer's states.
 
         Args:
             optimizer: Before its first step, and before states are loaded into it.
-            otherwise: Divides its steps while nothing is in host memory.
             has_stepped: Whether it has stepped before the module was sharded.
 
         Returns:
@@ -130,7 +126,6 @@ class Residency:
             before_step=self._decide,
             local_of=self._local_of,
             host_of=self._host_of,
-            otherwise=otherwise,
         )
         offload.leaving = lambda local: True  # until it is decided: loaded states do not come to the device first
         offload.optional = self._mode == "auto"

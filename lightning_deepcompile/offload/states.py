@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_deepcompile import compat
-from lightning_deepcompile.offload.chunks import Chunk, GroupChanges, Parts, make_chunks
+from lightning_deepcompile.offload.chunks import Chunk, GroupChanges, make_chunks
 from lightning_deepcompile.offload.probe import StateSizes, can_leave
 from lightning_deepcompile.plan.state_copies import LEAST_SLOTS, round_slots
 from lightning_deepcompile.sharding.sharded_tensor import ShardedTensor
@@ -43,7 +43,6 @@ class StateOffload:
         before_step: Called before each step; may set `leaving`.
         local_of: This rank's shard of a parameter that the optimizer holds between steps.
         host_of: The host memory in which a shard lives, as a CPU tensor; None for those on the device.
-        otherwise: Divides steps of which nothing comes or goes; None leaves them whole.
 
     Attributes:
         sizes: As above.
@@ -56,7 +55,6 @@ class StateOffload:
     """
 
     needs_closure = True  # else an optimizer would look at its groups before they are a chunk's
-    begins_without_closure = False
 
     def __init__(
         self,
@@ -67,7 +65,6 @@ class StateOffload:
         before_step: Callable[[], None],
         local_of: Callable[[Tensor], Tensor],
         host_of: Callable[[Tensor], Tensor | None] = lambda local: None,
-        otherwise: Parts | None = None,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._runtime = runtime
@@ -76,7 +73,6 @@ class StateOffload:
         self._before_step = before_step
         self._local_of = local_of
         self._host_of = host_of
-        self._otherwise = otherwise
         self.leaving: Callable[[Tensor], bool] = lambda local: False
         self.alone = False
         self.slots = LEAST_SLOTS
@@ -97,7 +93,7 @@ class StateOffload:
     @property
     def stepping(self) -> bool:
         """True during a step: calls of `step` are then parts of it."""
-        return self._changes is not None or (self._otherwise is not None and self._otherwise.stepping)
+        return self._changes is not None
 
     @property
     def host_bytes(self) -> int:
@@ -123,8 +119,6 @@ class StateOffload:
         self.moved = 0
         self._forget_replaced()
         if not any(self._is_offloaded(p) for group in optimizer.param_groups for p in group["params"]):
-            if self._otherwise is not None:
-                self._otherwise.begin(*args, **kwargs)
             return
         self._chunks = make_chunks(optimizer.param_groups, self._is_offloaded, self._size_of, self._chunk_bytes)
         self._current = 0
@@ -151,8 +145,6 @@ class StateOffload:
     def finish(self) -> None:
         """Ends a step whose last chunk has been stepped."""
         if self._changes is None:
-            if self._otherwise is not None:
-                self._otherwise.finish()
             return
         self._leave()
         self._changes.apply()
@@ -162,8 +154,6 @@ class StateOffload:
 
     def restore(self) -> None:
         """Restores the optimizer's own groups; after an error, states that came to the device stay there."""
-        if self._otherwise is not None:
-            self._otherwise.restore()
         if self._changes is None:
             return
         for chunk in self._chunks:

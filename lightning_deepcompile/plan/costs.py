@@ -12,7 +12,7 @@ from lightning_deepcompile.plan.records import RecordError, kind_of, parse, read
 from lightning_deepcompile.plan.topology import Topology, TopologyError
 from lightning_deepcompile.program.schedule import Instruction, Schedule, ScheduleError, check_schedule
 
-PROFILE_VERSION = 5
+PROFILE_VERSION = 6
 
 REDUCE_WINDOW = 2
 """Groups of full gradients that may be on their way to their shards before compute waits for the oldest: one travels
@@ -144,21 +144,6 @@ class Resident:
 
 
 @dataclass(frozen=True)
-class FirstGathers:
-    """The time at which the gathers that open a step are launched.
-
-    Args:
-        early: Whether they are launched when the optimizer has stepped, before the step begins.
-        in_optimizer: Whether they are launched while the optimizer steps, once it has stepped on their inputs.
-        between_seconds: From the end of the optimizer's step to the next step, while the trainer is busy.
-    """
-
-    early: bool = _least(False)
-    in_optimizer: bool = _least(False)
-    between_seconds: float = _least(0.0)
-
-
-@dataclass(frozen=True)
 class StatesInHost:
     """Optimizer states that wait in host memory.
 
@@ -197,7 +182,6 @@ class Profile:
         hold_seconds: The time in which compute adds a byte of a whole gradient to a sum that is reduced with the last
             micro-batch; None if that is not known.
         hold_ratio: Bytes of such a sum per byte of the gradient: a sum has the parameter's dtype.
-        first_gathers: When the gathers that open a step are launched.
         reduce_window: Groups of gradients that may be on their way before compute waits for the oldest.
         budget: Bytes that may be allocated; None if there is no limit.
         room: Bytes that were taken off the budget for larger batches; they are no reason to offload anything.
@@ -230,7 +214,6 @@ class Profile:
     launch_seconds: float = _most(0.0)
     hold_seconds: float | None = _most(None, float)
     hold_ratio: float = _most(1.0)
-    first_gathers: FirstGathers = _most(FirstGathers())
     reduce_window: int = REDUCE_WINDOW
     budget: int | None = _least(None, int)
     room: int = _most(0)
@@ -410,7 +393,7 @@ class Profile:
             raise ProfileError(f"The profile's micro_batches is {self.micro_batches!r}; expected a positive integer.")
         names = ("optimizer_seconds", "launch_seconds", "step_seconds", "exposed_seconds")
         seconds = {name: getattr(self, name) for name in names}
-        for name, value in (*seconds.items(), ("between_seconds", self.first_gathers.between_seconds)):
+        for name, value in seconds.items():
             if not 0 <= value < math.inf:
                 raise ProfileError(f"The profile's {name} is {value!r}; expected seconds, at least 0.")
         for name in ("gather", "reduce", "copy_out", "copy_in"):

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import get_args
 
 from lightning_deepcompile.plan.costs import Contention
 from lightning_deepcompile.program.instructions import Stream
 
-StreamName = Literal["trainer", Stream]
-"""The device's streams, the host that launches, and the trainer, which is busy between steps."""
-
-
-_WAYS: tuple[set[StreamName], ...] = ({"out", "states out"}, {"in", "states in"})
+_WAYS: tuple[set[Stream], ...] = ({"out", "states out"}, {"in", "states in"})
 """Copies in one direction share a link; the directions have one each, which a host's memory may not keep both busy."""
 
 
@@ -29,7 +25,7 @@ class Task:
         label: For people.
     """
 
-    stream: StreamName
+    stream: Stream
     seconds: float
     after: list[int] = field(default_factory=list)
     label: str = ""
@@ -48,7 +44,7 @@ class Timing:
 
     start: list[float]
     end: list[float]
-    busy: dict[StreamName, float]
+    busy: dict[Stream, float]
     exposed: float
 
 
@@ -62,7 +58,7 @@ def run_tasks(tasks: Sequence[Task], contention: Contention) -> Timing:
     Returns:
         Their times.
     """
-    queues: dict[StreamName, list[int]] = {stream: [] for stream in get_args(StreamName)}
+    queues: dict[Stream, list[int]] = {stream: [] for stream in get_args(Stream)}
     for number, task in enumerate(tasks):
         if task.after and max(task.after) >= number:
             raise ValueError(f"Task {number} ({task.label}) waits for one that comes later: {task.after}.")
@@ -71,12 +67,12 @@ def run_tasks(tasks: Sequence[Task], contention: Contention) -> Timing:
         queue.reverse()  # the next task comes last
     left = [task.seconds for task in tasks]
     start, end = [-1.0] * len(tasks), [-1.0] * len(tasks)
-    busy: dict[StreamName, float] = dict.fromkeys(queues, 0.0)
-    slowdowns: dict[frozenset[StreamName], dict[StreamName, float]] = {}
+    busy: dict[Stream, float] = dict.fromkeys(queues, 0.0)
+    slowdowns: dict[frozenset[Stream], dict[Stream, float]] = {}
     now = exposed = 0.0
-    active: dict[StreamName, int] = {}
+    active: dict[Stream, int] = {}
     idle = [stream for stream, queue in queues.items() if queue]  # whose next task may start
-    waiting: dict[int, list[StreamName]] = defaultdict(list)  # streams whose next task waits for a task
+    waiting: dict[int, list[Stream]] = defaultdict(list)  # streams whose next task waits for a task
     # The first unfinished task depends on nothing unfinished and is next in its queue: something always runs.
     while idle or active:
         for stream in idle:
@@ -93,7 +89,7 @@ def run_tasks(tasks: Sequence[Task], contention: Contention) -> Timing:
             slowdown = slowdowns[streams] = _slowdown(streams, contention)
         running = list(active.items())
         step = min([left[number] * slowdown[stream] for stream, number in running])
-        if "compute" not in active and "trainer" not in active and len(active) > ("host" in active):
+        if "compute" not in active and len(active) > ("host" in active):
             exposed += step
         now += step
         idle = []
@@ -114,7 +110,7 @@ def run_tasks(tasks: Sequence[Task], contention: Contention) -> Timing:
     return Timing(start, end, busy, exposed)
 
 
-def _slowdown(active: frozenset[StreamName], contention: Contention) -> dict[StreamName, float]:
+def _slowdown(active: frozenset[Stream], contention: Contention) -> dict[Stream, float]:
     """The factors by which each of `active` takes longer beside the others."""
     wires = active & {"gather", "reduce"}
     factors = dict.fromkeys(active, 1.0)  # copies to and from the host have links of their own

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_deepcompile.plan.costs import Profile
-from lightning_deepcompile.plan.simulate import first_gather_bytes, simulate
+from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Schedule
 
@@ -103,9 +103,8 @@ def memory_need(
     point = max(simulate(schedules, profile).memory, key=lambda point: point.bytes)
     schedule = schedules[point.schedule]
     if arrived is not None:
-        first = first_gather_bytes(schedules, profile)  # launched while the optimizer steps
-        if standing.total + first >= point.bytes:
-            return MemoryNeed(standing, first, 0, 0, "")
+        if standing.total >= point.bytes:  # while the optimizer steps
+            return MemoryNeed(standing, 0, 0, 0, "")
         regions = [one.region for one in schedule.instructions[: point.instruction + 1] if one.region]
         there = arrived.get(f"{schedule.name}/{regions[-1]}", 0) if regions else 0
         standing = replace(standing, gradients=there)

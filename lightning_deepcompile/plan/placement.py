@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_deepcompile.program.schedule import RELEASES, Instruction, Schedule, first_gather_positions
+from lightning_deepcompile.program.schedule import RELEASES, Instruction, Schedule
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,3 @@ class Placement:
             result.append(instruction)
         result.extend(group.gather for group in self.groups[launched:])
         return self.schedule.with_instructions(result)
-
-
-def first_gathers_part(schedule: Schedule) -> float:
-    """The share of a schedule's gathered bytes that it gathers before its first wait."""
-    sizes = {i: size for gather in schedule.groups() for i, size in gather.size_of.items()}
-    launched = {i for n in first_gather_positions(schedule.instructions) for i in schedule.instructions[n].ids}
-    return sum(sizes[i] for i in launched) / max(sum(sizes.values()), 1)

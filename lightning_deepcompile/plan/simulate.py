@@ -3,10 +3,7 @@
 The model is the runtime's: the host issues instructions one after another; compute, gathers and reductions are streams;
 slots of the arena are acquired and released in the host's order, and reused after their last reader. Time comes from
 discrete events (`events`), memory from the host's order alone, as the allocator's bookkeeping is the host's.
-
-A step is one of many equal ones: if the gathers that open it are launched early, they have been under way since
-the end of the step before, for as long as the trainer was busy in between, or since the optimizer stepped on their
-inputs. `state_copies` models the copies of optimizer states.
+`state_copies` models the copies of optimizer states.
 """
 
 from __future__ import annotations
@@ -17,17 +14,17 @@ from typing import Any, NamedTuple
 
 from lightning_deepcompile.plan.arena import ArenaModel, Slot, WindowModel, group_bytes
 from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
-from lightning_deepcompile.plan.events import StreamName, Task, Timing, run_tasks
+from lightning_deepcompile.plan.events import Task, Timing, run_tasks
 from lightning_deepcompile.plan.gradients import GradientModel
-from lightning_deepcompile.plan.placement import first_gathers_part
 from lightning_deepcompile.plan.state_copies import StateCopyModel
+from lightning_deepcompile.program.instructions import Stream
 from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Schedule, first_gather_positions
 
 
 class Span(NamedTuple):
-    """The work of a stream from `start` to `end` in seconds; before the step begins they are negative."""
+    """The work of a stream from `start` to `end` in seconds."""
 
-    stream: StreamName
+    stream: Stream
     label: str
     start: float
     end: float
@@ -72,7 +69,7 @@ class Prediction:
     """The predicted behaviour of a step.
 
     Args:
-        seconds: Its duration, `Profile.unexplained_seconds` included, the time between steps not.
+        seconds: Its duration, `Profile.unexplained_seconds` included.
         compute_seconds: The time that compute, the optimizer included, is busy.
         exposed_seconds: The time that compute waits for communication.
         gather_seconds: The time that gathers take.
@@ -242,7 +239,6 @@ class _Simulation:
         self._barrier: list[int] = []  # the tasks that the next task on the compute stream has to wait for
         self._computed: int | None = None  # the last task on the compute stream
         self._gradients = GradientModel(profile.hold_ratio, profile.reduce_window, profile.world_size)
-        self._begin: int | None = None  # the task after which the step begins, if some of it comes before
         self._accumulates = profile.accumulates and profile.micro_batches > 1
         self._boundary = False  # in the last micro-batch
         self._copies: dict[tuple[int, int], int] = {}  # the last copy of a frame's saved tensor
@@ -255,14 +251,13 @@ class _Simulation:
     def run(self, schedules: Sequence[Schedule]) -> Prediction:
         self._issue_step(schedules)
         timing = run_tasks(self._tasks, self._profile.contention)
-        begin = self._begin_seconds(timing)
         spans = [
-            Span(task.stream, task.label, start - begin, end - begin)
+            Span(task.stream, task.label, start, end)
             for task, start, end in zip(self._tasks, timing.start, timing.end, strict=True)
             if task.seconds > 0
         ]
         memory = [
-            MemoryPoint(micro_batch, index, position, timing.start[task] - begin, *sizes)
+            MemoryPoint(micro_batch, index, position, timing.start[task], *sizes)
             for task, micro_batch, index, position, *sizes in self._memory
         ]
         return Prediction(
@@ -277,20 +272,14 @@ class _Simulation:
             spans=tuple(spans),
         )
 
-    def _begin_seconds(self, timing: Timing) -> float:
-        return 0.0 if self._begin is None else timing.end[self._begin]
-
     def _seconds(self, timing: Timing) -> float:
-        end = max(timing.end, default=0.0) - self._begin_seconds(timing)
-        return max(end + self._profile.unexplained_seconds, 0.0)
+        return max(max(timing.end, default=0.0) + self._profile.unexplained_seconds, 0.0)
 
     def _issue_step(self, schedules: Sequence[Schedule]) -> None:
         self._window_bytes = self._count_windows(schedules)
         last_backward = max((k for k, s in enumerate(schedules) if s.kind == "backward"), default=len(schedules) - 1)
         self._expect_gradients(schedules)
         self._states.begin(schedules, self._add)
-        if self._profile.first_gathers.early and schedules and schedules[0].kind == "forward":
-            self._begin_step(schedules)
         costs = [
             [self._profile.cost(schedule, one.region) if one.region else None for one in schedule.instructions]
             for schedule in schedules
@@ -319,15 +308,6 @@ class _Simulation:
                 self._gradients.reserve(group, adds=self._profile.micro_batches > 1)
         for group in last:
             self._gradients.expect(group, counted=counted)
-
-    def _begin_step(self, schedules: Sequence[Schedule]) -> None:
-        """Adds the launches at the end of the previous step, and the time until this one begins."""
-        self.launch_first_gathers(schedules[0], _left(schedules[-1], self._profile))
-        seconds = self._profile.first_gathers.between_seconds
-        if self._profile.first_gathers.in_optimizer:
-            seconds += self._profile.optimizer_seconds * (1 - first_gathers_part(schedules[0]))
-        self._begin = self._add("trainer", seconds, [], "between steps")
-        self._barrier.append(self._begin)
 
     def launch_first_gathers(self, first: Schedule, other: int = 0) -> int:
         """Launches the gathers that a step begins with, beside `other` bytes; returns the bytes of the arena."""
@@ -413,12 +393,11 @@ class _Simulation:
             return []
         launch = self._launches.get(seconds)
         if launch is None:
-            after = [] if self._begin is None else [self._begin]
-            launch = self._launches[seconds] = Task("host", seconds, after, "launch")
+            launch = self._launches[seconds] = Task("host", seconds, [], "launch")
         self._tasks.append(launch)
         return [len(self._tasks) - 1]
 
-    def _add(self, stream: StreamName, seconds: float, after: list[int], label: str) -> int:
+    def _add(self, stream: Stream, seconds: float, after: list[int], label: str) -> int:
         self._tasks.append(Task(stream, seconds, after, label))
         return len(self._tasks) - 1
 
@@ -517,7 +496,7 @@ class _MemoryOnly(_Simulation):
             found[index][position] = max(found[index][position], size)
         return found
 
-    def _add(self, stream: StreamName, seconds: float, after: list[int], label: str) -> int:
+    def _add(self, stream: Stream, seconds: float, after: list[int], label: str) -> int:
         return 0
 
     def _issue(self, seconds: float) -> list[int]:
@@ -579,17 +558,6 @@ class _Estimation(_Simulation):
             self._peak = size
             if self._limit is not None and size > self._limit:
                 raise _Found(position)
-
-
-def _left(schedule: Schedule, profile: Profile) -> int:
-    """Bytes that remain when `schedule` has ended, without gathered parameters and whole gradients."""
-    after = 0
-    for instruction, waiting in zip(schedule.instructions, schedule.waiting, strict=True):
-        if instruction.region:
-            after = profile.cost(schedule, instruction.region).after + waiting
-        elif instruction.op in REDUCTIONS:
-            after = max(after - instruction.bytes, 0)
-    return after
 
 
 def _peak(cost: RegionCost) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from lightning_deepcompile.plan.costs import Profile
-from lightning_deepcompile.plan.events import StreamName
+from lightning_deepcompile.program.instructions import Stream
 from lightning_deepcompile.program.schedule import Schedule
 
 LEAST_SLOTS = 3
@@ -38,7 +38,7 @@ def still_there(chunks: int, fetched: Collection[int], slots: int) -> list[int]:
 
 
 class _Add(Protocol):
-    def __call__(self, stream: StreamName, seconds: float, after: list[int], label: str) -> int:
+    def __call__(self, stream: Stream, seconds: float, after: list[int], label: str) -> int:
         """Adds a task, and returns its number."""
 
 

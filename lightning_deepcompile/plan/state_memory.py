@@ -97,13 +97,12 @@ def with_away(profile: Profile, states: StateMemory, away: int, slots: int = LEA
     chunks = () if profile.host_computes else states.chunks(away)
     if not chunks:
         seconds += travel_seconds(profile, away)
-    host, first = profile.host_budget, profile.first_gathers
+    host = profile.host_budget
     return replace(
         profile,
         regions=regions,
         optimizer_seconds=max(seconds, 0.0),
         states=StatesInHost(chunks, away / max(states.total, 1), slots, away),
-        first_gathers=replace(first, in_optimizer=first.in_optimizer and away == 0),
         host_budget=None if host is None else max(host - moved, 0),
     )
 

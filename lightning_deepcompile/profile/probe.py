@@ -150,14 +150,6 @@ class StepProbe:
         self.synchronize()
         return self.end.since(self.start)
 
-    def seconds_since(self, earlier: StepProbe) -> float:
-        """Seconds from the end of the step `earlier` to the start of this one; waits for the device. 0 if unknown."""
-        if self.start is None or earlier.end is None:
-            return 0.0
-        if self.start.event is not None:
-            self.start.event.synchronize()
-        return max(self.start.since(earlier.end), 0.0)
-
     def runs_of(self, schedule: Schedule) -> list[ProgramRun]:
         """Returns the runs of a program.
 

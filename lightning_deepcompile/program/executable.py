@@ -13,7 +13,7 @@ import torch
 from lightning_deepcompile import compat
 from lightning_deepcompile.program.codegen import Guard, Marks, generate
 from lightning_deepcompile.program.printer import format_program
-from lightning_deepcompile.program.program import CompiledRegion, Gathers, Program
+from lightning_deepcompile.program.program import CompiledRegion, Program
 from lightning_deepcompile.program.program_graphs import ProgramGraphs
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,6 @@ class Executable:
     Attributes:
         calls: Number of runs.
         seconds: The host time that they took.
-        first_gathers: The gathers that the current schedule begins with.
         waits_for_states: Whether it waits for optimizer states that leave the device.
         running: The program as it runs: the current one, or the one that is profiled in its place.
         watch: Called before every run with the program's name and its arguments, until `swap`; None: nothing is.
@@ -59,7 +58,6 @@ class Executable:
     calls: int = 0
     seconds: float = 0.0
     source: str = field(init=False, default="")
-    first_gathers: list[Gathers] = field(init=False)
     waits_for_states: bool = field(init=False)
     running: Program = field(init=False)
     watch: Callable[[str, Sequence[Any]], None] | None = field(init=False, default=None)
@@ -86,7 +84,6 @@ class Executable:
         self._replay = self.graphs
         if self._replay is not None:
             self._replay.swapped(program)
-        self.first_gathers = program.first_gathers()
         self.waits_for_states = program.schedule.waits_for_states
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("%s", format_program(program))

@@ -13,16 +13,13 @@ import torch
 from lightning_deepcompile.program.instructions import AT_BOUNDARY
 from lightning_deepcompile.program.region_memory import RegionMemory
 from lightning_deepcompile.program.saved import Saved
-from lightning_deepcompile.program.schedule import Instruction, ProgramKind, Schedule, first_gather_positions
+from lightning_deepcompile.program.schedule import ProgramKind, Schedule
 from lightning_deepcompile.program.sizes import Noted, Sizes, read_sizes, tensor_bytes
 from lightning_deepcompile.program.values import Name, Value, names_in
 from lightning_deepcompile.ranks.order import EXCHANGES
 
 DERIVE = "derive"
 """In a program's collectives: the exchange of maxima from which values are derived, if parameters have changed."""
-
-Gathers = tuple[int, list[int], list[torch.dtype]]
-"""What a group of gathers is launched with: graph, parameters, dtypes."""
 
 LOCAL_ID = 0xFFFFFFFF
 """The part of an id that is the same on all ranks: the rest is the runtime's number."""
@@ -259,16 +256,6 @@ class Program:
             place += 2
         read(names_in(self.results), place, place - 1)
         return found
-
-    def launch(self, instruction: Instruction) -> Gathers:
-        """The arguments with which `instruction`, a gather, is launched."""
-        dtypes = [info.dtype for info in self.infos(instruction.ids)]
-        return self.graph_id, self.ids(instruction.ids), dtypes
-
-    def first_gathers(self) -> list[Gathers]:
-        """The gathers that it launches before it waits for the first one."""
-        instructions = self.schedule.instructions
-        return [self.launch(instructions[position]) for position in first_gather_positions(instructions)]
 
     def with_kept(self, kept: Sequence[int]) -> Program:
         """Returns the program for the case that forward leaves parameters of these numbers gathered."""

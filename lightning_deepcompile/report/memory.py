@@ -18,7 +18,7 @@ class MemoryAt(NamedTuple):
     """The memory at one moment.
 
     Args:
-        seconds: From the step's begin; negative for what the step before has launched.
+        seconds: From the step's begin.
         sizes: Bytes of each of `KINDS`.
     """
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_deepcompile.plan.costs import Profile
-from lightning_deepcompile.plan.events import StreamName
 from lightning_deepcompile.plan.simulate import Prediction
+from lightning_deepcompile.program.instructions import Stream
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 from lightning_deepcompile.report.names import blocks_of, describe
@@ -26,7 +26,7 @@ LANES = (
 )
 """From the top of a chart to its bottom."""
 
-_OF_STREAM: dict[StreamName, str] = {
+_OF_STREAM: dict[Stream, str] = {
     "compute": "compute",
     "gather": "gather",
     "reduce": "reduce",
@@ -48,7 +48,7 @@ class Event:
         detail: The program, and the action.
         block: The first of the blocks; "" where none is known.
         program: Name of the program that it belongs to; "" for the optimizer and copies of its states.
-        start: In seconds from the step's begin; negative for what the step before has launched.
+        start: In seconds from the step's begin.
         end: Likewise.
         kind: Of a measured piece, as in `plan.measured.KINDS`; else "".
     """
@@ -80,8 +80,6 @@ def timeline(prediction: Prediction, schedules: Sequence[Schedule], profile: Pro
             sources[f"{schedule.name}/{instruction.region or instruction.text}"] = (schedule, instruction)
     events = []
     for span in prediction.spans:
-        if span.stream not in _OF_STREAM:
-            continue  # the trainer's own time precedes the step
         lane = "optimizer" if span.label == "optimizer" else _OF_STREAM[span.stream]
         name, detail, block, program = span.label, span.label, "", ""
         if span.label in sources:

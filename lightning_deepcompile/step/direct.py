@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from lightning_deepcompile import compat
 from lightning_deepcompile.program.replay import Replays
 from lightning_deepcompile.sharding.shards import ShardedModel
 from lightning_deepcompile.step.local_gradients import Found, LocalGradients
-from lightning_deepcompile.step.prefetch import StepPrefetch
 from lightning_deepcompile.step.steady import Reads, Steady
 
 
@@ -45,12 +43,6 @@ class _Group:
     gradients: list[Tensor]
     states: dict[str, list[Tensor]]
 
-    def part(self, chosen: list[bool]) -> _Group:
-        """Returns the group with some of its shards."""
-        shards, gradients = list(compress(self.shards, chosen)), list(compress(self.gradients, chosen))
-        states = {name: list(compress(column, chosen)) for name, column in self.states.items()}
-        return _Group(self.settings, shards, gradients, states)
-
 
 class DirectStep:
     """Steps in place of one optimizer's class.
@@ -58,31 +50,22 @@ class DirectStep:
     Args:
         optimizer: One that `of` accepts; its groups hold the module's parameters.
         model: The sharded model.
-        prefetch: Has the first gathers of the next step.
         replays: Records and replays steps; None: no replay.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, model: ShardedModel, prefetch: StepPrefetch, replays: Replays | None
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, model: ShardedModel, replays: Replays | None) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._prefetch = prefetch
         self._gradients = LocalGradients(model)
         self._steady = Steady(f"{type(optimizer).__name__}.step", replays, self._step)
         self._groups: list[dict[str, Any]] | None = None  # the optimizer's own groups, while it holds empty ones
 
     @classmethod
-    def of(
-        cls, optimizer: Optimizer, model: ShardedModel, prefetch: StepPrefetch, replays: Replays | None
-    ) -> DirectStep | None:
+    def of(cls, optimizer: Optimizer, model: ShardedModel, replays: Replays | None) -> DirectStep | None:
         """Returns a direct step for `optimizer`, which then gets a closure; None unless it is PyTorch's Adam or SGD."""
-        return cls(optimizer, model, prefetch, replays) if compat.has_functional_step(optimizer) else None
+        return cls(optimizer, model, replays) if compat.has_functional_step(optimizer) else None
 
-    def begin(self, *, divided: bool) -> bool:
+    def begin(self) -> bool:
         """Steps, and leaves the optimizer with groups without parameters.
-
-        Args:
-            divided: Whether the parameters that the next step gathers first may be stepped first (`HeadStart`).
 
         Returns:
             Whether it stepped; if not, run the class's own step, which creates states and handles every case.
@@ -93,12 +76,6 @@ class DirectStep:
         if groups is None:
             steady.forget()
             return False
-        head = self._prefetch.stepped_first() if divided else frozenset()  # empty where programs are replayed
-        if head:
-            # The same number of gathers on every rank, whatever gradients it has.
-            ahead = {one is not None and one.local in head for one in found.sharded}
-            if len(ahead) == 2:
-                groups = self._step_on(head, groups)
         if steady.may_record and not self._counts_on_device():
             steady.refuse("it counts on the host: fused=True counts on the device")
         numbers, tensors = self._settings()
@@ -170,13 +147,6 @@ class DirectStep:
         for group in groups:
             if group.shards:
                 compat.functional_step(self._held(), group.settings, group.shards, group.gradients, group.states)
-
-    def _step_on(self, head: frozenset[Tensor], groups: list[_Group]) -> list[_Group]:
-        """Steps on `head` alone, and launches the gathers of its shards; returns the rest."""
-        inside = [[shard in head for shard in group.shards] for group in groups]
-        self._step([group.part(chosen) for group, chosen in zip(groups, inside, strict=True)])
-        self._prefetch.launch_in_optimizer()
-        return [group.part([not i for i in chosen]) for group, chosen in zip(groups, inside, strict=True)]
 
     def _held(self) -> Optimizer:
         optimizer = self._optimizer()

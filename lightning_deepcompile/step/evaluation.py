@@ -15,7 +15,7 @@ from lightning_deepcompile.ranks.host_report import HostReport
 from lightning_deepcompile.ranks.meetings import Meetings, Where
 from lightning_deepcompile.ranks.order import Agreement
 from lightning_deepcompile.sharding.uncompiled import Uncompiled
-from lightning_deepcompile.step.prefetch import StepPrefetch
+from lightning_deepcompile.step.freshness import Freshness
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Evaluation:
     Args:
         meetings: Of the ranks' hosts.
         order: Compares ranks' paths, while they are the same.
-        prefetch: Tracks gathered parameters.
+        freshness: Tracks gathered parameters.
         uncompiled: Gathers for code that is not compiled.
         rank: This rank; the first one reports that steps run uncompiled.
 
@@ -38,9 +38,9 @@ class Evaluation:
     """
 
     def __init__(
-        self, meetings: Meetings, order: Agreement, prefetch: StepPrefetch, uncompiled: Uncompiled, rank: int
+        self, meetings: Meetings, order: Agreement, freshness: Freshness, uncompiled: Uncompiled, rank: int
     ) -> None:
-        self._meetings, self._order, self._prefetch, self._uncompiled = meetings, order, prefetch, uncompiled
+        self._meetings, self._order, self._freshness, self._uncompiled = meetings, order, freshness, uncompiled
         self._rank, self._told = rank, False
         self._loader = 0
         self.behind: int | None = None
@@ -84,7 +84,7 @@ class Evaluation:
     def _change(self, behind: int | None) -> None:
         """Switches, with all ranks at this place, between going on together and each at its own pace."""
         self._order.end()
-        self._prefetch.forget()
+        self._freshness.forget()
         self._uncompiled.clear()
         self.behind = behind
         self._uncompiled.blocks.uneven = None if behind is None else self._gather

@@ -344,7 +344,7 @@ class LocalShards:
         needs_closure = self._usable is not None or (self._parts is not None and self._parts.needs_closure)
         if closure is None and not needs_closure:
             self._enter(self.ways.ways())
-            if self._parts is not None and self._parts.begins_without_closure:
+            if self._parts is not None:
                 self._parts.begin(*args[1:], **{key: value for key, value in kwargs.items() if key != "closure"})
             return None
         self._stepped = False
@@ -372,13 +372,13 @@ class LocalShards:
                 result = closure()
         self._stepped = True
         direct = self._usable if not kwargs and all(a is None for a in args) else None
-        if direct is not None and direct.begin(divided=closure is not None):
+        if direct is not None and direct.begin():
             return result
         ways = self.ways.ways()
         if Way.DTENSORS in ways:
             result = self._mean(result)  # a class that looks at it shall see the same on all ranks
         self._enter(ways)
-        if self._parts is not None and (closure is not None or self._parts.needs_closure):
+        if self._parts is not None:
             self._parts.begin(*args, **kwargs)
         return result
 

@@ -53,7 +53,6 @@ class OwnerStep:
     """
 
     needs_closure = False
-    begins_without_closure = True
 
     def __init__(
         self,

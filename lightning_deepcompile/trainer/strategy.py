@@ -411,14 +411,8 @@ class DeepCompileStrategy(InspectedStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Steps the optimizer, on this rank's shards."""
         assert self.lightning_module is not None
-        automatic = (
-            self.lightning_module.automatic_optimization
-        )  # otherwise users' code follows, and may write to parameters
-        with self.engine.stepping(optimizer, follows=automatic):
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if automatic:
-            self.engine.finish_step()
-        return output
+        with self.engine.stepping(optimizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # Ending -----------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from lightning_deepcompile.capture.backend import Capture
 from lightning_deepcompile.plan.copy_placement import resize
-from lightning_deepcompile.plan.costs import FirstGathers, Profile, RegionCost
+from lightning_deepcompile.plan.costs import Profile, RegionCost
 from lightning_deepcompile.plan.step_pass import Pass
 from lightning_deepcompile.profile.build import build_profile, leave_room, limit_memory, reconcile
 from lightning_deepcompile.profile.copies import measure_copies
@@ -299,7 +299,6 @@ class Measurement:
         passes: Sequence[Pass],
         *,
         step_seconds: float,
-        launched: FirstGathers,
         window_from: int,
         budget: int,
         host_room: Callable[[], int] | None,
@@ -314,7 +313,6 @@ class Measurement:
             transfers: Those of `transfers`, which ranks agreed on.
             passes: What planning uses.
             step_seconds: Duration of an ordinary step.
-            launched: When a step's first gathers are launched.
             window_from: Bytes of the smallest group of parameters that is gathered to a window.
             budget: Bytes that may be allocated.
             host_room: Bytes of host memory that saved tensors may take; None where none may leave.
@@ -322,7 +320,6 @@ class Measurement:
             larger: Sizes with which programs ran earlier, where batches were larger than all before.
         """
         (observed, schedules), (isolated, isolated_schedules) = self._pair()
-        between = [second.seconds_since(first) for first, second in self._successive()]
         config, model = capture.config, capture.model
         names = list(dict.fromkeys(run.program for run in isolated.runs))
         start = capture.scheduling.start(names, passes)
@@ -349,8 +346,6 @@ class Measurement:
         )
         if self._varied or larger:
             profile = replace(profile, regions=self._of_all_steps(profile, programs, now))
-        launched = replace(launched, between_seconds=min(between, default=0.0))
-        profile = replace(profile, first_gathers=launched)
         if capture.scheduling.settings.reduce == "auto" and profile.micro_batches > 1 and profile.hold_seconds is None:
             profile = replace(profile, hold_seconds=measure_holds(model.gradient_dtypes, device))
         if config.memory_budget is None:
@@ -407,11 +402,6 @@ class Measurement:
         """The sizes with which a program ran, those of earlier, larger batches included."""
         seen = {noted for probe in self._seen for program, noted in probe.work if program == name}
         return seen.union(self._larger.get(name, ()))
-
-    def _successive(self) -> Iterator[tuple[StepProbe, StepProbe]]:
-        for moment, probe in self._probes.items():
-            if moment < OBSERVED and moment + 1 in self._probes:
-                yield probe, self._probes[moment + 1]
 
 
 def _measure(schedules: dict[str, Schedule], probe: StepProbe, executable: Executable) -> None:

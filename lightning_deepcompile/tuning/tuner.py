@@ -16,7 +16,7 @@ from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.offload.residency import Residency
 from lightning_deepcompile.plan.admit import admitted
 from lightning_deepcompile.plan.context import PlanContext
-from lightning_deepcompile.plan.costs import FirstGathers, Profile, ProfileError
+from lightning_deepcompile.plan.costs import Profile, ProfileError
 from lightning_deepcompile.plan.fit import Need, fit
 from lightning_deepcompile.plan.fit_measured import MeasuredPlan, Planned, fit_measured
 from lightning_deepcompile.plan.known_passes import DEFAULT_SCHEDULE, resolve_passes
@@ -134,7 +134,6 @@ class Tuner:
         capture.scheduling.passes = self._start = first[1]
         self._host_room = host_room if leaving.mode == "all" or config.memory_budget else None
         self._leaving, self._room_if_needed = leaving, host_room
-        self._launched = FirstGathers()
         self._retraces = False  # whether the training step is to be retraced
         self.rounds: list[Round] = []
         self.profile: Profile | None = None
@@ -158,19 +157,11 @@ class Tuner:
 
     # What the engine calls --------------------------------------------------------------------------------------------
 
-    def begin_micro_batch(self, launched: FirstGathers) -> bool:
-        """Call before a training step's forward pass, on all ranks.
-
-        Args:
-            launched: When the last step's first gathers were launched.
-
-        Returns:
-            Whether the training step is to be retraced.
-        """
+    def begin_micro_batch(self) -> bool:
+        """Call before a training step's forward pass, on all ranks; returns whether that step is to be retraced."""
         self._swapped = self._retraces = False
         if self.settled and self._agenda.recheck is None and not self._planned:
             return False
-        self._launched = launched
         if self._boundary:
             self._boundary, self._probe = False, None
             self._step += 1
@@ -482,7 +473,6 @@ class Tuner:
             self._agenda.passes or self._start,
             # The steps before may still have grown memory or tuned kernels; marks, too, only make a step longer.
             step_seconds=self._fastest(-2, OBSERVED + 1),
-            launched=self._launched,
             window_from=self._runtime.memory.windows()[1],
             budget=self._memory.limit(self._capture.config.memory_budget),
             host_room=self._host_room,

@@ -54,9 +54,6 @@ class Watch(pl.Callback):
         self.allocated = 0
         self.peak = 0
 
-    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
-        trainer.strategy.engine.timeline.prefetch.may_be_early = False  # nothing is gathered between steps
-
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         torch.cuda.reset_peak_memory_stats()
         if self.strict and batch_idx >= STEPS - 2:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_deepcompile.plan.arena import ArenaModel, WindowModel
-from lightning_deepcompile.plan.costs import Contention, FirstGathers, Link, Profile, ProfileError, RegionCost
+from lightning_deepcompile.plan.costs import Contention, Link, Profile, ProfileError, RegionCost
 from lightning_deepcompile.plan.events import Task, run_tasks
 from lightning_deepcompile.plan.least import just_in_time, least_budget
 from lightning_deepcompile.plan.reductions import merge_reductions
@@ -193,7 +193,7 @@ def test_gradients_that_travel_with_later_ones_take_memory_meanwhile(part: Any) 
     merged = merge_reductions(apart, *apart.at(part().op)[:2])
     assert [i.ids for i in merged.instructions if i.op == part().op] == [(0, 1), (2,)]
     check_schedule(merged)
-    base = profile([forward, apart], reduce_window=0, first_gathers=FirstGathers(True))
+    base = profile([forward, apart], reduce_window=0)
     left = {f"backward/region_{k}": RegionCost(1.0, before=10, peak=30 + SIZE, after=20 + SIZE) for k in range(3)}
     base = replace(base, regions=base.regions | left, reduce=Link(0.5, SIZE / 4))
     rows, seconds = [], []
@@ -201,7 +201,6 @@ def test_gradients_that_travel_with_later_ones_take_memory_meanwhile(part: Any) 
         result = simulate([forward, backward], base)
         rows.append([point.bytes for point in result.memory if point.schedule == 1])
         seconds.append(result.seconds)
-        assert result.memory[0].bytes == SLOT + 20, "nothing is left when the next step opens"
     assert rows[0] == [30 + SIZE, 20 + SIZE] * 3 + [20]
     assert rows[1] == [30 + SIZE, 30 + 2 * SIZE, 20 + 2 * SIZE, 30 + SIZE, 20 + SIZE, 20]
     # Gather, forward, and each gradient's two and a half seconds behind its region; one latency less.
@@ -332,7 +331,7 @@ def test_profiles_survive_json_and_damaged_ones_are_refused() -> None:
     for broken, message in [
         ("no json", "not a profile"),
         ("[]", "not a profile"),
-        (original.to_json().replace('"version": 5', '"version": 4'), "version 4"),
+        (original.to_json().replace('"version": 6', '"version": 5'), "version 5"),
         (original.to_json().replace('"kept"', '"kept2"'), "damaged"),
         (original.to_json().replace('"world_size": 2', '"world_size": 0'), "world_size is 0"),
         (original.to_json().replace('"seconds": 1.0', '"seconds": -1.0'), "cannot be negative"),

@@ -90,7 +90,7 @@ class Replay(pl.Callback):
         engine.capture.replays = engine.capture.entry.replays = replays
         engine.clipping = Clipping(engine.model, engine.device, replays)
         for optimizer, shards in engine._local_shards.items():
-            shards._direct = DirectStep.of(optimizer, engine.model, engine.timeline.prefetch, replays)
+            shards._direct = DirectStep.of(optimizer, engine.model, replays)
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.strategy.engine.capture.replays is None:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
-from lightning_deepcompile.plan.costs import FirstGathers
 from lightning_deepcompile.trainer.progress import CompileProgress
 from lightning_deepcompile.tuning.tuner import Tuner
 
@@ -256,8 +255,8 @@ def test_a_step_that_is_traced_again_says_so(monkeypatch: pytest.MonkeyPatch, ca
     steps: list[int] = []
     begin = Tuner.begin_micro_batch
 
-    def begin_and_retrace(self: Tuner, launched: FirstGathers) -> bool:
-        retraces = begin(self, launched)
+    def begin_and_retrace(self: Tuner) -> bool:
+        retraces = begin(self)
         steps.append(len(steps))
         if len(steps) == 2:
             self._capture.retrace(self._capture.tracing)

@@ -12,7 +12,6 @@ from lightning_deepcompile.plan.simulate import Estimate, estimate, first_excess
 from lightning_deepcompile.program.schedule import Schedule
 
 _DISTANCES = (1, 2, 3, 4)
-_AHEAD = (2, 4, 8, 12, 16, 24)
 
 
 def proactive_prefetch(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
@@ -22,10 +21,8 @@ def proactive_prefetch(schedules: list[Schedule], context: PlanContext) -> list[
 
     Changes: from the last group to the first, a launch goes to the last place from which its transfer, and those queued
     behind it, end before they are waited for. Transfers are slower beside others than the model says, so placements
-    with more and more margin are simulated, and those at fixed distances. Where the first gathers of a step are
-    launched while the optimizer steps on the rest, so are several numbers of groups. The fastest stays, and of
-    equally fast ones that with the least memory. Where a placement exceeds the budget, launches move later until it
-    fits.
+    with more and more margin are simulated, and those at fixed distances. The fastest stays, and of equally fast ones
+    that with the least memory. Where a placement exceeds the budget, launches move later until it fits.
 
     Needs from the profile: times and memory of regions; the model of gathers.
 
@@ -65,10 +62,6 @@ def _placements(schedule: Schedule, profile: Profile) -> Iterator[Schedule]:
     for margin in MARGINS:
         yield placement.at(_latest(placement, profile, margin))
     needs = [group.need for group in placement.groups]
-    if profile.first_gathers.in_optimizer and schedule.kind == "forward":
-        latest = _latest(placement, profile, 1.0)
-        for count in _AHEAD:
-            yield placement.at([0 if k < count else max(p, needs[0] + 1) for k, p in enumerate(latest)])
     for distance in _DISTANCES:
         yield placement.at([needs[max(0, k - distance)] for k in range(len(needs))])
 
