@@ -5,7 +5,9 @@ Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +18,15 @@ from torch._guards import TracingContext, tracing
 
 from lightning_deepcompile.compat.aot import BoxedCallable, current_fake_mode
 
-__all__ = ["EXACT_STRIDES", "compile_region", "inference_joint_passes", "rounds_casts", "start_compile_workers"]
+__all__ = [
+    "EXACT_STRIDES",
+    "compile_region",
+    "import_inductor",
+    "inference_joint_passes",
+    "prepare_cpp_compiler",
+    "rounds_casts",
+    "start_compile_workers",
+]
 
 EXACT_STRIDES = "eager_input_vals"
 """Key of a node's ``meta``: the arguments as traced, of an operator that needs their strides (FP8 products, custom
@@ -119,3 +129,28 @@ def start_compile_workers() -> None:
     from torch._inductor.async_compile import maybe_warm_pool
 
     maybe_warm_pool()
+
+
+def import_inductor() -> None:
+    """Imports Inductor's compiler, which takes seconds, before the first region needs it."""
+    from torch._inductor import compile_fx  # noqa: F401
+
+
+@functools.cache
+def prepare_cpp_compiler() -> threading.Thread:
+    """Starts a thread in which Inductor gets ready to compile C++ for this processor; returns at once.
+
+    It finds the vector instructions that work, and precompiles the header of all kernels. g++ takes 14 s for both, and
+    the first kernel waits for them. They stay on disk. Where this fails, the first kernel fails too, and says why.
+    """
+    # What the thread would import otherwise: modules of a cycle that two threads import may be seen unfinished.
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+    from torch.utils import _filelock  # noqa: F401
+
+    def prepare() -> None:
+        with contextlib.suppress(Exception):
+            CppPythonBindingsCodeCache.load_pybinding_async([], "")  # the code itself is compiled when it is called
+
+    thread = threading.Thread(target=prepare, name="deepcompile-cpp", daemon=True)
+    thread.start()
+    return thread

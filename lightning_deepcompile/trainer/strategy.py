@@ -234,6 +234,14 @@ class DeepCompileStrategy(InspectedStrategy):
 
     # Setting up -------------------------------------------------------------------------------------------------------
 
+    def setup_environment(self) -> None:
+        """Sets the device up and joins the process group; a rank that waits for others makes the compiler ready."""
+        if self.compile.region_backend == "inductor":
+            if self.root_device.type == "cpu" and self.local_rank == 0:
+                compat.prepare_cpp_compiler()
+            compat.import_inductor()
+        super().setup_environment()
+
     def setup(self, trainer: pl.Trainer) -> None:
         """Shards the model (unless it is), compiles its steps lazily, and builds optimizers when fitting."""
         assert self.accelerator is not None and self.lightning_module is not None

@@ -300,3 +300,24 @@ def test_breaks_and_recompilations_are_told_with_their_lines() -> None:
     assert [one.recompiled.partition("'x' ")[2] for one in others[:1]] == [
         "size mismatch at index 0. expected 3, actual 4"
     ]
+
+
+def test_kernels_find_the_header_that_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel asks for a header by name, command line and processor; with another one it would compile its own."""
+    from torch._inductor import codecache
+
+    asked, precompile = [], codecache._precompile_header
+
+    def record(*args: Any, **command: Any) -> str:
+        asked.append((args, command))
+        return precompile(*args, **command)
+
+    monkeypatch.setattr(codecache, "_precompile_header", record)
+    codecache.CppPythonBindingsCodeCache.cache_clear()
+    compat.prepare_cpp_compiler.__wrapped__().join()
+    prepared = asked.copy()
+    torch.testing.assert_close(
+        torch.compile(lambda x: (x * 0.7071).sin())(torch.ones(9)), torch.ones(9).mul(0.7071).sin()
+    )
+    assert len(prepared) == 1
+    assert asked[1:] == prepared
