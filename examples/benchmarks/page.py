@@ -202,12 +202,14 @@ def comparison(record: Record) -> str:
 
 
 def summary(records: Mapping[str, Record]) -> str:
-    """Writes the table of the current version."""
-    lines = [["what", "deepcompile", "FSDP2", "faster", "cards", "date", "commit", "command"]]
+    """Writes the table of the current version, and below it the commands that measured it."""
+    lines = [["what", "deepcompile", "FSDP2", "faster", "cards", "date", "commit"]]
+    ran_by: dict[str, None] = {}
     for record in records.values():
         if record["date"] < CURRENT or "pairs" in record:
             continue
-        where = [cards(record), record["date"], _cell(record.get("commit")), f"`{command(record)}`"]
+        where = [cards(record), record["date"], _cell(record.get("commit"))]
+        before = len(lines)
         lines += [[*map(_cell, row), *where] for row in record.get("summary", [])]
         for case, ran in _by_case(record).items() if "results" in record else ():
             for ours, other in _PAIRS:
@@ -217,7 +219,9 @@ def summary(records: Mapping[str, Record]) -> str:
                 kind = "FP8" if "fp8" in ours else "Muon" if record.get("optimizer") == "muon" else "bf16"
                 what = f"{record['layers']} layers, {kind}, {case.replace('x', '×')}"
                 lines.append([what, *_beside(*pair)[:3], *where])
-    return markdown(lines)
+        if len(lines) > before:
+            ran_by[f"- {where[-1]}, {where[0]}: `{command(record)}`\n"] = None
+    return markdown(lines) + "\n" + "".join(ran_by)
 
 
 def written(text: str, records: Mapping[str, Record]) -> str:

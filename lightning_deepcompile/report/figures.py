@@ -111,7 +111,7 @@ def step_figure(
     unit = _add_memory(plotly, figure, memory, profile)
     begin, end = _extent(events, memory)
     figure.update_xaxes(range=[begin * 1e3, end * 1e3], showspikes=True, spikemode="across", spikethickness=1)
-    figure.update_xaxes(title_text="milliseconds from the step's begin", row=2, col=1)
+    figure.update_xaxes(title_text="milliseconds from the beginning of the step", row=2, col=1)
     figure.update_yaxes(categoryorder="array", categoryarray=lanes[::-1], fixedrange=True, row=1, col=1)
     figure.update_yaxes(title_text=f"{unit} on one device", rangemode="tozero", fixedrange=True, row=2, col=1)
     legend = {"orientation": "h", "x": 0, "y": 0.47, "yanchor": "middle", "traceorder": "normal"}
@@ -262,7 +262,7 @@ def ranks_figure(events: Sequence[Event], order: Sequence[str]) -> go.Figure:
             colors = [known.get(event.block, _PLAIN) for event in chosen] if kind == "compute" else color
             figure.add_trace(_bars(plotly, chosen, kind, colors))
     figure.update_yaxes(categoryorder="array", categoryarray=lanes[::-1], automargin=True, fixedrange=True)
-    figure.update_xaxes(title_text="milliseconds from the begin of rank 0's step")
+    figure.update_xaxes(title_text="milliseconds from the beginning of rank 0's step")
     _lay_out(figure, 150 + 40 * len(lanes), 20, 40, 50, legend=_LEGEND, **_TIMELINE)
     return figure
 

@@ -18,7 +18,7 @@ class MemoryAt(NamedTuple):
     """The memory at one moment.
 
     Args:
-        seconds: From the step's begin.
+        seconds: From the beginning of the step.
         sizes: Bytes of each of `KINDS`.
     """
 

@@ -48,7 +48,7 @@ class Event:
         detail: The program, and the action.
         block: The first of the blocks; "" where none is known.
         program: Name of the program that it belongs to; "" for the optimizer and copies of its states.
-        start: In seconds from the step's begin.
+        start: In seconds from the beginning of the step.
         end: Likewise.
         kind: Of a measured piece, as in `plan.measured.KINDS`; else "".
     """

@@ -542,7 +542,8 @@ def test_a_page_is_written_from_records() -> None:
     assert "old" not in text and text.startswith("x\n") and text.endswith("\ny")
     line = "compare.py --layers 2 --world 2 --systems deepcompile,fsdp2,fsdp2-eager --cases 8x1x1"
     figures = "2.0 ms, 3.0 GiB | 5.0 ms, 2.0 GiB | 2.45×"
-    assert f"| 2 layers, bf16, 8×1×1 | {figures} | 2×H200 | {page.CURRENT} | abc | `{line}` |" in text
+    assert f"| 2 layers, bf16, 8×1×1 | {figures} | 2×H200 | {page.CURRENT} | abc |\n" in text
+    assert text.count(f"\n\n- abc, 2×H200: `{line}`\n<!-- end -->") == 1
     assert "| 8×1×1 | **2.0** (1.5), 3.0 GiB | 5.0 (1.5), 2.0 GiB | out of memory |" in text
     assert f"| 8×1×1 | {figures} | +1.0 GiB |" in text
     assert "**More.** 2026-01-02, an earlier version, 8×H100, PyTorch 2.11; `a.py`:\n\n| x |  |" in text

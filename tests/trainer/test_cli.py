@@ -156,9 +156,11 @@ def printed_by(*arguments: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_nested_help_explains_the_settings_of_compile() -> None:
+@pytest.mark.parametrize("page", ["lightning_cli", "command_line"])
+def test_the_command_of_a_page_explains_the_settings_of_compile(page: str) -> None:
+    (command,) = re.findall(r"^python .* fit (.*compile\.help)$", Path(f"docs/{page}.md").read_text(), re.M)
     importlib.import_module("lightning_deepcompile.trainer.short_names")  # as an installed package does
-    code, shown, error = printed_by("--trainer.strategy.help=deepcompile", "--trainer.strategy.compile.help")
+    code, shown, error = printed_by(*command.split())
     assert code == 0, error
     shown = " ".join(shown.split())
     assert_explained(shown, "--trainer.strategy.compile", [field.name for field in fields(CompileConfig)])
