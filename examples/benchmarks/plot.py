@@ -55,6 +55,7 @@ def draw(results: Sequence[dict[str, Any]], path: Path, source: str = "") -> boo
         shares = {(case, system): bounds[case] / ms for (case, system), ms in times.items() if case in bounds}
         _bars(panels[1], cases, systems, shares, "fraction of the roofline", "{:.2f}")
         panels[1].set_ylim(0, 1.05)
+    panels[0].margins(y=0.1)  # for the labels of the highest bars
     panels[0].legend(fontsize="small")
     panels[-1].set_xlabel("sequence length x micro-batch x micro-batches per step")
     _save(figure, path, source)
