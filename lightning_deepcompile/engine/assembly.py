@@ -178,10 +178,10 @@ class Assembly:
         residency = None
         if (mode := self._offloading.states) != "none":
             residency = Residency(config, mode, model, runtime, group, device, self.memory, self._host_bytes)
-        room = self._room_for_activations(residency)
-        tuner = Tuner(
-            capture, runtime, group, device, self.memory, retry, residency, leaving, self.hosted.describe(), room
-        )
+        leaving.free_host_bytes = self._room_for_activations(residency)
+        leaving.plans = leaving.mode == "all" or bool(config.memory_budget)
+        hosted = self.hosted.describe()
+        tuner = Tuner(capture, runtime, group, device, self.memory, retry, residency, leaving, hosted)
         freshness = Freshness(model, runtime, stage)
         watch = Watch(store, rank, self._ranks.world_size, meeting[-1])
         meetings = Meetings(self._ranks.new_host_group(alone=True, timeout=self._timeout), watch)

@@ -166,7 +166,7 @@ class Timeline:
         if answers is not None:
             most, least = answers()
             self._stops |= most.told_to_stop
-            self.tuner.told_short |= most.short
+            self.tuner.hear(short=most.short)
             if most.windows != least.windows:
                 raise RuntimeError(
                     "Ranks have gathered parameters to different places of their symmetric memory, so the last step "

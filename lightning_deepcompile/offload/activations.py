@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,8 @@ class ActivationOffload:
         device: Where it runs.
         stage: ZeRO stage; below 3 whole parameters stay.
         host_bytes: What this rank may take of host memory.
+        free_host_bytes: Returns what of that saved tensors may take; None where none may leave.
+        plans: Whether plans decide which of them leave.
         has_states: Whether optimizers have made their states.
         states: Bytes of the states that they will make; None: not known.
         needed: Whether a step was found not to fit otherwise, where the settings leave it open.
@@ -34,6 +37,8 @@ class ActivationOffload:
     device: torch.device
     stage: int
     host_bytes: int
+    free_host_bytes: Callable[[], int] | None = None
+    plans: bool = False
     has_states: bool = False
     states: int | None = None
     needed: bool = False
@@ -42,6 +47,11 @@ class ActivationOffload:
     def mode(self) -> OffloadMode:
         """The mode in which saved tensors are offloaded."""
         return self.offloading.activations
+
+    @property
+    def room(self) -> Callable[[], int] | None:
+        """Returns the bytes of host memory that a plan may fill with saved tensors; None where it may move none."""
+        return self.free_host_bytes if self.plans else None
 
     @property
     def whole_bytes(self) -> int:

@@ -85,6 +85,7 @@ class Measurement:
 
     Attributes:
         workload: The steps seen before the plan, merged over ranks; None before they are.
+        ran: The schedules of the profiled steps.
         marked: A step under the plan, with marks, and its schedules by program name; None before there is one.
         elements: Of this rank's batches in the steps that were timed or profiled.
     """
@@ -99,6 +100,7 @@ class Measurement:
         self._times: RegionTimes | None = None
         self._larger: Mapping[str, Iterable[Noted]] = {}
         self.workload: Workload | None = None
+        self.ran: tuple[Schedule, ...] = ()
         self.marked: Marked | None = None
         self.elements: list[int] = []
 

@@ -97,12 +97,14 @@ class MemoryRetry:
         device: Where regions run.
         rank: This rank, for the report.
         replays: Whose graphs go when the runtime has nothing left to give back; None: there are none.
+        told: Whether a rank has told the others that it was short of memory.
     """
 
     runtime: Any
     device: torch.device
     rank: int
     replays: Replays | None = None
+    told: bool = False
     _shortages: list[Shortage] = field(default_factory=list)
     _sent_away: int = 0
 
@@ -147,6 +149,11 @@ class MemoryRetry:
             for one in shortages:  # each gave something back, on top of what was away already
                 one.relieved = max(one.relieved, stats["away_peak_bytes"])
         return shortages
+
+    def forget(self) -> None:
+        """Discards the shortages under programs that are gone."""
+        self.take()
+        self.told = False
 
     def _call_again(self, run: Run, held: list[Any], shortage: Shortage) -> Sequence[Any]:
         while given := self._give_back():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,16 +26,14 @@ from lightning_deepcompile.plan.optimize import optimize
 from lightning_deepcompile.plan.plan_file import Batches, Setting
 from lightning_deepcompile.plan.report import PassReport, Round, shortage_note
 from lightning_deepcompile.plan.state_memory import StateMemory
-from lightning_deepcompile.plan.step_pass import Pass
 from lightning_deepcompile.profile.links import Transfer, agree, small_transfers
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.printer import format_bytes
-from lightning_deepcompile.program.program import Program
-from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import attempt, exchange, maxima, on_any
 from lightning_deepcompile.tuning.agenda import Agenda, pass_schedule
 from lightning_deepcompile.tuning.coverage import Coverage
+from lightning_deepcompile.tuning.current import CurrentPrograms
 from lightning_deepcompile.tuning.foresight import Foresight, StepRetracedError
 from lightning_deepcompile.tuning.measuring import (
     ISOLATED,
@@ -78,12 +76,10 @@ class Tuner:
         residency: Places optimizer states together with plans; None where they stay on the device.
         leaving: Decides which saved tensors are offloaded where nothing was measured.
         hosted: Says which shards are in host memory for good; "" for none.
-        host_room: Bytes of host memory that saved tensors may take; None where none may leave.
 
     Attributes:
         rounds: What was done, round by round.
         largest: Elements of the largest batch so far, and its longest dimension, on this rank or in the loaded plan.
-        told_short: Whether a rank has told the others that it was short of memory.
         profile: What the last round planned with.
         measured: A step of several ranks: one under the plan in use, or one before planning; None before there
             is one.
@@ -106,10 +102,8 @@ class Tuner:
         residency: Residency | None,
         leaving: ActivationOffload,
         hosted: str = "",
-        host_room: Callable[[], int] | None = None,
     ) -> None:
         self._capture, self._runtime, self._group = capture, runtime, group
-        self._frames, self._scheduling = capture.frames, capture.scheduling
         self._device, self._memory = device, memory
         self._retry, self._residency, self._hosted = retry, residency, hosted
         self._slow_ranks = SlowRanks(group, device, memory, capture.frames)
@@ -117,23 +111,13 @@ class Tuner:
         self._foresight = Foresight(capture, self._retracing, leaving, memory, group)
         capture.entry.before_first_run = compat.held_weakly(self.before_first_run)
         capture.entry.before_larger = compat.held_weakly(self.before_larger)
-        self._config = capture.config
-        ranks = capture.model.ranks
-        self._world = ranks.shards
-        config = self._config
-        setting = Setting(
-            self._world,
-            capture.stage,
-            device.type,
-            config.memory_budget,
-            config.rounding,
-        )
-        self._store = PlanStore(self._config.plan, setting, group)
-        first, *entries = pass_schedule(self._config, capture.stage, self._world)
+        config, world = capture.config, capture.model.ranks.shards
+        setting = Setting(world, capture.stage, device.type, config.memory_budget, config.rounding)
+        self._store = PlanStore(config.plan, setting, group)
+        (_, first), *entries = pass_schedule(config, capture.stage, world)
         self._agenda = Agenda(entries)
-        capture.scheduling.passes = self._start = first[1]
-        self._host_room = host_room if leaving.mode == "all" or config.memory_budget else None
-        self._leaving, self._room_if_needed = leaving, host_room
+        self._current = CurrentPrograms(capture, runtime, retry, first)
+        self._leaving = leaving
         self._retraces = False  # whether the training step is to be retraced
         self.rounds: list[Round] = []
         self.profile: Profile | None = None
@@ -145,13 +129,8 @@ class Tuner:
         self._round: Measurement | None = None  # the one under way, or the next one if it is known when that begins
         self._coverage = Coverage(capture.frames)
         self._probe: StepProbe | None = None
-        self._previous: tuple[tuple[Pass, ...], tuple[Schedule, ...]] = (capture.scheduling.passes, ())
-        self._ran: tuple[Schedule, ...] = ()  # those of the last profiled steps
-        self._planned: tuple[Schedule, ...] = ()  # those of the plan in use, in the order in which they run
         self._excess = 0  # bytes that steps took beyond the budget, which their plan had kept
-        self._swapped = False  # whether programs were swapped right before the step under way
         self.largest = 0, 0
-        self.told_short = False
         if not self._load():
             self._begin_round(self._agenda.next(0))
 
@@ -159,8 +138,8 @@ class Tuner:
 
     def begin_micro_batch(self) -> bool:
         """Call before a training step's forward pass, on all ranks; returns whether that step is to be retraced."""
-        self._swapped = self._retraces = False
-        if self.settled and self._agenda.recheck is None and not self._planned:
+        self._current.swapped = self._retraces = False
+        if self.settled and self._agenda.recheck is None and not self._current.planned:
             return False
         if self._boundary:
             self._boundary, self._probe = False, None
@@ -181,12 +160,12 @@ class Tuner:
             MemoryBudgetError: If the step does not fit into a budget that the user has chosen.
         """
         if frame is not None:
-            self._foresight.look_alone([p for p in self._in_order() if p.schedule.frame == frame], self._say)
+            self._foresight.look_alone([p for p in self._current.in_order() if p.schedule.frame == frame], self._say)
             return
-        if self._planned:
+        if self._current.planned:
             return  # a plan that was read knows
         restartable = self._capture.entry.runs_first()
-        retraced = self._foresight.look(self._step, self._in_order(), self._say, restartable=restartable)
+        retraced = self._foresight.look(self._step, self._current.in_order(), self._say, restartable=restartable)
         if retraced is not None:
             self.rounds.append(retraced)
             self._say(retraced.headline(), logging.WARNING)
@@ -208,7 +187,7 @@ class Tuner:
         elif self._agenda.looks_soon(self._step):
             self._coverage.note(elements())
         if larger:
-            self._foresight.note(self._frames.training)
+            self._foresight.note(self._capture.frames.training)
 
     def before_larger(self, frame: int) -> None:
         """Call on all ranks at the same place, before a batch runs that is larger than all before on a rank.
@@ -216,26 +195,23 @@ class Tuner:
         Args:
             frame: Number of the graph that is about to run.
         """
-        if not self._foresight.look_at_larger([p for p in self._in_order() if p.schedule.frame == frame], self._say):
+        if not self._foresight.look_at_larger(
+            [p for p in self._current.in_order() if p.schedule.frame == frame], self._say
+        ):
             return
         if self._leaving.needed:
             self._plan_copies()
         self._runtime.parameters.invalidate()  # what was gathered ahead was for the programs of before
-        if self._planned or self._round is not None:
+        if self._current.planned or self._round is not None:
             self._drop_plan()  # one for larger batches follows
-
-    def _in_order(self) -> list[Program]:
-        """Returns the programs of a micro-batch, in the order in which they run."""
-        programs = [e.program for e in self._frames.training]
-        forwards = [p for p in programs if p.kind == "forward"]
-        return [*forwards, *(p for p in reversed(programs) if p.kind == "backward")]
 
     def _plan_copies(self) -> None:
         """Lets plans decide which saved tensors are offloaded."""
-        self._host_room = self._room_if_needed
-        if self._scheduling.settings.offload_activations == "none":
-            self._scheduling.settings = replace(self._scheduling.settings, offload_activations="auto")
-        if self._config.schedule == "auto" and self._capture.stage == 3 and not self._agenda.passes:
+        self._leaving.plans = True
+        scheduling = self._capture.scheduling
+        if scheduling.settings.offload_activations == "none":
+            scheduling.settings = replace(scheduling.settings, offload_activations="auto")
+        if self._capture.config.schedule == "auto" and self._capture.stage == 3 and not self._agenda.passes:
             self._agenda.passes = resolve_passes(DEFAULT_SCHEDULE[-1]["passes"], profiled=True)
 
     def begin_backward(self, update: bool) -> None:
@@ -253,6 +229,10 @@ class Tuner:
         self._boundary = True
         if self._probe is not None:
             self._probe.finish()
+
+    def hear(self, *, short: bool) -> None:
+        """Call when ranks have told each other whether one of them was `short` of memory."""
+        self._retry.told |= short
 
     def note_memory(self, error: BaseException) -> None:
         """Adds a note to an out-of-memory error: a plan may be the cause, as it is made for a few steps' batches."""
@@ -275,7 +255,7 @@ class Tuner:
     @property
     def isolates(self) -> bool:
         """True if the step under way must launch all its gathers: programs were swapped, or collectives are timed."""
-        return self._swapped or (self._probe is not None and self._probe.isolation is not None)
+        return self._current.swapped or (self._probe is not None and self._probe.isolation is not None)
 
     # A round ----------------------------------------------------------------------------------------------------------
 
@@ -285,7 +265,7 @@ class Tuner:
         return self._retry.short
 
     def _at_boundary(self) -> None:
-        if self.told_short:
+        if self._retry.told:
             self._answer_shortages()
         if self._step == self._agenda.recheck:
             self._look_for_new_programs()
@@ -312,7 +292,7 @@ class Tuner:
             self._say(found, logging.WARNING)
 
     def _plan(self, measurement: Measurement) -> None:
-        for executable in self._frames.training:
+        for executable in self._capture.frames.training:
             executable.swap(executable.program)
         if on_any(not measurement.complete, self._group) and measurement.repeat():
             return
@@ -330,11 +310,11 @@ class Tuner:
         if measurement.searching and not seen.new:
             self._end_round()  # the steps ran what is planned already
             return
-        chosen = self._config.memory_budget
+        chosen = self._capture.config.memory_budget
         self.measured = share_step(measurement.observed, self._group, planned=False)
         assert seen.workload is not None
         measurement.workload, self.skew_seconds = seen.workload, seen.workload.skew
-        self._ran = seen.profile.schedules
+        measurement.ran = seen.profile.schedules
         limit = self._foresight.limit
         profile, budget = agreed_profile(seen.profile, seen.workload, seen.start, chosen, limit, self._excess)
         self.profile = profile
@@ -349,7 +329,7 @@ class Tuner:
             blocks=self._retracing.blocks(profile, seen.checkpoints),
             doubles=chosen is None,
             traces=self._retracing.moves() if must else (),
-            rounding=self._config.rounding,
+            rounding=self._capture.config.rounding,
         )
         if decided.retrace is None:
             fit(Need({"step": decided.least}), budget, "same").check(chosen)
@@ -383,23 +363,16 @@ class Tuner:
             )
         )
         self._coverage.add(measurement.programs, measurement.elements)
-        self._previous = (self._scheduling.passes, self._planned)
-        before = self._capture_schedules()
-        self._run_plan(decided.best.schedules, self._agenda.passes)
+        before = self._current.schedules()
+        self._current.follow(decided.best.schedules, self._agenda.passes)
         self._memory.restart()
-        same = self._capture_schedules() == before and not decided.moves_states
+        same = self._current.schedules() == before and not decided.moves_states
         if not on_any(not same, self._group):  # which of its activations leave is decided by each rank
             self._finish_round(outcome="unchanged")
 
-    def _run_plan(self, schedules: Iterable[Schedule], passes: Sequence[Pass] | None = None) -> None:
-        self._planned, self._swapped = tuple(schedules), True
-        self._scheduling.replan(passes=passes, plan=self._planned)
-        self._runtime.memory.free_buffers()  # other groups may travel
-        self._forget_shortages()
-
     def _optimized(self, profile: Profile) -> Planned:
-        context = PlanContext(self._scheduling.settings, profile)
-        return optimize(profile.schedules, self._agenda.passes or self._start, context)
+        context = PlanContext(self._capture.scheduling.settings, profile)
+        return optimize(profile.schedules, self._agenda.passes or self._current.first, context)
 
     def _states_now(self) -> StateMemory | None:
         """Returns where optimizer states are; None where they stay on the device, and before that is decided."""
@@ -410,10 +383,8 @@ class Tuner:
         self.rounds.append(done)
         self._say(done.headline(), logging.INFO if not done.reason else logging.WARNING)
         self._say(str(done), logging.DEBUG)
-        self._runtime.memory.free_buffers()
-        self._scheduling.passes = self._start  # it is decided again what they may take
+        self._current.start_again()
         self._retraces = True
-        self._planned, self._swapped = (), True
         # Else programs keep what they are compiled with, as at step 0.
         if self._agenda.passes or self._retracing.pending:
             self._agenda.again(self._step)
@@ -422,12 +393,12 @@ class Tuner:
     def _answer_shortages(self) -> None:
         """Decides again, as a rank was short of memory; a collective."""
         shortages = [one for told in exchange(self._retry.take(), self._group) for one in told]
-        self.told_short = False
+        self._retry.told = False
         if not shortages:  # they were of programs that are gone
             return
         if self.rounds and self.rounds[-1].outcome == "measuring":
             self.rounds[-1] = replace(self.rounds[-1], outcome="out of memory")
-        plan = self._foresight.look_after(self._in_order(), shortages, self.profile, self._say)
+        plan = self._foresight.look_after(self._current.in_order(), shortages, self.profile, self._say)
         others = f" ({len(shortages) - 1} more times since)" if len(shortages) > 1 else ""
         reason = (
             f"{shortages[0]}{others} It gave {format_bytes(max(s.relieved for s in shortages))} back and went on. From "
@@ -444,22 +415,14 @@ class Tuner:
             self._plan_copies()
         self._runtime.parameters.invalidate()
         self._runtime.memory.free_buffers()
-        self._swapped = True
+        self._current.swapped = True
         self._drop_plan()
         self._save()
 
-    def _forget_shortages(self) -> None:
-        """Discards the shortages under programs that are gone."""
-        self._retry.take()
-        self.told_short = False
-
     def _drop_plan(self) -> None:
-        self._planned, self._probe = (), None
+        self._current.planned, self._probe = (), None
         self._coverage.adopt(())
         self._end_round(retry=True)
-
-    def _capture_schedules(self) -> list[Schedule]:
-        return [e.program.schedule for e in self._frames.training]
 
     def _small_transfers(self) -> list[Transfer]:
         parameters, world_size = self._capture.model.parameters, self._capture.model.ranks.shards
@@ -470,12 +433,12 @@ class Tuner:
             self._capture,
             self._device,
             transfers,
-            self._agenda.passes or self._start,
+            self._agenda.passes or self._current.first,
             # The steps before may still have grown memory or tuned kernels; marks, too, only make a step longer.
             step_seconds=self._fastest(-2, OBSERVED + 1),
             window_from=self._runtime.memory.windows()[1],
             budget=self._memory.limit(self._capture.config.memory_budget),
-            host_room=self._host_room,
+            host_room=self._leaving.room,
             states_travel=self._states_now() is not None,
             larger=self._foresight.largest,
         )
@@ -491,14 +454,14 @@ class Tuner:
     def _verify(self) -> None:
         assert self._round is not None
         under_plan = share_step(self._round.marked, self._group, planned=True)
-        for executable in self._frames.training:
+        for executable in self._capture.frames.training:
             executable.swap(executable.program)  # without marks
         after = self._fastest(TIMED, VERIFIED)
         after, most = maxima([after, -1 if (mine := self._peak()) is None else mine], self._group)
         peak = None if most < 0 else int(most)
         before = self.rounds[-1].before_seconds
         assert self.profile is not None and self._decided is not None
-        pair = self._round.compare(self._group, self.profile, self._ran, self._planned)
+        pair = self._round.compare(self._group, self.profile, self._round.ran, self._current.planned)
         slowest, fastest = before, after
         if pair is not None and pair.before > 0:
             before, after, slowest, fastest = pair
@@ -507,14 +470,13 @@ class Tuner:
         # What did not fit is no alternative; batches of other sizes are no comparison.
         slower = pair is not None and slowest > 0 and fastest > slowest * (1 + _NOISE) and not must
         if slower:
-            passes, plan = self._previous
-            self._run_plan(plan, passes)
+            self._current.go_back()
             if self._residency is not None and self._residency.undo():
                 self.profile = self._decided.now.profile
         else:
             self.measured = under_plan or self.measured
         excess = (peak or 0) - (self.rounds[-1].budget or 0)
-        if excess > 0 and not slower and self._config.memory_budget is not None and self._agenda.goes_on:
+        if excess > 0 and not slower and self._capture.config.memory_budget is not None and self._agenda.goes_on:
             self._excess += excess  # memory that no model knows of: the next plan leaves it free
             self._say(
                 f"Steps take {format_bytes(excess)} more than the memory budget: planning again.", logging.WARNING
@@ -542,7 +504,7 @@ class Tuner:
     def _say_limit(self) -> None:
         """Logs what limits the step as it runs now; needs no other rank."""
         if self._group.rank() == 0 and _log.isEnabledFor(logging.INFO):
-            now = {one.structure: one for one in self._capture_schedules()}
+            now = {one.structure: one for one in self._current.schedules()}
             assert self.profile is not None
             # Graphs of one structure run one plan; costs are known by the names of those that were measured.
             schedules = [replace(now.get(one.structure, one), name=one.name) for one in self.profile.schedules]
@@ -551,7 +513,7 @@ class Tuner:
 
     def _end_round(self, retry: bool = False) -> None:
         self._round = self._capture.measures = None
-        for executable in self._frames.executables:
+        for executable in self._capture.frames.executables:
             executable.watch = None  # a kept plan swaps nothing, and what is noted would grow with every step
         self._begin_round(self._agenda.ended(self._step, retry=retry))
 
@@ -585,7 +547,7 @@ class Tuner:
         numbers = maxima([-fewest, most, *self.largest], self._group)
         batches = Batches(-int(numbers[0]), *map(int, numbers[1:]))
         places = None if self._residency is None else self._residency.places
-        self._store.save(self._capture_schedules(), places, self._capture.tracing, batches)
+        self._store.save(self._current.schedules(), places, self._capture.tracing, batches)
 
     def _load(self) -> bool:
         """Takes schedules, and where optimizer states are, from the plan file."""
@@ -595,8 +557,8 @@ class Tuner:
         if self._residency is not None:
             self._residency.expected = plan.states
         self._retracing.adopt(plan.tracing)
-        schedules = plan.schedules.values()
-        self._run_plan(admitted(schedules, self._scheduling.settings, self._world, self._device.type))
+        schedules, settings = plan.schedules.values(), self._capture.scheduling.settings
+        self._current.follow(admitted(schedules, settings, self._capture.model.ranks.shards, self._device.type))
         self._coverage.adopt(plan.schedules)
         self._coverage.measured = plan.batches.fewest, plan.batches.most
         self.largest = plan.batches.largest, plan.batches.longest

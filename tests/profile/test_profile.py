@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +203,6 @@ def test_plan_files(  # noqa: F811
     for step in range(ROUND):
         if step == 5:
             _force_another_plan(engine)
-            engine.tuner._config = replace(engine.config)
         one_step(engine, TOKENS, optimizer)
     engine.close()
     if engine.report()[0].outcome == "reverted":  # a busy machine: there is nothing to save

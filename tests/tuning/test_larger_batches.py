@@ -147,7 +147,7 @@ def _on_one_rank() -> tuple[list[float], list[float], list[str], bool, int, int]
     # Each rank offloads what its own batch needs: of these copies the others know nothing.
     lines = [text.partition(" ")[2].splitlines() for text in engine.programs().values() if ".forward" in text]
     texts = ["\n".join(line for line in text[1:] if " saved " not in line) for text in lines]
-    planned = bool(engine.tuner._planned)
+    planned = bool(engine.tuner._current.planned)
     engine.close()
     return plain, losses, texts, planned, max(found) - most, asked.count(at)
 
