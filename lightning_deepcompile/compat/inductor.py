@@ -5,8 +5,8 @@ Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import logging
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +17,8 @@ from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 
 from lightning_deepcompile.compat.aot import BoxedCallable, current_fake_mode
+
+_log = logging.getLogger(__name__)
 
 __all__ = [
     "EXACT_STRIDES",
@@ -148,8 +150,10 @@ def prepare_cpp_compiler() -> threading.Thread:
     from torch.utils import _filelock  # noqa: F401
 
     def prepare() -> None:
-        with contextlib.suppress(Exception):
+        try:
             CppPythonBindingsCodeCache.load_pybinding_async([], "")  # the code itself is compiled when it is called
+        except Exception:
+            _log.debug("Inductor's C++ header was not precompiled: the first kernel will.", exc_info=True)
 
     thread = threading.Thread(target=prepare, name="deepcompile-cpp", daemon=True)
     thread.start()
