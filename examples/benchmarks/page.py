@@ -205,7 +205,7 @@ def summary(records: Mapping[str, Record]) -> str:
     """Writes the table of the current version, and below it the commands that measured it."""
     lines = [["what", "deepcompile", "FSDP2", "faster", "cards", "date", "commit"]]
     ran_by: dict[str, None] = {}
-    for record in records.values():
+    for record in sorted(records.values(), key=lambda record: record["subject"] != "llama"):
         if record["date"] < CURRENT or "pairs" in record:
             continue
         where = [cards(record), record["date"], _cell(record.get("commit"))]
