@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+# Tracing allocates many objects that live long: the default looks for garbage every 700 of them, a seventh of the time.
+gc.set_threshold(100_000, 50, 1000)
+
 _TESTS = Path(__file__).resolve().parent
 # Tests of one room use models of another's.
 sys.path[:0] = [str(folder) for folder in (_TESTS, *sorted({file.parent for file in _TESTS.glob("*/test_*.py")}))]
@@ -70,6 +73,25 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
+
+
+class _Failures:
+    """Prints the name of a test as soon as it fails: a run that is cut off has no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            message = report.longreprtext.strip().splitlines()[-1:]
+            terminal.write_line(" ".join([f"\nFAILED {report.nodeid} ({report.when})", *message]), red=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the printing of failures in the process that prints: workers of pytest-xdist report to it."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Failures(config))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

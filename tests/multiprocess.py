@@ -240,6 +240,7 @@ def _rank_main(
     threading.Thread(target=_keep_listening, args=(stack,), daemon=True).start()
     torch.set_num_threads(1)
     gc.freeze()  # tracing makes a lot of garbage, and each look for it would go through everything that was imported
+    gc.set_threshold(100_000, 50, 1000)  # as in conftest.py
     try:
         result = function(*args, **kwargs)
         Path(folder, f"result{rank}").write_bytes(pickle.dumps(result))

@@ -75,8 +75,8 @@ def test_random_sizes_are_planned_for_and_judged_by_no_other_batch() -> None:
             assert 1 <= len(limits) <= len(rounds), "each plan is followed by what limits the step"
 
 
-PER_TOKEN = 2e-3
-"""Seconds."""
+PER_TOKEN = 5e-3
+"""Seconds; the work of a step on a busy core is a tenth of what these add up to."""
 
 
 @torch.library.custom_op("tests::sleeps_per_token", mutates_args=())
