@@ -97,10 +97,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests marked `gpu` where there are fewer GPUs than they need (one, if they do not say), and says so.
 
-    So with those marked `extensive`, unless all are wanted.
+    So with those marked `extensive`, unless all are wanted. Limits of time are those of a usual machine.
     """
+    from multiprocess import SLOWEST  # not before the path is set
+
     found = torch.cuda.device_count()
     for item in items:
+        limit = item.get_closest_marker("timeout")
+        usual = item.config.getoption("timeout", None) or item.config.getini("timeout")
+        seconds = float(limit.args[0] if limit is not None else usual)
+        item.add_marker(pytest.mark.timeout(SLOWEST * seconds), append=False)
         if item.get_closest_marker("extensive") is not None and "TEST_ALL" not in os.environ:
             item.add_marker(pytest.mark.skip(reason="runs with TEST_ALL=1 (make test-all)"))
         if (marker := item.get_closest_marker("gpu")) is None:

@@ -33,6 +33,7 @@ import torch.distributed as dist
 __all__ = [
     "GPU_RANKS",
     "GPU_TEST",
+    "SLOWEST",
     "RankError",
     "devices",
     "join",
@@ -47,6 +48,9 @@ GPU_RANKS = int(os.environ.get("GPU_RANKS", "2"))
 
 GPU_TEST = "DEEPCOMPILE_GPU_TEST"
 """Environment variable that is set while a test marked `gpu` runs: its ranks share GPUs where there are too few."""
+
+SLOWEST = 2.5
+"""How many times longer than on the machine of whoever wrote a limit a test may take: virtual cores differ by that."""
 
 _IMPORTED = [
     "torch._inductor.compile_fx",
@@ -75,7 +79,7 @@ def run_ranks(
         function: A module-level function.
         world_size: Number of ranks.
         *args: Its arguments; they and its result are pickled.
-        timeout: Seconds after which all ranks are killed and the test fails.
+        timeout: Seconds after which all ranks are killed and the test fails, on a usual machine (`SLOWEST`).
         fresh: Whether each rank gets an interpreter of its own: for what is read from the environment at its start.
         **kwargs: Its keyword arguments.
 
@@ -97,7 +101,7 @@ def run_ranks(
         ]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + SLOWEST * timeout
         try:
             while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
                 if any(p.exitcode not in (None, 0) for p in processes):

@@ -7,6 +7,7 @@ The keys are those of Lightning's FSDP strategy, ``model.*`` and ``optimizer_{i}
 from __future__ import annotations
 
 import contextlib
+import enum
 import io
 import logging
 import os
@@ -455,6 +456,14 @@ class _MetadataUnpickler(pickle.Unpickler):
             module == "torch" and isinstance(getattr(torch, name), torch.dtype)
         ):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle a member of an enum with it
+            return _enum_member
         raise pickle.UnpicklingError(
             f"The file '.metadata' refers to {module}.{name}, which no distributed checkpoint needs. It is not loaded."
         )
+
+
+def _enum_member(kind: Any, name: str) -> Any:
+    if isinstance(kind, enum.EnumType) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f"The file '.metadata' asks for {name!r} of {kind!r}, which is no member of an enum.")

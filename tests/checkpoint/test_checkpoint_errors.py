@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 import pickle
 import shutil
@@ -15,9 +16,11 @@ import pytest
 import torch
 from multiprocess import run_ranks
 from test_checkpoint import Model, fit, ours
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.utils.data import DataLoader
 
 from lightning_deepcompile.checkpoint.location import META
+from lightning_deepcompile.checkpoint.sharded import _MetadataUnpickler
 
 
 class Hooked(Model):
@@ -198,3 +201,23 @@ def test_unknown_forms_are_refused() -> None:
     with pytest.raises(ValueError, match="contradict"):
         ours("sharded", save_distributed_checkpoint=False)
     assert ours(save_distributed_checkpoint=True)._checkpoints.sharded
+
+
+class _ByName:
+    """Is pickled as an attribute of something, as Python 3.11.0 to 3.11.3 pickle members of enums."""
+
+    def __init__(self, of: Any, name: str) -> None:
+        self.reduced = getattr, (of, name)
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+def test_members_of_enums_are_read_and_no_other_attributes() -> None:
+    def load(of: Any, name: str) -> Any:
+        return _MetadataUnpickler(io.BytesIO(pickle.dumps(_ByName(of, name)))).load()
+
+    assert load(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT") is _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+    for of, name in ((torch.Size, "__class__"), (_MEM_FORMAT_ENCODING, "mro")):
+        with pytest.raises(pickle.UnpicklingError, match=name):
+            load(of, name)

@@ -413,6 +413,7 @@ def test_deepspeed_trains_as_ddp_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extensive
 def test_an_exhausted_time_budget_skips_what_is_left(tmp_path: Path) -> None:
     code, results, printed = run_compare(tmp_path, "--systems", "ddp", "--cases", "16x1x1,32x1x1", "--time-budget", "1")
     assert code == 0, printed

@@ -405,10 +405,11 @@ SIMILAR = [
     "mask function",
     "nested",
     "flex, mask outside",
+    "llama, padded",
     "llama, padded left",
     "llama, padded, eager",
 ]  # to others
-BY_INDUCTOR = ["mask", *(name for name in CASES if name not in ("mask", *ON_GPUS, *SIMILAR)), "nested"]
+BY_INDUCTOR = ["mask", *(name for name in CASES if name not in ("mask", *ON_GPUS, *SIMILAR)), "nested", "llama, padded"]
 """All kinds; the first is run with every change."""
 
 

@@ -125,7 +125,11 @@ class Buffered(Model):
 
 
 @pytest.mark.parametrize(
-    "build", [Model, CheckpointedDropout, Encoder, CrossAttention, FrozenHead, OddUses, Escaping, Buffered]
+    "build",
+    [
+        *(pytest.param(build, marks=pytest.mark.extensive) for build in (Model, Encoder)),
+        *(CheckpointedDropout, CrossAttention, FrozenHead, OddUses, Escaping, Buffered),
+    ],
 )
 def test_trains_as_without_compilation(mesh: DeviceMesh, build: Callable[[], Model]) -> None:
     """Regions run eagerly, so even the random numbers are equal. Lengths vary: the second one recompiles."""

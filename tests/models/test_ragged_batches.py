@@ -133,7 +133,9 @@ def test_a_dimension_of_one_makes_another_graph() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "device_type", [pytest.param("cpu", marks=pytest.mark.extensive), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def test_a_product_over_a_dimension_of_one_is_another_operator(device_type: str) -> None:
     """Inductor multiplies instead, on the rank with a single row: on GPUs always, on CPUs if tensors are small.
 

@@ -201,7 +201,7 @@ def check_recipe(recipe: Recipe) -> None:
     check(made(recipe), [SHAPES[::2], SHAPES[1::2]])
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(RECIPES)
 @example(Recipe("all", start=40, hidden=True))
 @example(Recipe("tensor", every=10, hidden=True, counter="attribute"))

@@ -271,7 +271,7 @@ def _annealing(world: int, accumulate: int) -> list[Record]:
     ]
 
 
-@pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize(("world", "accumulate"), [pytest.param(1, 1, marks=pytest.mark.extensive), (2, 3)])
 def test_clipping_is_replayed_where_the_learning_rate_always_changes(world: int, accumulate: int) -> None:
     for itself, plain, replayed in run_ranks(_annealing, world, world, accumulate):
         _check(itself, plain)
@@ -339,13 +339,13 @@ def _in_buckets() -> list[Any]:
     results = []
     for name, steps in (("bucketed", 21), ("many_buckets", 44)):
         replay = Replay()
-        both = [_run(name, on, 2, steps=steps, callbacks=[replay] * on)[0] for on in (False, True)]
+        both = [_run(name, on, 1, steps=steps, callbacks=[replay] * on)[0] for on in (False, True)]
         results.append((both, replay.recorded))
     return results
 
 
 def test_more_lengths_than_graphs_end_no_graph() -> None:
-    for few, many in run_ranks(_in_buckets, 2):
+    for few, many in run_ranks(_in_buckets, 1):
         for (plain, replayed), _ in (few, many):
             _check(plain, replayed)
             assert replayed.extra[1] == {}

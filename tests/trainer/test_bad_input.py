@@ -241,7 +241,7 @@ def _fail(rank: str) -> None:
     train(_Fails, strategy, world_size=2, rank=int(os.environ["RANK"]), steps=6)
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.extensive), "1"])
 def test_one_ranks_exception_ends_all(rank: str) -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match="this rank gives up") as caught:

@@ -74,6 +74,10 @@ def _stopped(accelerator: str, told: dict[int, int]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("told", [{0: 2, 1: 2}, {1: 2}, {0: 2, 1: 3}], ids=["all", "one", "one_earlier"])
+@pytest.mark.parametrize(
+    "told",
+    [pytest.param({0: 2, 1: 2}, marks=pytest.mark.extensive), {1: 2}, {0: 2, 1: 3}],
+    ids=["all", "one", "one_earlier"],
+)
 def test_all_ranks_stop_together(accelerator: str, told: dict[int, int]) -> None:
     assert run_ranks(_stopped, 2, accelerator, told, timeout=120) == [(3, "_BatchLoop")] * 2

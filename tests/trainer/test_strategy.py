@@ -318,7 +318,7 @@ def _overflow(fused: bool) -> tuple[list[bool], float]:
     return moved, plugin.scaler.get_scale()
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [pytest.param(False, marks=pytest.mark.extensive), True])
 def test_ranks_skip_a_step_together(fused: bool) -> None:
     for moved, scale in run_ranks(_overflow, WORLD, fused):
         assert moved == [True, False, True, True]

@@ -94,7 +94,7 @@ def test_a_training_that_measured_nothing_says_so(tmp_path: Path) -> None:
     assert "No step was measured" in text and "regions compiled/total" in text
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.extensive), 2])
 def test_a_default_trainings_report_trace_and_profile(ranks: int, tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     written = run_ranks(_long, ranks, tmp_path)

@@ -61,7 +61,7 @@ def test_lightning_calls_what_our_loops_add_to() -> None:
     assert predict.rstrip().endswith("return self.on_run_end()")
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.extensive), 3])
 def test_a_rank_with_fewer_batches_is_named_at_once(stage: int) -> None:
     for message, _ in run_ranks(_fewer, WORLD, stage, timeout=60):
         assert "Rank 0 is in training batch 8 of the epoch and rank 1 has left the epoch after 7 batches" in message
@@ -107,7 +107,10 @@ def _alone(case: str, stage: int) -> tuple[str, float]:
     ("case", "stage", "told"),
     [
         ("runs", 3, "Rank 1 is in training batch 6 of the epoch and rank 0 calls a module of the model outside"),
-        ("runs", 1, "Rank 1 is in training batch 6 of the epoch and rank 0 calls a module of the model outside"),
+        pytest.param(
+            *("runs", 1, "Rank 1 is in training batch 6 of the epoch and rank 0 calls a module of the model outside"),
+            marks=pytest.mark.extensive,
+        ),
         ("saves", 3, "Rank 1 is in training batch 6 of the epoch and rank 0 collects the model's state"),
         ("skips", 3, "Rank 1 has made 4 optimizer steps, rank 0 5"),
     ],

@@ -131,6 +131,7 @@ def test_losses_are_whole_until_no_plan_fits(tmp_path: Path) -> None:
     run_ranks(_trains, 2, tmp_path, "eager", timeout=290)
 
 
+@pytest.mark.extensive
 def test_one_rank_decides_it_too(tmp_path: Path) -> None:
     run_ranks(_trains, 1, tmp_path, "inductor", timeout=290)
 

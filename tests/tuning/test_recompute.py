@@ -247,5 +247,6 @@ def test_what_is_cheap_is_computed_again_where_nothing_else_fits(tmp_path: Path)
     run_ranks(_saves_little, 2, tmp_path, timeout=290)
 
 
+@pytest.mark.extensive
 def test_one_rank_decides_it_too(tmp_path: Path) -> None:
     run_ranks(_alone, 1, tmp_path, timeout=290)
