@@ -91,7 +91,9 @@ def _train(stage: int, accumulate: int) -> dict[str, tuple[Record, Record, int]]
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("stage", "accumulate"), [(3, 1), *(pytest.param(*run, marks=pytest.mark.extensive) for run in ((1, 2), (2, 1)))])
+@pytest.mark.parametrize(
+    ("stage", "accumulate"), [(3, 1), *(pytest.param(*run, marks=pytest.mark.extensive) for run in ((1, 2), (2, 1)))]
+)
 def test_they_train_as_under_ddp(stage: int, accumulate: int) -> None:
     for results in run_ranks(_train, 2, stage, accumulate, timeout=380):
         assert len(results) == len(MODELS)
