@@ -223,7 +223,12 @@ def values_of(path: Path) -> dict[tuple[int, str], Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("saved", "resumed"), [(EightBits, Unquantised), (Unquantised, EightBits), (EightBits, FourBits)]
+    ("saved", "resumed"),
+    [
+        (EightBits, Unquantised),
+        (Unquantised, EightBits),
+        pytest.param(EightBits, FourBits, marks=pytest.mark.extensive),
+    ],
 )
 @pytest.mark.parametrize(
     "worlds", [(2, 3), *(pytest.param(worlds, marks=pytest.mark.extensive) for worlds in ((1, 2), (2, 1)))], ids=str

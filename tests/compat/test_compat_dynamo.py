@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreters import run_python
 from torch import Tensor, fx, nn
 from torch._dynamo.testing import CompileCounter
 
@@ -300,6 +301,17 @@ def test_breaks_and_recompilations_are_told_with_their_lines() -> None:
     assert [one.recompiled.partition("'x' ")[2] for one in others[:1]] == [
         "size mismatch at index 0. expected 3, actual 4"
     ]
+
+
+def test_inductor_is_imported_when_it_is_asked_for() -> None:
+    code = """
+import sys
+from lightning_deepcompile import compat
+before = "torch._inductor.compile_fx" in sys.modules
+compat.import_inductor()
+print(before, "torch._inductor.compile_fx" in sys.modules)
+"""
+    assert run_python("-c", code).splitlines()[-1] == "False True"
 
 
 def test_kernels_find_the_header_that_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:

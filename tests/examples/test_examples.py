@@ -107,7 +107,8 @@ def test_demo_trains_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["train_llama", pytest.param("train_llama_70b", marks=pytest.mark.extensive)])
+@pytest.mark.extensive
+@pytest.mark.parametrize("config", ["train_llama", "train_llama_70b"])
 def test_llama_trains_two_processes(config: str, tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse")
     pytest.importorskip("transformers")

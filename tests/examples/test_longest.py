@@ -113,6 +113,7 @@ def test_a_rank_without_memory_ends_a_trial_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extensive
 def test_a_budget_decides_what_fits(tmp_path: Path) -> None:
     options = ["--out", str(tmp_path), "--memory-budget", "800000", "--first", "32", "--step", "32", "--warmup", "6"]
     options += ["--shape", "tiny", "--layers", "1", "--steps", "1", "--settings", "neither"]

@@ -292,7 +292,10 @@ def test_a_graph_may_run_again_before_its_backward(mesh: DeviceMesh) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize(("stage", "backend"), [(1, "eager"), (2, "eager"), (3, "inductor")])
+@pytest.mark.parametrize(
+    ("stage", "backend"),
+    [(1, "eager"), (2, "eager"), pytest.param(3, "inductor", marks=pytest.mark.extensive)],
+)
 def test_stages_backends_and_other_lengths(mesh: DeviceMesh, stage: int, backend: str) -> None:
     losses: list[list[float]] = []
     for mode in ("none", ["activations"]):

@@ -22,7 +22,9 @@ from multiprocess import RankError, run_ranks
 from lightning_deepcompile.ranks.failures import Failures
 
 
-@pytest.mark.parametrize("ranks", ["01", pytest.param("1", marks=pytest.mark.extensive), "01,0"])
+@pytest.mark.parametrize(
+    "ranks", [*(pytest.param(ranks, marks=pytest.mark.extensive) for ranks in ("01", "1")), "01,0"]
+)
 def test_a_users_own_error_is_what_is_read_last(ranks: str) -> None:
     script = Path(__file__).resolve().parents[1] / "failing.py"
     done = subprocess.run(
@@ -69,17 +71,19 @@ def test_a_rank_that_is_late_is_named(tmp_path: Path) -> None:
     first, second, _ = run_ranks(_late, 3, f"{tmp_path}/fr_", timeout=60)
     for message in (first, second):
         assert "Rank 2 has not failed and said nothing since: late, hanging or dead." in message, message
-    # All had launched the same gathers, and wait for each other's hosts: PyTorch's own tool finds nothing amiss there.
+    # All have completed the same gathers, and hosts wait for each other: PyTorch's own tool finds nothing amiss there.
     records = [Path(tmp_path, f"fr_deepcompile_{rank}") for rank in range(3)]
     known = [pickle.loads(record.read_bytes()) for record in records]
     for record in known:
-        first, last = (record["entries"][place] for place in (0, -1))
-        assert (first["state"], last["state"]) == ("completed", "started"), record["pg_status"]
-        assert "layers.1.0.weight" in last["frames"][0]["name"]
+        assert {entry["state"] for entry in record["entries"]} == {"completed"}, record["pg_status"]
+        assert "one_row" in record["entries"][-1]["frames"][0]["name"]
     assert "missing ranks" not in _analysed(tmp_path)
-    # It would have named the rank that had not.
+    # It would have named a rank that had not launched the last one.
     known[2]["entries"].pop()
-    records[2].write_bytes(pickle.dumps(known[2]))
+    for path, record in zip(records, known, strict=True):
+        if path != records[2]:
+            record["entries"][-1]["state"] = "started"
+        path.write_bytes(pickle.dumps(record))
     assert "missing ranks: {2}" in _analysed(tmp_path)
 
 
