@@ -40,7 +40,9 @@ demo: build
 
 TWO_AT_A_TIME = $$($(PY) -c 'import xdist' 2>/dev/null && printf %s '-n2 --dist loadgroup')
 
+# Where the environment says that Python writes no bytecode, every rank would compile all sources anew.
 test: build
+	$(PY) -m compileall -q lightning_deepcompile examples tests
 	$(PY) -m pytest -q $(TWO_AT_A_TIME) $(PYTEST_ARGS)
 
 test-all: export TEST_ALL = 1

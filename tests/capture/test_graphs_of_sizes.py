@@ -106,7 +106,13 @@ SIZES: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]], int, list[s
 COUNTS = list(range(2, 21))
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.extensive] if name in ("all the same", "a smaller last batch") else [])
+        for name in SIZES
+    ],
+)
 def test_graphs_of_sizes(name: str) -> None:
     training, validation, graphs, said = SIZES[name]
     record, trainer = train(Llama, compiled(), batches(training), batches(validation))

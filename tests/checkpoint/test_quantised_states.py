@@ -226,8 +226,10 @@ def values_of(path: Path) -> dict[tuple[int, str], Tensor]:
     ("saved", "resumed"),
     [
         (EightBits, Unquantised),
-        (Unquantised, EightBits),
-        pytest.param(EightBits, FourBits, marks=pytest.mark.extensive),
+        *(
+            pytest.param(*classes, marks=pytest.mark.extensive)
+            for classes in ((Unquantised, EightBits), (EightBits, FourBits))
+        ),
     ],
 )
 @pytest.mark.parametrize(

@@ -143,6 +143,7 @@ def test_two_nodes_train(tmp_path: Path) -> None:
             assert f"rank {2 * rank + local} of 4 is done" in output
 
 
+@pytest.mark.extensive
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_slurm_trains(tmp_path: Path) -> None:

@@ -157,6 +157,7 @@ def _saves_more() -> None:
     assert strategy.summary().chunked_losses == 0 and not strategy.engine.capture.tracing.chunked_losses
 
 
+@pytest.mark.extensive
 def test_what_is_cheap_is_computed_again_only_if_that_is_not_enough() -> None:
     run_ranks(_saves_more, 2, timeout=290)
 
