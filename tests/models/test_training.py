@@ -127,7 +127,7 @@ def _train_layers(layers: list[int], cache: str) -> tuple[list[Record], dict[str
 @pytest.mark.xdist_group("inductor")
 def test_inductor_compiles_equal_layers_once(tmp_path: Path) -> None:
     """The number of compiled regions does not grow with depth, and the compiled step computes the same."""
-    layers = [2, 4]
+    layers = [4, 6]
     records, _ = run_ranks(_train_layers, 2, layers, str(tmp_path), timeout=800)[0]
     summaries = [record.extra["summary"] for record in records]
     assert len({summary.regions_compiled for summary in summaries}) == 1
@@ -136,6 +136,6 @@ def test_inductor_compiles_equal_layers_once(tmp_path: Path) -> None:
         expected = train(gpt(layers=count), "auto", world_size=1, rank=0, data_world=2, steps=2)
         assert_same_training(record, expected, params=True)
     # Another run of the same script finds everything in Inductor's cache on disk.
-    _, counts = run_ranks(_train_layers, 2, [2], str(tmp_path), timeout=300)[0]
+    _, counts = run_ranks(_train_layers, 2, [4], str(tmp_path), timeout=300)[0]
     assert counts.get("fxgraph_cache_miss", 0) == 0
     assert counts["fxgraph_cache_hit"] == summaries[0].regions_compiled
