@@ -334,18 +334,19 @@ class _ManyBuckets(Bucketed):
     lengths = tuple(range(13, 2, -1))
 
 
-def _in_buckets() -> list[Any]:
+def _in_buckets(world: int) -> list[Any]:
     MODELS.update(bucketed=Bucketed, many_buckets=_ManyBuckets)
     results = []
     for name, steps in (("bucketed", 21), ("many_buckets", 44)):
         replay = Replay()
-        both = [_run(name, on, 1, steps=steps, callbacks=[replay] * on)[0] for on in (False, True)]
+        both = [_run(name, on, world, steps=steps, callbacks=[replay] * on)[0] for on in (False, True)]
         results.append((both, replay.recorded))
     return results
 
 
-def test_more_lengths_than_graphs_end_no_graph() -> None:
-    for few, many in run_ranks(_in_buckets, 1):
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.extensive)])
+def test_more_lengths_than_graphs_end_no_graph(world: int) -> None:
+    for few, many in run_ranks(_in_buckets, world, world):
         for (plain, replayed), _ in (few, many):
             _check(plain, replayed)
             assert replayed.extra[1] == {}

@@ -76,7 +76,7 @@ def test_random_sizes_are_planned_for_and_judged_by_no_other_batch() -> None:
 
 
 PER_TOKEN = 5e-3
-"""Seconds; the work of a step on a busy core is a tenth of what these add up to."""
+"""Seconds; enough that the work of a step on a busy core is little beside it."""
 
 
 @torch.library.custom_op("tests::sleeps_per_token", mutates_args=())
