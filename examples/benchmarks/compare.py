@@ -11,7 +11,8 @@ to date; with matplotlib there is a ``plot.png`` in the end.
 
 Models are Llamas, or mixtures of experts (``mixtral-8x7b``, ``olmoe-1b-7b``; ``--layers`` makes them fewer), as
 Transformers has them. Every system builds the whole model on each device before it shards it, and is skipped where that
-cannot fit. Of experts, TFLOP/s count those that a token is sent to; memory, communication and the optimizer are of all.
+cannot fit; with ``--deferred-init`` deepcompile initialises shards block by block. Of experts, TFLOP/s count those that
+a token is sent to; memory, communication and the optimizer are of all.
 
 ``--systems deepcompile,deepcompile@reduce=boundary+symmetric_memory=false`` compares settings of ``CompileConfig``.
 ``--systems deepspeed,deepspeed@compile=true,deepspeed-deepcompile`` compares with DeepSpeed, where it is installed;
@@ -96,10 +97,12 @@ class Comparison:
     def _unable(self, system: System) -> str | None:
         if system.kind == "fsdp" and self._arguments.device == "cpu":
             return "Lightning's FSDPStrategy needs GPUs"
-        if system.kind == "fsdp2-graphs" and self._arguments.device == "cpu":
-            return "CUDA graphs need GPUs"
-        if self._arguments.device == "cuda" and (
-            reason := too_large(system, self._arguments.shape, report.gpu_bytes())
+        if system.kind in ("fsdp2-graphs", "fsdp2-offload") and self._arguments.device == "cpu":
+            return "CUDA graphs and host memory beside a device need GPUs"
+        if (
+            self._arguments.device == "cuda"
+            and not self._arguments.deferred_init
+            and (reason := too_large(system, self._arguments.shape, report.gpu_bytes()))
         ):
             return reason
         if self._arguments.optimizer != "adamw" and (system.kind == "fsdp" or system.kind in DEEPSPEED):
@@ -246,6 +249,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--layers", type=_positive, help="layers of the model, if not the shape's own number")
     parser.add_argument("--checkpointing", action="store_true", help="layers keep their inputs alone, and run again")
+    parser.add_argument("--deferred-init", action="store_true", help="initialise shards block by block; not for FSDP2")
     parser.add_argument("--steps", type=_positive, default=10, help="measured optimizer steps")
     parser.add_argument(
         "--warmup", type=_positive, default=12, help="optimizer steps before, from the compiling one on"
@@ -273,7 +277,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if on_gpu and not 0 < arguments.world <= gpus:
         parser.error(f"--world {arguments.world}: this machine shows {gpus} GPUs; lower it or use --device cpu")
     shape = SHAPES[arguments.shape]
-    arguments.shape = replace(shape, layers=arguments.layers or shape.layers, checkpointing=arguments.checkpointing)
+    arguments.shape = replace(
+        shape,
+        layers=arguments.layers or shape.layers,
+        checkpointing=arguments.checkpointing,
+        deferred=arguments.deferred_init,
+    )
     if arguments.world % arguments.nodes:
         parser.error(f"--nodes {arguments.nodes}: {arguments.world} ranks are no multiple of it")
     try:

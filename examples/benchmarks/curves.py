@@ -116,7 +116,8 @@ def _train_fsdp2(module: Module, options: argparse.Namespace, rank: int, world: 
 def train(system: System, options: argparse.Namespace, rank: int, world: int) -> dict[str, Any]:
     """Trains with one system; returns the losses, means over all ranks, and the seconds that it took."""
     began = time.perf_counter()
-    shape = replace(SHAPES[options.shape], vocab=VOCABULARY)
+    shape = SHAPES[options.shape]
+    shape = replace(shape, vocab=VOCABULARY, layers=options.layers or shape.layers)
     module = Module(shape, f"cuda:{rank}" if options.device == "cuda" else "cpu", system.recipe)
     if system.kind == "fsdp2":
         _train_fsdp2(module, options, rank, world)
@@ -177,6 +178,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw what is in this folder, and train nothing")
     parser.add_argument("--systems", default="fsdp2,deepcompile", help=f"of {', '.join(SYSTEMS)}; options follow an @")
     parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--layers", type=int, help="layers of the model, if not the shape's own number")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)

@@ -139,17 +139,11 @@ class WorkerGroup:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "WORLD_SIZE": world,
-            "LOCAL_WORLD_SIZE": world,
-            "NODE_RANK": "0",
+            "LOCAL_WORLD_SIZE": str(self._job.per_node),
         }
         if self._job.system.kind in DEEPSPEED:
             base |= deepspeed_setup.environment(self._job, cache)
-        ranks = [base | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self._job.world)]
-        if self._job.nodes == 1:
-            return ranks
-        # NCCL believes them to be of several hosts, and connects those by sockets.
-        node = {"NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo")}
-        return [env | node | {"NCCL_HOSTID": f"node{rank // self._job.per_node}"} for rank, env in enumerate(ranks)]
+        return [base | {"RANK": str(rank)} | node_environment(self._job, rank) for rank in range(self._job.world)]
 
     def _spawn(self, rank: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
         command = [sys.executable, str(HERE / "worker.py"), str(self._folder / "job.json")]
@@ -170,3 +164,16 @@ class WorkerGroup:
             os.killpg(worker.pid, number)
         except ProcessLookupError:
             pass  # it ended by itself in this moment
+
+
+def node_environment(job: Job, rank: int) -> dict[str, str]:
+    """Returns the variables that tell a rank its node; a rank of several nodes sees the devices of its own alone."""
+    node, local_rank = divmod(rank, job.per_node)
+    place = {"NODE_RANK": str(node), "LOCAL_RANK": str(local_rank)}
+    if job.nodes == 1:
+        return place
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(job.world)))).split(",")
+    devices = visible[node * job.per_node :][: job.per_node]
+    # NCCL believes nodes to be hosts, and connects them by sockets.
+    sockets = {"NCCL_HOSTID": f"node{node}", "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo")}
+    return place | sockets | {"CUDA_VISIBLE_DEVICES": ",".join(devices)}

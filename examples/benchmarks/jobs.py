@@ -26,6 +26,8 @@ SYSTEMS = {
     "fsdp2-graphs": "as fsdp2, forward and backward of a step in one CUDA graph, gradients kept, the optimizer behind "
     "it; with @reshard=false parameters stay gathered as in fsdp2-noreshard",
     "fsdp2-hsdp": "as fsdp2, sharded inside of a node, with a replica on each node (with --nodes)",
+    "fsdp2-offload": "as fsdp2, parameters, gradients and states in host memory (`CPUOffloadPolicy`), where the "
+    "optimizer steps; set OMP_NUM_THREADS",
     "fsdp2-noreshard": "as fsdp2, parameters stay gathered until the step's last backward, gradients reduced once a "
     "step (FSDP2's fastest setting, at the price of memory)",
     "fsdp2-pieces": "as fsdp2, with a loss that the model computes in 8 pieces of tokens, as its user would write it "

@@ -10,7 +10,7 @@ import torch
 from jobs import Case, Shape
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -91,6 +91,7 @@ def shard_with_fsdp2(
     compiled: bool = True,
     dynamic: bool = False,
     keep: bool = False,
+    offload: bool = False,
 ) -> None:
     """Shards every block and the rest with ``fully_shard``, as its users do.
 
@@ -102,8 +103,11 @@ def shard_with_fsdp2(
         compiled: Whether blocks are compiled, one by one.
         dynamic: Whether for all sizes at once.
         keep: Whether parameters stay gathered after the forward pass.
+        offload: Whether shards are in host memory.
     """
     sharding = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)}
+    if offload:
+        sharding["offload_policy"] = CPUOffloadPolicy()
     for block in blocks:
         if compiled:
             block.compile(dynamic=dynamic)

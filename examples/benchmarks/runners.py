@@ -141,7 +141,8 @@ def run_lightning(job: Job, rank: int, recorder: Recorder) -> None:
     """Trains all cases in one ``fit``, an epoch each."""
     trainer = pl.Trainer(
         accelerator=job.device,
-        devices=job.world,
+        devices=job.per_node,
+        num_nodes=job.nodes,
         strategy=make_strategy(job),
         precision="bf16-mixed" if job.precision == "bf16" else "32-true",
         plugins=[LightningEnvironment()],
@@ -165,7 +166,7 @@ def run_lightning(job: Job, rank: int, recorder: Recorder) -> None:
 
 def start_process_group(job: Job, rank: int) -> torch.device:
     """Joins the group of a system that does without Lightning, if none is there; returns this rank's device."""
-    device = torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
+    device = torch.device("cuda", rank % job.per_node) if job.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
@@ -194,7 +195,15 @@ def run_fsdp2(job: Job, rank: int, recorder: Recorder) -> None:
         mesh = init_device_mesh(job.device, (job.nodes, job.per_node), mesh_dim_names=("replicas", "shards"))
     else:
         mesh = init_device_mesh(job.device, (job.world,))
-    shard_with_fsdp2(model, model.model.layers, mesh, dtype, compiled=job.system.kind != "fsdp2-eager", keep=keep)
+    shard_with_fsdp2(
+        model,
+        model.model.layers,
+        mesh,
+        dtype,
+        compiled=job.system.kind != "fsdp2-eager",
+        keep=keep,
+        offload=job.system.kind == "fsdp2-offload",
+    )
     optimizer = make_optimizer(model, job.shape, job.optimizer)
 
     def compute(micro_batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:

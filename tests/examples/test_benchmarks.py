@@ -18,6 +18,7 @@ import deepspeed_setup  # noqa: E402
 import page  # noqa: E402
 import plot  # noqa: E402
 import report  # noqa: E402
+from groups import node_environment  # noqa: E402
 from jobs import DEEPSPEED, SHAPES, Case, Job, System  # noqa: E402
 from profile_trace import kernel_kind, overlap, summarize, total, union  # noqa: E402
 
@@ -322,6 +323,17 @@ def test_budgets_are_drawn_as_a_curve(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "sweep.json").write_text(json.dumps({"results": results}))  # no `case`, as compare.py's results have
     monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path / "sweep.json"), str(tmp_path / "sweep.png")])
     assert plot.main() == 0 and (tmp_path / "sweep.png").is_file()
+
+
+def test_a_rank_of_a_node_sees_the_devices_of_its_node_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
+    of_node = [node_environment(make_job("ddp", world=4, nodes=2), rank) for rank in range(4)]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in of_node] == ["7,5", "7,5", "3,1", "3,1"]
+    assert [one["NCCL_HOSTID"] for one in of_node] == ["node0", "node0", "node1", "node1"]
+    places = [one["NODE_RANK"] + "." + one["LOCAL_RANK"] for one in of_node]
+    assert places == ["0.0", "0.1", "1.0", "1.1"]
+    alone = [node_environment(make_job("ddp", world=4), rank) for rank in range(4)]
+    assert [one["LOCAL_RANK"] for one in alone] == ["0", "1", "2", "3"] and "NCCL_HOSTID" not in alone[0]
 
 
 @pytest.mark.slow
