@@ -19,6 +19,7 @@ from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.offload.probe import StateSizes, probe_states
 from lightning_deepcompile.offload.reserve import reserve
 from lightning_deepcompile.offload.states import StateOffload
+from lightning_deepcompile.plan.budget import MemoryBudgetError
 from lightning_deepcompile.plan.fit import MemoryPlan, Move, Need, fit, move_all
 from lightning_deepcompile.plan.fit_measured import MeasuredPlan
 from lightning_deepcompile.plan.offload import OffloadMode, StatePlaces, check_host, chunk_bytes, leaving_order
@@ -310,7 +311,7 @@ class Residency:
         before = self._away
         try:
             self._choose(list(self._sizes()), away)
-        except torch.OutOfMemoryError as error:
+        except MemoryBudgetError as error:
             if self._group.rank() == 0:
                 _log.warning("Optimizer states stay where they are. %s", error)
             return False
@@ -325,7 +326,7 @@ class Residency:
         coming = [(local, size) for number, local, size in leaving if not self._attached[number][1].holds(local)]
         reason = reserve(self._runtime, coming, self._group)
         if reason:
-            raise torch.OutOfMemoryError(reason)
+            raise MemoryBudgetError(reason)
 
     def _need(self, sizes: list[tuple[int, Tensor, int]]) -> _Seen:
         states = sum(size for *_, size in sizes)

@@ -16,7 +16,7 @@ def _aligned(size: int, alignment: int = _ALIGNMENT) -> int:
 
 def group_bytes(sizes: Iterable[int]) -> int:
     """Bytes of a slot's contents for parameters of `sizes` bytes."""
-    return sum(_aligned(size) for size in sizes)
+    return sum([-(-size // _ALIGNMENT) for size in sizes]) * _ALIGNMENT  # searches spend much of their time here
 
 
 @dataclass(eq=False)

@@ -237,7 +237,8 @@ class _Search:
         for away in filter(may_return, self._fewer(now, least)):
             consider(away)
         for away in self._more(now):
-            consider(away)
+            if best.over > 0 or now.over <= away - now.away:  # else what fits now would be given up
+                consider(away)
         if best.away and best.over < 0:  # as many as fill the rest
             rest = states.at_least(max(best.away + best.over, least))
             if may_return(rest):

@@ -58,14 +58,18 @@ class Placement:
             groups.append(Group(gather, max(released, default=0), need, position))
         return cls(schedule, tuple(body), tuple(groups))
 
-    def at(self, positions: Sequence[int]) -> Schedule:
-        """Returns the schedule with its groups launched at `positions`, or as near as possible, in unchanged order."""
+    def fit(self, positions: Sequence[int]) -> list[int]:
+        """Returns the places next to `positions` at which the groups can be launched in unchanged order."""
         latest = len(self.body)
         fitted = []
         for group, position in zip(reversed(self.groups), reversed(positions), strict=True):
             latest = max(group.earliest, min(position, group.need, latest))
             fitted.append(latest)
-        fitted.reverse()
+        return fitted[::-1]
+
+    def at(self, positions: Sequence[int]) -> Schedule:
+        """Returns the schedule with its groups launched at `positions`, or as near as possible, in unchanged order."""
+        fitted = self.fit(positions)
         result: list[Instruction] = []
         launched = 0
         for index, instruction in enumerate(self.body):

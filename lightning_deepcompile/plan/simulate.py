@@ -524,13 +524,13 @@ class _WindowsOnly(_MemoryOnly):
 
 
 class _Found(Exception):
-    def __init__(self, position: int) -> None:
+    def __init__(self, position: int | None) -> None:
         super().__init__(position)
         self.position = position
 
 
 class _FirstExcess(_MemoryOnly):
-    """Raises `_Found` at the first excess."""
+    """Raises `_Found` at the first excess, or where the schedule to search has ended for the last time."""
 
     def __init__(self, profile: Profile, limit: int, index: int | None) -> None:
         super().__init__(profile)
@@ -539,6 +539,13 @@ class _FirstExcess(_MemoryOnly):
     def _remember(self, task: int, micro_batch: int, index: int, position: int, other: int, gradients: int) -> None:
         if self._size(other, gradients) > self._limit and self._index in (None, index):
             raise _Found(position)
+
+    def _run_schedule(
+        self, micro_batch: int, index: int, schedule: Schedule, costs: Sequence[RegionCost | None]
+    ) -> None:
+        super()._run_schedule(micro_batch, index, schedule, costs)
+        if index == self._index and micro_batch + 1 == self._profile.micro_batches:
+            raise _Found(None)
 
 
 class _Estimation(_Simulation):

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_deepcompile import compat
+
 _RESETS = ("reset_parameters", "_reset_parameters")
 
 
@@ -106,7 +108,7 @@ def _marked(tensor: Tensor) -> Tensor:
 
 
 def _has_mark(tensor: Tensor) -> bool:
-    if tensor.numel() == 0 or tensor.dtype == torch.bool:
+    if tensor.numel() == 0 or tensor.dtype == torch.bool or isinstance(tensor, compat.FakeTensor):
         return False
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

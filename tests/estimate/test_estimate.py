@@ -263,3 +263,16 @@ def test_the_command_prints_an_estimate(capsys: pytest.CaptureFixture[str]) -> N
     main(["test_estimate:fine", "--ranks", "2", "--device", "h200", "--precision", "32-true"])
     told = capsys.readouterr().out
     assert "0.20 billion parameters on 2 ranks of H200" in told and "fits as it is" in told and "ms" in told
+
+
+class WithoutMemory(Wide):
+    """Its blocks are built on the meta device."""
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            super().configure_model()
+
+
+def test_a_module_on_the_meta_device_needs_the_same() -> None:
+    estimate = _strategy().estimate(WithoutMemory(), torch.zeros(4096, 2048), ranks=8, device_memory="80GiB")
+    assert estimate.need == _estimate("80GiB").need

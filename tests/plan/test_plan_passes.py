@@ -14,11 +14,13 @@ from test_passes import Net, Shape, _full, _program, _run, shapes
 from test_simulate import SIZE, compute, gather, profile, reduce, release, schedule, steps, wait
 from tracing import capture
 
+from lightning_deepcompile.plan import simulate as simulate_module
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Contention, Link, Profile, RegionCost
 from lightning_deepcompile.plan.known_passes import BUILTIN_PASSES, resolve_passes
 from lightning_deepcompile.plan.least import just_in_time, least_budget
 from lightning_deepcompile.plan.optimize import apply_passes, optimize
+from lightning_deepcompile.plan.passes import proactive_prefetch as proactive_prefetch_module
 from lightning_deepcompile.plan.passes.fuse import fuse
 from lightning_deepcompile.plan.passes.keep_whole import keep_until_boundary, keep_whole
 from lightning_deepcompile.plan.passes.proactive_prefetch import proactive_prefetch
@@ -277,6 +279,31 @@ def test_with_less_memory_steps_get_slower_little_by_little() -> None:
     assert times == sorted(times, reverse=True)
     # With the least memory all but the last gathers are hidden; that memory is needed at the end of backward alone.
     assert times[0] < 1.06 * times[-1] < 0.8 * simulate(step, base).seconds
+
+
+@pytest.mark.parametrize("spare", [-1, 0, 512, 1536])
+def test_effort_of_placing_gathers_where_memory_is_short_grows_with_blocks_not_their_square(
+    monkeypatch: pytest.MonkeyPatch, spare: int
+) -> None:
+    """Slow gathers are wanted far ahead, and there is memory for few: each block's launches have to move later."""
+    simulated = []
+    monkeypatch.setattr(
+        proactive_prefetch_module, "first_excess", lambda *a: simulated.append(0) or simulate_module.first_excess(*a)
+    )
+
+    def effort(count: int) -> int:
+        parts = [part for k in range(count) for part in (gather(k), wait(k), compute(k, k), release(k))]
+        step = [schedule("forward", *parts)]
+        base = profile(step, gathers=3.0)
+        simulated.clear()
+        budget = least_budget(step, base) + spare
+        result = proactive_prefetch(step, PlanContext(profile=replace(base, budget=budget)))
+        predicted = simulate(result, replace(base, budget=budget))
+        assert predicted.peak_bytes <= max(budget, least_budget(step, base))
+        return len(simulated)
+
+    few, many = effort(10), effort(40)
+    assert many <= 4 * few * 2, "the logarithm of the blocks may double it"
 
 
 def test_where_memory_is_short_no_pass_runs_before_what_it_needs() -> None:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 from lightning_deepcompile.__main__ import collect
+from lightning_deepcompile.plan.budget import MemoryBudgetError
 from lightning_deepcompile.runtime import load_extension
 
 # Refusals -------------------------------------------------------------------------------------------------------------
@@ -75,7 +76,7 @@ def _refused() -> list[tuple[str, int, int]]:
         data = Tokens(3, 2 * ROWS, int(os.environ["RANK"]), 2)
         try:
             trainer.fit(Wide(moment), DataLoader(data, batch_size=ROWS))
-        except torch.OutOfMemoryError as error:
+        except MemoryBudgetError as error:
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             held = trainer.strategy.engine.runtime.stats()["host_bytes"]
             answers.append((str(error), trainer.global_step, held))

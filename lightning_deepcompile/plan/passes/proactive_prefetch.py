@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from lightning_deepcompile.plan.choose import MARGINS
@@ -12,6 +13,8 @@ from lightning_deepcompile.plan.simulate import Estimate, estimate, first_excess
 from lightning_deepcompile.program.schedule import Schedule
 
 _DISTANCES = (1, 2, 3, 4)
+_MOVED = 2
+"""Placements that are moved into the budget: moving simulates the memory of a step for every launch it delays."""
 
 
 def proactive_prefetch(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
@@ -35,11 +38,13 @@ def proactive_prefetch(schedules: list[Schedule], context: PlanContext) -> list[
     limit = max(context.budget, 0)
     for index in range(len(result)):
         tried = {result[index].instructions}
-        for candidate in _placements(result[index], profile):
-            trial = _fitted([*result[:index], candidate, *result[index + 1 :]], index, profile, limit)
-            if trial[index].instructions in tried:
+        placement = Placement.of(result[index])
+        for positions in _Room(result, index, placement, profile, limit).fitting(_placements(placement, profile)):
+            schedule = placement.at(positions)
+            if schedule.instructions in tried:
                 continue
-            tried.add(trial[index].instructions)
+            tried.add(schedule.instructions)
+            trial = [*result[:index], schedule, *result[index + 1 :]]
             predicted = estimate(trial, profile, max(best.peak_bytes, limit))
             if predicted is not None and _better(predicted, best, limit):
                 result, best = trial, predicted
@@ -55,15 +60,14 @@ def _better(new: Estimate, old: Estimate, limit: int) -> bool:
     return new.peak_bytes < old.peak_bytes
 
 
-def _placements(schedule: Schedule, profile: Profile) -> Iterator[Schedule]:
-    placement = Placement.of(schedule)
-    if not placement.groups:
-        return
-    for margin in MARGINS:
-        yield placement.at(_latest(placement, profile, margin))
+def _placements(placement: Placement, profile: Profile) -> list[list[int]]:
+    """Returns where groups could be launched, with the latest launches first."""
     needs = [group.need for group in placement.groups]
-    for distance in _DISTANCES:
-        yield placement.at([needs[max(0, k - distance)] for k in range(len(needs))])
+    if not needs:
+        return []
+    in_time = [_latest(placement, profile, margin) for margin in MARGINS]
+    ahead = [[needs[max(0, k - distance)] for k in range(len(needs))] for distance in _DISTANCES]
+    return sorted(map(placement.fit, [*in_time, *ahead]), key=sum, reverse=True)
 
 
 def _latest(placement: Placement, profile: Profile, margin: float) -> list[int]:
@@ -80,37 +84,68 @@ def _latest(placement: Placement, profile: Profile, margin: float) -> list[int]:
     return positions[::-1]
 
 
-def _fitted(schedules: list[Schedule], index: int, profile: Profile, limit: int) -> list[Schedule]:
-    """Moves launches of schedule `index` later until the step is predicted to fit into `limit`, if that is possible."""
-    while True:
-        over = first_excess(schedules, profile, limit, index)
-        if over is None:
-            return schedules
-        moved = _later(schedules[index], over)
-        if moved is None:
-            return schedules
-        schedules = [*schedules[:index], moved, *schedules[index + 1 :]]
+class _Room:
+    """Fits placements of the launches of one schedule into the memory that may be allocated."""
 
+    def __init__(
+        self, schedules: list[Schedule], index: int, placement: Placement, profile: Profile, limit: int
+    ) -> None:
+        self._schedules, self._index, self._placement = list(schedules), index, placement
+        self._profile, self._limit = profile, limit
 
-def _later(schedule: Schedule, instruction: int) -> Schedule | None:
-    """Launches a group later, so that less is gathered at `instruction`.
+    def fitting(self, placements: list[list[int]]) -> Iterator[list[int]]:
+        """Yields the placements that fit; in place of the first two that do not, those of which launches moved later.
 
-    The last group that is launched by then and not needed yet moves behind `instruction`. If there is none, the last
-    group that is in use by then is launched right before its use: slots are freed only when nothing is gathered.
-    """
-    placement = Placement.of(schedule)
-    where = sum(i.op != "gather" for i in schedule.instructions[:instruction])  # the same place in the body
-    movable = [k for k, group in enumerate(placement.groups) if group.position <= where < group.need]
-    for k in reversed(movable):
-        later = [max(g.position, where + 1) if n >= k else g.position for n, g in enumerate(placement.groups)]
-        moved = placement.at(later)
-        if moved != schedule:  # one that must stay in front of another, which is needed at once, cannot move
-            return moved
-    for k in reversed(range(len(placement.groups))):
-        if placement.groups[k].position < placement.groups[k].need <= where:
-            later = [max(g.position, placement.groups[k].need) if n >= k else g.position
-                     for n, g in enumerate(placement.groups)]  # fmt: skip
-            moved = placement.at(later)
-            if moved != schedule:
-                return moved
-    return None
+        Where even launches right before their use do not fit, these are all.
+        """
+        moves = _MOVED
+        for positions in placements:
+            if self._excess(positions) is None:
+                yield positions
+                continue
+            if moves == _MOVED:
+                last = self._placement.fit([group.need for group in self._placement.groups])
+                if self._excess(last) is not None:
+                    yield last
+                    return
+            if moves:
+                moves -= 1
+                yield self._moved(positions)
+
+    def _moved(self, positions: list[int]) -> list[int]:
+        """Moves launches later until the step is predicted to fit, if that is possible."""
+        while (where := self._excess(positions)) is not None:
+            ways = self._ways(positions, where)
+            enough = bisect_left(ways, True, key=lambda way: self._fits_until(way, where))
+            if enough == len(ways):
+                return ways[-1] if ways else positions
+            positions = ways[enough]
+        return positions
+
+    def _fits_until(self, positions: list[int], where: int) -> bool:
+        over = self._excess(positions)
+        return over is None or over > where
+
+    def _excess(self, positions: list[int]) -> int | None:
+        """Returns the first place in the body where the limit is exceeded."""
+        schedule = self._placement.at(positions)
+        self._schedules[self._index] = schedule
+        over = first_excess(self._schedules, self._profile, self._limit, self._index)
+        return None if over is None else sum(i.op != "gather" for i in schedule.instructions[:over])
+
+    def _ways(self, positions: list[int], where: int) -> list[list[int]]:
+        """Returns placements with less and less gathered at `where`: each moves one more launch than the one before.
+
+        First go the groups that are launched by then and not needed yet, the last one first: behind `where`. Then those
+        that are in use by then are launched right before their use: slots are freed only when nothing is gathered.
+        """
+        needs = [group.need for group in self._placement.groups]
+        order = range(len(positions) - 1, -1, -1)
+        ahead = [(k, where + 1) for k in order if positions[k] <= where < needs[k]]
+        used = [(k, needs[k]) for k in order if positions[k] < needs[k] <= where]
+        ways = [positions]
+        for k, place in (*ahead, *used):
+            moved = self._placement.fit([max(p, place) if n >= k else p for n, p in enumerate(ways[-1])])
+            if moved != ways[-1]:  # one that must stay in front of another, which is needed at once, cannot move
+                ways.append(moved)
+        return ways[1:]
