@@ -24,8 +24,9 @@ def proactive_prefetch(schedules: list[Schedule], context: PlanContext) -> list[
 
     Changes: from the last group to the first, a launch goes to the last place from which its transfer, and those queued
     behind it, end before they are waited for. Transfers are slower beside others than the model says, so placements
-    with more and more margin are simulated, and those at fixed distances. The fastest stays, and of equally fast ones
-    that with the least memory. Where a placement exceeds the budget, launches move later until it fits.
+    with more and more margin are simulated, and those at fixed distances. Of those that exceed the budget, the two with
+    the latest launches are tried with launches moved later until they fit. The fastest stays, and of equally fast ones
+    that with the least memory.
 
     Needs from the profile: times and memory of regions; the model of gathers.
 
@@ -96,7 +97,7 @@ class _Room:
     def fitting(self, placements: list[list[int]]) -> Iterator[list[int]]:
         """Yields the placements that fit; in place of the first two that do not, those of which launches moved later.
 
-        Where even launches right before their use do not fit, these are all.
+        Where not even launches right before their use fit, only these follow.
         """
         moves = _MOVED
         for positions in placements:
