@@ -95,14 +95,12 @@ class Comparison:
         return all(result["status"] != "failed" for result in self._results)
 
     def _unable(self, system: System) -> str | None:
-        if system.kind == "fsdp" and self._arguments.device == "cpu":
-            return "Lightning's FSDPStrategy needs GPUs"
-        if system.kind in ("fsdp2-graphs", "fsdp2-offload") and self._arguments.device == "cpu":
-            return "CUDA graphs and host memory beside a device need GPUs"
-        if (
-            self._arguments.device == "cuda"
-            and not self._arguments.deferred_init
-            and (reason := too_large(system, self._arguments.shape, report.gpu_bytes()))
+        if system.kind in ("fsdp", "fsdp2-graphs", "fsdp2-offload") and self._arguments.device == "cpu":
+            return f"{system.kind} needs GPUs"
+        if self._arguments.deferred_init:
+            return None if system.kind.startswith("deepcompile") else "--deferred-init is for deepcompile alone"
+        if self._arguments.device == "cuda" and (
+            reason := too_large(system, self._arguments.shape, report.gpu_bytes())
         ):
             return reason
         if self._arguments.optimizer != "adamw" and (system.kind == "fsdp" or system.kind in DEEPSPEED):

@@ -93,6 +93,7 @@ class _Room:
     ) -> None:
         self._schedules, self._index, self._placement = list(schedules), index, placement
         self._profile, self._limit = profile, limit
+        self._known: dict[tuple[int, ...], int | None] = {}
 
     def fitting(self, placements: list[list[int]]) -> Iterator[list[int]]:
         """Yields the placements that fit; in place of the first two that do not, those of which launches moved later.
@@ -128,11 +129,15 @@ class _Room:
         return over is None or over > where
 
     def _excess(self, positions: list[int]) -> int | None:
-        """Returns the first place in the body where the limit is exceeded."""
-        schedule = self._placement.at(positions)
-        self._schedules[self._index] = schedule
-        over = first_excess(self._schedules, self._profile, self._limit, self._index)
-        return None if over is None else sum(i.op != "gather" for i in schedule.instructions[:over])
+        """Returns the first place in the body where the limit is exceeded; simulates each placement once."""
+        key = tuple(positions)
+        if key not in self._known:
+            schedule = self._placement.at(positions)
+            self._schedules[self._index] = schedule
+            over = first_excess(self._schedules, self._profile, self._limit, self._index)
+            before = () if over is None else schedule.instructions[:over]
+            self._known[key] = None if over is None else sum(i.op != "gather" for i in before)
+        return self._known[key]
 
     def _ways(self, positions: list[int], where: int) -> list[list[int]]:
         """Returns placements with less and less gathered at `where`: each moves one more launch than the one before.
