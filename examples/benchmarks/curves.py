@@ -151,20 +151,20 @@ def draw(curves: dict[str, dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (upper, lower) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(2, 1))
+    figure, (upper, lower) = pyplot.subplots(
+        2, 1, sharex=True, figsize=(8, 6), height_ratios=(2, 1), layout="constrained"
+    )
     (first, base), *_ = curves.items()
-    for name, curve in curves.items():
-        smooth = _means(curve["losses"])
-        upper.plot(*zip(*smooth, strict=True), label=name, linewidth=1)
+    for number, (name, curve) in enumerate(curves.items()):
+        style = {"color": f"C{number}", "linewidth": 1}
+        upper.plot(*zip(*_means(curve["losses"]), strict=True), label=name, **style)
         if name != first:
             apart = _means([mine - other for mine, other in zip(curve["losses"], base["losses"], strict=True)])
-            lower.plot(*zip(*apart, strict=True), label=f"{name} − {first}", linewidth=1)
+            lower.plot(*zip(*apart, strict=True), **style)
     upper.set_ylabel("loss")
-    lower.set_ylabel("difference")
+    lower.set_ylabel(f"difference from {first}")
     lower.set_xlabel("step")
     upper.legend()
-    lower.legend()
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 
