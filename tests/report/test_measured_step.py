@@ -119,6 +119,7 @@ def test_no_cost_is_more_than_ranks_waited_for_it() -> None:
     usual = max(rank.end - rank.begin for rank in step.ranks) - max(one["between"] for one in parts)
     names = [one.name for one in limits(slow.schedules, slow, 5.0, step, usual)]
     assert "gathers" in names and "work outside of programs" not in names, "other steps did without"
+    assert limits(slow.schedules, slow, 5.0, step, usual_seconds=1e-4)[0].part == 1, "no cost is more than the step"
 
 
 def test_a_page_has_the_measured_step_before_the_simulated_one() -> None:
