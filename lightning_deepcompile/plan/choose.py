@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_deepcompile.plan.costs import Profile
-from lightning_deepcompile.plan.simulate import Estimate, estimate, first_excess, simulate
+from lightning_deepcompile.plan.simulate import Estimate, simulate, step_seconds
 from lightning_deepcompile.program.schedule import Schedule
 
 MARGINS = (1.0, 1.5, 2.5)
@@ -17,9 +17,12 @@ MARGINS = (1.0, 1.5, 2.5)
 Choice = tuple[int, Callable[[list[Schedule]], list[Schedule]]]
 """Bytes that a change takes, and the change, such as keeping a group of parameters gathered."""
 
+Peak = Callable[[list[Schedule], int], int]
+"""Predicts the most bytes that schedules allocate, or some number beyond a limit."""
+
 
 def choose_by_gain(
-    schedules: list[Schedule], choices: Sequence[Choice], profile: Profile, budget: int
+    schedules: list[Schedule], choices: Sequence[Choice], profile: Profile, budget: int, peak: Peak
 ) -> list[Schedule]:
     """Makes changes in order of simulated time saved per byte, until none fits or none helps.
 
@@ -31,9 +34,10 @@ def choose_by_gain(
         choices: The changes; of equally good ones the first is made first.
         profile: Used to simulate.
         budget: Bytes that may be allocated, unless the schedules need more already.
+        peak: Used to simulate memory.
     """
     start = simulate(schedules, profile).estimate
-    search = _Search(choices, profile, budget)
+    search = _Search(choices, profile, budget, peak)
     one_by_one, predicted = search.one_by_one(schedules, start)
     together, prediction = search.as_many_as_fit(schedules, start)
     return together if _counts(predicted, prediction) else one_by_one
@@ -59,6 +63,7 @@ class _Search:
     choices: Sequence[Choice]
     profile: Profile
     budget: int
+    peak: Peak
 
     def one_by_one(self, schedules: list[Schedule], best: Estimate) -> tuple[list[Schedule], Estimate]:
         result = list(schedules)
@@ -71,8 +76,12 @@ class _Search:
             if order not in fresh:
                 size, change = self.choices[order]
                 trial = change(result)
-                predicted = estimate(trial, self.profile, max(best.peak_bytes, self.budget))
-                if predicted is None or not _counts(best, predicted):
+                limit = max(best.peak_bytes, self.budget)
+                peak = self.peak(trial, limit)
+                if peak > limit:
+                    continue
+                predicted = Estimate(step_seconds(trial, self.profile), peak)
+                if not _counts(best, predicted):
                     continue
                 fresh[order] = trial, predicted
                 gain = (best.seconds - predicted.seconds) / max(size, 1)
@@ -87,7 +96,7 @@ class _Search:
         result, limit = list(schedules), max(start.peak_bytes, self.budget)
         for _, change in self.choices:
             trial = change(result)
-            if first_excess(trial, self.profile, limit) is None:
+            if self.peak(trial, limit) <= limit:
                 result = trial
         return result, simulate(result, self.profile).estimate
 

@@ -236,6 +236,10 @@ class Profile:
         """True if the host is the device: it issues an instruction only when the one before has ended."""
         return self.device_type == "cpu"
 
+    def at_boundary(self, micro_batch: int) -> bool:
+        """Returns whether the optimizer is known to step behind the micro-batch of that number."""
+        return not self.accumulates or micro_batch + 1 == self.micro_batches
+
     def cost(self, schedule: Schedule, region: str) -> RegionCost:
         """Returns the cost of `region` of `schedule`.
 

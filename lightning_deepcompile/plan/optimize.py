@@ -94,8 +94,8 @@ def optimize(
         orders = [step, [step[-1], *step]] if "profile" in step[-1].needs <= there else [step]
         for order in orders[1:]:
             best = min(best, _run_passes(order, list(schedules), context), key=cost)
-        if cost(best)[0] > 0:
-            least = [just_in_time(schedule) for schedule in schedules]
+        least = [just_in_time(schedule) for schedule in schedules]
+        if cost(best)[0] > 0 and least != list(schedules):
             begin = PassEffect("just_in_time", difference(schedules, least), simulate(least, profile))
             for order in orders:
                 planned, effects = _run_passes(order, least, context)

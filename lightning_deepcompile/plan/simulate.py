@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from lightning_deepcompile.plan.arena import ArenaModel, Slot, WindowModel, group_bytes
 from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
 from lightning_deepcompile.plan.events import Task, Timing, run_tasks
+from lightning_deepcompile.plan.gathered import MOVES, GatherModel
 from lightning_deepcompile.plan.gradients import GradientModel
 from lightning_deepcompile.plan.state_copies import StateCopyModel
 from lightning_deepcompile.program.instructions import Stream
@@ -113,45 +113,20 @@ def simulate(schedules: Sequence[Schedule], profile: Profile) -> Prediction:
     return _Simulation(profile).run(schedules)
 
 
-def estimate(schedules: Sequence[Schedule], profile: Profile, limit: int | None = None) -> Estimate | None:
-    """Returns the duration and the peak that `simulate` predicts, at half the cost.
-
-    Args:
-        schedules: The programs of a micro-batch, in order.
-        profile: Costs of their regions, models of the links.
-        limit: Bytes that may be allocated; None if any number may.
-
-    Returns:
-        The estimate; None for a step that exceeds the limit: its time is not needed.
-    """
-    try:
-        return _Estimation(profile, limit).estimate(schedules)
-    except _Found:
-        return None
-
-
-def first_excess(schedules: Sequence[Schedule], profile: Profile, limit: int, index: int | None = None) -> int | None:
-    """Finds the first instruction, in the host's order, at which more than `limit` bytes are in use; needs no events.
-
-    Args:
-        schedules: The programs of a micro-batch, in order.
-        profile: Costs of their regions.
-        limit: Bytes that may be allocated.
-        index: Of the schedule to search; None means all.
-
-    Returns:
-        Its position in its schedule; None if there is none.
-    """
-    try:
-        _FirstExcess(profile, limit, index).most(schedules)
-    except _Found as found:
-        return found.position
-    return None
+def step_seconds(schedules: Sequence[Schedule], profile: Profile) -> float:
+    """Returns the duration that `simulate` predicts, at half the cost."""
+    return _TimeOnly(profile).step_seconds(schedules)
 
 
 def memory_bytes(schedules: Sequence[Schedule], profile: Profile) -> list[list[int]]:
     """The most bytes allocated while each instruction is issued, by schedule; needs no events."""
-    return _MemoryOnly(profile).most(schedules)
+    first, *others = memory_rows(schedules, profile)
+    return [[max(sizes) for sizes in zip(row, *more, strict=True)] for row, *more in zip(first, *others, strict=True)]
+
+
+def memory_rows(schedules: Sequence[Schedule], profile: Profile) -> list[list[list[int]]]:
+    """Bytes allocated while each instruction is issued, by micro-batch and schedule; needs no events."""
+    return _MemoryOnly(profile).rows(schedules)
 
 
 def peak_bytes(schedules: Sequence[Schedule], profile: Profile) -> int:
@@ -178,13 +153,22 @@ def arena_bytes(schedules: Sequence[Schedule], **fields: Any) -> list[list[int]]
 
 def window_bytes(schedules: Sequence[Schedule], profile: Profile) -> int:
     """Bytes of the windows that parameters are gathered to; they are allocated all the time."""
-    return _WindowsOnly(profile).bytes(schedules) if profile.window_from else 0
+    if not profile.window_from:
+        return 0
+    gathers = GatherModel(profile)
+    for micro_batch in range(profile.micro_batches):
+        for instruction in (one for schedule in schedules for one in schedule.instructions if one.op in MOVES):
+            gathers.follow(instruction, profile.at_boundary(micro_batch))
+    return gathers.window_bytes
 
 
 def first_gather_bytes(schedules: Sequence[Schedule], profile: Profile) -> int:
     """Bytes of the arena's slots for the gathers that a step begins with, without windows."""
-    opens = schedules and schedules[0].kind == "forward"
-    return _MemoryOnly(profile).launch_first_gathers(schedules[0]) if opens else 0
+    gathers = GatherModel(profile)
+    first = schedules[0].instructions if schedules and schedules[0].kind == "forward" else ()
+    for position in first_gather_positions(first):
+        gathers.gather(first[position])
+    return gathers.bytes
 
 
 def gradient_bytes(
@@ -215,27 +199,14 @@ def _without_costs(schedules: Sequence[Schedule]) -> Profile:
     return Profile(1, "cpu", tuple(schedules), regions, link, link)
 
 
-@dataclass(eq=False)
-class _Group:
-    slot: Slot
-    done: int  # the task that gathers it
-    resident: int  # members that are not released yet
-    fetched: Slot | None = None  # copies of shards that are in host memory
-    waited: bool = False
-
-
 class _Simulation:
     """Turns instructions into tasks while tracking memory as the host sees it."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._tasks: list[Task] = []
-        self._arena = ArenaModel()
-        self._windows = WindowModel(profile.window_from)
+        self._gathers = GatherModel(profile)
         self._window_bytes = 0  # of all that the step will take: they exist since the step before
-        self._gathered: dict[int, _Group] = {}
-        self._hosted = {int(ds_id): size for ds_id, size in profile.hosted.items()}
-        self._fetched: tuple[Slot, int] | None = None  # copies of the last group that had such shards, and its gather
         self._barrier: list[int] = []  # the tasks that the next task on the compute stream has to wait for
         self._computed: int | None = None  # the last task on the compute stream
         self._gradients = GradientModel(profile.hold_ratio, profile.reduce_window, profile.world_size)
@@ -245,6 +216,7 @@ class _Simulation:
         self._away = 0
         self._states = StateCopyModel(profile)
         self._launches: dict[float, Task] = {}  # of the host, by seconds: equal ones are interchangeable
+        self._held: list[list[int]] = []  # of each schedule, bytes that are neither in the arena nor gradients
         # Of every `MemoryPoint` the next task (the optimizer if there is none), and what it consists of.
         self._memory: list[tuple[int, ...]] = []
 
@@ -276,16 +248,15 @@ class _Simulation:
         return max(max(timing.end, default=0.0) + self._profile.unexplained_seconds, 0.0)
 
     def _issue_step(self, schedules: Sequence[Schedule]) -> None:
-        self._window_bytes = self._count_windows(schedules)
         last_backward = max((k for k, s in enumerate(schedules) if s.kind == "backward"), default=len(schedules) - 1)
-        self._expect_gradients(schedules)
         self._states.begin(schedules, self._add)
         costs = [
             [self._profile.cost(schedule, one.region) if one.region else None for one in schedule.instructions]
             for schedule in schedules
         ]
+        self._expect(schedules, costs)
         for micro_batch in range(self._profile.micro_batches):
-            self._boundary = not self._profile.accumulates or micro_batch + 1 == self._profile.micro_batches
+            self._boundary = self._profile.at_boundary(micro_batch)
             for index, schedule in enumerate(schedules):
                 self._run_schedule(micro_batch, index, schedule, costs[index])
                 if index == last_backward:
@@ -295,10 +266,10 @@ class _Simulation:
             self._compute(seconds, 0.0, "optimizer")
             self._states.stepped(self._computed)
 
-    def _count_windows(self, schedules: Sequence[Schedule]) -> int:
-        return window_bytes(schedules, self._profile)
-
-    def _expect_gradients(self, schedules: Sequence[Schedule]) -> None:
+    def _expect(self, schedules: Sequence[Schedule], costs: Sequence[Sequence[RegionCost | None]]) -> None:
+        """Finds the memory that does not depend on the order in which the host issues instructions."""
+        self._window_bytes = window_bytes(schedules, self._profile)
+        self._held = list(map(_held, schedules, costs))
         counted = not self._profile.host_computes
         last = []  # reduced by the last micro-batch, and so behind those that every one reduces
         for group in (one for schedule in schedules for one in schedule.instructions if one.op in REDUCTIONS):
@@ -309,42 +280,25 @@ class _Simulation:
         for group in last:
             self._gradients.expect(group, counted=counted)
 
-    def launch_first_gathers(self, first: Schedule, other: int = 0) -> int:
-        """Launches the gathers that a step begins with, beside `other` bytes; returns the bytes of the arena."""
-        for position in first_gather_positions(first.instructions):
-            task, instruction = len(self._tasks), first.instructions[position]
-            self._gather(instruction, [], f"{first.name}/{instruction.text}")
-            self._remember(task, 0, 0, position, other, self._gradients.bytes)
-        return self._arena.bytes
-
-    def _remember(self, task: int, micro_batch: int, index: int, position: int, other: int, gradients: int) -> None:
-        """Records the memory of an instruction: `other` is neither in the arena nor in gradients."""
-        arena, away, states = self._arena.bytes + self._window_bytes, self._away, self._states.bytes
-        size = self._size(other, gradients)
+    def _remember(self, task: int, micro_batch: int, index: int, position: int, beside: int | None) -> None:
+        """Records the memory of an instruction; `beside` is what `_communicate` returns."""
+        arena, away, states = self._gathers.bytes + self._window_bytes, self._away, self._states.bytes
+        gradients = self._gradients.bytes if beside is None else beside
+        size = arena + self._held[index][position] + gradients - away + states
         self._memory.append((task, micro_batch, index, position, arena, size, away, gradients, states))
-
-    def _size(self, other: int, gradients: int) -> int:
-        return self._arena.bytes + self._window_bytes + other + gradients - self._away + self._states.bytes
 
     def _run_schedule(
         self, micro_batch: int, index: int, schedule: Schedule, costs: Sequence[RegionCost | None]
     ) -> None:
-        waiting = schedule.waiting
-        other = next((cost.before for cost in costs if cost is not None), 0)
         if schedule.kind == "backward":
             self._states.left()
         for position, (instruction, cost) in enumerate(zip(schedule.instructions, costs, strict=True)):
-            task = len(self._tasks)
-            held, beside = other, None
-            if cost is not None:
-                self._compute(cost.seconds, cost.host, f"{schedule.name}/{instruction.region}")
-                held, other = _peak(cost) + waiting[position], cost.after + waiting[position]
-            else:
+            task, beside = len(self._tasks), None
+            if cost is None:
                 beside = self._communicate(schedule, instruction)
-            gradients = self._gradients.bytes if beside is None else beside
-            if instruction.op in REDUCTIONS:  # the runtime owns them now, or has added them to sums
-                other = max(other - instruction.bytes, 0)
-            self._remember(task, micro_batch, index, position, held, gradients)
+            else:
+                self._compute(cost.seconds, cost.host, f"{schedule.name}/{instruction.region}")
+            self._remember(task, micro_batch, index, position, beside)
 
     def _communicate(self, schedule: Schedule, instruction: Instruction) -> int | None:
         """Returns the bytes of gradients besides those that are handed over, if any are sent."""
@@ -355,11 +309,9 @@ class _Simulation:
             case _, "gradients":
                 return self._reduce(instruction, host, f"{schedule.name}/{instruction.text}")
             case "wait", "parameters":
-                for group in {self._gathered[i]: None for i in instruction.ids if i in self._gathered}:
-                    self._complete(group)
+                self._barrier += self._gathers.wait(instruction.ids)
             case "free", "parameters" if now:
-                for i in instruction.ids:
-                    self._release(i)
+                self._barrier += self._gathers.release(instruction.ids, self._computed)
             case "launch" | "launch and wait", "parameters":
                 self._gather(instruction, host, f"{schedule.name}/{instruction.text}")
             case "launch", "saved tensors":
@@ -411,66 +363,19 @@ class _Simulation:
         return [*self._barrier, *([] if self._computed is None else [self._computed])]
 
     def _gather(self, instruction: Instruction, host: list[int], label: str) -> None:
-        now = instruction.traits.effect[0] == "launch and wait"
-        pairs = zip(instruction.ids, instruction.sizes, strict=True)
-        absent = [(i, size) for i, size in pairs if now or i not in self._gathered]
-        if not absent:
-            return
-        sizes = [size for _, size in absent]
-        after = [*host, *(self._compute_point() if now else [])]
-        slot = window = fetched = None
-        if not now:  # else the memory belongs to the caller
-            window = self._windows.take(group_bytes(sizes))
-            slot = window or self._arena.acquire(group_bytes(sizes))
-            if shards := [self._hosted[i] for i, _ in absent if i in self._hosted]:
-                fetched = self._arena.acquire(group_bytes(shards))
-                self._release_fetched()  # two slots take turns
+        stream = instruction.traits.stream
+        if instruction.traits.effect[0] == "launch and wait":
+            seconds = self._profile.gather_seconds(instruction.sizes)
+            self._barrier.append(self._add(stream, seconds, [*host, *self._compute_point()], label))
+        elif group := self._gathers.gather(instruction):
             # Kernels launched before may still use new memory; of a slot that is reused, the last reader is known. The
             # last reader of a window that is not reused in this step was in the one before.
-            if slot.last_user is not None:
-                after.append(slot.last_user)
-            elif window is None:
-                after += self._compute_point()
-        seconds = self._profile.gather_seconds(sizes)
-        done = self._add(instruction.traits.stream, seconds, after, label)
-        if slot is None:
-            self._barrier.append(done)
-            return
-        group = _Group(slot, done, len(absent), fetched)
-        if fetched is not None and not self._profile.host_computes:
-            self._fetched, group.fetched = (fetched, done), None
-        for i, _ in absent:
-            self._gathered[i] = group
-
-    def _complete(self, group: _Group) -> None:
-        if group.waited:
-            return
-        self._barrier.append(group.done)
-        group.waited = True
-        if group.fetched is not None:
-            self._arena.release(group.fetched, group.done)
-
-    def _release_fetched(self) -> None:
-        if self._fetched is not None:
-            self._arena.release(*self._fetched)
-            self._fetched = None
-
-    def _release(self, ds_id: int) -> None:
-        self._drop(ds_id)
-        if not self._gathered:
-            self._release_fetched()
-            self._arena.clear()
-
-    def _drop(self, ds_id: int) -> None:
-        group = self._gathered.pop(ds_id, None)
-        if group is None:
-            return
-        group.resident -= 1
-        if group.resident == 0:
-            self._complete(group)  # the runtime waits for a gather that was not waited for
-            last = group.done if self._computed is None else self._computed
-            if not self._windows.release(group.slot, last):
-                self._arena.release(group.slot, last)
+            after = host
+            if group.slot.last_user is not None:
+                after = [*host, group.slot.last_user]
+            elif not group.in_window:
+                after = [*host, *self._compute_point()]
+            group.task = self._add(stream, self._profile.gather_seconds(group.sizes), after, label)
 
     def _reduce(self, instruction: Instruction, host: list[int], label: str) -> int | None:
         if instruction.traits.at_boundary and self._accumulates:
@@ -489,12 +394,12 @@ class _Simulation:
 class _MemoryOnly(_Simulation):
     """Simulates memory without tasks: allocation does not depend on when they run."""
 
-    def most(self, schedules: Sequence[Schedule]) -> list[list[int]]:
+    def rows(self, schedules: Sequence[Schedule]) -> list[list[list[int]]]:
         self._issue_step(schedules)
-        found = [[0] * len(schedule.instructions) for schedule in schedules]
-        for _, _, index, position, _, size, *_ in self._memory:
-            found[index][position] = max(found[index][position], size)
-        return found
+        rows: list[list[list[int]]] = [[[] for _ in schedules] for _ in range(self._profile.micro_batches)]
+        for _, micro_batch, index, _, _, size, *_ in self._memory:
+            rows[micro_batch][index].append(size)
+        return rows
 
     def _add(self, stream: Stream, seconds: float, after: list[int], label: str) -> int:
         return 0
@@ -509,63 +414,28 @@ class _MemoryOnly(_Simulation):
         return []
 
 
-class _WindowsOnly(_MemoryOnly):
-    """Simulates the memory of windows alone."""
+class _TimeOnly(_Simulation):
+    """Simulates time without a record of memory."""
 
-    def bytes(self, schedules: Sequence[Schedule]) -> int:
+    def step_seconds(self, schedules: Sequence[Schedule]) -> float:
         self._issue_step(schedules)
-        return self._windows.bytes
+        return self._seconds(run_tasks(self._tasks, self._profile.contention))
 
-    def _count_windows(self, schedules: Sequence[Schedule]) -> int:
-        return 0
+    def _expect(self, schedules: Sequence[Schedule], costs: Sequence[Sequence[RegionCost | None]]) -> None:
+        """Does nothing."""
 
-    def _remember(self, task: int, micro_batch: int, index: int, position: int, other: int, gradients: int) -> None:
-        """Does nothing: the result is not needed."""
-
-
-class _Found(Exception):
-    def __init__(self, position: int | None) -> None:
-        super().__init__(position)
-        self.position = position
+    def _remember(self, task: int, micro_batch: int, index: int, position: int, beside: int | None) -> None:
+        """Does nothing."""
 
 
-class _FirstExcess(_MemoryOnly):
-    """Raises `_Found` at the first excess, or where the schedule to search has ended for the last time."""
-
-    def __init__(self, profile: Profile, limit: int, index: int | None) -> None:
-        super().__init__(profile)
-        self._limit, self._index = limit, index
-
-    def _remember(self, task: int, micro_batch: int, index: int, position: int, other: int, gradients: int) -> None:
-        if self._size(other, gradients) > self._limit and self._index in (None, index):
-            raise _Found(position)
-
-    def _run_schedule(
-        self, micro_batch: int, index: int, schedule: Schedule, costs: Sequence[RegionCost | None]
-    ) -> None:
-        super()._run_schedule(micro_batch, index, schedule, costs)
-        if index == self._index and micro_batch + 1 == self._profile.micro_batches:
-            raise _Found(None)
-
-
-class _Estimation(_Simulation):
-    """Tracks only the peak of memory, and raises `_Found` where it exceeds a limit."""
-
-    def __init__(self, profile: Profile, limit: int | None) -> None:
-        super().__init__(profile)
-        self._limit, self._peak = limit, 0
-
-    def estimate(self, schedules: Sequence[Schedule]) -> Estimate:
-        self._issue_step(schedules)
-        return Estimate(self._seconds(run_tasks(self._tasks, self._profile.contention)), self._peak)
-
-    def _remember(self, task: int, micro_batch: int, index: int, position: int, other: int, gradients: int) -> None:
-        size = self._size(other, gradients)
-        if size > self._peak:
-            self._peak = size
-            if self._limit is not None and size > self._limit:
-                raise _Found(position)
-
-
-def _peak(cost: RegionCost) -> int:
-    return max(cost.before, cost.peak, cost.after)
+def _held(schedule: Schedule, costs: Sequence[RegionCost | None]) -> list[int]:
+    """Bytes of values that the program holds while each instruction is issued."""
+    held, other = [], next((cost.before for cost in costs if cost is not None), 0)
+    for instruction, cost, waiting in zip(schedule.instructions, costs, schedule.waiting, strict=True):
+        most = other
+        if cost is not None:
+            most, other = max(cost.before, cost.peak, cost.after) + waiting, cost.after + waiting
+        elif instruction.op in REDUCTIONS:  # the runtime owns them now, or has added them to sums
+            other = max(other - instruction.bytes, 0)
+        held.append(most)
+    return held

@@ -164,11 +164,17 @@ class Schedule:
     def waiting(self) -> list[int]:
         """Bytes of gradients that wait for those of later regions, at each instruction."""
         changes = [0] * (len(self.instructions) + 1)
-        made = {self.instructions[position].region: position for position in self.at("compute")}
-        for position, group in self.reductions.items():
-            for maker, size in zip(group.made, group.sizes, strict=True):
-                changes[made.get(maker, -1) + 1] += size
-                changes[position] -= size
+        made: dict[str, int] = {}
+        last = ""
+        for position, instruction in enumerate(self.instructions):
+            last = instruction.region or last
+            if instruction.op == "compute":
+                made[last] = position
+            elif instruction.op in REDUCTIONS:
+                makers = instruction.made or (last,) * len(instruction.ids)
+                for maker, size in zip(makers, instruction.sizes, strict=True):
+                    changes[made.get(maker, -1) + 1] += size
+                changes[position] -= instruction.bytes
         return list(itertools.accumulate(changes[:-1]))
 
     def at(self, op: Operation) -> list[int]:

@@ -14,13 +14,11 @@ from test_passes import Net, Shape, _full, _program, _run, shapes
 from test_simulate import SIZE, compute, gather, profile, reduce, release, schedule, steps, wait
 from tracing import capture
 
-from lightning_deepcompile.plan import simulate as simulate_module
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Contention, Link, Profile, RegionCost
 from lightning_deepcompile.plan.known_passes import BUILTIN_PASSES, resolve_passes
 from lightning_deepcompile.plan.least import just_in_time, least_budget
 from lightning_deepcompile.plan.optimize import apply_passes, optimize
-from lightning_deepcompile.plan.passes import proactive_prefetch as proactive_prefetch_module
 from lightning_deepcompile.plan.passes.fuse import fuse
 from lightning_deepcompile.plan.passes.keep_whole import keep_until_boundary, keep_whole
 from lightning_deepcompile.plan.passes.proactive_prefetch import proactive_prefetch
@@ -28,6 +26,7 @@ from lightning_deepcompile.plan.passes.unshard import unshard
 from lightning_deepcompile.plan.placement import Placement
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.simulate import simulate
+from lightning_deepcompile.plan.step_memory import StepMemory
 from lightning_deepcompile.plan.step_pass import Pass, PassError, step_pass
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.reschedule import reschedule
@@ -286,10 +285,8 @@ def test_effort_of_placing_gathers_where_memory_is_short_grows_with_blocks_not_t
     monkeypatch: pytest.MonkeyPatch, spare: int
 ) -> None:
     """Slow gathers are wanted far ahead, and there is memory for few: each block's launches have to move later."""
-    simulated = []
-    monkeypatch.setattr(
-        proactive_prefetch_module, "first_excess", lambda *a: simulated.append(0) or simulate_module.first_excess(*a)
-    )
+    simulated, first_excess = [], StepMemory.first_excess
+    monkeypatch.setattr(StepMemory, "first_excess", lambda *a: simulated.append(0) or first_excess(*a))
 
     def effort(count: int) -> int:
         parts = [part for k in range(count) for part in (gather(k), wait(k), compute(k, k), release(k))]
@@ -312,16 +309,19 @@ def test_where_memory_is_short_no_pass_runs_before_what_it_needs() -> None:
     def made(name: str, needs: list[str], provides: list[str]) -> Pass:
         return step_pass(name, needs, provides)(lambda schedules, context: ran.append(name) or schedules)
 
-    step = [schedule("forward", gather(0), wait(0), compute(0, 0), release(0))]
+    uses = [part for k in range(2) for part in (wait(k), compute(k, k), release(k))]
+    step = [schedule("forward", gather(0), gather(1), *uses)]
     context = PlanContext(profile=profile(step, budget=1))
     for needs, order in (
-        (["gathers", "profile"], "ab bab ab bab"),
-        (["gathers"], "ab ab"),
-        (["mark", "profile"], "ab ab"),
+        (["gathers", "profile"], "ab bab"),
+        (["gathers"], "ab"),
+        (["mark", "profile"], "ab"),
     ):
-        ran.clear()
-        optimize(step, resolve_passes(["zero3", made("a", [], ["mark"]), made("b", needs, [])], profiled=True), context)
-        assert "".join(ran) == order.replace(" ", "")
+        passes = resolve_passes(["zero3", made("a", [], ["mark"]), made("b", needs, [])], profiled=True)
+        for schedules, rounds in ((step, 2), ([just_in_time(one) for one in step], 1)):
+            ran.clear()
+            optimize(schedules, passes, context)
+            assert "".join(ran) == rounds * order.replace(" ", ""), "gathers right before their use are planned once"
 
 
 @settings(deadline=None, max_examples=25)

@@ -14,7 +14,8 @@ from lightning_deepcompile.plan.costs import Contention, Link, Profile, ProfileE
 from lightning_deepcompile.plan.events import Task, run_tasks
 from lightning_deepcompile.plan.least import just_in_time, least_budget
 from lightning_deepcompile.plan.reductions import merge_reductions
-from lightning_deepcompile.plan.simulate import arena_bytes, estimate, gradient_bytes, memory_bytes, simulate
+from lightning_deepcompile.plan.simulate import arena_bytes, gradient_bytes, memory_bytes, simulate, step_seconds
+from lightning_deepcompile.plan.step_memory import StepMemory
 from lightning_deepcompile.program.schedule import Instruction, Schedule, check_schedule
 
 SIZE = 1024  # a multiple of the arena's alignment; a slot adds 1/64th, rounded up to 512 bytes
@@ -284,7 +285,9 @@ def test_windows_are_there_from_one_step_to_the_next() -> None:
     result = simulate([forward], every)
     assert {point.arena for point in result.memory} == {result.window_bytes} == {2 * page}
     assert result.peak_bytes == 2 * page + 30 == max(map(max, memory_bytes([forward], every)))
-    assert estimate([forward], every, 2 * page + 29) is None and estimate([forward], every, 2 * page + 30)
+    memory = StepMemory([forward], every)
+    assert memory.first_excess([forward], 2 * page + 29, 0) == forward.at("compute")[0]
+    assert memory.first_excess([forward], 2 * page + 30, 0) is None
     assert arena_bytes([forward], window_from=1) == [[0] * len(forward.instructions)]
     starts = {span.label: span.start for span in result.spans if span.stream == "gather"}
     assert starts["forward/gather (1, 2)"] == pytest.approx(1.0), "what another step read is not waited for"
@@ -417,3 +420,34 @@ def test_bounds(
     faster = replace(calm, gather=Link(0.0, calm.gather.bandwidth * 2), reduce=Link(0.0, calm.reduce.bandwidth * 2))
     assert simulate(step, faster).seconds <= simulate(step, calm).seconds + 1e-9
     assert simulate(step, replace(calm, reduce_window=window + 1)).seconds <= simulate(step, calm).seconds + 1e-9
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    step=steps(),
+    gathers=st.floats(0.01, 10),
+    device_type=st.sampled_from(["cpu", "cuda"]),
+    hosted=st.sets(st.integers(0, 4)),
+    ratio=st.sampled_from([1.0, 2.0]),
+    windows=st.sampled_from([0, 2 * SIZE]),
+    over=st.floats(0, 1),
+)
+def test_parts_of_a_simulation_agree_with_the_whole(
+    step: list[Schedule],
+    gathers: float,
+    device_type: str,
+    hosted: set[int],
+    ratio: float,
+    windows: int,
+    over: float,
+) -> None:
+    """Memory alone, found with schedules whose gathers are launched elsewhere, and time alone."""
+    base = profile(step, 1.0, gathers, reduce_window=1, micro_batches=2, hold_ratio=ratio, window_from=windows)
+    base = replace(base, device_type=device_type, hosted={str(i): SIZE // 2 for i in hosted})
+    memory = StepMemory([just_in_time(one) for one in step], base)
+    whole = simulate(step, base)
+    assert memory.peak(step) == whole.peak_bytes and step_seconds(step, base) == whole.seconds
+    limit = int(over * whole.peak_bytes)
+    for index in range(2):
+        excesses = [point.instruction for point in whole.memory if point.schedule == index and point.bytes > limit]
+        assert memory.first_excess(step, limit, index) == (excesses[0] if excesses else None)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from lightning_deepcompile.plan.choose import Choice, choose_by_gain
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.passes.unshard import keep_gathered, pairs
+from lightning_deepcompile.plan.step_memory import StepMemory
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 
 
@@ -33,7 +34,7 @@ def keep_whole(schedules: list[Schedule], context: PlanContext) -> list[Schedule
     profile = context.require_profile("keep_whole")
     if profile.micro_batches < 2 or not profile.accumulates:
         return list(schedules)
-    return choose_by_gain(schedules, _choices(schedules), profile, context.budget)
+    return choose_by_gain(schedules, _choices(schedules), profile, context.budget, StepMemory(schedules, profile).peak)
 
 
 def _choices(schedules: list[Schedule]) -> list[Choice]:

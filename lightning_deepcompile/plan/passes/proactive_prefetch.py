@@ -9,7 +9,8 @@ from lightning_deepcompile.plan.choose import MARGINS
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.placement import Placement
-from lightning_deepcompile.plan.simulate import Estimate, estimate, first_excess, simulate
+from lightning_deepcompile.plan.simulate import Estimate, simulate, step_seconds
+from lightning_deepcompile.plan.step_memory import StepMemory
 from lightning_deepcompile.program.schedule import Schedule
 
 _DISTANCES = (1, 2, 3, 4)
@@ -37,17 +38,22 @@ def proactive_prefetch(schedules: list[Schedule], context: PlanContext) -> list[
     result = list(schedules)
     best = simulate(result, profile).estimate
     limit = max(context.budget, 0)
+    memory = StepMemory(result, profile)
     for index in range(len(result)):
         tried = {result[index].instructions}
         placement = Placement.of(result[index])
-        for positions in _Room(result, index, placement, profile, limit).fitting(_placements(placement, profile)):
+        for positions in _Room(result, index, placement, memory, limit).fitting(_placements(placement, profile)):
             schedule = placement.at(positions)
             if schedule.instructions in tried:
                 continue
             tried.add(schedule.instructions)
             trial = [*result[:index], schedule, *result[index + 1 :]]
-            predicted = estimate(trial, profile, max(best.peak_bytes, limit))
-            if predicted is not None and _better(predicted, best, limit):
+            allowed = max(best.peak_bytes, limit)
+            peak = memory.peak(trial, allowed)
+            if peak > allowed:
+                continue
+            predicted = Estimate(step_seconds(trial, profile), peak)
+            if _better(predicted, best, limit):
                 result, best = trial, predicted
     return result
 
@@ -89,10 +95,10 @@ class _Room:
     """Fits placements of the launches of one schedule into the memory that may be allocated."""
 
     def __init__(
-        self, schedules: list[Schedule], index: int, placement: Placement, profile: Profile, limit: int
+        self, schedules: list[Schedule], index: int, placement: Placement, memory: StepMemory, limit: int
     ) -> None:
         self._schedules, self._index, self._placement = list(schedules), index, placement
-        self._profile, self._limit = profile, limit
+        self._memory, self._limit = memory, limit
         self._known: dict[tuple[int, ...], int | None] = {}
 
     def fitting(self, placements: list[list[int]]) -> Iterator[list[int]]:
@@ -134,7 +140,7 @@ class _Room:
         if key not in self._known:
             schedule = self._placement.at(positions)
             self._schedules[self._index] = schedule
-            over = first_excess(self._schedules, self._profile, self._limit, self._index)
+            over = self._memory.first_excess(self._schedules, self._limit, self._index)
             before = () if over is None else schedule.instructions[:over]
             self._known[key] = None if over is None else sum(i.op != "gather" for i in before)
         return self._known[key]

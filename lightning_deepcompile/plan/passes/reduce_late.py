@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from lightning_deepcompile.plan.choose import choose_by_gain
 from lightning_deepcompile.plan.context import PlanContext
+from lightning_deepcompile.plan.simulate import peak_bytes
 from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Operation, Schedule
 
 _MICRO_BATCHES = 4
@@ -45,7 +46,7 @@ def reduce_late(schedules: list[Schedule], context: PlanContext) -> list[Schedul
         (sum(sizes.values()), functools.partial(place_reductions, op="reduce_at_boundary", ids=sizes.keys()))
         for sizes in reversed(_groups(schedules))  # the last reductions of a backward pass are hidden the least
     ]
-    return choose_by_gain(schedules, choices, profile, context.budget)
+    return choose_by_gain(schedules, choices, profile, context.budget, lambda trial, _: peak_bytes(trial, profile))
 
 
 def place_reductions(

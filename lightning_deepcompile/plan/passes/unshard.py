@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from lightning_deepcompile.plan.choose import choose_by_gain
 from lightning_deepcompile.plan.context import PlanContext
+from lightning_deepcompile.plan.step_memory import StepMemory
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 
 
@@ -32,7 +33,7 @@ def unshard(schedules: list[Schedule], context: PlanContext) -> list[Schedule]:
         (group.bytes, functools.partial(keep_gathered, forward=forward, backward=backward, ids=group.ids))
         for (forward, backward), group in reversed(unshard_candidates(schedules))
     ]
-    return choose_by_gain(schedules, choices, profile, context.budget)
+    return choose_by_gain(schedules, choices, profile, context.budget, StepMemory(schedules, profile).peak)
 
 
 def unshard_candidates(schedules: list[Schedule]) -> list[tuple[tuple[int, int], Instruction]]:
