@@ -257,11 +257,19 @@ class _Search:
         fewer = self._fitting(away, trial.schedules)  # a plan may open a step with more
         if fewer < most:
             trial, most = self._with_slots(away, fewer), fewer
-        if most > LEAST_SLOTS and trial.effects[-1].prediction.exposed_seconds > _GAIN * trial.seconds:
+        waits = trial.effects[-1].prediction.exposed_seconds > _GAIN * trial.seconds
+        if most > LEAST_SLOTS and waits and (trial.over > 0 or trial.seconds > self._late_seconds(away)):
             # States that are on the device when the optimizer has stepped take memory from forward, which may wait for
             # them.
             trial = min(trial, self._with_slots(away, LEAST_SLOTS), key=lambda one: (max(one.over, 0), one.seconds))
         return trial
+
+    def _late_seconds(self, away: int) -> float:
+        """The least seconds of a step whose states come when backward has ended, as with the fewest slots."""
+        profile, schedules = self.profile, self.profile.schedules
+        compute = sum(profile.cost(s, call.region).seconds for s in schedules for call in s.groups("compute"))
+        copies = sum(map(profile.copy_in.copy_seconds, self.states.chunks(away)))
+        return profile.micro_batches * compute + copies + profile.unexplained_seconds
 
     def _fitting(self, away: int, schedules: Sequence[Schedule]) -> int:
         states, sizes = self.states, sorted(s.instructions[k].bytes for s in schedules for k in s.at("gather"))

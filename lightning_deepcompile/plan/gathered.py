@@ -30,7 +30,7 @@ class Group:
         waited: Whether compute was told to wait for it.
     """
 
-    sizes: list[int]
+    sizes: tuple[int, ...]
     slot: Slot
     in_window: bool
     resident: int
@@ -75,24 +75,26 @@ class GatherModel:
             case "launch":
                 self.gather(instruction)
             case "wait":
-                self.wait(instruction.ids)
+                if self._hosted:  # else nothing is freed
+                    self.wait(instruction.ids)
             case _ if boundary or not instruction.traits.at_boundary:
                 self.release(instruction.ids, None)
 
     def gather(self, instruction: Instruction) -> Group | None:
         """Takes memory for those parameters that are not there; returns None if all of them are."""
-        absent = {i: size for i, size in instruction.size_of.items() if i not in self._groups}
-        if not absent:
+        if not self._groups.keys().isdisjoint(instruction.ids):
+            instruction = instruction.without(self._groups)
+        if not instruction.ids:
             return None
-        sizes = list(absent.values())
-        size = group_bytes(sizes)
+        size = group_bytes(instruction.sizes)
         window = self._windows.take(size)
-        group = Group(sizes, window or self._arena.acquire(size), window is not None, len(sizes))
-        if shards := [self._hosted[i] for i in self._hosted if i in absent]:
+        slot = window or self._arena.acquire(size)
+        group = Group(instruction.sizes, slot, window is not None, len(instruction.ids))
+        if shards := [self._hosted[i] for i in self._hosted if i in instruction.ids]:
             group.fetched = self._arena.acquire(group_bytes(shards))
             self._release_fetched()  # two slots take turns
             self._fetching = None if self._host_computes else group
-        self._groups.update(dict.fromkeys(absent, group))
+        self._groups.update(dict.fromkeys(instruction.ids, group))
         return group
 
     def wait(self, ids: Iterable[int]) -> list[int]:

@@ -64,7 +64,7 @@ def optimize(
     A pass takes memory from the passes after it, and may spend memory that is in use at another moment anyway. So if
     the result leaves no memory for two more groups, it is compared with an order in which the last pass, which places
     launches by default, comes first, too (if it uses the profile, and needs none of the others); and if both exceed the
-    budget, with the result of schedules that gather everything right before its use.
+    budget, with the result of schedules that gather everything right before its use, unless these do so.
 
     Args:
         schedules: Schedules that planning starts from, in the order in which the programs run.

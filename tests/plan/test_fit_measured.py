@@ -112,6 +112,23 @@ def test_the_gathers_that_open_a_step_find_memory_beside_states_that_leave() -> 
     assert best.over == (10 + 5 * 10 + 16.25 - 80) * unit  # a slot has a 64th to spare
 
 
+@pytest.mark.parametrize(
+    ("seconds", "peak", "tried"),
+    [(6.1, 5, [6, 3]), (5.9, 5, [6]), (5.9, 100, [6, 3])],
+)
+def test_the_fewest_slots_are_tried_where_they_may_help(seconds: float, peak: int, tried: list[int]) -> None:
+    """Six chunks that come when backward has ended take six seconds; a plan that exceeds the budget needs memory."""
+    states = replace(STATES, sizes=(10,) * 6, away=60, chunk=10, movable=False)
+    slots = []
+
+    def planned(profile: Profile) -> Planned:
+        slots.append(profile.states.slots)
+        return [], [PassEffect("stub", "", Prediction(seconds, 0.0, seconds, 0.0, 0.0, peak, (), ()))]
+
+    fit_measured(replace(PROFILE, budget=80), planned, states)
+    assert slots == tried
+
+
 @pytest.mark.parametrize(("budget", "away"), [(140, 0), (139, 40), (112, 60), (100, 70)])
 def test_states_come_back_as_far_as_the_step_in_which_they_do_has_memory(budget: int, away: int) -> None:
     """A step with 30 or fewer away holds 110 bytes, and 30 more in the buffers through which the last states come."""
