@@ -29,6 +29,7 @@ def mode_of(tensor: Tensor) -> FakeTensorMode | None:
 @contextlib.contextmanager
 def fake_ranks(count: int) -> Iterator[None]:
     """Makes this process, which has joined no group, the first of `count` ranks, whose collectives move nothing."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
@@ -36,6 +37,8 @@ def fake_ranks(count: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # DTensor keeps sizes that it found for a mesh, for all that equal it: there, this process may be another rank.
+        _clear_sharding_prop_cache()
 
 
 @contextlib.contextmanager

@@ -514,6 +514,19 @@ def _fakes() -> None:
         dist.all_reduce(number)
         assert number.item() == 1  # nobody else adds anything
     assert not dist.is_initialized()
+    with fake_ranks(2):
+        assert _rows_of_a_view() == 2
+    dist.init_process_group("fake", rank=1, world_size=2)
+    assert _rows_of_a_view() == 1  # as before a training that follows an estimate
+
+
+def _rows_of_a_view() -> int:
+    """Returns the rows that this rank has of a view of three rows."""
+    mesh = init_device_mesh("cpu", (2,))
+    rows = DTensor.from_local(
+        torch.ones(2 - dist.get_rank(), 3), mesh, [Shard(0)], run_check=False, shape=(3, 3), stride=(3, 1)
+    )
+    return len(rows.view_as(rows).to_local())
 
 
 def test_pretended_ranks_stand_where_the_real_ones_do_and_wait_for_nobody() -> None:
