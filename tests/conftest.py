@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,10 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # OpenMP's threads spin while they wait for work: as many tests run beside each other as there are cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+# pytest listens to loggers that do not propagate: to this one PyTorch writes all graphs, and more, if anybody listens.
+if "TORCH_TRACE" not in os.environ:
+    logging.getLogger("torch.__trace").propagate = True
+    logging.getLogger("torch.__trace").handlers.clear()
 # Ranks measure copies with tensors of 32 MiB, which glibc would take from the system, page by page, each time.
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(33 * 2**20))
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**28))
