@@ -24,8 +24,8 @@ from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.estimate.tracing import EstimateError, TracedStep, without_memory
 from lightning_deepcompile.estimate.work import seconds_of
 from lightning_deepcompile.offload.activations import ActivationOffload
+from lightning_deepcompile.offload.leaving_states import probe_states
 from lightning_deepcompile.offload.parameters import decide_hosted
-from lightning_deepcompile.offload.probe import probe_states
 from lightning_deepcompile.plan.budget import parse_budget
 from lightning_deepcompile.plan.context import NO_LIMIT, PlanContext
 from lightning_deepcompile.plan.costs import Profile

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_deepcompile.offload.probe import changed_settings, settings_of
+from lightning_deepcompile.offload.leaving_states import changed_settings, settings_of
 from lightning_deepcompile.plan.offload import leaving_order
 
 

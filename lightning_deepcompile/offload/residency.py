@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_deepcompile.config import CompileConfig
-from lightning_deepcompile.offload.probe import StateSizes, probe_states
+from lightning_deepcompile.offload.leaving_states import StateSizes, probe_states
 from lightning_deepcompile.offload.reserve import reserve
 from lightning_deepcompile.offload.states import StateOffload
 from lightning_deepcompile.plan.budget import MemoryBudgetError

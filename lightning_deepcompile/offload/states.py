@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.offload.chunks import Chunk, GroupChanges, make_chunks
-from lightning_deepcompile.offload.probe import StateSizes, can_leave
+from lightning_deepcompile.offload.leaving_states import StateSizes, can_leave
 from lightning_deepcompile.plan.state_copies import LEAST_SLOTS, round_slots
 from lightning_deepcompile.sharding.sharded_tensor import ShardedTensor
 

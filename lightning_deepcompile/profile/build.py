@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from lightning_deepcompile.plan.costs import Contention, Profile, ProfileError, RegionCost
 from lightning_deepcompile.plan.simulate import arena_bytes, gradient_bytes, simulate
 from lightning_deepcompile.profile.links import Transfer, fit_link
-from lightning_deepcompile.profile.probe import ProgramRun, StepProbe
+from lightning_deepcompile.profile.marks import ProgramRun, StepMarks
 from lightning_deepcompile.program.schedule import Schedule
 
 _TELLS = 0.02  # of a step: the least slow-down by a shared link from which a step's length tells anything about it
@@ -18,8 +18,8 @@ _HALVINGS = 6
 
 
 def build_profile(
-    observed: StepProbe,
-    isolated: StepProbe,
+    observed: StepMarks,
+    isolated: StepMarks,
     schedules: Mapping[str, Schedule],
     isolated_schedules: Mapping[str, Schedule],
     transfers: Sequence[Transfer],
@@ -143,10 +143,10 @@ class _Samples:
     """
 
     def __init__(
-        self, isolated: StepProbe, memory: _Memory, ordinary: Mapping[str, tuple[float, float]], equal: bool
+        self, isolated: StepMarks, memory: _Memory, ordinary: Mapping[str, tuple[float, float]], equal: bool
     ) -> None:
         self._equal = equal
-        self._probe, self._memory, self._ordinary = isolated, memory, ordinary
+        self._marks, self._memory, self._ordinary = isolated, memory, ordinary
         self._on_device = isolated.device.type == "cuda"
         self.regions: dict[str, RegionCost] = {}
         self.holds: list[tuple[int, float]] = []
@@ -154,7 +154,7 @@ class _Samples:
 
     def add(self, schedule: Schedule) -> None:
         """Adds the samples from the runs of one program."""
-        runs = self._probe.runs_of(schedule)
+        runs = self._marks.runs_of(schedule)
         rows = [run.seconds() for run in runs]
         seconds, host = _typical(rows), _typical([run.host_seconds() for run in runs])
         for position, instruction in enumerate(schedule.instructions):
@@ -168,21 +168,21 @@ class _Samples:
                 cost = (device, launched if self._on_device else 0.0)
                 self.regions[key] = RegionCost(*cost, *self._memory.of(schedule, position, runs))
             elif traits.effect == ("launch", "gradients") and traits.at_boundary:
-                held = [row[position] for run, row in zip(runs, rows, strict=True) if not self._probe.at_boundary(run)]
+                held = [row[position] for run, row in zip(runs, rows, strict=True) if not self._marks.at_boundary(run)]
                 if held:
                     self.holds.append((instruction.bytes, statistics.median(held)))
             elif traits.effect == ("free", "parameters") and not traits.at_boundary:
                 self.launches.append(host[position])
 
 
-def _known_runs(probe: StepProbe, schedules: Mapping[str, Schedule]) -> list[tuple[ProgramRun, Schedule]]:
-    return [(run, schedules[run.program]) for run in probe.runs if run.program in schedules]
+def _known_runs(marks: StepMarks, schedules: Mapping[str, Schedule]) -> list[tuple[ProgramRun, Schedule]]:
+    return [(run, schedules[run.program]) for run in marks.runs if run.program in schedules]
 
 
-def _region_times(probe: StepProbe, schedules: Mapping[str, Schedule]) -> dict[str, tuple[float, float]]:
+def _region_times(marks: StepMarks, schedules: Mapping[str, Schedule]) -> dict[str, tuple[float, float]]:
     """Medians over a step's runs: the seconds of each region, and of its launch by the host."""
     times: dict[str, tuple[list[float], list[float]]] = {}
-    for run, schedule in _known_runs(probe, schedules):
+    for run, schedule in _known_runs(marks, schedules):
         for instruction, seconds, host in zip(schedule.instructions, run.seconds(), run.host_seconds(), strict=False):
             if instruction.region:
                 known = times.setdefault(f"{schedule.name}/{instruction.region}", ([], []))
@@ -196,7 +196,7 @@ def _rate(samples: Sequence[tuple[int, float]]) -> float:
     return max(sum(seconds for _, seconds in samples), 0.0) / size if size else 0.0
 
 
-def _optimizer_seconds(isolated: StepProbe) -> float:
+def _optimizer_seconds(isolated: StepMarks) -> float:
     """Seconds from the end of the last program, whose reductions had ended, to the end of the optimizer's step."""
     marks = isolated.runs[-1].marks
     return max(isolated.end.since(marks[-1]), 0.0) if isolated.end is not None and marks else 0.0
@@ -254,10 +254,10 @@ class _Beside:
         return self.gathers * part, self.reductions * part
 
 
-def _side_by_side(probe: StepProbe, schedules: Mapping[str, Schedule], profile: Profile) -> list[_Beside]:
+def _side_by_side(marks: StepMarks, schedules: Mapping[str, Schedule], profile: Profile) -> list[_Beside]:
     """Returns the seconds of each program of a step as scheduled."""
     programs: dict[str, _Beside] = {}
-    for run, schedule in _known_runs(probe, schedules):
+    for run, schedule in _known_runs(marks, schedules):
         one = programs.setdefault(schedule.name, _Beside())
         for instruction, seconds in zip(schedule.instructions, run.seconds(), strict=False):
             traits = instruction.traits
@@ -266,7 +266,7 @@ def _side_by_side(probe: StepProbe, schedules: Mapping[str, Schedule], profile: 
                 one.alone += profile.cost(schedule, instruction.region).seconds
             elif traits.effect == ("launch", "parameters"):
                 one.gathers += profile.gather_seconds(instruction.sizes)
-            elif traits.effect == ("launch", "gradients") and (not traits.at_boundary or probe.at_boundary(run)):
+            elif traits.effect == ("launch", "gradients") and (not traits.at_boundary or marks.at_boundary(run)):
                 one.reductions += profile.reduce_seconds(instruction.sizes)
             if traits.exposes:
                 one.exposed += seconds

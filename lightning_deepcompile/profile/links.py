@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_deepcompile.plan.costs import Link
 from lightning_deepcompile.profile.copies import shortest_seconds
-from lightning_deepcompile.profile.probe import StepProbe
+from lightning_deepcompile.profile.marks import StepMarks
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import alike, maxima
 
@@ -33,7 +33,7 @@ class Transfer(NamedTuple):
     seconds: float
 
 
-def transfers_of(isolated: StepProbe, schedules: Mapping[str, Schedule]) -> list[Transfer]:
+def transfers_of(isolated: StepMarks, schedules: Mapping[str, Schedule]) -> list[Transfer]:
     """Returns the transfers of a step, in the order of its programs.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from lightning_deepcompile.profile.probe import StepProbe
+from lightning_deepcompile.profile.marks import StepMarks
 from lightning_deepcompile.profile.sizes import Curve, Sample, fit_curve
 from lightning_deepcompile.program.live import traffic
 from lightning_deepcompile.program.program import Program
@@ -28,15 +28,15 @@ class RegionTimes:
         self._curves: dict[_Key, Curve] = {}
         self._known: dict[tuple[str, Noted], tuple[dict[str, int], int]] = {}
 
-    def add(self, probe: StepProbe, schedules: Mapping[str, Schedule]) -> None:
+    def add(self, marks: StepMarks, schedules: Mapping[str, Schedule]) -> None:
         """Adds the runs of a step with marks.
 
         Args:
-            probe: Has the runs.
+            marks: Has the runs.
             schedules: Those that ran, by program name.
         """
-        probe.synchronize()
-        for run in probe.runs:
+        marks.synchronize()
+        for run in marks.runs:
             sizes, schedule = self._sizes(run.program, run.noted), schedules.get(run.program)
             if sizes is None or schedule is None or len(run.marks) != len(schedule.instructions) + 1:
                 continue

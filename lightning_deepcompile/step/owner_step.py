@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_deepcompile import compat
 from lightning_deepcompile.offload.chunks import Chunk, GroupChanges
-from lightning_deepcompile.offload.probe import probe_states
+from lightning_deepcompile.offload.leaving_states import probe_states
 from lightning_deepcompile.program.program import LOCAL_ID
 from lightning_deepcompile.ranks.exchange import AnyRank, exchange
 from lightning_deepcompile.sharding.gradients import GradientSession

@@ -27,8 +27,8 @@ from lightning_deepcompile.profile.copies import measure_copies
 from lightning_deepcompile.profile.holds import hold_ratio, measure_holds
 from lightning_deepcompile.profile.instrument import instrument
 from lightning_deepcompile.profile.links import Transfer, transfers_of
+from lightning_deepcompile.profile.marks import Isolation, StepMarks
 from lightning_deepcompile.profile.peak_memory import PeakMemory
-from lightning_deepcompile.profile.probe import Isolation, StepProbe
 from lightning_deepcompile.profile.region_times import RegionTimes
 from lightning_deepcompile.profile.workload import Workload
 from lightning_deepcompile.program.executable import Executable
@@ -54,7 +54,7 @@ _ENOUGH = 6
 _MARGIN = 8  # of a chosen budget, plans leave 1 / 2^8 free: predictions are not better than that
 
 
-Marked = tuple[StepProbe, dict[str, Schedule]]
+Marked = tuple[StepMarks, dict[str, Schedule]]
 """A step with marks, and the schedules that ran in it, by program name."""
 
 
@@ -92,7 +92,7 @@ class Measurement:
 
     def __init__(self, first: int, searching: bool = False) -> None:
         self.first, self.searching = first, searching
-        self._probes: dict[int, StepProbe] = {}
+        self._marks: dict[int, StepMarks] = {}
         self._repeats = 0
         # Profiled steps, with what ran in them: as scheduled, and with every collective by itself.
         self._observed: list[Marked] = []
@@ -104,10 +104,10 @@ class Measurement:
         self.marked: Marked | None = None
         self.elements: list[int] = []
 
-    def probe(
+    def marks(
         self, moment: int, device: torch.device, memory: PeakMemory, runtime: Any, capture: Capture
-    ) -> StepProbe | None:
-        """Returns the probe that times the step that begins; None if it is not timed. Profiled steps get marks.
+    ) -> StepMarks | None:
+        """Returns the marks of the step that begins; None if it is not timed. Profiled programs set marks, too.
 
         Programs that are compiled in such a step get them, too: where other ranks have theirs from before, all must
         communicate alike.
@@ -126,19 +126,19 @@ class Measurement:
             return None
         # Of the round it may know nothing: programs with marks outlive a training that ends during one.
         isolation = Isolation(functools.partial(runtime.gradients.free, []), runtime.parameters.order_gathers)
-        probe = self._probes[moment] = StepProbe(device, memory, isolation if moment == ISOLATED else None)
+        marks = self._marks[moment] = StepMarks(device, memory, isolation if moment == ISOLATED else None)
         training = capture.frames.training
         if moment in (OBSERVED, ISOLATED, MARKED):
-            schedules = instrument(training, probe)
+            schedules = instrument(training, marks)
         if moment == MARKED:
-            self.marked = probe, schedules
+            self.marked = marks, schedules
         if moment in (OBSERVED, ISOLATED):
-            (self._observed if moment == OBSERVED else self._isolated).append((probe, schedules))
-            capture.measures = functools.partial(_measure, schedules, probe)
+            (self._observed if moment == OBSERVED else self._isolated).append((marks, schedules))
+            capture.measures = functools.partial(_measure, schedules, marks)
         else:
-            probe.watch(training)
-            capture.measures = functools.partial(_compiled, probe)
-        return probe
+            marks.watch(training)
+            capture.measures = functools.partial(_compiled, marks)
+        return marks
 
     def repeat(self) -> bool:
         """Measures two more steps, if there may be more; call on all ranks where a rank has no two of equal programs.
@@ -150,7 +150,7 @@ class Measurement:
             return False
         self._repeats += 1
         self.first += PLANNED
-        self._probes = {moment - PLANNED: probe for moment, probe in self._probes.items() if moment != ISOLATED}
+        self._marks = {moment - PLANNED: marks for moment, marks in self._marks.items() if moment != ISOLATED}
         return True
 
     def fastest(self, first: int, last: int) -> float:
@@ -158,13 +158,13 @@ class Measurement:
 
         Equal to the work of the step that the profile is made of, or else of the last one.
         """
-        probes = [self._probes[m] for m in range(first, last) if m in self._probes]
-        if not probes:
+        known = [self._marks[m] for m in range(first, last) if m in self._marks]
+        if not known:
             return 0.0
-        reference = self._pair()[0][0] if first < OBSERVED else probes[-1]
+        reference = self._pair()[0][0] if first < OBSERVED else known[-1]
         # A step in which something was compiled tells nothing.
-        equal = [one for one in probes if one.work == reference.work and not one.compiled]
-        times = [one.seconds() for one in equal or [one for one in probes if not one.compiled]]
+        equal = [one for one in known if one.work == reference.work and not one.compiled]
+        times = [one.seconds() for one in equal or [one for one in known if not one.compiled]]
         return min((t for t in times if t > 0), default=0.0)
 
     @property
@@ -191,9 +191,9 @@ class Measurement:
             The times; None if no two steps can be compared, zeros if the work of all steps is equal.
         """
         assert self._times is not None and self.workload is not None
-        timed = [moment for moment in self._probes if moment < ISOLATED or moment >= TIMED]
-        digests = [float(number_of(repr(self._probes[moment].work))) for moment in timed]
-        numbers = Workload.of(*self._totals(self._probes[moment] for moment in timed), varied=False)
+        timed = [moment for moment in self._marks if moment < ISOLATED or moment >= TIMED]
+        digests = [float(number_of(repr(self._marks[moment].work))) for moment in timed]
+        numbers = Workload.of(*self._totals(self._marks[moment] for moment in timed), varied=False)
         told = maxima([*digests, *(-one for one in digests), *numbers], group)
         count = len(timed)
         work = [(told[k], told[count + k]) for k in range(count)]
@@ -219,14 +219,14 @@ class Measurement:
             return None
         return Comparison(statistics.median(first), statistics.median(then), max(first), min(then))
 
-    def _totals(self, probes: Iterable[StepProbe]) -> tuple[list[float], list[float]]:
+    def _totals(self, known: Iterable[StepMarks]) -> tuple[list[float], list[float]]:
         """Returns for how long regions compute in steps, and how long these took; 0 where that tells nothing."""
         assert self._times is not None
         totals, seconds = [], []
-        for probe in probes:
-            isolated = any(probe is one for one, _ in self._isolated)
-            totals.append(self._times.total(probe.work))
-            seconds.append(0.0 if probe.compiled or isolated or not probe.work else max(probe.seconds(), 0.0))
+        for marks in known:
+            isolated = any(marks is one for one, _ in self._isolated)
+            totals.append(self._times.total(marks.work))
+            seconds.append(0.0 if marks.compiled or isolated or not marks.work else max(marks.seconds(), 0.0))
         return totals, seconds
 
     def numbers(self) -> list[float]:
@@ -239,14 +239,14 @@ class Measurement:
         return Workload.of([0.0] * len(self._seen), [0.0] * len(self._seen), varied=False)
 
     @property
-    def _seen(self) -> list[StepProbe]:
+    def _seen(self) -> list[StepMarks]:
         """The steps before the plan."""
-        return [*(p for m, p in self._probes.items() if m < ISOLATED), *(probe for probe, _ in self._isolated)]
+        return [*(p for m, p in self._marks.items() if m < ISOLATED), *(marks for marks, _ in self._isolated)]
 
     @property
     def _varied(self) -> bool:
         """Returns whether the steps before the plan differ in their work."""
-        works = [probe.work for probe in self._seen if probe.work and not probe.compiled]
+        works = [marks.work for marks in self._seen if marks.work and not marks.compiled]
         return any(work != works[0] for work in works)
 
     @property
@@ -254,7 +254,7 @@ class Measurement:
         """The names of the programs that the profile is made of, and of others of their structures that ran."""
         structures = {s.name: s.structure for _, schedules in self._isolated for s in schedules.values()}
         wanted = {structures.get(run.program) for run in self._pair()[1][0].runs}
-        return {name for probe in self._seen for name, _ in probe.work if structures.get(name) in wanted}
+        return {name for marks in self._seen for name, _ in marks.work if structures.get(name) in wanted}
 
     @property
     def observed(self) -> Marked:
@@ -277,7 +277,7 @@ class Measurement:
 
     def _pair(self) -> tuple[Marked, Marked]:
         """Two profiled steps that ran the same programs, which most steps ran, rather with arguments of equal sizes."""
-        steps = Counter(_programs(probe) for probe, _ in self._observed + self._isolated)
+        steps = Counter(_programs(marks) for marks, _ in self._observed + self._isolated)
         pairs = [(o, i) for i in self._isolated for o in self._observed]
         alike = [(o, i) for o, i in pairs if _programs(o[0]) == _programs(i[0])]
         ranked = enumerate(alike or pairs[-1:])
@@ -328,8 +328,8 @@ class Measurement:
         programs = {e.program.name: e.program for e in capture.frames.executables}
         self._larger = larger
         self._times = times = RegionTimes(capture.frames.program)
-        for probe, ran in self._observed + self._isolated:
-            times.add(probe, ran)
+        for marks, ran in self._observed + self._isolated:
+            times.add(marks, ran)
         noted = {run.program: run.noted for run in isolated.runs}
         now = {name: programs[name].sizes(sizes) for name, sizes in noted.items()}
         profile = build_profile(
@@ -373,10 +373,10 @@ class Measurement:
         inside = profile.device_type == "cuda"  # an allocator counts it
         times: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
         memory: dict[tuple[str, str], tuple[int, ...]] = {}
-        for name, noted in (one for probe in self._seen for one in probe.work):
+        for name, noted in (one for marks in self._seen for one in marks.work):
             for key, seconds in (self._times.seconds(name, noted) or {}).items():
                 times[key].append(seconds)
-        for name in {name for probe in self._seen for name, _ in probe.work}.union(self._larger) & programs.keys():
+        for name in {name for marks in self._seen for name, _ in marks.work}.union(self._larger) & programs.keys():
             structure = programs[name].schedule.structure
             for sizes in self._sizes_of(name):
                 for region, found in live_bytes(
@@ -402,17 +402,17 @@ class Measurement:
 
     def _sizes_of(self, name: str) -> set[Noted]:
         """The sizes with which a program ran, those of earlier, larger batches included."""
-        seen = {noted for probe in self._seen for program, noted in probe.work if program == name}
+        seen = {noted for marks in self._seen for program, noted in marks.work if program == name}
         return seen.union(self._larger.get(name, ()))
 
 
-def _measure(schedules: dict[str, Schedule], probe: StepProbe, executable: Executable) -> None:
-    schedules |= instrument([executable], probe)
-    probe.compiled = True
+def _measure(schedules: dict[str, Schedule], marks: StepMarks, executable: Executable) -> None:
+    schedules |= instrument([executable], marks)
+    marks.compiled = True
 
 
-def _compiled(probe: StepProbe, executable: Executable) -> None:
-    probe.compiled = True
+def _compiled(marks: StepMarks, executable: Executable) -> None:
+    marks.compiled = True
 
 
 def _largest(program: Program, seen: Iterable[Noted]) -> list[Saved]:
@@ -425,8 +425,8 @@ def _largest(program: Program, seen: Iterable[Noted]) -> list[Saved]:
     return list(found.values())
 
 
-def _programs(probe: StepProbe) -> tuple[str, ...]:
-    return tuple(run.program for run in probe.runs)
+def _programs(marks: StepMarks) -> tuple[str, ...]:
+    return tuple(run.program for run in marks.runs)
 
 
 def agreed_profile(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from lightning_deepcompile.plan.measured import MeasuredStep, aligned
-from lightning_deepcompile.profile.probe import ProgramRun, StepProbe
+from lightning_deepcompile.profile.marks import ProgramRun, StepMarks
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import maxima, number_of
 
@@ -17,7 +17,7 @@ _RANKS = 16
 
 
 def share_step(
-    mine: tuple[StepProbe, Mapping[str, Schedule]] | None, group: dist.ProcessGroup, *, planned: bool
+    mine: tuple[StepMarks, Mapping[str, Schedule]] | None, group: dist.ProcessGroup, *, planned: bool
 ) -> MeasuredStep | None:
     """Returns a step as the ranks measured it, the same on all of them; a collective.
 
@@ -33,12 +33,12 @@ def share_step(
     if mine is None:
         return None
     rank, world = group.rank(), group.size()
-    probe, schedules = mine
-    runs = tuple(schedules[run.program] for run in probe.runs if run.program in schedules)
-    numbers = _numbers(probe, runs) if len(runs) == len(probe.runs) and not probe.compiled else []
+    marks, schedules = mine
+    runs = tuple(schedules[run.program] for run in marks.runs if run.program in schedules)
+    numbers = _numbers(marks, runs) if len(runs) == len(marks.runs) and not marks.compiled else []
     ran = [(run.structure, [instruction.text for instruction in run.instructions]) for run in runs]
     digest = float(number_of(repr(ran))) if numbers else 0.0
-    compute = sum(_compute_seconds(*one) for one in zip(probe.runs, runs, strict=True)) if numbers else 0.0
+    compute = sum(_compute_seconds(*one) for one in zip(marks.runs, runs, strict=True)) if numbers else 0.0
     first = [digest, float(len(numbers))] if rank == 0 else [-1.0, -1.0]
     wanted, count, most = maxima([*first, compute], group)
     (slowest,) = maxima([float(rank) if compute == most else -1.0], group)
@@ -62,12 +62,12 @@ def _compute_seconds(run: ProgramRun, schedule: Schedule) -> float:
     return sum(seconds[position] for position in schedule.at("compute"))
 
 
-def _numbers(probe: StepProbe, runs: tuple[Schedule, ...]) -> list[float]:
+def _numbers(marks: StepMarks, runs: tuple[Schedule, ...]) -> list[float]:
     """Seconds since the step's begin of all marks; empty if one is missing."""
-    if probe.start is None or probe.reduced is None or probe.end is None or not runs:
+    if marks.start is None or marks.reduced is None or marks.end is None or not runs:
         return []
-    if any(len(run.marks) != len(schedule.instructions) + 1 for run, schedule in zip(probe.runs, runs, strict=True)):
+    if any(len(run.marks) != len(schedule.instructions) + 1 for run, schedule in zip(marks.runs, runs, strict=True)):
         return []
-    probe.synchronize()
-    marks = [*(mark for run in probe.runs for mark in run.marks), probe.reduced, probe.end]
-    return [mark.at(probe.start) for mark in marks]
+    marks.synchronize()
+    passed = [*(mark for run in marks.runs for mark in run.marks), marks.reduced, marks.end]
+    return [mark.at(marks.start) for mark in passed]

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from lightning_deepcompile.capture.frames import Frames
 from lightning_deepcompile.profile.instrument import instrument
+from lightning_deepcompile.profile.marks import StepMarks
 from lightning_deepcompile.profile.peak_memory import PeakMemory
-from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.ranks.exchange import maxima, number_of
 
@@ -43,7 +43,7 @@ class SlowRanks:
         frames: Frames,
     ) -> None:
         self._group, self._device, self._memory, self._frames = group, device, memory, frames
-        self._steps: list[tuple[StepProbe, dict[str, Schedule]]] | None = None
+        self._steps: list[tuple[StepMarks, dict[str, Schedule]]] | None = None
 
     @property
     def compares(self) -> bool:
@@ -54,7 +54,7 @@ class SlowRanks:
         """Starts a comparison over the next steps; call on all ranks."""
         self._steps = []
 
-    def next_step(self) -> tuple[StepProbe | None, str]:
+    def next_step(self) -> tuple[StepMarks | None, str]:
         """Call before a step that is to be compared, and once behind the last one, on all ranks.
 
         Returns:
@@ -62,14 +62,14 @@ class SlowRanks:
         """
         assert self._steps is not None
         if len(self._steps) < _STEPS:
-            probe = StepProbe(self._device, self._memory)
-            self._steps.append((probe, instrument(self._frames.training, probe)))
-            return probe, ""
+            marks = StepMarks(self._device, self._memory)
+            self._steps.append((marks, instrument(self._frames.training, marks)))
+            return marks, ""
         for executable in self._frames.training:
             executable.swap(executable.program)
         steps, self._steps = self._steps, None
-        contents = [[schedules[run.program].content for run in probe.runs] for probe, schedules in steps]
-        sizes = [[noted for _, noted in probe.work] for probe, _ in steps]
+        contents = [[schedules[run.program].content for run in marks.runs] for marks, schedules in steps]
+        sizes = [[noted for _, noted in marks.work] for marks, _ in steps]
         return None, self._compare([_computed(*step) for step in steps], repr((contents, sizes)))
 
     def _compare(self, mine: Sequence[float], work: str) -> str:
@@ -94,11 +94,11 @@ class SlowRanks:
         )
 
 
-def _computed(probe: StepProbe, schedules: dict[str, Schedule]) -> float:
+def _computed(marks: StepMarks, schedules: dict[str, Schedule]) -> float:
     """Seconds of a step in which its regions computed."""
-    probe.synchronize()
+    marks.synchronize()
     total = 0.0
-    for run in probe.runs:
+    for run in marks.runs:
         seconds = run.seconds()
         total += sum(seconds[position] for position in schedules[run.program].at("compute"))
     return total

@@ -27,8 +27,8 @@ from lightning_deepcompile.plan.plan_file import Batches, Setting
 from lightning_deepcompile.plan.report import PassReport, Round, shortage_note
 from lightning_deepcompile.plan.state_memory import StateMemory
 from lightning_deepcompile.profile.links import Transfer, agree, small_transfers
+from lightning_deepcompile.profile.marks import StepMarks
 from lightning_deepcompile.profile.peak_memory import PeakMemory
-from lightning_deepcompile.profile.probe import StepProbe
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.ranks.exchange import attempt, exchange, maxima, on_any
 from lightning_deepcompile.tuning.agenda import Agenda, pass_schedule
@@ -128,7 +128,7 @@ class Tuner:
         self._boundary = False  # the optimizer has stepped since the last micro-batch
         self._round: Measurement | None = None  # the one under way, or the next one if it is known when that begins
         self._coverage = Coverage(capture.frames)
-        self._probe: StepProbe | None = None
+        self._marks: StepMarks | None = None
         self._excess = 0  # bytes that steps took beyond the budget, which their plan had kept
         self.largest = 0, 0
         if not self._load():
@@ -142,11 +142,11 @@ class Tuner:
         if self.settled and self._agenda.recheck is None and not self._current.planned:
             return False
         if self._boundary:
-            self._boundary, self._probe = False, None
+            self._boundary, self._marks = False, None
             self._step += 1
             self._at_boundary()
-        if self._probe is not None:
-            self._probe.begin_micro_batch()
+        if self._marks is not None:
+            self._marks.begin_micro_batch()
         return self._retraces
 
     def before_first_run(self, frame: int | None) -> None:
@@ -182,7 +182,7 @@ class Tuner:
             elements: Returns the number of elements of this rank's batch.
         """
         self._capture.entry.larger = on_any_rank
-        if self._round is not None and self._probe is not None:
+        if self._round is not None and self._marks is not None:
             self._round.elements.append(elements())
         elif self._agenda.looks_soon(self._step):
             self._coverage.note(elements())
@@ -216,19 +216,19 @@ class Tuner:
 
     def begin_backward(self, update: bool) -> None:
         """Call before a backward pass; `update` says whether the optimizer may step behind it."""
-        if self._probe is not None:
-            self._probe.begin_backward(update)
+        if self._marks is not None:
+            self._marks.begin_backward(update)
 
     def end_backward(self) -> None:
         """Call when a backward pass has ended, and the device waits for its reductions."""
-        if self._probe is not None:
-            self._probe.end_backward()
+        if self._marks is not None:
+            self._marks.end_backward()
 
     def end_step(self) -> None:
         """Call when the optimizer has stepped."""
         self._boundary = True
-        if self._probe is not None:
-            self._probe.finish()
+        if self._marks is not None:
+            self._marks.finish()
 
     def hear(self, *, short: bool) -> None:
         """Call when ranks have told each other whether one of them was `short` of memory."""
@@ -255,7 +255,7 @@ class Tuner:
     @property
     def isolates(self) -> bool:
         """True if the step under way must launch all its gathers: programs were swapped, or collectives are timed."""
-        return self._current.swapped or (self._probe is not None and self._probe.isolation is not None)
+        return self._current.swapped or (self._marks is not None and self._marks.isolation is not None)
 
     # A round ----------------------------------------------------------------------------------------------------------
 
@@ -280,14 +280,14 @@ class Tuner:
         elif moment == VERIFIED:
             self._verify()
         if self._round is not None:
-            self._probe = self._round.probe(moment, self._device, self._memory, self._runtime, self._capture)
+            self._marks = self._round.marks(moment, self._device, self._memory, self._runtime, self._capture)
             if moment == OBSERVED and not self._round.repeats:
                 self._say(f"Measuring steps {self._step} and {self._step + 1}, to plan with their times.", logging.INFO)
             if moment in (OBSERVED, ISOLATED) and self._capture.progress is not None:
                 self._capture.progress(f"measuring, step {moment + 1}/2")
 
     def _compare_ranks(self) -> None:
-        self._probe, found = self._slow_ranks.next_step()
+        self._marks, found = self._slow_ranks.next_step()
         if found:
             self._say(found, logging.WARNING)
 
@@ -420,7 +420,7 @@ class Tuner:
         self._save()
 
     def _drop_plan(self) -> None:
-        self._current.planned, self._probe = (), None
+        self._current.planned, self._marks = (), None
         self._coverage.adopt(())
         self._end_round(retry=True)
 

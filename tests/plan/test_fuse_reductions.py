@@ -32,8 +32,8 @@ from lightning_deepcompile.plan.reductions import merge_reductions
 from lightning_deepcompile.plan.settings import PlanSettings
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.profile.instrument import instrument
+from lightning_deepcompile.profile.marks import Isolation, StepMarks
 from lightning_deepcompile.profile.peak_memory import PeakMemory
-from lightning_deepcompile.profile.probe import Isolation, StepProbe
 from lightning_deepcompile.program.live import live_bytes
 from lightning_deepcompile.program.printer import format_program
 from lightning_deepcompile.program.program import collective_sequence
@@ -205,7 +205,7 @@ def test_profiled_programs_reduce_every_gradient_at_once(mesh: DeviceMesh) -> No
     engine.capture.scheduling.replan(plan=[merge_some(s, lambda: True) for s in original])
     assert len(_groups(original)) > len(_groups([e.program.schedule for e in executables])) == 1
     isolated = instrument(
-        executables, StepProbe(torch.device("cpu"), PeakMemory(torch.device("cpu")), Isolation(int, int))
+        executables, StepMarks(torch.device("cpu"), PeakMemory(torch.device("cpu")), Isolation(int, int))
     )
     assert _groups(list(isolated.values())) == _groups(original)
     engine.close()

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from lightning_deepcompile.offload.chunks import make_chunks
 from lightning_deepcompile.offload.host_memory import available_host_memory
-from lightning_deepcompile.offload.probe import probe_states
+from lightning_deepcompile.offload.leaving_states import probe_states
 
 
 @pytest.mark.parametrize(

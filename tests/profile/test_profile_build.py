@@ -15,9 +15,9 @@ from lightning_deepcompile.plan.least import just_in_time
 from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.profile.build import build_profile, reconcile
 from lightning_deepcompile.profile.links import Transfer, fit_link, transfers_of
+from lightning_deepcompile.profile.marks import Mark, ProgramRun, StepMarks
 from lightning_deepcompile.profile.merge import merge_profiles, numbers_of, with_numbers
 from lightning_deepcompile.profile.peak_memory import PeakMemory
-from lightning_deepcompile.profile.probe import Mark, ProgramRun, StepProbe
 from lightning_deepcompile.program.schedule import Instruction, Schedule
 
 
@@ -70,14 +70,14 @@ def test_every_number_of_a_profile_says_which_rank_counts() -> None:
     assert with_numbers(plain, everything) == plain and len(everything) > len(numbers)
 
 
-def _step(program: str, *seconds: float) -> StepProbe:
+def _step(program: str, *seconds: float) -> StepMarks:
     moments = [0.0, *itertools.accumulate(seconds)]
     run = ProgramRun(program, 0, [Mark(moment, moment) for moment in moments])
     device, start, end = torch.device("cpu"), Mark(0.0, 0.0), Mark(moments[-1], moments[-1])
-    return StepProbe(device, PeakMemory(device), runs=[run], start=start, end=end, micro_batches=1)
+    return StepMarks(device, PeakMemory(device), runs=[run], start=start, end=end, micro_batches=1)
 
 
-def _built(observed: StepProbe, isolated: StepProbe, before: dict[str, Schedule], then: dict[str, Schedule]) -> Profile:
+def _built(observed: StepMarks, isolated: StepMarks, before: dict[str, Schedule], then: dict[str, Schedule]) -> Profile:
     return build_profile(
         observed, isolated, before, then, transfers_of(isolated, then), world_size=2, hold_ratio=1.0, hosted={},
         window_from=0, budget=None, step_seconds=0.0,
@@ -120,7 +120,7 @@ def test_gathers_and_reductions_slow_compute_down_by_factors_of_their_own() -> N
     schedules = {"forward": forward, "backward": backward}
     alone = {name: just_in_time(one) for name, one in schedules.items()}
 
-    def step(forward: list[float], backward: list[float]) -> StepProbe:
+    def step(forward: list[float], backward: list[float]) -> StepMarks:
         parts = _step("forward", *forward), _step("backward", *backward)
         return replace(parts[0], runs=[run for part in parts for run in part.runs])
 

@@ -69,7 +69,7 @@ def _play(sizes: Sizes) -> tuple[list[int], list[tuple[int, str]], list[int]]:
         near = tuner._agenda.recheck is not None and tuner._agenda.recheck - step <= NEAR
         if step < 3 or not tuner.settled or near:
             one_step(engine, torch.randint(0, 16, sizes(step, draw), generator=generator), optimizer)
-            if tuner._probe is not None:
+            if tuner._marks is not None:
                 measured.append(step)
         else:
             assert not tuner.begin_micro_batch()

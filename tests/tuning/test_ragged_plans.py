@@ -26,7 +26,7 @@ from lightning_deepcompile import CompileConfig
 from lightning_deepcompile.engine.engine import Engine
 from lightning_deepcompile.plan.costs import Link, Profile, RegionCost
 from lightning_deepcompile.plan.report import Round
-from lightning_deepcompile.profile.probe import Mark, StepProbe
+from lightning_deepcompile.profile.marks import Mark, StepMarks
 from lightning_deepcompile.profile.region_times import RegionTimes
 from lightning_deepcompile.profile.sizes import Sample, fit_curve
 from lightning_deepcompile.profile.workload import Workload
@@ -110,7 +110,7 @@ def _four_times_as_long() -> tuple[Round, str, Profile, list[int]]:
     while not engine.report():
         length = lengths.randint(5, 30)
         one_step(engine, torch.zeros(2, length * (4 if rank == 1 else 1), dtype=torch.long), optimizer)
-        if engine.tuner._probe is not None:
+        if engine.tuner._marks is not None:
             seen.append(length)
     (done,), text, profile = engine.report(), str(engine.summary()), engine.tuner.profile
     engine.close()
@@ -148,11 +148,11 @@ class Known(RegionTimes):
         return sum(self.curve.seconds(8 * length, length) for _, (length,) in work)
 
 
-def _timed(length: int, seconds: float) -> StepProbe:
+def _timed(length: int, seconds: float) -> StepMarks:
     memory: Any = SimpleNamespace()
-    probe = StepProbe(torch.device("cpu"), memory, start=Mark(0.0, 0.0), end=Mark(seconds, seconds))
-    probe.work.append(("forward", (length,)))
-    return probe
+    marks = StepMarks(torch.device("cpu"), memory, start=Mark(0.0, 0.0), end=Mark(seconds, seconds))
+    marks.work.append(("forward", (length,)))
+    return marks
 
 
 def _judged(
@@ -167,16 +167,16 @@ def _judged(
         then: Those of the steps behind.
     """
 
-    def step(bounds: tuple[int, int], factor: float = 1.0) -> StepProbe:
+    def step(bounds: tuple[int, int], factor: float = 1.0) -> StepMarks:
         length = draw.randint(*bounds)
         return _timed(length, _truth(length) * factor * draw.uniform(1, 1 + NOISE))
 
     measurement = Measurement(3)
     before, after = [step(lengths) for _ in range(7)], [step(then, slower) for _ in range(3)]
-    measurement._probes = dict(zip((-6, -5, -4, -3, -2, -1, 0), before, strict=True)) | {
-        TIMED + k: probe for k, probe in enumerate(after)
+    measurement._marks = dict(zip((-6, -5, -4, -3, -2, -1, 0), before, strict=True)) | {
+        TIMED + k: marks for k, marks in enumerate(after)
     }
-    measurement._times = Known([length for probe in before for _, (length,) in probe.work], draw)
+    measurement._times = Known([length for marks in before for _, (length,) in marks.work], draw)
     totals, seconds = measurement._totals(before)
     measurement.workload = Workload.merged(Workload.of(totals, seconds, varied=True))
     schedule = Schedule("forward", "forward", 0, (Instruction("compute", region="region_0"),))
@@ -212,7 +212,7 @@ def test_steps_of_equal_work_are_compared_as_they_are(
 ) -> None:
     measurement = Measurement(3)
     steps = zip((-2, -1, 0, TIMED, TIMED + 1, TIMED + 2), before + after, strict=True)
-    measurement._probes = {moment: _timed(*step) for moment, step in steps}
+    measurement._marks = {moment: _timed(*step) for moment, step in steps}
     measurement._times = Known([4, 5], random.Random(0))
     measurement.workload = Workload((), (), (), True)
     profile: Any = None

@@ -80,7 +80,7 @@ class Isolation(NamedTuple):
 
 
 @dataclass(eq=False)
-class StepProbe:
+class StepMarks:
     """All marks of one optimizer step.
 
     Args:
@@ -188,24 +188,24 @@ class StepProbe:
 class ProgramMarks:
     """The marks of one program within a step."""
 
-    probe: StepProbe
+    step: StepMarks
     program: str
 
     def begin(self) -> None:
         """Call when a run starts."""
-        noted = next((sizes for name, sizes in reversed(self.probe.work) if name == self.program), ())
-        self.probe.runs.append(ProgramRun(self.program, self.probe.micro_batches - 1, noted=noted))
+        noted = next((sizes for name, sizes in reversed(self.step.work) if name == self.program), ())
+        self.step.runs.append(ProgramRun(self.program, self.step.micro_batches - 1, noted=noted))
         self.mark()
 
     def mark(self) -> None:
         """Call when an instruction was issued."""
         # Another program may run within this one's backward pass, but not between two of its instructions.
-        isolation = self.probe.isolation
-        self.probe.runs[-1].marks.append(self.probe.mark(memory=isolation is not None))
+        isolation = self.step.isolation
+        self.step.runs[-1].marks.append(self.step.mark(memory=isolation is not None))
         if isolation is not None:
             isolation.order()  # a gather would begin before the mark, if the host is ahead of the device
 
     def drain(self) -> None:
         """Call when a reduction was launched."""
-        if self.probe.isolation is not None:
-            self.probe.isolation.drain()
+        if self.step.isolation is not None:
+            self.step.isolation.drain()
