@@ -28,6 +28,7 @@ class Fills(Mlp):
 
     def __init__(self, fill: Callable[[Any, Tensor, int], None]) -> None:
         super().__init__()
+        del self.layers[1:]  # what is filled does not depend on them
         self.fill = (fill,)
         self.list: list[Any] = []
         self.dict: dict[Any, Any] = {}
