@@ -6,8 +6,7 @@ Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -78,7 +77,6 @@ def capture(
         # Otherwise a view of a loss's input and its detached twin, if both are read behind a graph break, are replayed
         # from one another. Backward graphs are compiled at once: if that fails, the function can still run uncompiled.
         functorch_config.patch(view_replay_for_aliased_outputs=False, force_non_lazy_backward_lowering=True),
-        _quiet(),
     ):
         backend = aot_autograd(
             fw_compiler=forward,
@@ -89,21 +87,6 @@ def capture(
             keep_inference_input_mutations=True,
         )
         return backend(gm, example_inputs)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Returns a context in which AOTAutograd prints graphs only if logs ask for them, which saves a few per cent."""
-    import torch._functorch.aot_autograd as module
-    from torch._logging._internal import log_state, trace_log
-
-    before: Any = module.AOTConfig
-    if not trace_log.handlers and not any(name.startswith("aot") for name in log_state.artifact_names):
-        module.AOTConfig = functools.partial(before, enable_log=False)  # type: ignore[assignment,misc] # as its class
-    try:
-        yield
-    finally:
-        module.AOTConfig = before  # type: ignore[misc] # as it was
 
 
 def capture_apart(gm: fx.GraphModule, example_inputs: Sequence[Any], **compilers: Any) -> None:

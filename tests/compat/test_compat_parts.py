@@ -233,25 +233,6 @@ def test_attention_on_cpus_has_the_formulas_of_gpus() -> None:
     assert next(iter(compat.GPU_ATTENTION)) in found
 
 
-def test_graphs_are_printed_for_logs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._functorch.aot_autograd import make_boxed_func
-    from torch._functorch.partitioners import default_partition
-    from torch._logging._internal import log_state
-
-    printed: list[str] = []
-    monkeypatch.setattr(fx.GraphModule, "print_readable", lambda self, *args, **options: printed.append("") or "")
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        compilers = dict.fromkeys(("forward", "backward", "inference"), lambda gm, inputs: make_boxed_func(gm))
-        return compat.capture(gm, inputs, **compilers, partitioner=default_partition)
-
-    for logs in (set(), {"aot_joint_graph"}):
-        monkeypatch.setattr(log_state, "artifact_names", logs)
-        torch._dynamo.reset()
-        torch.compile(lambda x: (x.sin() * x).sum(), backend=backend)(torch.ones(2, requires_grad=True))
-        assert bool(printed) == bool(logs)
-
-
 def test_functions_for_global_state_are_those_that_graphs_call() -> None:
     found: set[Any] = set()
 
