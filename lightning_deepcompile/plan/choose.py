@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_deepcompile.plan.costs import Profile
-from lightning_deepcompile.plan.simulate import Estimate, simulate, step_seconds
+from lightning_deepcompile.plan.simulate import Estimate, peak_bytes, simulate, step_seconds
 from lightning_deepcompile.program.schedule import Schedule
 
 MARGINS = (1.0, 1.5, 2.5)
@@ -19,6 +19,21 @@ Choice = tuple[int, Callable[[list[Schedule]], list[Schedule]]]
 
 Peak = Callable[[list[Schedule], int], int]
 """Predicts the most bytes that schedules allocate, or some number beyond a limit."""
+
+
+def estimate_within(
+    schedules: list[Schedule], profile: Profile, limit: int, peak: Peak | None = None
+) -> Estimate | None:
+    """Returns the duration and the peak that `simulate` predicts; None for a step that exceeds the limit.
+
+    Args:
+        schedules: The programs of a micro-batch.
+        profile: Used to simulate.
+        limit: Bytes that may be allocated.
+        peak: Used to simulate memory; None for `peak_bytes`.
+    """
+    size = peak_bytes(schedules, profile) if peak is None else peak(schedules, limit)
+    return Estimate(step_seconds(schedules, profile), size) if size <= limit else None
 
 
 def choose_by_gain(
@@ -76,12 +91,8 @@ class _Search:
             if order not in fresh:
                 size, change = self.choices[order]
                 trial = change(result)
-                limit = max(best.peak_bytes, self.budget)
-                peak = self.peak(trial, limit)
-                if peak > limit:
-                    continue
-                predicted = Estimate(step_seconds(trial, self.profile), peak)
-                if not _counts(best, predicted):
+                predicted = estimate_within(trial, self.profile, max(best.peak_bytes, self.budget), self.peak)
+                if predicted is None or not _counts(best, predicted):
                     continue
                 fresh[order] = trial, predicted
                 gain = (best.seconds - predicted.seconds) / max(size, 1)

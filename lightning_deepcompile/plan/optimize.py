@@ -94,8 +94,7 @@ def optimize(
         orders = [step, [step[-1], *step]] if "profile" in step[-1].needs <= there else [step]
         for order in orders[1:]:
             best = min(best, _run_passes(order, list(schedules), context), key=cost)
-        least = [just_in_time(schedule) for schedule in schedules]
-        if cost(best)[0] > 0 and least != list(schedules):
+        if cost(best)[0] > 0 and (least := list(map(just_in_time, schedules))) != list(schedules):
             begin = PassEffect("just_in_time", difference(schedules, least), simulate(least, profile))
             for order in orders:
                 planned, effects = _run_passes(order, least, context)

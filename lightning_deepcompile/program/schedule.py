@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -153,29 +153,26 @@ class Schedule:
     @functools.cached_property
     def reductions(self) -> dict[int, Instruction]:
         """Groups of gradients by position, each with the regions that make them."""
-        groups, last = {}, ""
-        for position, instruction in enumerate(self.instructions):
-            last = instruction.region or last
-            if instruction.op in REDUCTIONS:
-                groups[position] = replace(instruction, made=instruction.made or (last,) * len(instruction.ids))
-        return groups
+        return {position: replace(group, made=made) for position, group, made in self._reduced()}
 
     @functools.cached_property
     def waiting(self) -> list[int]:
         """Bytes of gradients that wait for those of later regions, at each instruction."""
         changes = [0] * (len(self.instructions) + 1)
-        made: dict[str, int] = {}
+        made = {self.instructions[position].region: position for position in self.at("compute")}
+        for position, group, makers in self._reduced():
+            for maker, size in zip(makers, group.sizes, strict=True):
+                changes[made.get(maker, -1) + 1] += size
+            changes[position] -= group.bytes
+        return list(itertools.accumulate(changes[:-1]))
+
+    def _reduced(self) -> Iterator[tuple[int, Instruction, tuple[str, ...]]]:
+        """Yields the position of each group of gradients, the group, and the region that makes each of them."""
         last = ""
         for position, instruction in enumerate(self.instructions):
             last = instruction.region or last
-            if instruction.op == "compute":
-                made[last] = position
-            elif instruction.op in REDUCTIONS:
-                makers = instruction.made or (last,) * len(instruction.ids)
-                for maker, size in zip(makers, instruction.sizes, strict=True):
-                    changes[made.get(maker, -1) + 1] += size
-                changes[position] -= instruction.bytes
-        return list(itertools.accumulate(changes[:-1]))
+            if instruction.op in REDUCTIONS:
+                yield position, instruction, instruction.made or (last,) * len(instruction.ids)
 
     def at(self, op: Operation) -> list[int]:
         """Positions of the instructions `op`."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+from lightning_deepcompile.plan.choose import estimate_within
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Link
 from lightning_deepcompile.plan.reductions import may_merge, merge_reductions
-from lightning_deepcompile.plan.simulate import Estimate, peak_bytes, simulate, step_seconds
+from lightning_deepcompile.plan.simulate import simulate
 from lightning_deepcompile.program.schedule import REDUCTIONS, Instruction, Schedule, ScheduleError, check_schedule
 
 Pairs = Callable[[Schedule], list[tuple[int, int]]]
@@ -59,11 +60,8 @@ def _fuse(schedules: list[Schedule], context: PlanContext, link: Link, pairs: Pa
             if candidate is None:
                 continue
             trial = [*result[:index], candidate, *result[index + 1 :]]
-            peak = peak_bytes(trial, profile)
-            if peak > max(best.peak_bytes, context.budget):
-                continue
-            predicted = Estimate(step_seconds(trial, profile), peak)
-            if predicted.seconds < best.seconds * (1 - 1e-6):
+            predicted = estimate_within(trial, profile, max(best.peak_bytes, context.budget))
+            if predicted is not None and predicted.seconds < best.seconds * (1 - 1e-6):
                 result, best = trial, predicted
                 k -= 1  # the merged group may take in the next one too
     return result

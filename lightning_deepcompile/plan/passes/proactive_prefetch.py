@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from lightning_deepcompile.plan.choose import MARGINS
+from lightning_deepcompile.plan.choose import MARGINS, estimate_within
 from lightning_deepcompile.plan.context import PlanContext
 from lightning_deepcompile.plan.costs import Profile
 from lightning_deepcompile.plan.placement import Placement
-from lightning_deepcompile.plan.simulate import Estimate, simulate, step_seconds
+from lightning_deepcompile.plan.simulate import Estimate, simulate
 from lightning_deepcompile.plan.step_memory import StepMemory
 from lightning_deepcompile.program.schedule import Schedule
 
@@ -48,12 +48,8 @@ def proactive_prefetch(schedules: list[Schedule], context: PlanContext) -> list[
                 continue
             tried.add(schedule.instructions)
             trial = [*result[:index], schedule, *result[index + 1 :]]
-            allowed = max(best.peak_bytes, limit)
-            peak = memory.peak(trial, allowed)
-            if peak > allowed:
-                continue
-            predicted = Estimate(step_seconds(trial, profile), peak)
-            if _better(predicted, best, limit):
+            predicted = estimate_within(trial, profile, max(best.peak_bytes, limit), memory.peak)
+            if predicted is not None and _better(predicted, best, limit):
                 result, best = trial, predicted
     return result
 
