@@ -6,7 +6,8 @@ r"""Losses of a long run on real text: the same model, data and seeds under each
 
 The model is a Llama whose tokens are bytes, the text is the source of Python's standard library, and a rank's batches
 follow from the step and the rank. ``curves.json`` has the loss of every step, the mean over all ranks. The first system
-is what others are compared with.
+is what others are compared with. With ``--deterministic`` a system's losses repeat bit by bit: what differs then is
+neither the order in which attention adds up nor the data.
 """
 
 from __future__ import annotations
@@ -135,10 +136,15 @@ def summary(curves: dict[str, dict[str, Any]]) -> list[str]:
     for name, curve in curves.items():
         pairs = list(zip(curve["losses"], base["losses"], strict=True))
         mean, apart = fmean(curve["losses"][-_LAST:]), max(abs(mine - other) for mine, other in pairs)
+        same = next((step for step, (mine, other) in enumerate(pairs) if mine != other), len(pairs))
         equal = next((step for step, (mine, other) in enumerate(pairs) if abs(mine - other) > 1e-5 * other), len(pairs))
         lines.append(
             f"{name}: mean loss of the last {min(_LAST, len(pairs))} steps {mean:.4f}"
-            + ("" if name == first else f"; {equal} steps equal to {first}'s to 1e-5, at most {apart:.4f} apart")
+            + (
+                ""
+                if name == first
+                else f"; {same} steps equal to {first}'s, {equal} to 1e-5, at most {apart:.4f} apart"
+            )
             + f"; {curve['seconds']:.0f} s"
         )
     return lines
@@ -183,6 +189,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--deterministic", action="store_true", help="only kernels that always add up in one order")
     parser.add_argument("--out", type=Path, default=Path("results/curves"))
     options = parser.parse_args()
     if options.plot:
@@ -193,6 +200,10 @@ def main() -> None:
     systems = [System.parse(text) for text in options.systems.split(",")]
     if unknown := [system.name for system in systems if system.kind not in SYSTEMS]:
         parser.error(f"--systems {', '.join(unknown)}: choose from {', '.join(SYSTEMS)}")
+    if options.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if options.device == "cuda":
         torch.cuda.set_device(rank)
